@@ -1,0 +1,47 @@
+"""LLM inference through the PyTorch compiler: ``CompiledEngine(model).generate(prompts, SamplingParams())``.
+
+Names are imported when first asked for, so that ``import compiled_llm.ops`` loads neither transformers nor a device.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compiled_llm.compiler import CompileReport, GraphReport
+    from compiled_llm.config import EngineConfig
+    from compiled_llm.engine import CompiledEngine
+    from compiled_llm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from compiled_llm.sampling_params import SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "CompiledEngine": "engine",
+    "CompileReport": "compiler",
+    "CompletionOutput": "outputs",
+    "EngineConfig": "config",
+    "EngineStats": "outputs",
+    "GraphReport": "compiler",
+    "RequestMetrics": "outputs",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+}
+
+__all__ = [
+    "CompileReport",
+    "CompiledEngine",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineStats",
+    "GraphReport",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"compiled_llm.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'compiled_llm' has no attribute {name!r}")

@@ -1,0 +1,177 @@
+"""The only file that says torch.compile. Compiles a function once per bucket, guards it, and reports on it.
+
+Each bucket gets its own copy of the function, with a code object of its own. Dynamo keeps its compiled versions by code
+object, so every bucket has exactly one, found at once, and a second one is a recompile that can be counted.
+"""
+
+import dataclasses
+import os
+import time
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.utils import counters
+
+from compiled_llm.ops.native import cache_directory
+
+# What a CUDA graph needs before it replays: a plain run, and a run that records.
+_WARM_UP_CALLS = {"cuda": 3, "cpu": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphReport:
+    """What compiling one function for one bucket gave.
+
+    Attributes:
+        graphs: graphs captured; 1 means that the whole function is one graph. 0 without compiling.
+        graph_breaks: places where capture broke off.
+        recompiles: versions compiled since the warm-up ended. Anything but 0 is also an error when it happens.
+        compile_seconds: wall time of the warm-up calls.
+        cache: "hit" or "miss" of the compiler's cache on disk, "off" where it was not asked, "eager" uncompiled.
+        cuda_graph_bytes: device memory that the warm-up reserved, CUDA graphs and workspaces; 0 on a CPU.
+    """
+
+    name: str
+    graphs: int
+    graph_breaks: int
+    recompiles: int
+    compile_seconds: float
+    cache: str
+    cuda_graph_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """A ``GraphReport`` for each compiled function. ``str()`` of it is a table."""
+
+    reports: tuple[GraphReport, ...]
+
+    @property
+    def graphs(self) -> int:
+        return sum(report.graphs for report in self.reports)
+
+    @property
+    def graph_breaks(self) -> int:
+        return sum(report.graph_breaks for report in self.reports)
+
+    @property
+    def recompiles(self) -> int:
+        return sum(report.recompiles for report in self.reports)
+
+    @property
+    def compile_seconds(self) -> float:
+        return sum(report.compile_seconds for report in self.reports)
+
+    def cache_count(self, outcome: str) -> int:
+        return sum(report.cache == outcome for report in self.reports)
+
+    def __str__(self) -> str:
+        titles = ("graph", "graphs", "breaks", "recompiles", "seconds", "cache", "CUDA graph MiB")
+        rows = [
+            [
+                r.name,
+                r.graphs,
+                r.graph_breaks,
+                r.recompiles,
+                f"{r.compile_seconds:.2f}",
+                r.cache,
+                r.cuda_graph_bytes >> 20,
+            ]
+            for r in self.reports
+        ]
+        table = [titles, *([str(cell) for cell in row] for row in rows)]
+        widths = [max(len(row[i]) for row in table) for i in range(len(titles))]
+        return "\n".join(
+            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table
+        )
+
+
+class CompiledFunction:
+    """A pure function for one bucket. The first call must be ``warm_up``; after that a recompile is an error."""
+
+    def __init__(self, function: Callable, name: str, device: torch.device, enforce_eager: bool) -> None:
+        self.name = name
+        self.device = device
+        self._copy = _own_copy(function, name)
+        self._call = self._copy if enforce_eager else _compile(self._copy)
+        self._eager = enforce_eager
+        self._report: GraphReport | None = None
+
+    def warm_up(self, make_args: Callable[[], tuple]) -> None:
+        """Compile for what ``make_args`` gives, which stands for all later arguments; on a GPU, record the CUDA graph.
+
+        ``make_args`` is asked anew for each call: tensors that another graph returned live until the next step only.
+        """
+        before = _snapshot(self.device)
+        started = time.perf_counter()
+        with torch.no_grad():
+            for _ in range(_WARM_UP_CALLS[self.device.type]):
+                if self.device.type == "cuda":
+                    torch.compiler.cudagraph_mark_step_begin()
+                self._call(*make_args())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        seconds = time.perf_counter() - started
+        after = _snapshot(self.device)
+        gained = {key: after[key] - before[key] for key in after}
+        if self._eager:
+            cache = "eager"
+        elif gained["hits"]:
+            cache = "hit"
+        else:
+            cache = "miss" if gained["misses"] else "off"
+        self._report = GraphReport(
+            name=self.name,
+            graphs=gained["graphs"],
+            graph_breaks=gained["breaks"],
+            recompiles=0,
+            compile_seconds=seconds,
+            cache=cache,
+            cuda_graph_bytes=gained["device_bytes"],
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the compiled version. ``RuntimeError`` where torch would compile another one."""
+        assert self._report is not None, f"{self.name} was not warmed up"
+        with torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
+            return self._call(*args)
+
+    def report(self) -> GraphReport:
+        """What the warm-up gave, with the versions compiled since counted now."""
+        assert self._report is not None, f"{self.name} was not warmed up"
+        versions = len(_debug_get_cache_entry_list(self._copy.__code__))
+        return dataclasses.replace(self._report, recompiles=max(0, versions - 1))
+
+
+def use_own_cache_directory() -> None:
+    """Keep compiled code in the user's own cache directory, unless ``TORCHINDUCTOR_CACHE_DIR`` says where.
+
+    The default is a directory under /tmp that other users can foresee.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "inductor"))
+
+
+def _compile(function: Callable) -> Callable:
+    return torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead")
+
+
+def _own_copy(function: Callable, name: str) -> Any:
+    """``function`` with a code object of its own, called ``name`` in profiles and error messages."""
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _snapshot(device: torch.device) -> dict[str, int]:
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": sum(counters["graph_break"].values()),
+        "hits": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
+        "misses": inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
+        "device_bytes": torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
+    }

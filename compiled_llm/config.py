@@ -1,0 +1,222 @@
+"""EngineConfig: every argument of the engine, validated once. Limits: the sizes that follow from it and the model.
+
+No torch here: the scheduler reads these too.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Arguments of the interface that this version does not serve yet: refused by name, never accepted and ignored.
+_NOT_YET = {
+    "swap_space_bytes": (0,),
+    "preemption_mode": ("auto", "recompute"),
+    "scheduling_policy": ("fcfs",),
+    "enable_prefix_caching": (False,),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Arguments of the engine. Out of range: ``ValueError`` with the name, what is allowed and what was given.
+
+    Attributes:
+        model: directory or hub id of a checkpoint; None is the bundled demo model.
+        tokenizer: directory or id, if not the model's own.
+        dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
+        device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
+        load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.
+        max_model_len: most tokens of a request, prompt and output together. None: the model's.
+        bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``.
+        token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None: a ladder of three
+            below ``max_num_batched_tokens``, each a quarter of the next.
+        max_num_seqs: most requests running at once. None: the largest bucket.
+        max_num_batched_tokens: most tokens a step. None: 512 on a CPU, 2048 on a GPU; the whole ``max_model_len``
+            without chunked prefill.
+        block_size: tokens in a KV block.
+        num_kv_blocks, kv_cache_memory_bytes, gpu_memory_utilization: the KV pool's size; the first given wins. The
+            share counts, on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free
+            after loading. No pool is larger than ``max_num_seqs`` requests of ``max_model_len`` tokens can use.
+        kv_cache_dtype: "auto" (the model's) or one of the dtypes.
+        enable_chunked_prefill: let a prompt's tokens spread over several steps.
+        enforce_eager: run the same functions without compiling, for debugging.
+        seed: of dummy weights and of requests that bring no seed of their own.
+        check_invariants: verify the scheduler's and the KV pool's invariants after every step.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    bucket_sizes: tuple[int, ...] = (1, 8, 32)
+    token_bucket_sizes: tuple[int, ...] | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    kv_cache_dtype: str = "auto"
+    swap_space_bytes: int = 0
+    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    enable_prefix_caching: bool = False
+    enable_chunked_prefill: bool = True
+    enforce_eager: bool = False
+    seed: int = 0
+    check_invariants: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("model", "tokenizer"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name} must be a directory or a hub id as a non-empty str, given {value!r}")
+        one_of("dtype", self.dtype, ("auto", *DTYPES))
+        one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES))
+        if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', given {self.device!r}")
+        for name, supported in _NOT_YET.items():
+            value = getattr(self, name)
+            if value not in supported:
+                raise ValueError(
+                    f"{name}={value!r} is not supported in this version; supported: "
+                    + ", ".join(repr(option) for option in supported)
+                )
+        object.__setattr__(self, "bucket_sizes", sizes("bucket_sizes", self.bucket_sizes))
+        if self.token_bucket_sizes is not None:
+            object.__setattr__(self, "token_bucket_sizes", sizes("token_bucket_sizes", self.token_bucket_sizes))
+        for name in (
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_kv_blocks",
+            "kv_cache_memory_bytes",
+        ):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), 1, 2**48)
+        integer("block_size", self.block_size, 1, 1024)
+        integer("seed", self.seed, 0, 2**63 - 1)
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a number above 0 and up to 1, given {share!r}")
+        for name in ("enable_chunked_prefill", "enforce_eager", "check_invariants"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, given {getattr(self, name)!r}")
+
+    @classmethod
+    def from_arguments(cls, **arguments: Any) -> "EngineConfig":
+        """The same as the constructor, but an unknown name is a ``ValueError`` that lists the known ones."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = [name for name in arguments if name not in known]
+        if unknown:
+            raise ValueError(f"unknown engine argument {unknown[0]!r}; allowed: {', '.join(known)}")
+        return cls(**arguments)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The sizes of an engine, all known: what the scheduler obeys and what the buckets are made of."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    decode_bucket_sizes: tuple[int, ...]
+    token_bucket_sizes: tuple[int, ...]
+    chunked_prefill: bool
+
+    @property
+    def blocks_per_request(self) -> int:
+        """Columns of the block table: blocks of the longest request."""
+        return -(-self.max_model_len // self.block_size)
+
+    @classmethod
+    def resolve(cls, config: EngineConfig, model_max_len: int, default_batched_tokens: int) -> "Limits":
+        """Fill in what ``config`` leaves open. ``ValueError`` where its sizes contradict each other or the model."""
+        max_model_len = config.max_model_len or model_max_len
+        if max_model_len > model_max_len:
+            raise ValueError(
+                f"max_model_len must be at most the model's max_position_embeddings, {model_max_len}, "
+                f"given {max_model_len}"
+            )
+        largest = config.bucket_sizes[-1]
+        max_num_seqs = config.max_num_seqs or largest
+        if max_num_seqs > largest:
+            raise ValueError(
+                f"max_num_seqs must be at most the largest of bucket_sizes, {largest}, given {max_num_seqs}: a larger "
+                "batch would have no compiled graph. Add a bucket of that size"
+            )
+        decode = [size for size in config.bucket_sizes if size < max_num_seqs]
+        decode.append(min(size for size in config.bucket_sizes if size >= max_num_seqs))
+
+        batched = config.max_num_batched_tokens
+        if batched is None:
+            if config.token_bucket_sizes:
+                batched = config.token_bucket_sizes[-1]
+            else:
+                batched = max(default_batched_tokens, max_num_seqs)
+                batched = min(batched, max_model_len * max_num_seqs)
+                if not config.enable_chunked_prefill:
+                    batched = max(batched, max_model_len)
+        if batched < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs} (a token for each running "
+                f"request), given {batched}"
+            )
+        if not config.enable_chunked_prefill and batched < max_model_len:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_model_len, {max_model_len}, without chunked prefill (a "
+                f"prompt runs in one step), given {batched}"
+            )
+        if config.token_bucket_sizes is None:
+            ladder = {size for size in (batched // 16, batched // 4) if size >= 16} | {batched}
+        else:
+            ladder = set(config.token_bucket_sizes)
+            if max(ladder) < batched:
+                raise ValueError(
+                    f"the largest of token_bucket_sizes must be at least max_num_batched_tokens, {batched}, "
+                    f"given {max(ladder)}"
+                )
+            ladder = {s for s in ladder if s < batched} | {min(s for s in ladder if s >= batched)}
+        return cls(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=batched,
+            block_size=config.block_size,
+            decode_bucket_sizes=tuple(decode),
+            token_bucket_sizes=tuple(sorted(ladder)),
+            chunked_prefill=config.enable_chunked_prefill,
+        )
+
+
+def integer(name: str, value: Any, low: int, high: int) -> None:
+    """``ValueError`` unless ``value`` is an int within ``low..high``."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name} must be an integer from {low} to {high}, given {value!r}")
+
+
+def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """``ValueError`` unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, given {value!r}")
+
+
+def sizes(name: str, value: Any) -> tuple[int, ...]:
+    """A list of bucket sizes as a sorted tuple: positive integers up to 2**20, no duplicates, at least one."""
+    wanted = f"{name} must be a list of different positive integers"
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ValueError(f"{wanted}, given {value!r}")
+    items = list(value)
+    if not items:
+        raise ValueError(f"{wanted}, given an empty one")
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int) or not 0 < item <= 2**20:
+            raise ValueError(f"{wanted} up to {2**20}, given {item!r} in {items!r}")
+    if len(set(items)) < len(items):
+        raise ValueError(f"{wanted}, given duplicates in {items!r}")
+    return tuple(sorted(items))

@@ -1,0 +1,76 @@
+"""Sampling as a pure function of (logits, SamplingInput): part of the compiled graphs, so tensors only.
+
+The random number of a token follows from its request's seed and its position alone, by the counter-based generator
+Philox4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"). So a seeded request gives the same
+tokens in any batch, bucket or chunking, and after a preemption.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_PHILOX_ROUNDS = 10
+_MASK32 = 0xFFFFFFFF
+
+
+class SamplingInput(NamedTuple):
+    """Sampling parameters of the rows of a step; padding rows are greedy."""
+
+    temperature: Tensor  # [R] float32, 0 for greedy
+    top_p: Tensor  # [R] float32, 1 for off
+    top_k: Tensor  # [R] int32, the vocabulary's size for off
+    seed: Tensor  # [R] int64
+    position: Tensor  # [R] int32, of the token to be sampled
+
+
+def sample_greedy(logits: Tensor) -> Tensor:
+    """The most likely token of each row: ``[R, V]`` -> ``[R]`` int64; the lowest id where several are equal."""
+    return logits.argmax(dim=-1)
+
+
+def sample(logits: Tensor, params: SamplingInput) -> Tensor:
+    """Sample a token for each row, ``[R, V]`` -> ``[R]`` int64.
+
+    Temperature first, then top-k, then top-p over what top-k left, as transformers and vLLM do. Rows with temperature
+    0 take the most likely token.
+    """
+    # A temperature so small that scaled logits overflow is greedy in all but name.
+    temperature = torch.where(params.temperature > 0, params.temperature.clamp(min=1e-5), 1.0)
+    sorted_logits, token_ids = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    kept = rank < params.top_k[:, None]
+    scaled = (sorted_logits - sorted_logits[:, :1]) / temperature[:, None]
+    probs = scaled.masked_fill(~kept, float("-inf")).softmax(dim=-1).double()
+    mass = probs.cumsum(dim=-1)
+    # A token stays while those before it sum to less than top_p; so the first always stays. The mask is monotone.
+    probs = torch.where(mass - probs < params.top_p[:, None], probs, 0.0)
+    mass = probs.cumsum(dim=-1)
+    # Inverse of the distribution function. The threshold is below the total, so it meets a token of positive mass.
+    threshold = uniform(params.seed, params.position)[:, None] * mass[:, -1:]
+    chosen = (mass <= threshold).sum(dim=-1, keepdim=True)
+    chosen = torch.where(params.temperature[:, None] > 0, chosen, 0)
+    return token_ids.gather(-1, chosen).squeeze(-1)
+
+
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """A number in [0, 1) for each pair, ``[R]`` float64 with 32 random bits: the first word of Philox4x32-10.
+
+    The key is the seed's two halves, the counter is ``(position, 0, 0, 0)``.
+    """
+    key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
+    c0 = position.long() & _MASK32
+    c1 = c2 = c3 = torch.zeros_like(c0)
+    for _ in range(_PHILOX_ROUNDS):
+        # Products of two 32-bit numbers wrap in int64; masking the two halves makes up for the sign.
+        p0, p1 = c0 * _PHILOX_MULTIPLIERS[0], c2 * _PHILOX_MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((p1 >> 32) & _MASK32) ^ c1 ^ key0,
+            p1 & _MASK32,
+            ((p0 >> 32) & _MASK32) ^ c3 ^ key1,
+            p0 & _MASK32,
+        )
+        key0, key1 = (key0 + _PHILOX_KEY_STEPS[0]) & _MASK32, (key1 + _PHILOX_KEY_STEPS[1]) & _MASK32
+    return c0.double() * 2.0**-32

@@ -1,0 +1,27 @@
+"""What every model's forward receives besides its weights: the step's tensors and the KV cache."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class StepInput(NamedTuple):
+    """The tokens of one step, all int32, in buffers of the bucket's fixed size. No Python number: sizes are static.
+
+    Letters: T tokens of the bucket, R requests of the bucket, M blocks of a table row.
+    """
+
+    input_ids: Tensor  # [T]
+    positions: Tensor  # [T] position of each token in its request
+    slot_mapping: Tensor  # [T] where its key and value go: block * block_size + offset
+    query_start_loc: Tensor  # [R + 1] prefix sums of the tokens per request
+    seq_lens: Tensor  # [R] keys of each request after this step; 0 for padding
+    logits_indices: Tensor  # [R] row in T of each request's last token
+    block_table: Tensor  # [R, M]
+
+
+class KVCache(NamedTuple):
+    """Keys and values of all layers, a tensor each: ``[B, K, S, H]``. Written in place by the attention op."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]

@@ -1,0 +1,116 @@
+"""Llama: Llama 2, 3, 3.1, 3.2 and the many checkpoints of the same architecture.
+
+Touvron et al., 2023 (arXiv:2302.13971, 2307.09288); Llama 3: arXiv:2407.21783.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers import (
+    AnyLinear,
+    AttentionWeights,
+    MlpWeights,
+    attention,
+    gated_mlp,
+    rms_norm,
+    rope_cos_sin,
+    rope_inv_freq,
+)
+from compiled_llm.models.weights import Linear, concat, linear
+
+HF_CONFIG = "LlamaConfig"
+
+
+class LayerWeights(NamedTuple):
+    input_norm: Tensor  # [D]
+    attention: AttentionWeights
+    mlp_norm: Tensor  # [D]
+    mlp: MlpWeights
+
+
+class Weights(NamedTuple):
+    embedding: Tensor  # [V, D]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [D]
+    lm_head: AnyLinear  # [V, D]; the embedding's own tensor when the two are tied
+    inv_freq: Tensor  # [H / 2], from the config
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of one layer's tensors in a checkpoint, without the prefix ``model.layers.<i>.``."""
+    d, inter, h = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * h, config.num_kv_heads * h
+    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,)}
+    projections = [
+        ("self_attn.q_proj", q_size, d, config.attention_bias),
+        ("self_attn.k_proj", kv_size, d, config.attention_bias),
+        ("self_attn.v_proj", kv_size, d, config.attention_bias),
+        ("self_attn.o_proj", d, q_size, config.attention_bias),
+        ("mlp.gate_proj", inter, d, config.mlp_bias),
+        ("mlp.up_proj", inter, d, config.mlp_bias),
+        ("mlp.down_proj", d, inter, config.mlp_bias),
+    ]
+    for name, out_features, in_features, has_bias in projections:
+        shapes[f"{name}.weight"] = (out_features, in_features)
+        if has_bias:
+            shapes[f"{name}.bias"] = (out_features,)
+    return shapes
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that a Hugging Face checkpoint of this config holds."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
+    for i in range(config.num_layers):
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(config).items()}
+    shapes["model.norm.weight"] = (config.hidden_size,)
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+    return shapes
+
+
+def assemble_layer(config: ModelConfig, take: Callable[[str], Tensor]) -> LayerWeights:
+    """One layer from its checkpoint tensors; ``take(name)`` hands each out once."""
+
+    def take_linear(name: str, has_bias: bool) -> Linear:
+        return Linear(take(f"{name}.weight"), take(f"{name}.bias") if has_bias else None)
+
+    qkv = concat(*(take_linear(f"self_attn.{name}_proj", config.attention_bias) for name in "qkv"))
+    gate_up = concat(*(take_linear(f"mlp.{name}_proj", config.mlp_bias) for name in ("gate", "up")))
+    return LayerWeights(
+        input_norm=take("input_layernorm.weight"),
+        attention=AttentionWeights(qkv, take_linear("self_attn.o_proj", config.attention_bias)),
+        mlp_norm=take("post_attention_layernorm.weight"),
+        mlp=MlpWeights(gate_up, take_linear("mlp.down_proj", config.mlp_bias)),
+    )
+
+
+def assemble(config: ModelConfig, take: Callable[[str], Tensor], layer=assemble_layer) -> Weights:
+    """The weights from checkpoint tensors. A family that differs in its layers alone passes its own ``layer``."""
+    embedding = take("model.embed_tokens.weight")
+    return Weights(
+        embedding=embedding,
+        layers=tuple(
+            layer(config, lambda name, i=i: take(f"model.layers.{i}.{name}")) for i in range(config.num_layers)
+        ),
+        final_norm=take("model.norm.weight"),
+        lm_head=Linear(embedding if config.tie_word_embeddings else take("lm_head.weight")),
+        inv_freq=rope_inv_freq(config).to(embedding.device),
+    )
+
+
+def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: ModelConfig, max_query_len: int) -> Tensor:
+    """Logits ``[R, V]`` of the tokens at ``step.logits_indices``; the step's keys and values go to ``kv_cache``."""
+    x = F.embedding(step.input_ids, weights.embedding)
+    cos_sin = rope_cos_sin(step.positions, weights.inv_freq)
+    for layer, k_cache, v_cache in zip(weights.layers, kv_cache.keys, kv_cache.values, strict=True):
+        normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+        x = x + attention(normed, layer.attention, cos_sin, k_cache, v_cache, step, config, max_query_len)
+        x = x + gated_mlp(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.mlp)
+    last = torch.index_select(x, 0, step.logits_indices)
+    return linear(rms_norm(last, weights.final_norm, config.rms_norm_eps), weights.lm_head)

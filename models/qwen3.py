@@ -1,0 +1,34 @@
+"""Qwen3 (dense): Llama with an RMS norm on every head's query and key (Yang et al., 2025, arXiv:2505.09388)."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from compiled_llm.models import llama
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.llama import LayerWeights, Weights, forward
+
+__all__ = ["HF_CONFIG", "Weights", "assemble", "checkpoint_shapes", "forward"]
+
+HF_CONFIG = "Qwen3Config"
+
+
+def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor that a Hugging Face checkpoint of this config holds."""
+    shapes = llama.checkpoint_shapes(config)
+    for i in range(config.num_layers):
+        for name in ("q_norm", "k_norm"):
+            shapes[f"model.layers.{i}.self_attn.{name}.weight"] = (config.head_dim,)
+    return shapes
+
+
+def assemble_layer(config: ModelConfig, take: Callable[[str], Tensor]) -> LayerWeights:
+    """One layer from its checkpoint tensors: Llama's, with the two norms."""
+    layer = llama.assemble_layer(config, take)
+    norms = {name: take(f"self_attn.{name}.weight") for name in ("q_norm", "k_norm")}
+    return layer._replace(attention=layer.attention._replace(**norms))
+
+
+def assemble(config: ModelConfig, take: Callable[[str], Tensor]) -> Weights:
+    """The weights from checkpoint tensors; ``take(name)`` hands each out once."""
+    return llama.assemble(config, take, assemble_layer)

@@ -1,0 +1,11 @@
+"""Custom ops of the engine, registered with ``torch.library`` under the namespace ``compiled_llm``.
+
+Import this package as ``compiled_llm.ops``, never as ``ops``: two modules would register every op twice.
+It needs torch alone; Triton is imported when a kernel first runs on a GPU, the C++ kernels are built when one first
+runs on a CPU.
+"""
+
+from compiled_llm.ops.attention import paged_attention, paged_attention_reference
+from compiled_llm.ops.linear import pack_weight, packed_linear
+
+__all__ = ["pack_weight", "packed_linear", "paged_attention", "paged_attention_reference"]

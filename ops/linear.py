@@ -1,0 +1,63 @@
+"""Linear layer on packed bfloat16 weights, for CPUs: packing, reference, schema, registration.
+
+``y = x @ W.T + bias``. A decode step reads every weight once and does little else, so its speed is the speed at which
+memory streams. The packed layout puts the weights in the order the kernel reads them, in the pairs that the bfloat16
+dot-product instructions take:
+
+    packed[n, p, j, i] = W[n * TILE + j, 2 * p + i]        [ceil(N / TILE), ceil(K / 2), TILE, 2]
+
+with rows past N and columns past K zero. N out_features, K in_features, TILE = 16 (one 512-bit register of pairs).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.library import LIBRARY
+
+TILE = 16
+
+LIBRARY.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_features) -> Tensor")
+
+
+def pack_weight(weight: Tensor) -> Tensor:
+    """Pack ``weight`` ``[N, K]`` bfloat16 -> ``[ceil(N / 16), ceil(K / 2), 16, 2]`` bfloat16 contiguous."""
+    out_features, in_features = weight.shape
+    padded = F.pad(weight, (0, in_features % 2, 0, -out_features % TILE))
+    return padded.view(-1, TILE, padded.shape[1] // 2, 2).transpose(1, 2).contiguous()
+
+
+def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """``x @ W.T + bias`` for a packed ``W``, accumulated in float32.
+
+    Args:
+        x: ``[T, K]`` bfloat16; rows may be strided, the last stride is 1.
+        packed: what ``pack_weight`` made of ``W`` ``[N, K]``.
+        bias: ``[N]`` bfloat16, or None.
+        out_features: N.
+
+    Returns:
+        ``[T, N]`` bfloat16 contiguous.
+    """
+    return torch.ops.compiled_llm.packed_linear(x, packed, bias, out_features)
+
+
+def packed_linear_reference(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """The op in plain torch: unpack, multiply in float32, round once."""
+    weight = packed.transpose(1, 2).reshape(packed.shape[0] * TILE, -1)[:out_features, : x.shape[1]]
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+@torch.library.register_fake("compiled_llm::packed_linear", lib=LIBRARY)
+def _fake(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)
+
+
+def _cpu(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    kernels = native.load("linear_cpu")
+    implementation = kernels.packed_linear if kernels else packed_linear_reference
+    return implementation(x, packed, bias, out_features)
+
+
+LIBRARY.impl("packed_linear", _cpu, "CPU")

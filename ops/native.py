@@ -1,0 +1,78 @@
+"""Builds and loads the C++ kernels of the CPU.
+
+A source file ``ops/NAME.cpp`` is compiled once with the user's C++ compiler, through ``torch.utils.cpp_extension``,
+into the user's own cache directory, and loaded from there afterwards. The directory's name is a hash of everything that
+goes into the build, so a changed source or another torch never meets an old binary.
+
+The sources choose instruction sets at run time, function by function, so no ``-march`` flag is given and a build may be
+shared by different machines.
+"""
+
+import functools
+import hashlib
+import os
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+_FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-fno-math-errno", "-Wno-psabi"]
+
+
+class MissingCompilerWarning(UserWarning):
+    """No C++ compiler was found: the plain-torch versions of the CPU kernels are used, many times slower."""
+
+
+def compiler() -> str | None:
+    """Path of the C++ compiler that torch uses, or None: ``$CXX`` if it is set, else g++."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+def cache_directory() -> Path:
+    """The user's own cache directory, created with mode 0700: ``$COMPILED_LLM_CACHE`` or ``~/.cache/compiled_llm``."""
+    root = os.environ.get("COMPILED_LLM_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(root) if root else base / "compiled_llm"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+@functools.cache
+def load(name: str) -> ModuleType | None:
+    """The module of ``ops/<name>.cpp``, built if need be (about 10 s, once), or None without a compiler.
+
+    Raises:
+        RuntimeError: the compiler is there and the build failed.
+    """
+    source = Path(__file__).resolve().parent / f"{name}.cpp"
+    found = compiler()
+    if found is None:
+        warnings.warn(
+            f"no C++ compiler found (looked for {os.environ.get('CXX', 'g++')!r}): {name} runs as plain torch, many "
+            "times slower. Install one (Debian, Ubuntu: apt install g++) or point CXX at it.",
+            MissingCompilerWarning,
+            stacklevel=2,
+        )
+        return None
+
+    from torch.utils import cpp_extension  # imports setuptools: only when needed
+
+    key = hashlib.sha256(
+        "\n".join([source.read_text(), torch.__version__, sys.version, found, *_FLAGS]).encode()
+    ).hexdigest()
+    directory = cache_directory() / "kernels" / f"{name}-{key[:16]}"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # torch looks for ninja on PATH, where a virtual environment that is not activated does not put it.
+    scripts = str(Path(sys.executable).parent)
+    if scripts not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
+    return cpp_extension.load(
+        name=f"compiled_llm_{name}",
+        sources=[str(source)],
+        extra_cflags=_FLAGS,
+        extra_ldflags=["-fopenmp"],
+        build_directory=str(directory),
+    )
