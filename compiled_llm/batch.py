@@ -190,6 +190,8 @@ class StepBuffers:
         self._temperature[num_requests:] = 0.0
         self._top_p[num_requests:] = 1.0
         self._top_k[num_requests:] = 1
+        self._seed[num_requests:] = 0
+        self._position[num_requests:] = 0
 
     def _copy(self) -> None:
         if self._device is not self._host:

@@ -1,0 +1,194 @@
+"""Serve a file of prompts and print the results and a summary.
+
+    python scripts/serve_offline.py --bucket-sizes 1,8,32
+    python scripts/serve_offline.py --model DIR --input prompts.jsonl --output out.jsonl --resume
+
+Without ``--input`` the bundled prompts run through the bundled model. ``--input`` takes .jsonl (rows with ``prompt`` or
+``prompt_token_ids``) or .txt (a prompt a line). ``--output`` is written row by row, each row as soon as it is done;
+``--resume`` serves only the rows that it does not hold yet.
+
+Exit status: 0 when every row was served, 1 when some failed (each is named), 2 for bad arguments.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
+from compiled_llm.engine import DEMO_MODEL
+
+STARTED = time.perf_counter()
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--input", type=Path, help="prompts, .jsonl or .txt (default: the bundled prompts)")
+    parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write a JSON row for each finished request")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --output, serve the missing ones")
+    parser.add_argument("--quiet", action="store_true", help="print the summary only")
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser, max_tokens=64)
+    args = parser.parse_args()
+    if args.resume and args.output is None:
+        parser.error("--resume needs --output, the file to resume")
+    if args.output is not None and args.output.exists() and not args.resume:
+        parser.error(f"--output {args.output} exists: give --resume to go on with it, or another name")
+    if args.input is not None and args.input.suffix not in (".jsonl", ".txt"):
+        parser.error(f"--input must end in .jsonl or .txt, given {args.input}")
+    return args
+
+
+def read_prompts(path: Path) -> list[Any]:
+    """A prompt for each row; a ``ValueError`` stands in the place of a row that cannot be read."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if path.suffix == ".txt":
+        return [line for line in lines if line.strip()]
+    return [parse_row(line) for line in lines if line.strip()]
+
+
+def parse_row(line: str) -> Any:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        return ValueError(f"not JSON: {error}")
+    if not isinstance(row, dict) or ("prompt" in row) == ("prompt_token_ids" in row):
+        return ValueError("a row must be an object with either 'prompt' or 'prompt_token_ids'")
+    return {key: row[key] for key in ("prompt", "prompt_token_ids") if key in row}
+
+
+def finished_rows(path: Path) -> set[int]:
+    """Indices of the rows that ``path`` holds. A last line that a crash cut off is removed from the file."""
+    if not path.exists():
+        return set()
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))
+    return {json.loads(line)["index"] for line in whole.splitlines()}
+
+
+def serve(engine: CompiledEngine, prompts: dict[int, Any], params: SamplingParams) -> Iterator[tuple[int, Any]]:
+    """(index, output) of each prompt as it finishes; (index, ``ValueError``) for one that cannot be served."""
+    for index, prompt in prompts.items():
+        try:
+            if isinstance(prompt, ValueError):
+                raise prompt
+            engine.add_request(str(index), prompt, params)
+        except ValueError as error:
+            yield index, error
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                yield int(output.request_id), output
+
+
+def row_of(index: int, output: RequestOutput) -> dict[str, Any]:
+    completion = output.outputs[0]
+    return {
+        "index": index,
+        "prompt": output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+    }
+
+
+def percentiles(values: list[float]) -> str:
+    if not values:
+        return "none"
+    ordered = sorted(values)
+    p50, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * q))] for q in (0.5, 0.99))
+    return f"mean {statistics.mean(values) * 1e3:.1f} ms, p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms"
+
+
+def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds: float, start_seconds: float) -> None:
+    stats, report = engine.stats(), engine.compile_report()
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    ttft, tpot = [], []
+    for output in outputs:
+        m, count = output.metrics, len(output.outputs[0].token_ids)
+        if m.first_token_time is not None and m.finished_time is not None:
+            ttft.append(m.first_token_time - m.arrival_time)
+            if count > 1:
+                tpot.append((m.finished_time - m.first_token_time) / (count - 1))
+    padding = stats.num_padding_tokens / max(1, stats.num_padding_tokens + stats.num_computed_tokens)
+    kv_bytes = engine.runner.kv_cache_bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    hits, misses = report.cache_count("hit"), report.cache_count("miss")
+    temperature = "uncompiled" if not hits + misses else "warm" if not misses else "cold" if not hits else "partly warm"
+    rows = {
+        "requests": f"{len(outputs)} in {seconds:.2f} s",
+        "tokens": f"{prompt_tokens} prompt, {output_tokens} output",
+        "throughput": f"{output_tokens / seconds:.1f} output tokens/s, {len(outputs) / seconds:.2f} requests/s",
+        "TTFT": percentiles(ttft),
+        "TPOT": percentiles(tpot),
+        "steps": f"{stats.num_steps}, padding {padding:.1%} of the buckets' rows",
+        "KV use": f"peak {stats.peak_used_blocks} of {stats.num_kv_blocks} blocks "
+        f"({stats.peak_used_blocks / stats.num_kv_blocks:.1%} of {kv_bytes / 2**20:.0f} MiB)",
+        "preemptions": str(stats.num_preemptions),
+        "compiled": f"{report.graphs} graphs, {report.graph_breaks} graph breaks, {report.recompiles} recompiles "
+        f"after ready, {report.compile_seconds:.1f} s, cache {hits} hits {misses} misses",
+        "start": f"{start_seconds:.1f} s ({temperature})",
+        "peak memory": f"{peak / 2**20:.0f} MiB, of which weights {engine.runner.weight_bytes / 2**20:.0f} MiB",
+    }
+    print("\nSummary")
+    for name, value in rows.items():
+        print(f"  {name:<12} {value}")
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        prompts = dict(enumerate(read_prompts(args.input or DEMO_MODEL / "prompts.jsonl")))
+        done = finished_rows(args.output) if args.resume else set()
+        params = sampling_params(args)
+        engine = CompiledEngine.from_config(engine_config(args))
+    except (ValueError, OSError) as error:
+        print(f"serve_offline: error: {error}", file=sys.stderr)
+        return 2
+    start_seconds = time.perf_counter() - STARTED
+    print(engine.compile_report())
+
+    failed: dict[int, str] = {}
+    outputs: list[RequestOutput] = []
+    todo = {index: prompt for index, prompt in prompts.items() if index not in done}
+    started = time.perf_counter()
+    with open(args.output or os.devnull, "a", encoding="utf-8") as file, tqdm(total=len(todo), unit="prompt") as bar:
+        for index, output in serve(engine, todo, params):
+            bar.update()
+            if isinstance(output, ValueError):
+                failed[index] = str(output)
+                continue
+            outputs.append(output)
+            file.write(json.dumps(row_of(index, output), ensure_ascii=False) + "\n")
+            file.flush()
+    seconds = time.perf_counter() - started
+
+    if not args.quiet:
+        for output in sorted(outputs, key=lambda output: int(output.request_id)):
+            completion = output.outputs[0]
+            print(f"\n--- {output.request_id}: {completion.finish_reason}, {len(completion.token_ids)} tokens")
+            prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
+            print(f"{prompt}\033[1m{completion.text}\033[0m" if sys.stdout.isatty() else prompt + completion.text)
+    if done:
+        print(f"\n{len(done)} rows were there already")
+    print_summary(engine, outputs, max(seconds, 1e-9), start_seconds)
+    for index, reason in sorted(failed.items()):
+        print(f"row {index} failed: {reason}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Small configs of every supported family, and their transformers models with seeded random weights.
+
+A new family is one more line in ``CONFIGS``: the equality, loader and graph-break tests then run for it.
+"""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_SMALL = {
+    "hidden_size": 112,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # random weights of the default 0.02 give logits too flat to tell tokens apart
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
+    return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+
+
+# name -> (transformers' model class, its config); odd shapes on purpose: head_dim is never hidden_size / num_heads, and
+# vocabularies are no multiple of 64.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {**_SMALL, **_heads(4, 1, 32), "vocab_size": 307}),
+    "llama-rope3-tied": (
+        "LlamaForCausalLM",
+        {**_SMALL, **_heads(7, 1, 16), "vocab_size": 501, "tie_word_embeddings": True, "rope_parameters": _LLAMA3_ROPE},
+    ),
+    "llama-biases": (
+        "LlamaForCausalLM",
+        {**_SMALL, **_heads(2, 2, 64), "vocab_size": 307, "attention_bias": True, "mlp_bias": True},
+    ),
+    "qwen3": ("Qwen3ForCausalLM", {**_SMALL, **_heads(4, 1, 32), "vocab_size": 307, "tie_word_embeddings": True}),
+    "qwen3-untied": (
+        "Qwen3ForCausalLM",
+        {**_SMALL, **_heads(14, 2, 24), "vocab_size": 409, "tie_word_embeddings": False, "attention_bias": True},
+    ),
+}
+
+
+def transformers_model(name: str) -> transformers.PreTrainedModel:
+    """transformers' model of a config, float32, seeded random weights (biases and norms too)."""
+    class_name, fields = CONFIGS[name]
+    config = getattr(transformers, class_name.replace("ForCausalLM", "Config"))(**fields)
+    torch.manual_seed(0)
+    model = getattr(transformers, class_name)(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("bias"):
+                parameter.normal_(std=0.2)
+            elif "norm" in parameter_name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+@functools.cache
+def checkpoint(name: str) -> Path:
+    """The same model saved to a directory that lives as long as the test run."""
+    directory = Path(tempfile.mkdtemp(prefix="compiled-llm-test-"))
+    transformers_model(name).save_pretrained(directory)
+    return directory

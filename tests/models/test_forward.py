@@ -1,0 +1,67 @@
+"""Every family's forward against transformers, with odd shapes and random weights."""
+
+import pytest
+import torch
+
+from compiled_llm import loader
+from compiled_llm.models import family
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import KVCache, StepInput
+from tests.families import CONFIGS, checkpoint, transformers_model
+
+BLOCK_SIZE = 4
+BLOCKS = 64
+
+
+def empty_cache(config: ModelConfig) -> KVCache:
+    shape = (BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+    # Poison: what was never written must never be read.
+    return KVCache(*(tuple(torch.full(shape, float("nan")) for _ in range(config.num_layers)) for _ in range(2)))
+
+
+def step_input(chunks: list[tuple[list[int], int]], tables: list[list[int]], padding: int = 0) -> StepInput:
+    """A step of ``(token ids, tokens computed before)`` for each request, with ``padding`` tokens at its end."""
+    ids, positions, slots, starts, lens = [], [], [], [0], []
+    for (tokens, computed), table in zip(chunks, tables, strict=True):
+        for position, token in enumerate(tokens, computed):
+            ids.append(token)
+            positions.append(position)
+            slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+        starts.append(len(ids))
+        lens.append(computed + len(tokens))
+    last = [start - 1 for start in starts[1:]]
+    ids, positions, slots = (values + [0] * padding for values in (ids, positions, slots))
+    columns = [ids, positions, slots, starts, lens, last]
+    return StepInput(*(torch.tensor(c, dtype=torch.int32) for c in columns), torch.tensor(tables, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers_through_chunks_and_decodes(name: str) -> None:
+    config = ModelConfig.from_directory(checkpoint(name))
+    weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"))
+    forward = family(config.architecture).forward
+    prompts = torch.randint(0, config.vocab_size, (2, 21)).tolist()
+    with torch.no_grad():
+        expected = transformers_model(name)(torch.tensor(prompts)).logits
+    tables = torch.randperm(BLOCKS - 1)[:12].add(1).view(2, 6).tolist()
+    cache = empty_cache(config)
+
+    # A prefill of both, then a chunk beside a decode, then decodes; padding rows in the first.
+    steps = [([0, 0], [13, 7]), ([13, 7], [14, 20]), ([14, 20], [15, 21])]
+    for step, (before, after) in enumerate(steps):
+        chunks = [(prompts[r][before[r] : after[r]], before[r]) for r in range(2)]
+        inputs = step_input(chunks, tables, padding=3 if step == 0 else 0)
+        max_query_len = max(len(tokens) for tokens, _ in chunks)
+        with torch.no_grad():
+            logits = forward(weights, inputs, cache, config, max_query_len)
+        for r in range(2):
+            torch.testing.assert_close(logits[r], expected[r, after[r] - 1], atol=1e-4, rtol=1e-4)
+
+
+def test_dummy_weights_are_seeded_and_shaped_like_a_checkpoint() -> None:
+    config = ModelConfig.from_directory(checkpoint("llama"))
+    one, same, other = (loader.dummy_weights(config, torch.float32, torch.device("cpu"), seed) for seed in (1, 1, 2))
+    real = loader.load_weights(checkpoint("llama"), config, torch.float32, torch.device("cpu"))
+    assert torch.equal(one.embedding, same.embedding)
+    assert not torch.equal(one.embedding, other.embedding)
+    assert one.layers[1].mlp.gate_up.weight.shape == real.layers[1].mlp.gate_up.weight.shape

@@ -1,0 +1,93 @@
+"""EngineConfig and Limits: what is refused, and what follows from the arguments."""
+
+import math
+
+import pytest
+
+from compiled_llm.config import EngineConfig, Limits
+
+
+def limits(**arguments) -> Limits:
+    return Limits.resolve(EngineConfig(**arguments), model_max_len=256, default_batched_tokens=512)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("bucket_sizes", (0, 8)),
+        ("bucket_sizes", (-1,)),
+        ("bucket_sizes", (8, 8)),
+        ("bucket_sizes", ()),
+        ("bucket_sizes", "1,8"),
+        ("bucket_sizes", ("one",)),
+        ("bucket_sizes", (1.5,)),
+        ("bucket_sizes", (True,)),
+        ("bucket_sizes", 8),
+        ("bucket_sizes", (2**30,)),
+        ("token_bucket_sizes", (16, 16)),
+        ("model", ""),
+        ("dtype", "int8"),
+        ("device", "tpu"),
+        ("load_format", "pickle"),
+        ("kv_cache_dtype", "int3"),
+        ("max_model_len", 0),
+        ("max_num_seqs", -1),
+        ("max_num_batched_tokens", 1.5),
+        ("block_size", 0),
+        ("num_kv_blocks", 0),
+        ("kv_cache_memory_bytes", -1),
+        ("gpu_memory_utilization", 0),
+        ("gpu_memory_utilization", 1.1),
+        ("gpu_memory_utilization", math.nan),
+        ("enforce_eager", "yes"),
+        ("seed", -1),
+        # of later versions
+        ("kv_cache_dtype", "int8"),
+        ("swap_space_bytes", 1),
+        ("preemption_mode", "swap"),
+        ("scheduling_policy", "priority"),
+        ("enable_prefix_caching", True),
+    ],
+)
+def test_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        EngineConfig.from_arguments(**{name: value})
+
+
+def test_unknown_argument_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"'bucket_size'.*bucket_sizes"):
+        EngineConfig.from_arguments(bucket_size=(1, 8))
+
+
+def test_defaults() -> None:
+    resolved = limits()
+    assert resolved.decode_bucket_sizes == (1, 8, 32)
+    assert resolved.max_num_seqs == 32
+    assert resolved.token_bucket_sizes == (32, 128, 512)
+    assert resolved.max_model_len == 256
+
+
+def test_bucket_sizes_are_sorted_and_those_nothing_needs_left_out() -> None:
+    assert limits(bucket_sizes=(32, 1, 8), max_num_seqs=5).decode_bucket_sizes == (1, 8)
+    assert limits(token_bucket_sizes=(512, 64), max_num_batched_tokens=48).token_bucket_sizes == (64,)
+    assert limits(token_bucket_sizes=(64, 192)).max_num_batched_tokens == 192
+
+
+def test_whole_prompts_fit_without_chunked_prefill() -> None:
+    resolved = limits(enable_chunked_prefill=False, max_num_seqs=1)
+    assert resolved.max_num_batched_tokens >= resolved.max_model_len
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_model_len": 257}, "max_model_len must be at most"),
+        ({"max_num_seqs": 64}, "max_num_seqs must be at most the largest of bucket_sizes, 32"),
+        ({"max_num_batched_tokens": 31}, "max_num_batched_tokens must be at least max_num_seqs"),
+        ({"max_num_batched_tokens": 100, "enable_chunked_prefill": False}, "without chunked prefill"),
+        ({"max_num_batched_tokens": 100, "token_bucket_sizes": (64,)}, "token_bucket_sizes must be at least"),
+    ],
+)
+def test_contradictions(arguments: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        limits(**arguments)

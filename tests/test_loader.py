@@ -1,0 +1,112 @@
+"""The loader accounts for every tensor, and reads nothing but safetensors beside the index."""
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from compiled_llm import loader
+from compiled_llm.loader import CheckpointError
+from compiled_llm.models.config import ModelConfig
+from tests.families import checkpoint, transformers_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    shutil.copytree(checkpoint("llama"), tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def load(directory: Path):
+    return loader.load_weights(directory, ModelConfig.from_directory(directory), torch.float32, CPU)
+
+
+def change(directory: Path, edit) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def test_sharded_equals_whole(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    sharded = tmp_path_factory.mktemp("sharded")
+    transformers_model("llama").save_pretrained(sharded, max_shard_size="100KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 1
+    one, other = load(directory), load(sharded)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        assert torch.equal(a.attention.qkv.weight, b.attention.qkv.weight)
+        assert torch.equal(a.mlp.down.weight, b.mlp.down.weight)
+
+
+def test_missing_extra_and_misshaped_tensors_are_all_listed(directory: Path) -> None:
+    def edit(tensors: dict) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(4)
+        tensors["model.norm.weight"] = torch.ones(5)
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.int8)
+
+    change(directory, edit)
+    with pytest.raises(CheckpointError) as error:
+        load(directory)
+    for words in ("missing: model.layers.1.mlp.up_proj", "self_attn.q_norm.weight (model.safetensors)", "(5,)", "I8"):
+        assert words in str(error.value)
+
+
+def test_tied_head_may_stand_twice_if_it_is_the_same(tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("qwen3"), tmp_path, dirs_exist_ok=True)
+    change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    weights = load(tmp_path)
+    assert weights.lm_head.weight is weights.embedding
+    change(tmp_path, lambda t: t["lm_head.weight"].add_(1))
+    with pytest.raises(CheckpointError, match="tied"):
+        load(tmp_path)
+
+
+def test_truncated_file(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    for length in (0, 5, 100, len(content) // 2, len(content) - 1):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+            load(directory)
+    path.write_bytes(content + b"more")
+    with pytest.raises(CheckpointError, match="bytes where its header says"):
+        load(directory)
+
+
+def test_flipped_header_bytes_never_do_worse_than_an_error(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    header_size = int.from_bytes(content[:8], "little")
+    for position in torch.randint(0, 8 + header_size, (100,), generator=generator).tolist():
+        broken = bytearray(content)
+        broken[position] ^= 1 << (position % 8)
+        path.write_bytes(broken)
+        with contextlib.suppress(CheckpointError):  # a flip in __metadata__ or in the padding changes nothing
+            load(directory)
+
+
+@pytest.mark.parametrize("shard", ["../evil.safetensors", "/etc/evil.safetensors", "model.bin", "sub/x.safetensors"])
+def test_index_may_only_name_files_beside_itself(directory: Path, shard: str) -> None:
+    index = {"weight_map": {"model.norm.weight": shard}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="beside the index"):
+        load(directory)
+
+
+def test_missing_shard_and_missing_checkpoint(directory: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="model-00001-of-00002"):
+        load(directory)
+    (directory / "model.safetensors.index.json").unlink()
+    (directory / "model.safetensors").unlink()
+    (directory / "pytorch_model.bin").write_bytes(b"code")
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
+        load(directory)
