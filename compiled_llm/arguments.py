@@ -74,7 +74,7 @@ def _attribute_docs(cls: type) -> dict[str, str]:
     """Name -> text from the ``Attributes:`` section of a class's docstring."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:")[2]
     entries = re.split(r"\n    (?=\w[\w, ]*: )", section)
-    docs = {}
+    docs: dict[str, str] = {}
     for entry in entries[1:]:
         names, _, text = entry.partition(": ")
         docs |= {name.strip(): " ".join(text.split()) for name in names.split(",")}

@@ -65,6 +65,7 @@ class CompiledEngine:
         self._entries: dict[str, _Entry] = {}
         self._ids = itertools.count()
         self._streams: dict[str, list[RequestOutput]] = {}  # outputs that stream() has yet to yield
+        self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         self._num_requests = self._num_finished = self._num_steps = 0
         self._num_prompt_tokens = self._num_output_tokens = self._num_computed_tokens = 0
         self._schedule_seconds = self._output_seconds = 0.0
@@ -125,10 +126,11 @@ class CompiledEngine:
                     outputs[request_id] = _error_output(request_id, prompt, str(error))
             with tqdm(total=len(items), initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar:
                 while pending:
-                    for output in self._step(only_finished=True):
-                        pending.discard(output.request_id)
-                        outputs[output.request_id] = output
-                        bar.update()
+                    for output in self._advance(only_finished=not self._streams):
+                        if output.finished:
+                            pending.discard(output.request_id)
+                            outputs[output.request_id] = output
+                            bar.update()
         finally:
             self.abort(list(pending))
         return [outputs[request_id] for request_id in request_ids]
@@ -148,7 +150,7 @@ class CompiledEngine:
         try:
             while True:
                 while not waiting:
-                    self.step()
+                    self._undelivered += self._advance()
                 output = waiting.pop(0)
                 yield output
                 if output.finished:
@@ -205,13 +207,8 @@ class CompiledEngine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out."""
-        outputs = []
-        for output in self._step(only_finished=False):
-            if output.request_id in self._streams:
-                self._streams[output.request_id].append(output)
-            else:
-                outputs.append(output)
-        return outputs
+        outputs, self._undelivered = self._undelivered, []
+        return outputs + self._advance()
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests now and free their blocks. Unknown and finished ids are passed over."""
@@ -251,6 +248,16 @@ class CompiledEngine:
         return self.runner.compile_report()
 
     # -- Inside
+
+    def _advance(self, only_finished: bool = False) -> list[RequestOutput]:
+        """Run one step; outputs of streams go to them, the others are returned."""
+        outputs = []
+        for output in self._step(only_finished):
+            if output.request_id in self._streams:
+                self._streams[output.request_id].append(output)
+            else:
+                outputs.append(output)
+        return outputs
 
     def _step(self, only_finished: bool) -> list[RequestOutput]:
         if not self.has_unfinished_requests():
@@ -317,7 +324,7 @@ class CompiledEngine:
             return prompt, self.tokenizer.encode(prompt)
         if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
             raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(prompt).__name__}")
-        return None, list(prompt)
+        return None, list(prompt)  # type: ignore[arg-type]  # what its items are is checked next
 
     def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
         vocab_size = self.model_config.vocab_size

@@ -1,6 +1,7 @@
 """ModelRunner: owns weights, KV cache and compiled steps. Everything that runs on the device starts here."""
 
 import dataclasses
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import map_linears, pack, tensors
 from compiled_llm.ops import native
-from compiled_llm.sampler import sample, sample_greedy
+from compiled_llm.sampler import SamplingInput, sample, sample_greedy
 from compiled_llm.scheduler import SchedulerOutput
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -171,17 +172,22 @@ class ModelRunner:
         buckets = tqdm(self.buckets, desc="compiling", unit="bucket", disable=None, leave=False)
         for bucket in buckets:
             buckets.set_postfix_str(bucket.name)
-            buffers = self.buffers[bucket]
             step = step_function(self.model_config, bucket.max_query_len)
             self._steps[bucket] = CompiledFunction(step, bucket.name, self.device, enforce_eager)
-            self._steps[bucket].warm_up(lambda b=buffers: (self.weights, b.step_input, self.kv_cache))
+            self._steps[bucket].warm_up(functools.partial(self._step_arguments, bucket))
             if bucket.num_requests not in self._samplers:
                 sampler = CompiledFunction(sample, f"sample_{bucket.num_requests}", self.device, enforce_eager)
-                sampler.warm_up(lambda b=bucket: (self._run(b)[1], self.buffers[b].sampling_input))
+                sampler.warm_up(functools.partial(self._sampler_arguments, bucket))
                 self._samplers[bucket.num_requests] = sampler
 
+    def _step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache]:
+        return self.weights, self.buffers[bucket].step_input, self.kv_cache
+
+    def _sampler_arguments(self, bucket: Bucket) -> tuple[Tensor, SamplingInput]:
+        return self._run(bucket)[1], self.buffers[bucket].sampling_input
+
     def _run(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        return self._steps[bucket](self.weights, self.buffers[bucket].step_input, self.kv_cache)
+        return self._steps[bucket](*self._step_arguments(bucket))
 
 
 def step_function(model_config: ModelConfig, max_query_len: int) -> Any:

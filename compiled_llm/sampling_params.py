@@ -114,7 +114,7 @@ def _number(name: str, value: Any, low: float, high: float) -> None:
 def _stop_strings(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
-    items = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
+    items: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(item, str) and item for item in items):
         raise ValueError(f"stop must be a non-empty string or a list of them, given {value!r}")
     if len(items) > _MAX_STOPS or any(len(item) > _MAX_STOP_CHARACTERS for item in items):

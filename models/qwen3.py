@@ -25,8 +25,8 @@ def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def assemble_layer(config: ModelConfig, take: Callable[[str], Tensor]) -> LayerWeights:
     """One layer from its checkpoint tensors: Llama's, with the two norms."""
     layer = llama.assemble_layer(config, take)
-    norms = {name: take(f"self_attn.{name}.weight") for name in ("q_norm", "k_norm")}
-    return layer._replace(attention=layer.attention._replace(**norms))
+    q_norm, k_norm = take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")
+    return layer._replace(attention=layer.attention._replace(q_norm=q_norm, k_norm=k_norm))
 
 
 def assemble(config: ModelConfig, take: Callable[[str], Tensor]) -> Weights:

@@ -1,0 +1,44 @@
+"""What machine a figure was measured on: hardware, versions, command. Every benchmark's JSON carries it."""
+
+import os
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import triton
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Hardware and versions, as plain JSON values, and the command line of this process."""
+    facts: dict[str, Any] = {
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "cpu": _cpu_name(),
+        "cpu_threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "triton": triton.__version__,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "gpu": properties.name,
+            "gpu_sms": properties.multi_processor_count,
+            "gpu_bytes": properties.total_memory,
+            "cuda": torch.version.cuda,
+        }
+    return facts
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    names = {key.strip(): value.strip() for key, value in fields.items()}
+    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in names.get("flags", "").split()]
+    return " ".join([names.get("model name", platform.machine()), *known])

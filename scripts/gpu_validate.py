@@ -1,0 +1,125 @@
+"""Validate and measure on a machine with a CUDA GPU: one command, under ten minutes, results as JSON.
+
+    python scripts/gpu_validate.py                        # everything
+    python scripts/gpu_validate.py --part tests attention # only these, in this order
+    python scripts/gpu_validate.py --resume               # only what has no good result in --output yet
+
+Parts: ``limits`` (copy bandwidth and matrix peak), ``tests`` (pytest -m gpu: kernels against the reference
+at real sizes, CUDA graph replay asserted for every step, tokens against transformers), ``attention`` (the op alone,
+against SDPA), ``latency`` and ``throughput`` (the engine on random weights of real shapes, the second beside
+``transformers.generate``). Each part is a process of its own with a time limit and writes ``<part>.json`` and
+``<part>.log`` to ``--output`` when it ends, so a run that is cut off keeps what was done.
+
+Exit status: 0 when every part passed, 1 when one failed, 2 without a CUDA GPU.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_llm import machine
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Part -> (seconds it may take, command); {json} is where it writes its result, if it writes one itself.
+PARTS: dict[str, tuple[int, list[str]]] = {
+    "limits": (60, ["scripts/gpu_validate.py", "--measure-limits", "{json}"]),
+    "tests": (300, ["-m", "pytest", "-m", "gpu", "-q", "--durations=10", "tests"]),
+    "attention": (120, ["scripts/bench_attention.py", "--device", "cuda"]),
+    "latency": (150, ["scripts/bench_throughput.py", "--device", "cuda", "--shape", "qwen3-8b", "--skip-transformers"]),
+    "throughput": (240, ["scripts/bench_throughput.py", "--device", "cuda", "--shape", "qwen3-0.6b"]),
+}
+
+
+def measure_limits(path: Path) -> None:
+    """Copy bandwidth and bf16 matrix peak, the yardsticks of everything else."""
+    device = torch.device("cuda", 0)
+
+    def seconds(run, repeats: int = 20) -> float:
+        for _ in range(3):
+            run()
+        times = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        return statistics.median(times)
+
+    source = torch.empty(2**30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / seconds(lambda: target.copy_(source))
+    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product = 2 * 8192**3 / seconds(lambda: a @ b)
+    result = {"copy_bytes_per_second": copy, "bf16_flops_per_second": product, "machine": machine.describe(device)}
+    path.write_text(json.dumps(result) + "\n")
+    print(f"copy {copy / 1e12:.2f} TB/s, bf16 matrix product {product / 1e12:.0f} TFLOP/s")
+
+
+def run_part(name: str, output: Path) -> dict[str, Any]:
+    """Run one part to its end or its limit; writes and returns its record."""
+    limit, command = PARTS[name]
+    json_path, log_path = output / f"{name}.json", output / f"{name}.log"
+    json_path.unlink(missing_ok=True)
+    started = time.perf_counter()
+    with log_path.open("w") as log:
+        full = [sys.executable, *(part.format(json=json_path) for part in command)]
+        try:
+            status = subprocess.run(full, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            status = 124
+    record: dict[str, Any] = {"part": name, "status": status, "seconds": round(time.perf_counter() - started, 1)}
+    lines = log_path.read_text(errors="replace").splitlines()
+    if json_path.is_file():
+        record["result"] = json.loads(json_path.read_text())
+    else:
+        record["result"] = next((json.loads(line) for line in reversed(lines) if line.startswith("{")), lines[-1:])
+    record["command"] = "python " + " ".join(command)
+    json_path.write_text(json.dumps(record, indent=1) + "\n")
+    print(
+        f"{name:<11} {'passed' if status == 0 else f'FAILED ({status})':<13} {record['seconds']:>6.1f} s   {log_path}"
+    )
+    tail = lines[-12:] if status == 0 else lines[-60:]
+    print("\n".join(f"    {line[:220]}" for line in tail if not line.startswith("{")), flush=True)
+    return record
+
+
+def passed(name: str, output: Path) -> bool:
+    path = output / f"{name}.json"
+    return path.is_file() and json.loads(path.read_text()).get("status") == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="which parts (default: all)")
+    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "gpu", help="folder for the results")
+    parser.add_argument("--resume", action="store_true", help="leave out parts whose result there is good")
+    parser.add_argument("--measure-limits", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("gpu_validate: no CUDA GPU here (torch.cuda.is_available() is False); nothing was run", file=sys.stderr)
+        return 2
+    if args.measure_limits:
+        measure_limits(args.measure_limits)
+        return 0
+    args.output.mkdir(parents=True, exist_ok=True)
+    facts = machine.describe(torch.device("cuda", 0))
+    print(json.dumps(facts), flush=True)
+    todo = [name for name in args.part if not (args.resume and passed(name, args.output))]
+    records = [run_part(name, args.output) for name in todo]
+    (args.output / "machine.json").write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"{sum(record['status'] == 0 for record in records)} of {len(records)} parts passed")
+    return 0 if all(record["status"] == 0 for record in records) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,273 @@
+"""CompiledEngine through its public interface, on the demo model, uncompiled so that it starts at once."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
+from compiled_llm.models.config import ModelConfig
+from tests.families import CONFIGS, checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPT = "def add(a, b):\n    return"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CompiledEngine]:
+    with CompiledEngine(enforce_eager=True, dtype="float32", bucket_sizes=(1, 4), check_invariants=True) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind(engine: CompiledEngine) -> Iterator[None]:
+    yield
+    assert not engine.has_unfinished_requests()
+    assert engine.stats().used_blocks == 0
+    assert engine.generate(PROMPT, GREEDY, use_tqdm=False)[0].finished
+
+
+def test_forms_of_a_prompt_are_one(engine: CompiledEngine) -> None:
+    assert engine.tokenizer is not None
+    ids = engine.tokenizer.encode(PROMPT)
+    forms = [PROMPT, ids, {"prompt": PROMPT}, {"prompt_token_ids": ids}]
+    outputs = engine.generate(forms, GREEDY, use_tqdm=False)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    assert [output.prompt for output in outputs] == [PROMPT, None, PROMPT, None]
+    assert all(output.prompt_token_ids == ids for output in outputs)
+    alone = [engine.generate(form, GREEDY, use_tqdm=False)[0] for form in forms]
+    assert [output.outputs[0].text for output in alone] == [output.outputs[0].text for output in outputs]
+
+
+def test_outputs_in_input_order_with_paired_parameters(engine: CompiledEngine) -> None:
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 2, 5, 1, 7, 3)]
+    outputs = engine.generate([PROMPT] * 6, params, use_tqdm=False)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [9, 2, 5, 1, 7, 3]
+    assert all(output.outputs[0].finish_reason == "length" for output in outputs)
+    for output in outputs:
+        m = output.metrics
+        assert m.first_scheduled_time is not None
+        assert m.first_token_time is not None
+        assert m.finished_time is not None
+        assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.finished_time
+
+
+def test_text_is_the_decoded_tokens(engine: CompiledEngine) -> None:
+    assert engine.tokenizer is not None
+    (output,) = engine.generate(PROMPT, GREEDY, use_tqdm=False)
+    whole = engine.tokenizer.decode(output.prompt_token_ids + output.outputs[0].token_ids)
+    assert PROMPT + output.outputs[0].text == whole
+    (silent,) = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12, detokenize=False), use_tqdm=False)
+    assert silent.outputs[0].text == ""
+    assert silent.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+def test_stream_grows_to_what_generate_gives(engine: CompiledEngine) -> None:
+    (whole,) = engine.generate(PROMPT, GREEDY, use_tqdm=False)
+    streams = [engine.stream(PROMPT, GREEDY) for _ in range(3)]
+    turns = list(zip(*streams, strict=True))  # in turns: each stream's outputs wait for it
+    assert len(turns) == len(whole.outputs[0].token_ids)
+    for n in range(3):
+        texts = [turn[n].outputs[0].text for turn in turns]
+        assert all(later.startswith(earlier) for earlier, later in itertools.pairwise(texts))
+        assert texts[-1] == whole.outputs[0].text
+        assert turns[-1][n].finished
+
+
+def test_a_stream_beside_the_users_own_loop_loses_nobodys_outputs(engine: CompiledEngine) -> None:
+    engine.add_request("mine", PROMPT, GREEDY)
+    (streamed,) = [output for output in engine.stream(PROMPT, GREEDY) if output.finished]
+    outputs = engine.step()
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert [output.request_id for output in outputs] == ["mine"] * len(outputs)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, len(outputs) + 1))
+    assert outputs[-1].outputs[0].token_ids == streamed.outputs[0].token_ids
+
+
+def test_a_stream_closed_early_aborts_its_request(engine: CompiledEngine) -> None:
+    stream = engine.stream(PROMPT, SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    stream.close()
+    assert not engine.has_unfinished_requests()
+
+
+def test_add_step_abort(engine: CompiledEngine) -> None:
+    for name in ("a", "b", "c"):
+        engine.add_request(name, PROMPT, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    engine.abort(["b", "unknown"])
+    finished = {}
+    while engine.has_unfinished_requests():
+        finished |= {output.request_id: output for output in engine.step() if output.finished}
+        engine.abort("b")
+    assert set(finished) == {"a", "c"}
+    assert engine.step() == []
+
+
+def test_generate_refuses_to_lose_outputs_of_others(engine: CompiledEngine) -> None:
+    engine.add_request("mine", PROMPT, GREEDY)
+    with pytest.raises(RuntimeError, match="unfinished"):
+        engine.generate(PROMPT, GREEDY)
+    engine.abort("mine")
+
+
+def test_stop_strings_and_ids(engine: CompiledEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    (free,) = engine.generate(PROMPT, params, use_tqdm=False)
+    text, ids = free.outputs[0].text, free.outputs[0].token_ids
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    (stopped,) = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24, stop=stop), use_tqdm=False)
+    completion = stopped.outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.text == text[: text.index(stop)]
+    (stopped,) = engine.generate(
+        PROMPT, SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[ids[5]]), use_tqdm=False
+    )
+    completion = stopped.outputs[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", ids[5])
+    assert completion.token_ids == ids[: ids.index(ids[5]) + 1]
+
+
+def test_end_of_text_ends_unless_ignored(engine: CompiledEngine) -> None:
+    (free,) = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
+    token = free.outputs[0].token_ids[2]
+    engine.model_config, kept = _with_eos(engine.model_config, token), engine.model_config
+    try:
+        for ignore, reason in ((False, "stop"), (True, "length")):
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignore)
+            completion = engine.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+            assert (completion.finish_reason, completion.stop_reason) == (reason, None)
+    finally:
+        engine.model_config = kept
+
+
+def _with_eos(config: ModelConfig, token: int) -> ModelConfig:
+    import dataclasses
+
+    return dataclasses.replace(config, eos_token_ids=(token,))
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine: CompiledEngine) -> None:
+    params = SamplingParams(temperature=1.0, top_k=50, top_p=0.95, seed=7, max_tokens=12)
+    other = SamplingParams(temperature=1.3, max_tokens=12)
+    (alone,) = engine.generate(PROMPT, params, use_tqdm=False)
+    for position in range(4):
+        batch = [other] * 4
+        batch[position] = params
+        outputs = engine.generate([PROMPT] * 4, batch, use_tqdm=False)
+        assert outputs[position].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 2, "unseeded requests all sampled alike"
+
+
+def test_max_tokens_none_runs_to_the_models_length(engine: CompiledEngine) -> None:
+    length = engine.runner.limits.max_model_len
+    prompt = [5] * (length - 4)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    completion = engine.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    assert (len(completion.token_ids), completion.finish_reason) == (4, "length")
+
+
+BAD_PROMPTS = [
+    ("", "empty"),
+    ([], "at least one token"),
+    ([5, 10**6], "prompt_token_ids"),
+    ([-1], "prompt_token_ids"),
+    ([1.5], "prompt_token_ids"),
+    (["x"], "prompt_token_ids"),
+    ([5] * 5000, "shorter than"),
+    ("x " * 5000, "shorter than"),
+    ("x" * 10**6, "too long"),
+    ({"prompt": 5}, "prompt must be a str"),
+    ({"prompt_token_ids": "x"}, "prompt_token_ids must be a list"),
+    ({"text": "x"}, "'prompt' or 'prompt_token_ids'"),
+    ({"prompt": "x", "prompt_token_ids": [1]}, "one key"),
+    (None, "NoneType"),
+    (5, "int"),
+    (b"x", "bytes"),
+]
+
+
+def test_one_bad_prompt_never_costs_the_others(engine: CompiledEngine) -> None:
+    prompts = [prompt for prompt, _ in BAD_PROMPTS]
+    outputs = engine.generate([PROMPT, *prompts, PROMPT], GREEDY, use_tqdm=False)
+    assert outputs[0].outputs[0].token_ids == outputs[-1].outputs[0].token_ids
+    assert outputs[0].outputs[0].finish_reason in ("stop", "length")
+    for output, (prompt, words) in zip(outputs[1:-1], BAD_PROMPTS, strict=True):
+        assert output.outputs[0].finish_reason == "error"
+        assert words in str(output.outputs[0].stop_reason), prompt
+    with pytest.raises(ValueError, match="empty"):
+        engine.generate([PROMPT, ""], GREEDY, use_tqdm=False, raise_on_error=True)
+
+
+def test_bad_arguments_of_the_methods(engine: CompiledEngine) -> None:
+    with pytest.raises(ValueError, match="as many as the prompts, 2, given 1"):
+        engine.generate([PROMPT, PROMPT], [GREEDY])
+    with pytest.raises(ValueError, match="sampling_params"):
+        engine.generate(PROMPT, {"temperature": 0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="priority"):
+        engine.generate(PROMPT, GREEDY, priority=[1])
+    with pytest.raises(ValueError, match="priority"):
+        engine.add_request("x", PROMPT, GREEDY, priority=1)
+    with pytest.raises(ValueError, match="request_id"):
+        engine.add_request("", PROMPT, GREEDY)
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        engine.add_request("x", PROMPT, SamplingParams(stop_token_ids=[10**6]))
+    engine.add_request("x", PROMPT, GREEDY)
+    with pytest.raises(ValueError, match="request_id"):
+        engine.add_request("x", PROMPT, GREEDY)
+    engine.abort("x")
+    assert engine.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_ids() -> None:
+    with CompiledEngine(str(checkpoint("llama")), enforce_eager=True, bucket_sizes=(2,)) as engine:
+        (output,) = engine.generate([1, 2, 3], GREEDY, use_tqdm=False)
+        assert output.outputs[0].text == ""
+        assert len(output.outputs[0].token_ids) > 0
+        for prompt, params in (("text", GREEDY), ([1, 2], SamplingParams(stop="x"))):
+            (output,) = engine.generate([prompt], params, use_tqdm=False)
+            assert "tokenizer" in str(output.outputs[0].stop_reason)
+
+
+def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_past_it_ends() -> None:
+    config = EngineConfig(model=str(checkpoint("llama")), enforce_eager=True, bucket_sizes=(2,), num_kv_blocks=2)
+    with CompiledEngine.from_config(config) as engine:
+        (refused,) = engine.generate([[5] * 32], GREEDY, use_tqdm=False)
+        assert "pool of 32 tokens" in str(refused.outputs[0].stop_reason)
+        params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        (ended,) = engine.generate([[5] * 20], params, use_tqdm=False)
+        assert (len(ended.outputs[0].token_ids), ended.outputs[0].finish_reason) == (12, "length")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_dummy_weights_serve_every_family(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((checkpoint(name) / "config.json").read_text())
+    with CompiledEngine(str(tmp_path), load_format="dummy", enforce_eager=True, bucket_sizes=(2,)) as engine:
+        outputs = engine.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, ignore_eos=True), use_tqdm=False)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [16, 16]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_serves(dtype: str) -> None:
+    with CompiledEngine(dtype=dtype, enforce_eager=True, bucket_sizes=(2,)) as engine:
+        (output,) = engine.generate(PROMPT, GREEDY, use_tqdm=False)
+        assert len(output.outputs[0].text) > 3
+
+
+def test_models_that_cannot_be_had(tmp_path: Path) -> None:
+    for model in (str(tmp_path / "nowhere"), "../up/too", "no-such-organisation/no-such-model"):
+        with pytest.raises(ValueError, match="model="):
+            CompiledEngine(model)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, Qwen3ForCausalLM"):
+        CompiledEngine(str(tmp_path))
+    with pytest.raises(ValueError, match="bucket_size"):
+        CompiledEngine(bucket_size=(1,))
+    with pytest.raises(ValueError, match="device"):
+        CompiledEngine(device="cuda:99")
+    with pytest.raises(ValueError, match="kv_cache_dtype"):
+        CompiledEngine(dtype="float32", kv_cache_dtype="bfloat16")
+    with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
+        CompiledEngine(kv_cache_memory_bytes=10)

@@ -1,0 +1,84 @@
+"""Greedy tokens of the demo model in float32 equal transformers', whatever the batch, the chunk or the preemptions."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.engine import DEMO_MODEL
+
+NUM_PROMPTS, NUM_TOKENS = 50, 64
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """The bundled prompts and pieces of them: 50 token lists of 1 to some hundred tokens."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
+    rows = (DEMO_MODEL / "prompts.jsonl").read_text().splitlines()
+    bundled = [tokenizer(json.loads(row)["prompt"]).input_ids for row in rows]
+    pieces = [ids[: 1 + 7 * n] for n, ids in enumerate(bundled)]
+    return (bundled + pieces)[:NUM_PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> list[list[int]]:
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
+    outputs = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            step, cache, tokens = torch.tensor([prompt]), None, []
+            for _ in range(NUM_TOKENS):
+                result = model(step, past_key_values=cache, use_cache=True)
+                cache, step = result.past_key_values, result.logits[:, -1].argmax(-1, keepdim=True)
+                tokens.append(int(step))
+            outputs.append(tokens)
+    return outputs
+
+
+def tokens_of(engine: CompiledEngine, prompts: list[list[int]]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in engine.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def test_buckets_1_8_and_32(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with CompiledEngine(dtype="float32", bucket_sizes=(1, 8, 32), num_kv_blocks=500, check_invariants=True) as engine:
+        assert tokens_of(engine, prompts) == expected
+        assert tokens_of(engine, prompts[:8]) == expected[:8]
+        assert tokens_of(engine, prompts[8:9]) == expected[8:9]
+        report = engine.compile_report()
+        assert (report.graph_breaks, report.recompiles) == (0, 0)
+        assert all(r.graphs == 1 for r in report.reports)
+
+
+def test_chunks_of_16_tokens_and_a_pool_so_small_that_requests_are_preempted(
+    prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    longest = max(map(len, prompts)) + NUM_TOKENS
+    with CompiledEngine(
+        dtype="float32",
+        bucket_sizes=(1, 8),
+        max_num_batched_tokens=16,
+        max_model_len=longest,
+        num_kv_blocks=-(-longest // 16) + 6,
+        check_invariants=True,
+    ) as engine:
+        outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        stats = engine.stats()
+        assert stats.num_preemptions > 10
+        assert sum(output.metrics.num_preemptions for output in outputs) == stats.num_preemptions
+        assert engine.compile_report().recompiles == 0
+
+
+def test_eager_and_other_block_sizes(prompts: list[list[int]], expected: list[list[int]]) -> None:
+    for block_size, chunked in ((1, True), (32, False)):
+        with CompiledEngine(
+            dtype="float32",
+            enforce_eager=True,
+            block_size=block_size,
+            enable_chunked_prefill=chunked,
+            bucket_sizes=(16,),
+        ) as engine:
+            assert tokens_of(engine, prompts[:16]) == expected[:16]

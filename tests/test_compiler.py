@@ -1,0 +1,130 @@
+"""Graph-break tests: for every family and bucket one graph, no breaks, no recompiles, no copy of the KV cache."""
+
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.compiler import CompiledFunction
+from compiled_llm.runner import step_function
+from tests.families import CONFIGS, checkpoint
+
+NUM_BLOCKS = 1020  # and the sink: far more than any other tensor of these models holds
+
+ENGINE = {
+    "bucket_sizes": (1, 4),
+    "token_bucket_sizes": (8, 32),
+    "num_kv_blocks": NUM_BLOCKS,
+    "block_size": 8,
+    "max_model_len": 64,
+    "check_invariants": True,
+}
+
+
+def allocations(code: str) -> list[int]:
+    """Elements of every tensor that generated code allocates or clones."""
+    sizes = re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)
+    return [torch.Size(int(n) for n in size.replace(" ", "").strip(",").split(",")).numel() for size in sizes]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: str) -> None:
+    # A cached artifact would bypass the compiler, and there would be no code to look at.
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        engine, codes = run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE))
+    runner = engine.runner
+    buckets = [bucket.name for bucket in runner.buckets]
+    assert buckets == ["decode_1", "decode_4", "tokens_8", "tokens_32"]
+
+    # The whole step of each bucket is one graph.
+    for bucket in runner.buckets:
+        step = step_function(engine.model_config, bucket.max_query_len)
+        explained = torch._dynamo.explain(step)(runner.weights, runner.buffers[bucket].step_input, runner.kv_cache)
+        assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+
+    # A run that visits every bucket, greedy and sampled.
+    visited = set()
+    execute = runner.execute
+
+    def recording(output):
+        visited.add(runner_bucket(engine, output))
+        return execute(output)
+
+    runner.execute = recording
+    for temperature in (0.0, 1.0):
+        for lengths in ([1], [3], [30, 9, 2], [1, 1, 1, 1]):
+            prompts = [[5] * length for length in lengths]
+            engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=4), use_tqdm=False)
+    assert visited == set(buckets)
+    report = engine.compile_report()
+    assert {r.name for r in report.reports} == {*buckets, "sample_1", "sample_4"}
+    for r in report.reports:
+        assert (r.name, r.graphs, r.graph_breaks, r.recompiles) == (r.name, 1, 0, 0)
+        assert r.compile_seconds > 0
+
+    cache = runner.kv_cache.keys[0].numel()
+    assert len(codes) == 6
+    assert all(size < cache for code in codes for size in allocations(code)), "the generated code copies a KV cache"
+    engine.close()
+
+
+def runner_bucket(engine: CompiledEngine, output) -> str:
+    from compiled_llm.batch import choose_bucket
+
+    return choose_bucket(engine.runner.buckets, output).name
+
+
+def test_the_test_sees_a_copy_of_the_cache() -> None:
+    def step(cache: torch.Tensor) -> torch.Tensor:
+        copy = cache.clone()
+        copy[0] = 1.0
+        return copy.sin()
+
+    cache = torch.zeros(NUM_BLOCKS + 1, 2, 8, 16)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(torch.compile(step, fullgraph=True, dynamic=False), cache)
+    assert any(size >= cache.numel() for code in codes for size in allocations(code))
+
+
+def test_a_recompile_after_warm_up_is_an_error_and_is_counted() -> None:
+    function = CompiledFunction(lambda x: x * 2 + 1, "double", torch.device("cpu"), enforce_eager=False)
+    function.warm_up(lambda: (torch.ones(4),))
+    assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 7.0))
+    with pytest.raises(RuntimeError, match="fail_on_recompile"):
+        function(torch.ones(5))
+    assert function.report().recompiles == 0
+    function._call(torch.ones(6))  # past the guard
+    assert function.report().recompiles == 1
+
+
+def test_a_graph_break_is_an_error_at_warm_up() -> None:
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    function = CompiledFunction(breaks, "breaks", torch.device("cpu"), enforce_eager=False)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        function.warm_up(lambda: (torch.ones(4),))
+
+
+def test_functions_do_not_share_compiled_versions() -> None:
+    """Two engines in one process: each has its own version of each bucket, and none counts as a recompile."""
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    functions = [CompiledFunction(double, f"double_{n}", torch.device("cpu"), enforce_eager=False) for n in range(10)]
+    for n, function in enumerate(functions):
+        function.warm_up(lambda n=n: (torch.ones(n + 2),))
+    for n, function in enumerate(functions):
+        assert function(torch.ones(n + 2)).sum() == 2 * (n + 2)
+        assert function.report().recompiles == 0
+
+
+def test_eager_runs_the_same_function_and_says_so() -> None:
+    function = CompiledFunction(lambda x: x + 1, "eager", torch.device("cpu"), enforce_eager=True)
+    function.warm_up(lambda: (torch.ones(2),))
+    assert function(torch.ones(7)).shape == (7,)
+    assert (function.report().cache, function.report().graphs) == ("eager", 0)
