@@ -78,7 +78,8 @@ def paged_attention_reference(
     sm_scale: float,
     max_query_len: int,
 ) -> Tensor:
-    """The op in plain torch, in float32, one request at a time. What every kernel is tested against."""
+    """The op in plain torch, one request at a time, in a wider dtype. What every kernel is tested against."""
+    wide = torch.float64 if q.dtype == torch.float32 else torch.float32
     block_size = k_cache.shape[2]
     slots = slot_mapping.long()
     k_cache[slots // block_size, :, slots % block_size] = k
@@ -94,10 +95,10 @@ def paged_attention_reference(
         blocks = block_table[r, : -(-seq_len // block_size)].long()
         # [blocks, K, S, H] -> [K, seq_len, H]
         keys, values = (
-            cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :seq_len].float()
+            cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, :seq_len].to(wide)
             for cache in (k_cache, v_cache)
         )
-        queries = q[start:end].float().transpose(0, 1).unflatten(0, (num_kv_heads, num_heads // num_kv_heads))
+        queries = q[start:end].to(wide).transpose(0, 1).unflatten(0, (num_kv_heads, num_heads // num_kv_heads))
         scores = torch.einsum("kgqh,kth->kgqt", queries, keys) * sm_scale
         positions = torch.arange(seq_len - (end - start), seq_len, device=q.device)
         visible = torch.arange(seq_len, device=q.device) <= positions[:, None]
