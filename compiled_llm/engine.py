@@ -16,6 +16,7 @@ from compiled_llm.compiler import CompileReport
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from compiled_llm.prompts import Prompt, check_token_ids, encode_prompt, prompt_list
 from compiled_llm.request import Request, Status
 from compiled_llm.runner import ModelRunner
 from compiled_llm.sampling_params import SamplingParams
@@ -23,8 +24,6 @@ from compiled_llm.scheduler import Scheduler
 from compiled_llm.tokenizer import OutputText, Tokenizer
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclasses.dataclass
@@ -108,7 +107,7 @@ class CompiledEngine:
         """
         if priority is not None:
             raise ValueError("priority is not supported in this version; leave it at None")
-        items = _prompt_list(prompts)
+        items = prompt_list(prompts)
         params = _pair(sampling_params, len(items))
         if self._entries.keys() - self._streams.keys():
             raise RuntimeError("generate() while requests of add_request() are unfinished: finish or abort them first")
@@ -180,10 +179,19 @@ class CompiledEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
-        text, token_ids = self._encode(prompt)
-        self._check_request(token_ids, params)
-
         capacity = self.scheduler.request_capacity
+        text, token_ids = encode_prompt(prompt, self.tokenizer, capacity)
+        check_token_ids("prompt_token_ids", token_ids, self.model_config.vocab_size)
+        check_token_ids("stop_token_ids", params.stop_token_ids or (), self.model_config.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
+        if len(token_ids) >= capacity:
+            limit = "max_model_len" if capacity == self.runner.limits.max_model_len else "size of the KV pool"
+            raise ValueError(
+                f"prompt must be shorter than {capacity} tokens (the {limit}; the output needs one at least), given "
+                f"{len(token_ids)}"
+            )
+
         max_tokens = capacity if params.max_tokens is None else params.max_tokens
         request = Request(
             request_id=request_id,
@@ -302,49 +310,6 @@ class CompiledEngine:
             self.scheduler.finish(request, "stop", stop)
             request.finish_reason, request.stop_reason = "stop", stop
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """(text, token ids) of a prompt in any of its forms; the text is None when ids were given."""
-        if isinstance(prompt, Mapping):
-            if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
-                raise ValueError(
-                    "a prompt given as a dict must have one key, 'prompt' or 'prompt_token_ids', given "
-                    f"{sorted(map(str, prompt))}"
-                )
-            ((key, prompt),) = prompt.items()
-            if isinstance(prompt, str) != (key == "prompt"):
-                raise ValueError(f"{key} must be {'a str' if key == 'prompt' else 'a list of token ids'}")
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("prompt must not be empty, given ''")
-            if self.tokenizer is None:
-                raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
-            # A token is at most a few dozen characters; what cannot fit is refused before it is worked on.
-            if len(prompt) > 256 * self.scheduler.request_capacity:
-                raise ValueError(f"prompt of {len(prompt)} characters is too long for any model length here")
-            return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-            raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(prompt).__name__}")
-        return None, list(prompt)  # type: ignore[arg-type]  # what its items are is checked next
-
-    def _check_request(self, token_ids: list[int], params: SamplingParams) -> None:
-        vocab_size = self.model_config.vocab_size
-        if not token_ids:
-            raise ValueError("prompt must have at least one token, given none")
-        for name, ids in (("prompt_token_ids", token_ids), ("stop_token_ids", params.stop_token_ids or ())):
-            for token_id in ids:
-                if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                    raise ValueError(f"{name} must be integers from 0 to {vocab_size - 1}, given {token_id!r}")
-        capacity = self.scheduler.request_capacity
-        if len(token_ids) >= capacity:
-            pool_tokens = self.runner.num_blocks * self.runner.limits.block_size
-            limit = "max_model_len" if capacity == self.runner.limits.max_model_len else f"pool of {pool_tokens} tokens"
-            raise ValueError(
-                f"prompt must be shorter than {capacity} tokens (the {limit}; the output needs one at least), given "
-                f"{len(token_ids)}"
-            )
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
-
     def _seed_of_next_request(self) -> int:
         text = f"{self.config.seed}/{self._num_requests}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
@@ -388,15 +353,6 @@ def _error_output(request_id: str, prompt: Any, reason: str) -> RequestOutput:
         finished=True,
         metrics=RequestMetrics(arrival_time=now, finished_time=now),
     )
-
-
-def _prompt_list(prompts: Any) -> list[Any]:
-    """One prompt or a list of them -> a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
-        return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]
-    return list(prompts)
 
 
 def _pair(sampling_params: Any, count: int) -> list[Any]:

@@ -42,7 +42,7 @@ def cache_directory() -> Path:
 
 @functools.cache
 def load(name: str) -> ModuleType | None:
-    """The module of ``ops/<name>.cpp``, built if need be (about 10 s, once), or None without a compiler.
+    """The module of ``ops/<name>.cpp``, built if need be (once, up to half a minute), or None without a compiler.
 
     Raises:
         RuntimeError: the compiler is there and the build failed.
@@ -60,9 +60,8 @@ def load(name: str) -> ModuleType | None:
 
     from torch.utils import cpp_extension  # imports setuptools: only when needed
 
-    key = hashlib.sha256(
-        "\n".join([source.read_text(), torch.__version__, sys.version, found, *_FLAGS]).encode()
-    ).hexdigest()
+    sources = [path.read_text() for path in sorted(source.parent.glob(f"{name}*"))]  # its headers too
+    key = hashlib.sha256("\n".join([*sources, torch.__version__, sys.version, found, *_FLAGS]).encode()).hexdigest()
     directory = cache_directory() / "kernels" / f"{name}-{key[:16]}"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     # torch looks for ninja on PATH, where a virtual environment that is not activated does not put it.

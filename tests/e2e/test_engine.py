@@ -1,5 +1,6 @@
 """CompiledEngine through its public interface, on the demo model, uncompiled so that it starts at once."""
 
+import dataclasses
 import itertools
 import json
 from collections.abc import Iterator
@@ -8,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
-from compiled_llm.models.config import ModelConfig
 from tests.families import CONFIGS, checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -133,7 +133,7 @@ def test_stop_strings_and_ids(engine: CompiledEngine) -> None:
 def test_end_of_text_ends_unless_ignored(engine: CompiledEngine) -> None:
     (free,) = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     token = free.outputs[0].token_ids[2]
-    engine.model_config, kept = _with_eos(engine.model_config, token), engine.model_config
+    engine.model_config, kept = dataclasses.replace(engine.model_config, eos_token_ids=(token,)), engine.model_config
     try:
         for ignore, reason in ((False, "stop"), (True, "length")):
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignore)
@@ -141,12 +141,6 @@ def test_end_of_text_ends_unless_ignored(engine: CompiledEngine) -> None:
             assert (completion.finish_reason, completion.stop_reason) == (reason, None)
     finally:
         engine.model_config = kept
-
-
-def _with_eos(config: ModelConfig, token: int) -> ModelConfig:
-    import dataclasses
-
-    return dataclasses.replace(config, eos_token_ids=(token,))
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine: CompiledEngine) -> None:
@@ -235,7 +229,7 @@ def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_past_it_en
     config = EngineConfig(model=str(checkpoint("llama")), enforce_eager=True, bucket_sizes=(2,), num_kv_blocks=2)
     with CompiledEngine.from_config(config) as engine:
         (refused,) = engine.generate([[5] * 32], GREEDY, use_tqdm=False)
-        assert "pool of 32 tokens" in str(refused.outputs[0].stop_reason)
+        assert "shorter than 32 tokens (the size of the KV pool" in str(refused.outputs[0].stop_reason)
         params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         (ended,) = engine.generate([[5] * 20], params, use_tqdm=False)
         assert (len(ended.outputs[0].token_ids), ended.outputs[0].finish_reason) == (12, "length")

@@ -1,0 +1,351 @@
+// Linear layer on packed bfloat16 weights for CPUs. linear.py holds the layout, the reference and the schema.
+//
+//   y[t, n] = bias[n] + sum over pairs p of  x[t, 2p] * W[n, 2p] + x[t, 2p + 1] * W[n, 2p + 1]
+//
+// Three loops around a micro kernel:
+//
+//   threads     each takes a run of column tiles (16 outputs each), so that no two ever read the same weights
+//   columns     `cols` tiles at a time ...
+//   K chunks    ... of which CHUNK pairs are read from memory once, ...
+//   row groups  ... and used from the caches by every group of `rows` rows
+//
+// The micro kernel holds rows x cols sums of 16 columns in registers and walks through a chunk pair by pair.
+//
+// Batch invariance: every output has one float32 sum, which takes its pairs in order, whatever the number of rows, the
+// place of its row, or the number of threads. Chunks do not change that: between two of them a sum rests in memory as
+// the float32 it is. So a request gets the same tokens alone or in any batch. Kernels of different instruction sets may
+// differ in the last bit, so one of them serves all shapes, and a new one (AMX) must do the same.
+
+#include <ATen/Parallel.h>
+#include <torch/extension.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define TARGET(isa) __attribute__((target(isa)))
+#else
+#define TARGET(isa)
+#endif
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+constexpr int64_t TILE = 16;        // columns in a tile: a 512-bit register of float32, or of bfloat16 pairs
+constexpr int64_t MAX_COLS = 3;     // column tiles in a micro kernel, at most
+constexpr int64_t CHUNK = 256;      // pairs: 3 tiles x 256 x 64 bytes = 48 KiB, in L2; half of that is 2% slower
+constexpr int64_t ROW_BLOCK = 256;  // rows: a chunk of them (256 KiB) and their sums (48 KiB) stay in L2
+constexpr int64_t FEW_ROWS = 4;     // up to here memory is the limit even without any prefetch of ours
+constexpr int64_t AHEAD = 64;       // pairs from a product to the prefetch of its weights: more than 100 ns of work
+constexpr int64_t GRAIN_FLOPS = 1 << 18;  // a thread is not worth waking for less
+
+// W lanes of 32 bits: a register of the instruction set, since GCC splits wider ones through memory.
+template <int W>
+struct Lanes {
+  typedef float f32 __attribute__((vector_size(W * 4)));
+  typedef uint32_t u32 __attribute__((vector_size(W * 4)));
+  typedef uint16_t u16 __attribute__((vector_size(W * 2)));
+};
+
+// What a micro kernel works on. A uint32_t is a pair of bfloat16: even k in the low half, odd k in the high half.
+struct Work {
+  const uint32_t* x;       // [pairs, M] activations, packed
+  const uint32_t* w;       // [C, pairs, TILE] weights, with `w_stride` from tile to tile
+  int64_t w_stride;
+  int64_t pairs;
+  float* sums;             // [M, C, TILE]
+  bool first;              // the sums start at zero, and are not read
+  bool prefetch;           // fetch the weights AHEAD of these into L2,
+  int64_t left;            // which are in the next C tiles from the `left`-th pair on
+};
+
+// A prefetch never faults, so it may point past the end of the weights.
+template <int C>
+INLINE void prefetch(const Work& work, int64_t pair) {
+  const uint32_t* ahead = work.w + (pair + AHEAD) * TILE + (pair + AHEAD < work.left ? 0 : (C - 1) * work.w_stride);
+  for (int c = 0; c < C; ++c) __builtin_prefetch(ahead + c * work.w_stride, 0, 2);
+}
+
+// ---- Micro kernels: one struct for an instruction set ---------------------------------------------------------------
+
+// Any CPU: bfloat16 becomes float32 by a shift.
+template <int W, int M, int C>
+INLINE void multiply_widened(const Work& work) {
+  using f32 = typename Lanes<W>::f32;
+  using u32 = typename Lanes<W>::u32;
+  constexpr int PARTS = TILE / W;  // of a tile, one to a register
+  f32 sums[M][C * PARTS] = {};
+  if (!work.first) std::memcpy(sums, work.sums, sizeof(sums));
+  for (int64_t p = 0; p < work.pairs; ++p) {
+    if (work.prefetch) prefetch<C>(work, p);
+    f32 even[C * PARTS], odd[C * PARTS];
+    for (int i = 0; i < C * PARTS; ++i) {
+      u32 w;
+      std::memcpy(&w, work.w + i / PARTS * work.w_stride + p * TILE + i % PARTS * W, sizeof(w));
+      even[i] = (f32)(w << 16);
+      odd[i] = (f32)(w & 0xffff0000u);
+    }
+    for (int m = 0; m < M; ++m) {
+      const u32 x = u32{} + work.x[p * M + m];
+      for (int i = 0; i < C * PARTS; ++i) sums[m][i] += (f32)(x << 16) * even[i];
+      for (int i = 0; i < C * PARTS; ++i) sums[m][i] += (f32)(x & 0xffff0000u) * odd[i];
+    }
+  }
+  std::memcpy(work.sums, sums, sizeof(sums));
+}
+
+// Adds the bias and rounds to nearest even, for `rows` rows of `columns` (at most TILE) outputs.
+template <int W>
+INLINE void finish_rows(const float* sums, int64_t sums_stride, const float* bias, int64_t rows, int64_t columns,
+                        uint16_t* out, int64_t out_stride) {
+  using u32 = typename Lanes<W>::u32;
+  for (int64_t row = 0; row < rows; ++row) {
+    typename Lanes<W>::u16 result[TILE / W];
+    for (int64_t i = 0; i < TILE / W; ++i) {
+      typename Lanes<W>::f32 sum, offset;
+      std::memcpy(&sum, sums + row * sums_stride + i * W, sizeof(sum));
+      std::memcpy(&offset, bias + i * W, sizeof(offset));
+      sum += offset;
+      const u32 bits = (u32)sum, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+      result[i] = __builtin_convertvector(sum == sum ? rounded : (bits >> 16) | 0x40u, typename Lanes<W>::u16);
+    }
+    if (columns == TILE) std::memcpy(out + row * out_stride, result, sizeof(result));
+    else std::memcpy(out + row * out_stride, result, columns * sizeof(uint16_t));
+  }
+}
+
+#define FINISH_ARGS                                                                                            \
+  const float *sums, int64_t sums_stride, const float *bias, int64_t rows, int64_t columns, uint16_t *out, \
+      int64_t out_stride
+
+struct Baseline {
+  static constexpr int rows = 4, cols = 1;
+  template <int M, int C>
+  static void multiply(const Work& work) { multiply_widened<4, M, C>(work); }
+  static void finish(FINISH_ARGS) { finish_rows<4>(sums, sums_stride, bias, rows, columns, out, out_stride); }
+};
+
+#if defined(__x86_64__)
+// 16 registers of 256 bits: 4 x 1 x 2 sums, 4 of weights, 2 of activations.
+struct Avx2 {
+  static constexpr int rows = 4, cols = 1;
+  template <int M, int C>
+  TARGET("avx2,fma") static void multiply(const Work& work) { multiply_widened<8, M, C>(work); }
+  TARGET("avx2,fma") static void finish(FINISH_ARGS) {
+    finish_rows<8>(sums, sums_stride, bias, rows, columns, out, out_stride);
+  }
+};
+
+// 32 registers of 512 bits: 8 x 2 sums, 4 of weights, 2 of activations.
+struct Avx512 {
+  static constexpr int rows = 8, cols = 2;
+  template <int M, int C>
+  TARGET("avx512f") static void multiply(const Work& work) { multiply_widened<16, M, C>(work); }
+  TARGET("avx512f") static void finish(FINISH_ARGS) {
+    finish_rows<16>(sums, sums_stride, bias, rows, columns, out, out_stride);
+  }
+};
+
+// 32 registers of 512 bits: 8 x 3 sums, 3 of weights, the others for activations on their way. A pair costs 24 products
+// and 11 loads, so the loads hide; an 8-row group fits the usual batch sizes.
+struct Avx512Bf16 {
+  static constexpr int rows = 8, cols = 3;
+  template <int M, int C>
+  TARGET("avx512f,avx512bf16") static void multiply(const Work& work) {
+    __m512 sums[M][C];
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c)
+        sums[m][c] = work.first ? _mm512_setzero_ps() : _mm512_loadu_ps(work.sums + (m * C + c) * TILE);
+    for (int64_t p = 0; p < work.pairs; ++p) {
+      if (work.prefetch) prefetch<C>(work, p);
+      __m512bh w[C];
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c) w[c] = (__m512bh)_mm512_loadu_si512(work.w + c * work.w_stride + p * TILE);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(work.x[p * M + m]));
+#pragma GCC unroll 3
+        for (int c = 0; c < C; ++c) sums[m][c] = _mm512_dpbf16_ps(sums[m][c], x, w[c]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m)
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c) _mm512_storeu_ps(work.sums + (m * C + c) * TILE, sums[m][c]);
+  }
+  TARGET("avx512f") static void finish(FINISH_ARGS) {
+    finish_rows<16>(sums, sums_stride, bias, rows, columns, out, out_stride);
+  }
+};
+#endif
+
+// ---- Choice of the kernels ------------------------------------------------------------------------------------------
+
+struct Kernels {
+  const char* name;
+  bool supported;
+  int64_t rows, cols;
+  void (*const* multiply)(const Work&);  // [rows, cols]: entry [m - 1, c - 1] does m rows and c tiles
+  void (*finish)(FINISH_ARGS);
+};
+
+template <class Isa, size_t... I>
+constexpr std::array<void (*)(const Work&), sizeof...(I)> table_of(std::index_sequence<I...>) {
+  return {&Isa::template multiply<I / Isa::cols + 1, I % Isa::cols + 1>...};
+}
+
+template <class Isa>
+Kernels kernels_of(const char* name, bool supported) {
+  static constexpr auto table = table_of<Isa>(std::make_index_sequence<Isa::rows * Isa::cols>());
+  static_assert(Isa::cols <= MAX_COLS && ROW_BLOCK % Isa::rows == 0);
+  return {name, supported, Isa::rows, Isa::cols, table.data(), &Isa::finish};
+}
+
+// Best first. An AMX kernel goes to the front: the packed weights are in the order of its B tiles already, its `rows`
+// are 16, and `pack_rows` gains a variant that leaves each row whole.
+const std::vector<Kernels>& all_kernels() {
+  static const std::vector<Kernels> all = {
+#if defined(__x86_64__)
+      kernels_of<Avx512Bf16>("avx512_bf16", __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16")),
+      kernels_of<Avx512>("avx512", __builtin_cpu_supports("avx512f")),
+      kernels_of<Avx2>("avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")),
+#endif
+      kernels_of<Baseline>("baseline", true),
+  };
+  return all;
+}
+
+// The best that this CPU has, or the one named.
+const Kernels& choose_kernels(const std::optional<std::string>& name) {
+  for (const Kernels& kernels : all_kernels())
+    if (kernels.supported && (!name || *name == kernels.name)) return kernels;
+  TORCH_CHECK_VALUE(false, "packed_linear: isa '", *name, "' is unknown or not supported by this CPU");
+}
+
+std::vector<std::string> supported_isas() {
+  std::vector<std::string> names;
+  for (const Kernels& kernels : all_kernels())
+    if (kernels.supported) names.push_back(kernels.name);
+  return names;
+}
+
+// ---- The loops around the micro kernels -----------------------------------------------------------------------------
+
+// x [T, K] -> packed [T / group, pairs, group]: what a micro kernel reads in a row, whatever the strides of x.
+void pack_rows(const at::Tensor& x, int64_t group, uint32_t* packed) {
+  const int64_t T = x.size(0), K = x.size(1), pairs = (K + 1) / 2, stride = x.stride(0);
+  const auto* data = static_cast<const uint16_t*>(x.const_data_ptr());
+  at::parallel_for(0, (T + group - 1) / group, 1 + (1 << 16) / (pairs * group), [&](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g) {
+      const uint16_t* from = data + g * group * stride;
+      uint32_t* to = packed + g * group * pairs;
+      const int64_t rows = std::min(group, T - g * group);
+      for (int64_t p = 0; p < K / 2; ++p)
+        for (int64_t m = 0; m < rows; ++m) std::memcpy(to + p * rows + m, from + m * stride + 2 * p, sizeof(uint32_t));
+      if (K % 2 != 0)
+        for (int64_t m = 0; m < rows; ++m) to[K / 2 * rows + m] = from[m * stride + K - 1];
+    }
+  });
+}
+
+struct Problem {
+  int64_t T, N, pairs;
+  const uint32_t* x;     // what pack_rows made
+  const uint32_t* w;     // [tiles, pairs, TILE]
+  const uint16_t* bias;  // or null
+  uint16_t* out;         // [T, N]
+};
+
+// Rows [row, row + rows) of column tiles [tile, tile + cols).
+void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row, int64_t rows, int64_t tile,
+                    int64_t cols) {
+  alignas(64) float sums[ROW_BLOCK * MAX_COLS * TILE];
+  const int64_t groups = (rows + kernels.rows - 1) / kernels.rows, w_stride = problem.pairs * TILE;
+  const uint32_t* w = problem.w + tile * w_stride;
+  for (int64_t pair = 0; pair < problem.pairs; pair += CHUNK) {
+    const int64_t pairs = std::min(CHUNK, problem.pairs - pair);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t m = std::min(kernels.rows, rows - g * kernels.rows), start = row + g * kernels.rows;
+      kernels.multiply[(m - 1) * kernels.cols + cols - 1]({
+          .x = problem.x + start * problem.pairs + pair * m,
+          .w = w + pair * TILE,
+          .w_stride = w_stride,
+          .pairs = pairs,
+          .sums = sums + g * kernels.rows * cols * TILE,
+          .first = pair == 0,
+          .prefetch = g == 0 && problem.T > FEW_ROWS,
+          .left = problem.pairs - pair,
+      });
+    }
+  }
+  for (int64_t c = 0; c < cols; ++c) {
+    const int64_t column = (tile + c) * TILE, columns = std::min(TILE, problem.N - column);
+    float bias[TILE] = {};
+    for (int64_t j = 0; problem.bias && j < columns; ++j)
+      bias[j] = __builtin_bit_cast(float, static_cast<uint32_t>(problem.bias[column + j]) << 16);
+    uint16_t* out = problem.out + row * problem.N + column;
+    kernels.finish(sums + c * TILE, cols * TILE, bias, rows, columns, out, problem.N);
+  }
+}
+
+void check_inputs(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t N) {
+  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, "packed_linear: x must be [T, K] with K > 0, got ", x.sizes());
+  TORCH_CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, "packed_linear: the last stride of x must be 1, got strides ",
+                    x.strides());
+  const std::array<int64_t, 4> expected = {(N + TILE - 1) / TILE, (x.size(1) + 1) / 2, TILE, 2};
+  TORCH_CHECK_VALUE(N > 0 && packed.sizes() == at::IntArrayRef(expected), "packed_linear: x ", x.sizes(),
+                    " and out_features ", N, " take packed ", at::IntArrayRef(expected), ", got ", packed.sizes());
+  TORCH_CHECK_VALUE(packed.is_contiguous(), "packed_linear: packed must be contiguous");
+  TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == N && bias->is_contiguous()),
+                    "packed_linear: bias must be a contiguous [", N, "], got ", bias->sizes());
+  for (const at::Tensor& tensor : {x, packed, bias.value_or(x)})
+    TORCH_CHECK_VALUE(tensor.scalar_type() == at::kBFloat16 && tensor.device().is_cpu(),
+                      "packed_linear: x, packed and bias must be bfloat16 on the CPU, got ", tensor.scalar_type(),
+                      " on ", tensor.device());
+}
+
+at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                         int64_t out_features, const std::optional<std::string>& isa) {
+  check_inputs(x, packed, bias, out_features);
+  const Kernels& kernels = choose_kernels(isa);
+  const int64_t T = x.size(0), tiles = packed.size(0), pairs = packed.size(1);
+  at::Tensor out = at::empty({T, out_features}, x.options());
+  if (T == 0) return out;
+  at::Tensor x_packed = at::empty({T, pairs, 2}, x.options());
+  auto* x_data = static_cast<uint32_t*>(x_packed.mutable_data_ptr());
+  pack_rows(x, kernels.rows, x_data);
+  const Problem problem = {
+      .T = T,
+      .N = out_features,
+      .pairs = pairs,
+      .x = x_data,
+      .w = static_cast<const uint32_t*>(packed.const_data_ptr()),
+      .bias = bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
+      .out = static_cast<uint16_t*>(out.mutable_data_ptr()),
+  };
+  // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
+  // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
+  const int64_t cols = T <= FEW_ROWS ? 1 : kernels.cols;
+  at::parallel_for(0, tiles, 1 + GRAIN_FLOPS / (T * pairs * TILE), [&](int64_t begin, int64_t end) {
+    for (int64_t row = 0; row < T; row += ROW_BLOCK)
+      for (int64_t tile = begin; tile < end; tile += cols)
+        multiply_block(kernels, problem, row, std::min(ROW_BLOCK, T - row), tile, std::min(cols, end - tile));
+  });
+  return out;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("packed_linear", &packed_linear, py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("out_features"),
+        py::arg("isa") = py::none(), py::call_guard<py::gil_scoped_release>());
+  m.def("supported_isas", &supported_isas, "Names for the argument isa, best first.");
+}

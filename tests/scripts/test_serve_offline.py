@@ -1,0 +1,107 @@
+"""serve_offline: rows written as they finish, resumed after a cut, exit statuses, messages for bad arguments."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_offline.py"
+FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--temperature", "0"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    spec = importlib.util.spec_from_file_location("serve_offline", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(sys, "argv", ["serve_offline.py", *arguments])
+    try:
+        return module.main()
+    except SystemExit as bad_arguments:
+        return int(bad_arguments.code or 0)
+
+
+def rows(path: Path) -> dict[int, dict]:
+    parsed = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({row["index"] for row in parsed}) == len(parsed), "a row stands twice"
+    return {row["index"]: row for row in parsed}
+
+
+def test_bundled_prompts_and_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, *FAST) == 0
+    out = capsys.readouterr().out
+    for word in (
+        "requests",
+        "TTFT",
+        "TPOT",
+        "p99",
+        "KV use",
+        "preemptions",
+        "graph breaks",
+        "recompiles",
+        "peak memory",
+    ):
+        assert word in out
+    assert "def " in out
+
+
+def test_rows_survive_a_cut_and_resume_serves_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt_token_ids": [5, 6, n + 7]}) for n in range(9)))
+    whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(whole)) == 0
+    lines = whole.read_bytes().splitlines(keepends=True)
+    cut.write_bytes(b"".join(lines[:4]) + lines[4][: len(lines[4]) // 2])
+    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(cut)) == 2, "an existing file is no target"
+    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(cut), "--resume") == 0
+    assert rows(cut) == rows(whole)
+    assert len(rows(cut)) == 9
+
+
+def test_bad_rows_are_named_and_the_others_served(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    good, bad = {"prompt": "import os"}, [{"prompt": ""}, {"text": "x"}, {"prompt_token_ids": [10**6]}]
+    prompts.write_text("\n".join([json.dumps(good), *map(json.dumps, bad), "{", json.dumps(good)]))
+    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output)) == 1
+    err = capsys.readouterr().err
+    for number in (1, 2, 3, 4):
+        assert f"row {number} failed" in err
+    assert sorted(rows(output)) == [0, 5]
+
+
+def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
+    prompts.write_text("import os\n\ndef f(x):\n")
+    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output)) == 0
+    assert [rows(output)[n]["prompt"] for n in (0, 1)] == ["import os", "def f(x):"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--bucket-sizes", "0,8"], "bucket_sizes"),
+        (["--bucket-sizes=-1"], "bucket_sizes"),
+        (["--bucket-sizes", "8,8"], "duplicates"),
+        (["--bucket-sizes", "one"], "bucket-sizes"),
+        (["--bucket-sizes", ""], "bucket-sizes"),
+        (["--no-such-flag"], "no-such-flag"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--n", "2"], "n=2"),
+        (["--kv-cache-dtype", "int8"], "kv_cache_dtype"),
+        (["--model", "/no/such/directory"], "/no/such/directory"),
+        (["--input", "prompts.csv"], ".jsonl or .txt"),
+        (["--input", "no-such-file.txt"], "no-such-file.txt"),
+        (["--resume"], "--output"),
+        (["--device", "tpu"], "device"),
+    ],
+)
+def test_bad_arguments_exit_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,42 @@
+"""Every engine argument and sampling parameter is a flag of the same name and default."""
+
+import argparse
+import dataclasses
+
+from compiled_llm import EngineConfig, SamplingParams
+from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_defaults_are_those_of_the_classes() -> None:
+    args = parse()
+    assert engine_config(args) == EngineConfig()
+    assert sampling_params(args) == SamplingParams()
+
+
+def test_every_field_has_a_flag_with_help_that_formats() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser)
+    text = parser.format_help()
+    for cls in (EngineConfig, SamplingParams):
+        for field in dataclasses.fields(cls):
+            assert "--" + field.name.replace("_", "-") in text
+
+
+def test_values_arrive() -> None:
+    args = parse(
+        *("--bucket-sizes", "4,2", "--enforce-eager", "--no-enable-chunked-prefill", "--seed", "3"),
+        *("--gpu-memory-utilization", "0.5", "--max-model-len", "128", "--max-num-batched-tokens", "128"),
+        *("--temperature", "0.5", "--stop", "a", "--stop", "b", "--stop-token-ids", "1,2", "--sampling-seed", "9"),
+    )
+    config, params = engine_config(args), sampling_params(args)
+    assert (config.bucket_sizes, config.enforce_eager, config.enable_chunked_prefill) == ((2, 4), True, False)
+    assert (config.seed, config.gpu_memory_utilization, config.max_model_len) == (3, 0.5, 128)
+    assert (params.temperature, params.stop, params.stop_token_ids, params.seed) == (0.5, ("a", "b"), (1, 2), 9)
