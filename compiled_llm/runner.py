@@ -161,7 +161,10 @@ class ModelRunner:
         shape = (num_blocks, c.num_kv_heads, self.limits.block_size, c.head_dim)
 
         def cache() -> Tensor:
-            tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            if self.device.type == "cpu":
+                tensor = native.huge_zeros(shape, self.dtype)
+            else:
+                tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)
             torch._dynamo.mark_static_address(tensor)
             return tensor
 

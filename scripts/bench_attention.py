@@ -12,17 +12,13 @@ Three ways are timed in turn, round after round, so that they share whatever els
 
 A decode step reads every key and value once, so its yardstick is the memory: `GB/s` counts those bytes, `of limit` is
 the share of what a plain sum over a large tensor reads in the same rounds. The caches of several layers are used in
-turn, so that none is found in the processor's cache. (Reading scattered blocks is slower than reading one large tensor,
-more so on small pages: THP_MEM_ALLOC_ENABLE=1 lets torch ask for large ones.) A prefill's yardstick is arithmetic:
-`TFLOP/s` counts the two products over the visible keys.
+turn, so that none is found in the processor's cache. A prefill's yardstick is arithmetic: `TFLOP/s` counts the two
+products over the visible keys.
 """
 
 import argparse
 import json
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -30,7 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops.attention import paged_attention
+from compiled_llm import machine
+from compiled_llm.ops import native, paged_attention
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LAYERS_BYTES = 256 << 20  # the layers' caches together are at least this large
@@ -50,7 +47,11 @@ class Layers:
         blocks = batch * width + 1
         self.cache_bytes = 2 * batch * self.seq_len * kv_heads * head_dim * options["dtype"].itemsize
         count = max(1, -(-LAYERS_BYTES // self.cache_bytes))
-        self.caches = [torch.randn(2, blocks, kv_heads, block_size, head_dim, **options) for _ in range(count)]
+        shape = (2, blocks, kv_heads, block_size, head_dim)
+        if args.device == "cpu":  # as the engine allocates
+            self.caches = [native.huge_zeros(shape, options["dtype"]).normal_() for _ in range(count)]
+        else:
+            self.caches = [torch.randn(shape, **options) for _ in range(count)]
         self.block_table = (torch.randperm(blocks - 1) + 1).int().view(batch, width).to(args.device)
         tokens = batch * query_len
         qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, **options).view(tokens, -1, head_dim)
@@ -147,17 +148,6 @@ def shape(text: str, separator: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def hardware(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = dict(line.split(":", 1) for line in file if ":" in line)
-    except OSError:
-        return platform.processor()
-    return {key.strip(): value.strip() for key, value in lines.items()}.get("model name", platform.machine())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -178,11 +168,13 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     torch.manual_seed(0)
 
+    facts = machine.describe(torch.device(args.device))
     cases = [("decode", *shape(text, "x")) for text in args.decode]
     cases += [("prefill", *shape(text, "+")) for text in args.prefill]
-    large = torch.ones(LAYERS_BYTES // 2, dtype=torch.float32, device=args.device)
+    large = native.huge_zeros([LAYERS_BYTES // 2], torch.float32).fill_(1).to(args.device)
     print(
-        f"{hardware(args.device)}; N={args.heads} K={args.kv_heads} H={args.head_dim} S={args.block_size} {args.dtype}"
+        f"{facts.get('gpu', facts['cpu'])}; "
+        f"N={args.heads} K={args.kv_heads} H={args.head_dim} S={args.block_size} {args.dtype}"
     )
     header = f"{'':18}{'op':>12}{'gather':>12}{'sdpa':>12}{'GB/s':>9}{'of limit':>10}{'TFLOP/s':>9}{'gather/op':>11}"
     print(header)
@@ -215,14 +207,10 @@ def main() -> None:
             )
     record = {
         "benchmark": "attention",
-        "hardware": hardware(args.device),
-        "threads": torch.get_num_threads(),
         "statistic": args.statistic,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "command": shlex.join(["python", *sys.argv]),
         "model": {key: getattr(args, key) for key in ("heads", "kv_heads", "head_dim", "block_size", "dtype")},
         "rows": rows,
+        "machine": facts,
     }
     print(json.dumps(record))
 

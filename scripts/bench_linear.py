@@ -10,17 +10,16 @@ GB/s counts the weights alone; with few rows their reading is all the work, and 
 import argparse
 import itertools
 import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
+from compiled_llm import machine
 from compiled_llm.ops import native
-from compiled_llm.ops.linear import empty_huge, pack_weight, packed_linear
+from compiled_llm.ops.linear import pack_weight, packed_linear
 
 # (name, out_features, in_features) of Qwen3-0.6B, with q, k, v fused and gate, up fused.
 SHAPES = [
@@ -38,14 +37,6 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
 def measure(
     out_features: int, in_features: int, rows: int, rounds: int, budget: float, footprint: int
 ) -> dict[str, list[float]]:
@@ -54,7 +45,7 @@ def measure(
     weights = [torch.randn(out_features, in_features).bfloat16() for _ in range(copies)]
     packed = [pack_weight(weight) for weight in weights]
     x = torch.randn(rows, in_features).bfloat16()
-    big = empty_huge(torch.Size([footprint // 4]), torch.float32).fill_(1.0)  # as pack_weight allocates
+    big = native.huge_zeros([footprint // 4], torch.float32).fill_(1.0)  # as pack_weight allocates
     times: dict[str, list[float]] = {"op": [], "linear": [], "read": []}
     packed_linear(x, packed[0], None, out_features)
     F.linear(x, weights[0])
@@ -87,7 +78,8 @@ def main() -> None:
     statistic = statistics.median if args.statistic == "median" else min
     kernels = native.load("linear_cpu")
     path = kernels.supported_isas()[0] if kernels else "plain torch"
-    print(f"{processor()}, {args.threads} threads, kernels: {path}, {args.statistic} of up to {args.rounds} calls")
+    facts = machine.describe(torch.device("cpu"))
+    print(f"{facts['cpu']}, {args.threads} threads, kernels: {path}, {args.statistic} of up to {args.rounds} calls")
     print(f"{'shape':>8} {'N':>7} {'K':>5} {'T':>4} | {'op ms':>8} {'GB/s':>6} {'TFLOP/s':>8} {'of read':>8} |", end="")
     print(f" {'linear':>8} {'GB/s':>6} {'TFLOP/s':>8} | {'faster':>6} | read GB/s")
     results = []
@@ -116,14 +108,10 @@ def main() -> None:
         json.dumps(
             {
                 "benchmark": "linear",
-                "command": " ".join(["python", *sys.argv]),
-                "processor": processor(),
-                "threads": args.threads,
                 "kernels": path,
                 "statistic": args.statistic,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
                 "results": results,
+                "machine": facts,
             }
         )
     )

@@ -37,7 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep the rows of --output, serve the missing ones")
     parser.add_argument("--quiet", action="store_true", help="print the summary only")
     add_engine_arguments(parser)
-    add_sampling_arguments(parser, max_tokens=64)
+    add_sampling_arguments(parser, max_tokens=64, temperature=0.7)
     args = parser.parse_args()
     if args.resume and args.output is None:
         parser.error("--resume needs --output, the file to resume")
