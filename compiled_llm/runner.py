@@ -109,7 +109,17 @@ class ModelRunner:
     def kv_cache_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for part in self.kv_cache for t in part)
 
+    def _free_bytes(self) -> int:
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.mem_get_info(self.device)[0] if on_gpu else psutil.virtual_memory().available
+
     def _load(self, config: EngineConfig, directory: Path) -> Any:
+        needed, free = loader.num_parameters(self.model_config) * self.dtype.itemsize, self._free_bytes()
+        if needed > free:
+            raise ValueError(
+                f"the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, and {free >> 20} are free on "
+                f"{self.device}: choose a smaller model, a shorter dtype or another device"
+            )
         if config.load_format == "dummy":
             weights = loader.dummy_weights(self.model_config, self.dtype, self.device, config.seed)
         else:
@@ -135,10 +145,15 @@ class ModelRunner:
                 )
             return blocks
         if self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            room = free - (1 - config.gpu_memory_utilization) * total - self._activation_bytes() - _GPU_WORKSPACE_BYTES
+            total = torch.cuda.mem_get_info(self.device)[1]
+            room = (
+                self._free_bytes()
+                - (1 - config.gpu_memory_utilization) * total
+                - self._activation_bytes()
+                - _GPU_WORKSPACE_BYTES
+            )
         else:
-            room = psutil.virtual_memory().available * 0.5 * config.gpu_memory_utilization
+            room = self._free_bytes() * 0.5 * config.gpu_memory_utilization
         useful = self.limits.max_num_seqs * self.limits.blocks_per_request
         blocks = min(int(room) // block_bytes, useful)
         if blocks < self.limits.blocks_per_request:

@@ -250,6 +250,14 @@ def test_half_precision_serves(dtype: str) -> None:
         assert len(output.outputs[0].text) > 3
 
 
+def test_weights_larger_than_the_memory_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    config = json.loads((checkpoint("llama") / "config.json").read_text())
+    config |= {"hidden_size": 2**16, "intermediate_size": 2**18, "num_hidden_layers": 200}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"the weights need \d+ MiB in float32, and \d+ are free on cpu"):
+        CompiledEngine(str(tmp_path), load_format="dummy", device="cpu")
+
+
 def test_models_that_cannot_be_had(tmp_path: Path) -> None:
     for model in (str(tmp_path / "nowhere"), "../up/too", "no-such-organisation/no-such-model"):
         with pytest.raises(ValueError, match="model="):
