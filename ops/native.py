@@ -1,20 +1,23 @@
 """What the CPU's ops stand on: building and loading their C++ kernels, and memory in huge pages.
 
 A source file ``ops/NAME.cpp`` is compiled once with the user's C++ compiler, through ``torch.utils.cpp_extension``,
-into the user's own cache directory, and loaded from there afterwards. The directory's name is a hash of everything that
-goes into the build, so a changed source or another torch never meets an old binary.
+into the user's own cache directory, and loaded from there afterwards. The library's name holds a hash of everything
+that goes into the build, so a changed source or another torch never meets an old binary.
 
 The sources choose instruction sets at run time, function by function, so no ``-march`` flag is given and a build may be
 shared by different machines.
 """
 
+import contextlib
 import functools
 import hashlib
+import importlib.util
 import math
 import mmap
 import os
 import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,34 +54,57 @@ def load(name: str) -> ModuleType | None:
     Raises:
         RuntimeError: the compiler is there and the build failed.
     """
-    source = Path(__file__).resolve().parent / f"{name}.cpp"
+    return load_source(Path(__file__).resolve().parent / f"{name}.cpp")
+
+
+def load_source(source: Path) -> ModuleType | None:
+    """The same for any source file; files beside it whose names begin like its own are taken for its headers."""
     found = compiler()
     if found is None:
         warnings.warn(
-            f"no C++ compiler found (looked for {os.environ.get('CXX', 'g++')!r}): {name} runs as plain torch, many "
-            "times slower. Install one (Debian, Ubuntu: apt install g++) or point CXX at it.",
+            f"no C++ compiler found (looked for {os.environ.get('CXX', 'g++')!r}): {source.stem} runs as plain torch, "
+            "many times slower. Install one (Debian, Ubuntu: apt install g++) or point CXX at it.",
             MissingCompilerWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
         return None
+    texts = [path.read_text() for path in sorted(source.parent.glob(f"{source.stem}*"))]
+    key = hashlib.sha256("\n".join([*texts, torch.__version__, sys.version, found, *_FLAGS]).encode()).hexdigest()
+    library = cache_directory() / "kernels" / f"compiled_llm_{source.stem}_{key[:16]}.so"
+    if library.exists():
+        with contextlib.suppress(ImportError):  # a file that does not load is built again
+            return _import(library)
+    return _build(source, library)
 
+
+def _import(library: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(library.stem, library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _build(source: Path, library: Path) -> ModuleType:
     from torch.utils import cpp_extension  # imports setuptools: only when needed
 
-    sources = [path.read_text() for path in sorted(source.parent.glob(f"{name}*"))]  # its headers too
-    key = hashlib.sha256("\n".join([*sources, torch.__version__, sys.version, found, *_FLAGS]).encode()).hexdigest()
-    directory = cache_directory() / "kernels" / f"{name}-{key[:16]}"
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     # torch looks for ninja on PATH, where a virtual environment that is not activated does not put it.
     scripts = str(Path(sys.executable).parent)
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
-    return cpp_extension.load(
-        name=f"compiled_llm_{name}",
-        sources=[str(source)],
-        extra_cflags=_FLAGS,
-        extra_ldflags=["-fopenmp"],
-        build_directory=str(directory),
-    )
+    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Built aside and moved into place whole, so that another process never loads half a file.
+    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
+        module = cpp_extension.load(
+            name=library.stem,
+            sources=[str(source)],
+            extra_cflags=_FLAGS,
+            extra_ldflags=["-fopenmp"],
+            build_directory=directory,
+        )
+        os.replace(module.__file__, library)
+    return module
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_missing_compiler_warns_and_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(native.MissingCompilerWarning, match=r"no-such-compiler.*apt install g\+\+"):
-        assert native.load.__wrapped__("attention_cpu") is None
+        assert native.load_source(ROOT / "ops" / "attention_cpu.cpp") is None
 
 
 def test_the_engine_serves_without_a_compiler(tmp_path: Path) -> None:
@@ -36,3 +36,52 @@ def test_kernels_are_built_into_the_users_own_cache(monkeypatch: pytest.MonkeyPa
     path = native.cache_directory()
     assert path == tmp_path / "cache"
     assert path.stat().st_mode & 0o777 == 0o700
+
+
+SOURCE = """
+#include <Python.h>
+#define INIT_(name) PyInit_##name
+#define INIT(name) INIT_(name)
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", nullptr, 0, nullptr};
+PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
+  PyObject* m = PyModule_Create(&module);
+  PyModule_AddIntConstant(m, "answer", ANSWER);
+  return m;
+}
+"""
+
+
+def test_built_once_and_again_when_changed_or_corrupt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
+    builds = []
+    build = native._build
+    monkeypatch.setattr(native, "_build", lambda *args: builds.append(args) or build(*args))
+    source = tmp_path / "tiny.cpp"
+
+    source.write_text(SOURCE.replace("ANSWER", "42"))
+    for _ in range(2):
+        module = native.load_source(source)
+        assert module is not None
+        assert module.answer == 42
+    assert len(builds) == 1
+    (library,) = (tmp_path / "cache" / "kernels").iterdir()
+
+    source.write_text(SOURCE.replace("ANSWER", "43"))
+    module = native.load_source(source)
+    assert module is not None
+    assert (module.answer, len(builds)) == (43, 2)
+
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "other"))
+    source.write_text(SOURCE.replace("ANSWER", "42"))
+    (native.cache_directory() / "kernels").mkdir()
+    (native.cache_directory() / "kernels" / library.name).write_bytes(b"cut off")
+    module = native.load_source(source)
+    assert module is not None
+    assert (module.answer, len(builds)) == (42, 3)
+
+
+def test_a_broken_source_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "broken.cpp").write_text("this is no C++")
+    with pytest.raises(RuntimeError, match="broken"):
+        native.load_source(tmp_path / "broken.cpp")
