@@ -28,7 +28,7 @@ class GraphReport:
     Attributes:
         graphs: graphs captured; 1 means that the whole function is one graph. 0 without compiling.
         graph_breaks: places where capture broke off.
-        recompiles: versions compiled since the warm-up ended. Anything but 0 is also an error when it happens.
+        recompiles: versions compiled since the warm-up ended, and calls refused because they asked for one.
         compile_seconds: wall time of the warm-up calls.
         cache: "hit" or "miss" of the compiler's cache on disk, "off" where it was not asked, "eager" uncompiled.
         cuda_graph_bytes: device memory that the warm-up reserved, CUDA graphs and workspaces; 0 on a CPU.
@@ -98,6 +98,7 @@ class CompiledFunction:
         self._copy = _own_copy(function, name)
         self._call = self._copy if enforce_eager else _compile(self._copy)
         self._eager = enforce_eager
+        self._refused = 0
         self._report: GraphReport | None = None
 
     def warm_up(self, make_args: Callable[[], tuple]) -> None:
@@ -133,17 +134,36 @@ class CompiledFunction:
             cuda_graph_bytes=gained["device_bytes"],
         )
 
+    def record_after(self, make_args: Callable[[], tuple]) -> None:
+        """Record the CUDA graph again behind another graph, which ``make_args`` runs; nothing to do on a CPU.
+
+        CUDA graph trees replay a graph only behind the one that it was recorded behind.
+        """
+        if self.device.type == "cuda":
+            for _ in range(2):
+                torch.compiler.cudagraph_mark_step_begin()
+                self(*make_args())
+
     def __call__(self, *args: Any) -> Any:
         """Run the compiled version. ``RuntimeError`` where torch would compile another one."""
         assert self._report is not None, f"{self.name} was not warmed up"
-        with torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
-            return self._call(*args)
+        with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
+            try:
+                return self._call(*args)
+            except RuntimeError as error:
+                if "fail_on_recompile" not in str(error):
+                    raise
+                self._refused += 1
+                raise RuntimeError(
+                    f"{self.name} would have to be compiled again: something that it was compiled for has changed "
+                    "since the start, such as torch's number of threads, default dtype or autocast"
+                ) from error
 
     def report(self) -> GraphReport:
         """What the warm-up gave, with the versions compiled since counted now."""
         assert self._report is not None, f"{self.name} was not warmed up"
         versions = len(_debug_get_cache_entry_list(self._copy.__code__))
-        return dataclasses.replace(self._report, recompiles=max(0, versions - 1))
+        return dataclasses.replace(self._report, recompiles=max(0, versions - 1) + self._refused)
 
 
 def use_own_cache_directory() -> None:

@@ -38,7 +38,7 @@ class EngineConfig:
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_memory_bytes, gpu_memory_utilization: the KV pool's size; the first given wins. The
             share counts, on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free
-            after loading. No pool is larger than ``max_num_seqs`` requests of ``max_model_len`` tokens can use.
+            after loading, and never makes the pool larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
         kv_cache_dtype: "auto" (the model's) or one of the dtypes.
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
         enforce_eager: run the same functions without compiling, for debugging.
@@ -99,6 +99,8 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 integer(name, getattr(self, name), 1, 2**48)
+        if self.max_num_batched_tokens is not None:
+            integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         integer("block_size", self.block_size, 1, 1024)
         integer("seed", self.seed, 0, 2**63 - 1)
         share = self.gpu_memory_utilization

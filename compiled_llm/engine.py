@@ -5,7 +5,8 @@ import hashlib
 import itertools
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from compiled_llm.request import Request, Status
 from compiled_llm.runner import ModelRunner
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduler import Scheduler
+from compiled_llm.stream import RequestStream
 from compiled_llm.tokenizer import OutputText, Tokenizer
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -61,9 +63,10 @@ class CompiledEngine:
         self.tokenizer = _load_tokenizer(config, directory)
         self.runner = ModelRunner(config, self.model_config, directory)
         self.scheduler = Scheduler(self.runner.limits, BlockPool(self.runner.num_blocks))
+        self._closed = False
         self._entries: dict[str, _Entry] = {}
         self._ids = itertools.count()
-        self._streams: dict[str, list[RequestOutput]] = {}  # outputs that stream() has yet to yield
+        self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         self._num_requests = self._num_finished = self._num_steps = 0
         self._num_prompt_tokens = self._num_output_tokens = self._num_computed_tokens = 0
@@ -77,8 +80,10 @@ class CompiledEngine:
 
     def close(self) -> None:
         """End all requests and free the weights and the KV cache. The engine serves nothing afterwards."""
-        self.abort(list(self._entries))
-        self.runner.close()
+        if not self._closed:
+            self._closed = True
+            self.abort(list(self._entries))
+            self.runner.close()
 
     # -- Serving lists of prompts
 
@@ -134,29 +139,24 @@ class CompiledEngine:
             self.abort(list(pending))
         return [outputs[request_id] for request_id in request_ids]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """Complete one prompt; yields its output after each of its tokens, the text so far each time.
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
+        """Complete one prompt; an iterator over its output after each of its tokens, the text so far each time.
 
-        Several streams may be consumed in turns. A stream that is closed early aborts its request.
+        Several streams may be consumed in turns. A stream that is closed early, or dropped, aborts its request.
         """
         request_id = f"stream-{next(self._ids)}"
         self.add_request(request_id, prompt, sampling_params)
-        self._streams[request_id] = []
-        return self._stream(request_id)
 
-    def _stream(self, request_id: str) -> Iterator[RequestOutput]:
-        waiting = self._streams[request_id]
-        try:
-            while True:
-                while not waiting:
-                    self._undelivered += self._advance()
-                output = waiting.pop(0)
-                yield output
-                if output.finished:
-                    return
-        finally:
+        def advance() -> None:
+            self._undelivered += self._advance()
+
+        def end() -> None:
             del self._streams[request_id]
             self.abort(request_id)
+
+        stream = RequestStream(advance, end)
+        self._streams[request_id] = stream.outputs
+        return stream
 
     # -- The loop that these run, for those who write their own
 
@@ -171,7 +171,10 @@ class CompiledEngine:
 
         Raises:
             ValueError: the id is in use, or the prompt or its parameters cannot be served; nothing is queued then.
+            RuntimeError: the engine is closed.
         """
+        if self._closed:
+            raise RuntimeError("the engine is closed")
         if not isinstance(request_id, str) or not request_id or request_id in self._entries:
             raise ValueError(f"request_id must be a non-empty str that no unfinished request has, given {request_id!r}")
         if priority != 0:
@@ -211,7 +214,8 @@ class CompiledEngine:
         self._num_prompt_tokens += len(token_ids)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished_requests()
+        """Whether ``step`` has something to do or to return."""
+        return self.scheduler.has_unfinished_requests() or bool(self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out."""
@@ -219,12 +223,17 @@ class CompiledEngine:
         return outputs + self._advance()
 
     def abort(self, request_id: str | Sequence[str]) -> None:
-        """End requests now and free their blocks. Unknown and finished ids are passed over."""
+        """End requests now and free their blocks. Unknown and finished ids are passed over.
+
+        A stream gets a last output, with ``finish_reason="abort"``.
+        """
         for name in [request_id] if isinstance(request_id, str) else request_id:
             entry = self._entries.pop(name, None)
             if entry is not None:
                 self.scheduler.finish(entry.request, "abort")
                 self._num_finished += 1
+                if name in self._streams:
+                    self._streams[name].append(_request_output(entry))
 
     # -- Reports
 
@@ -268,7 +277,7 @@ class CompiledEngine:
         return outputs
 
     def _step(self, only_finished: bool) -> list[RequestOutput]:
-        if not self.has_unfinished_requests():
+        if not self.scheduler.has_unfinished_requests():
             return []
         started = time.perf_counter()
         output = self.scheduler.schedule()

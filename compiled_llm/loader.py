@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig, read_json
+from compiled_llm.models.weights import Convert, keep
 
 # Tensors that old checkpoints carry and that follow from the config.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
@@ -25,8 +26,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; the message names the file and the tensors."""
 
 
-def load_weights(directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """The weights of ``directory`` in ``dtype`` on ``device``, read tensor by tensor.
+def load_weights(
+    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, convert: Convert = keep
+) -> Any:
+    """The weights of ``directory`` in ``dtype`` on ``device``, read tensor by tensor and converted layer by layer.
 
     Raises:
         CheckpointError: a file is missing, cut off or not safetensors, or its tensors are not those of ``config``.
@@ -41,10 +44,12 @@ def load_weights(directory: Path, config: ModelConfig, dtype: torch.dtype, devic
             bar.update()
             return handles[locations[name]].get_tensor(name).to(device=device, dtype=dtype)
 
-        return family(config.architecture).assemble(config, take)
+        return family(config.architecture).assemble(config, take, convert)
 
 
-def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
+def dummy_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, convert: Convert = keep
+) -> Any:
     """Seeded random weights of the shapes that ``config`` implies: norms near 1, matrices of variance 1 / in_features.
 
     So activations keep their size through the layers, and the logits are as spread as a model's.
@@ -59,7 +64,7 @@ def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device,
             return 1 + 0.1 * values
         return values.mul_(0.1) if name.endswith(".bias") else values.mul_(shape[-1] ** -0.5)
 
-    weights = family(config.architecture).assemble(config, take)
+    weights = family(config.architecture).assemble(config, take, convert)
     assert not shapes, f"assemble() left checkpoint tensors unused: {sorted(shapes)}"
     return weights
 
@@ -83,11 +88,17 @@ def _locate(directory: Path) -> dict[str, Path]:
         missing = sorted({shard for shard in weight_map.values() if not (directory / shard).is_file()})
         if missing:
             raise CheckpointError(f"{index_path}: missing files: {_listed(missing)}")
-        return {name: directory / shard for name, shard in weight_map.items()}
+        locations = {name: directory / shard for name, shard in weight_map.items()}
+        for path in sorted(set(locations.values())):
+            held = set(_open(path).keys())
+            unlisted = sorted(name for name in held if locations.get(name) != path)
+            if unlisted:
+                raise CheckpointError(f"{path}: holds tensors that the index does not place there: {_listed(unlisted)}")
+        return locations
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         raise CheckpointError(f"{directory}: no .safetensors file. Other formats can hold code and are not read.")
-    locations: dict[str, Path] = {}
+    locations = {}
     for path in paths:
         for name in _open(path).keys():  # noqa: SIM118 - safe_open is no dict
             if name in locations:
@@ -110,7 +121,16 @@ def _open(path: Path) -> Any:
         if size != expected:
             raise CheckpointError(f"{path}: holds {size} bytes where its header says {expected}; download it again")
         return safe_open(os.fspath(path), framework="pt")
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        UnicodeDecodeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error

@@ -43,6 +43,10 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) 
             raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
         if len(prompt) > _MAX_CHARACTERS_PER_TOKEN * max_tokens:
             raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {max_tokens} tokens")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt must be valid Unicode: {error}") from error
         token_ids = tokenizer.encode(prompt)
     elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(prompt).__name__}")

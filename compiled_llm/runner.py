@@ -18,7 +18,7 @@ from compiled_llm.config import EngineConfig, Limits
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.weights import map_linears, pack, tensors
+from compiled_llm.models.weights import keep, pack, tensors
 from compiled_llm.ops import native
 from compiled_llm.sampler import SamplingInput, sample, sample_greedy
 from compiled_llm.scheduler import SchedulerOutput
@@ -114,34 +114,42 @@ class ModelRunner:
         return torch.cuda.mem_get_info(self.device)[0] if on_gpu else psutil.virtual_memory().available
 
     def _load(self, config: EngineConfig, directory: Path) -> Any:
-        needed, free = loader.num_parameters(self.model_config) * self.dtype.itemsize, self._free_bytes()
+        c = self.model_config
+        packs = self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.load("linear_cpu") is not None
+        # A packed head is a copy of its own where the checkpoint ties it to the embedding.
+        parameters = loader.num_parameters(c) + (c.vocab_size * c.hidden_size if packs and c.tie_word_embeddings else 0)
+        needed, free = parameters * self.dtype.itemsize, self._free_bytes()
         if needed > free:
             raise ValueError(
                 f"the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, and {free >> 20} are free on "
                 f"{self.device}: choose a smaller model, a shorter dtype or another device"
             )
+        convert = pack if packs else keep
         if config.load_format == "dummy":
-            weights = loader.dummy_weights(self.model_config, self.dtype, self.device, config.seed)
+            weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, convert)
         else:
-            weights = loader.load_weights(directory, self.model_config, self.dtype, self.device)
-        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.load("linear_cpu"):
-            weights = map_linears(weights, pack)
+            weights = loader.load_weights(directory, c, self.dtype, self.device, convert)
         for tensor in tensors(weights):
             torch._dynamo.mark_static_address(tensor)
         return weights
 
     def _num_blocks(self, config: EngineConfig) -> int:
         """Blocks of the KV pool, the sink left out; the first size that is given wins."""
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
         c = self.model_config
         block_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * self.limits.block_size * self.dtype.itemsize
+        most = min(self._free_bytes() // block_bytes, 2**31 // self.limits.block_size) - 1  # slots are int32
+        if config.num_kv_blocks is not None:
+            if config.num_kv_blocks > most:
+                raise ValueError(
+                    f"num_kv_blocks must be at most {most} (the memory free), given {config.num_kv_blocks}"
+                )
+            return config.num_kv_blocks
         if config.kv_cache_memory_bytes is not None:
             blocks = config.kv_cache_memory_bytes // block_bytes
-            if blocks < 1:
+            if not 1 <= blocks <= most:
                 raise ValueError(
-                    f"kv_cache_memory_bytes must hold a block of {block_bytes} bytes at least, given "
-                    f"{config.kv_cache_memory_bytes}"
+                    f"kv_cache_memory_bytes must be from {block_bytes} (one block) to {most * block_bytes} (the memory "
+                    f"free), given {config.kv_cache_memory_bytes}"
                 )
             return blocks
         if self.device.type == "cuda":
@@ -155,12 +163,13 @@ class ModelRunner:
         else:
             room = self._free_bytes() * 0.5 * config.gpu_memory_utilization
         useful = self.limits.max_num_seqs * self.limits.blocks_per_request
-        blocks = min(int(room) // block_bytes, useful)
+        blocks = max(0, min(int(room) // block_bytes, useful, most))
         if blocks < self.limits.blocks_per_request:
+            fits = blocks * self.limits.block_size
             raise ValueError(
                 f"{max(0, int(room)) >> 20} MiB are free for the KV pool, and a request of max_model_len="
                 f"{self.limits.max_model_len} tokens needs {self.limits.blocks_per_request * block_bytes >> 20}. "
-                f"Lower max_model_len to {max(0, blocks) * self.limits.block_size} or less"
+                + (f"Lower max_model_len to {fits} or less" if fits else "Free some memory")
             )
         return blocks
 
@@ -193,10 +202,13 @@ class ModelRunner:
             step = step_function(self.model_config, bucket.max_query_len)
             self._steps[bucket] = CompiledFunction(step, bucket.name, self.device, enforce_eager)
             self._steps[bucket].warm_up(functools.partial(self._step_arguments, bucket))
-            if bucket.num_requests not in self._samplers:
-                sampler = CompiledFunction(sample, f"sample_{bucket.num_requests}", self.device, enforce_eager)
-                sampler.warm_up(functools.partial(self._sampler_arguments, bucket))
-                self._samplers[bucket.num_requests] = sampler
+            sampler_arguments = functools.partial(self._sampler_arguments, bucket)
+            if bucket.num_requests in self._samplers:
+                self._samplers[bucket.num_requests].record_after(sampler_arguments)
+                continue
+            sampler = CompiledFunction(sample, f"sample_{bucket.num_requests}", self.device, enforce_eager)
+            sampler.warm_up(sampler_arguments)
+            self._samplers[bucket.num_requests] = sampler
 
     def _step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache]:
         return self.weights, self.buffers[bucket].step_input, self.kv_cache

@@ -22,6 +22,9 @@ class Tokenizer:
         if not tokenizer.is_fast:
             raise ValueError(f"{directory}: the tokenizer needs a tokenizer.json; save it again with transformers")
         self._backend = tokenizer.backend_tokenizer
+        # A file may ask for either; a prompt is never cut or filled up here.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         # Text of a user that spells a special token is text, not that token.
         self._backend.encode_special_tokens = True
 

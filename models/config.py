@@ -6,6 +6,7 @@ value that is supported, or refused by name: a field that would be ignored in si
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ _REQUIRED = {
     "sliding_window": (None,),
     "use_sliding_window": (False,),
 }
+_MAX_LAYERS = 1024
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -114,6 +116,8 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
                 raise ValueError(f"config.json: {name} must be a positive integer, given {value!r}")
+        if self.num_layers > _MAX_LAYERS:
+            raise ValueError(f"config.json: num_hidden_layers must be at most {_MAX_LAYERS}, given {self.num_layers}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"config.json: num_attention_heads must be a multiple of num_key_value_heads, given {self.num_heads} "
@@ -144,7 +148,7 @@ class ModelConfig:
     def from_dict(cls, config: dict[str, Any], generation: dict[str, Any] | None = None) -> "ModelConfig":
         """The same from parsed JSON. Fields that the file leaves out take transformers' defaults."""
         architectures = config.get("architectures") or []
-        if not isinstance(architectures, list) or len(architectures) != 1:
+        if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
             raise ValueError(
                 f"config.json: architectures must be a list with one name, given {config.get('architectures')!r}. "
                 f"Supported: {', '.join(sorted(ARCHITECTURES))}"
@@ -203,7 +207,7 @@ def _refuse_unknown(config: dict[str, Any]) -> None:
             if value not in _REQUIRED[name] and not (name == "sliding_window" and not config.get("use_sliding_window")):
                 raise ValueError(f"config.json: {name}={value!r} is not supported; allowed: {_REQUIRED[name][0]!r}")
         elif name == "layer_types":
-            if not isinstance(value, list) or set(value) - {"full_attention"}:
+            if not isinstance(value, list) or any(kind != "full_attention" for kind in value):
                 raise ValueError(f"config.json: layer_types may hold 'full_attention' only, given {value!r}")
         elif name not in _NO_EFFECT and name not in _USED:
             raise ValueError(
@@ -214,15 +218,20 @@ def _refuse_unknown(config: dict[str, Any]) -> None:
 
 def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 writes rope_parameters; earlier checkpoints have rope_scaling beside rope_theta.
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    rope = new or old or {}
     if not isinstance(rope, dict):
         raise ValueError(f"config.json: rope_parameters must be an object, given {rope!r}")
+    if new and old and new != old:
+        raise ValueError(f"config.json: rope_parameters and rope_scaling contradict each other: {new!r} and {old!r}")
+    if "rope_theta" in rope and config.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
+        raise ValueError(f"config.json: rope_theta is both {config['rope_theta']!r} and {rope['rope_theta']!r}")
     return rope
 
 
 def _rope_theta(config: dict[str, Any], rope: dict[str, Any]) -> float:
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
         raise ValueError(f"config.json: rope_theta must be a positive number, given {theta!r}")
     return float(theta)
 
@@ -238,7 +247,10 @@ def _rope_scaling(rope: dict[str, Any]) -> Llama3RopeScaling | None:
             scaling = Llama3RopeScaling(**{name: float(value) for name, value in fields.items()})  # type: ignore[arg-type]
         except (TypeError, ValueError) as error:
             raise ValueError(f"config.json: rope scaling holds something else than numbers: {fields!r}") from error
-        if min(fields.values()) > 0 and scaling.high_freq_factor > scaling.low_freq_factor:
+        if (
+            all(0 < value < math.inf for value in dataclasses.astuple(scaling))
+            and scaling.high_freq_factor > scaling.low_freq_factor
+        ):
             return scaling
     raise ValueError(
         f"config.json: rope scaling {rope!r} is not supported; allowed: rope_type 'default' with no other field, or "

@@ -22,7 +22,7 @@ from compiled_llm.models.layers import (
     rope_cos_sin,
     rope_inv_freq,
 )
-from compiled_llm.models.weights import Linear, concat, linear
+from compiled_llm.models.weights import Convert, Linear, concat, linear, map_linears
 
 HF_CONFIG = "LlamaConfig"
 
@@ -32,6 +32,9 @@ class LayerWeights(NamedTuple):
     attention: AttentionWeights
     mlp_norm: Tensor  # [D]
     mlp: MlpWeights
+
+
+LayerMaker = Callable[[ModelConfig, Callable[[str], Tensor]], LayerWeights]
 
 
 class Weights(NamedTuple):
@@ -90,16 +93,24 @@ def assemble_layer(config: ModelConfig, take: Callable[[str], Tensor]) -> LayerW
     )
 
 
-def assemble(config: ModelConfig, take: Callable[[str], Tensor], layer=assemble_layer) -> Weights:
-    """The weights from checkpoint tensors. A family that differs in its layers alone passes its own ``layer``."""
+def assemble(
+    config: ModelConfig, take: Callable[[str], Tensor], convert: Convert, layer: LayerMaker = assemble_layer
+) -> Weights:
+    """The weights from checkpoint tensors, each linear layer made into what ``convert`` gives.
+
+    One layer is converted before the next is taken, so that memory holds one unconverted layer at a time. A family that
+    differs in its layers alone passes its own ``layer``.
+    """
+
+    def take_layer(index: int) -> LayerWeights:
+        return map_linears(layer(config, lambda name: take(f"model.layers.{index}.{name}")), convert)
+
     embedding = take("model.embed_tokens.weight")
     return Weights(
         embedding=embedding,
-        layers=tuple(
-            layer(config, lambda name, i=i: take(f"model.layers.{i}.{name}")) for i in range(config.num_layers)
-        ),
+        layers=tuple(take_layer(index) for index in range(config.num_layers)),
         final_norm=take("model.norm.weight"),
-        lm_head=Linear(embedding if config.tie_word_embeddings else take("lm_head.weight")),
+        lm_head=convert(Linear(embedding if config.tie_word_embeddings else take("lm_head.weight"))),
         inv_freq=rope_inv_freq(config).to(embedding.device),
     )
 

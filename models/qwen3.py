@@ -7,6 +7,7 @@ from torch import Tensor
 from compiled_llm.models import llama
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.llama import LayerWeights, Weights, forward
+from compiled_llm.models.weights import Convert
 
 __all__ = ["HF_CONFIG", "Weights", "assemble", "checkpoint_shapes", "forward"]
 
@@ -29,6 +30,6 @@ def assemble_layer(config: ModelConfig, take: Callable[[str], Tensor]) -> LayerW
     return layer._replace(attention=layer.attention._replace(q_norm=q_norm, k_norm=k_norm))
 
 
-def assemble(config: ModelConfig, take: Callable[[str], Tensor]) -> Weights:
-    """The weights from checkpoint tensors; ``take(name)`` hands each out once."""
-    return llama.assemble(config, take, assemble_layer)
+def assemble(config: ModelConfig, take: Callable[[str], Tensor], convert: Convert) -> Weights:
+    """The weights from checkpoint tensors, each linear layer made into what ``convert`` gives."""
+    return llama.assemble(config, take, convert, assemble_layer)

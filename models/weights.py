@@ -28,6 +28,9 @@ class PackedLinear(NamedTuple):
     out_features: int
 
 
+Convert = Callable[[Linear], Linear | PackedLinear]
+
+
 def linear(x: Tensor, w: Linear | PackedLinear) -> Tensor:
     """Apply a linear layer to ``x`` ``[T, in_features]``, giving ``[T, out_features]`` in the dtype of ``x``."""
     if isinstance(w, PackedLinear):
@@ -42,14 +45,19 @@ def concat(*parts: Linear) -> Linear:
     return Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
 
 
-def map_linears(weights: Any, convert: Callable[[Linear], Any]) -> Any:
-    """The same weights with every ``Linear`` replaced by ``convert(it)``, one at a time, so that memory peaks low."""
+def map_linears(weights: Any, convert: Convert) -> Any:
+    """The same weights with every ``Linear`` replaced by ``convert(it)``."""
     if isinstance(weights, Linear):
         return convert(weights)
     if isinstance(weights, tuple):
         mapped = (map_linears(item, convert) for item in weights)
         return type(weights)(*mapped) if hasattr(weights, "_fields") else tuple(mapped)
     return weights
+
+
+def keep(w: Linear) -> Linear:
+    """A linear layer as the checkpoint has it."""
+    return w
 
 
 def pack(w: Linear) -> PackedLinear:

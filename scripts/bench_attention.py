@@ -30,7 +30,7 @@ from compiled_llm import machine
 from compiled_llm.ops import native, paged_attention
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-LAYERS_BYTES = 256 << 20  # the layers' caches together are at least this large
+LAYERS_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # the layers' caches together are at least this large
 
 
 class Layers:
@@ -46,7 +46,7 @@ class Layers:
         width = -(-self.seq_len // block_size)
         blocks = batch * width + 1
         self.cache_bytes = 2 * batch * self.seq_len * kv_heads * head_dim * options["dtype"].itemsize
-        count = max(1, -(-LAYERS_BYTES // self.cache_bytes))
+        count = max(1, -(-LAYERS_BYTES[args.device] // self.cache_bytes))
         shape = (2, blocks, kv_heads, block_size, head_dim)
         if args.device == "cpu":  # as the engine allocates
             self.caches = [native.huge_zeros(shape, options["dtype"]).normal_() for _ in range(count)]
@@ -131,15 +131,31 @@ def timed(run: Callable[[], object], device: str) -> float:
 STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "min": min}
 
 
-def interleaved(runs: dict[str, Callable[[], object]], device: str, seconds: float, statistic: str) -> dict[str, float]:
-    """The statistic of the seconds of each, all of them run in turn for about ``seconds``."""
+def replay(run: Callable[[], object], count: int) -> Callable[[], object]:
+    """``count`` calls as one CUDA graph, as the engine runs them: Python's launches are not in the time."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            run()
+    return graph.replay
+
+
+def interleaved(
+    runs: dict[str, Callable[[], object]], device: str, seconds: float, statistic: str, count: int
+) -> dict[str, float]:
+    """The statistic of the seconds of a call of each, all of them run in turn for about ``seconds``.
+
+    On a GPU, ``count`` calls, one for each layer, are timed together.
+    """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
+    if device == "cuda":
+        runs = {name: replay(run, count) for name, run in runs.items()}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
         for name, run in runs.items():
-            times[name].append(timed(run, device))
+            times[name].append(timed(run, device) / (count if device == "cuda" else 1))
     return {name: STATISTICS[statistic](values) for name, values in times.items()}
 
 
@@ -171,7 +187,7 @@ def main() -> None:
     facts = machine.describe(torch.device(args.device))
     cases = [("decode", *shape(text, "x")) for text in args.decode]
     cases += [("prefill", *shape(text, "+")) for text in args.prefill]
-    large = native.huge_zeros([LAYERS_BYTES // 2], torch.float32).fill_(1).to(args.device)
+    large = native.huge_zeros([LAYERS_BYTES[args.device] // 4], torch.float32).fill_(1).to(args.device)
     print(
         f"{facts.get('gpu', facts['cpu'])}; "
         f"N={args.heads} K={args.kv_heads} H={args.head_dim} S={args.block_size} {args.dtype}"
@@ -185,7 +201,7 @@ def main() -> None:
             layers = Layers(args, batch, query_len, context_len - 1 if kind == "decode" else context_len)
             layers.check()
             runs = {"op": layers.op, "gather": layers.gather, "sdpa": layers.sdpa, "read": large.sum}
-            times = interleaved(runs, args.device, args.seconds, args.statistic)
+            times = interleaved(runs, args.device, args.seconds, args.statistic, len(layers.caches))
             limit = large.nbytes / times["read"]
             rate = layers.cache_bytes / times["op"]
             visible = query_len * context_len + query_len * (query_len + 1) / 2

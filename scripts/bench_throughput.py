@@ -78,6 +78,10 @@ def workloads(vocab_size: int, num_requests: int, seed: int) -> dict[str, list[R
     }
 
 
+def sizes(text: str) -> tuple[int, ...]:
+    return tuple(int(item) for item in text.split(","))
+
+
 def timed(run: Callable[[list[Request]], None], requests: list[Request], repeats: int) -> float:
     """Median seconds of ``repeats`` runs after a short warm-up."""
     run([(prompt, 2) for prompt, _ in requests[:1]])
@@ -98,6 +102,7 @@ def bench_engine(directory: Path, args: argparse.Namespace, work: dict[str, list
         device=args.device,
         max_model_len=1024,
         bucket_sizes=args.bucket_sizes,
+        token_bucket_sizes=args.token_bucket_sizes,
     ) as engine:
         start_seconds = time.perf_counter() - started
 
@@ -153,7 +158,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--bucket-sizes", type=lambda text: tuple(map(int, text.split(","))), default=(1, 8, 16, 32))
+    parser.add_argument("--bucket-sizes", type=sizes, default=(1, 8, 16, 32))
+    parser.add_argument("--token-bucket-sizes", type=sizes, help="default: the engine's")
     parser.add_argument("--repeats", type=int, default=3, help="runs of this engine, of which the median counts")
     parser.add_argument("--peer-repeats", type=int, default=1, help="runs of transformers.generate")
     parser.add_argument("--seed", type=int, default=0)

@@ -43,6 +43,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--resume needs --output, the file to resume")
     if args.output is not None and args.output.exists() and not args.resume:
         parser.error(f"--output {args.output} exists: give --resume to go on with it, or another name")
+    if args.output is not None and not os.access(args.output.parent, os.W_OK):
+        parser.error(f"--output {args.output}: its directory is not there, or may not be written to")
     if args.input is not None and args.input.suffix not in (".jsonl", ".txt"):
         parser.error(f"--input must end in .jsonl or .txt, given {args.input}")
     return args
@@ -50,7 +52,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def read_prompts(path: Path) -> list[Any]:
     """A prompt for each row; a ``ValueError`` stands in the place of a row that cannot be read."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(), which knows more ends of lines than JSON
     if path.suffix == ".txt":
         return [line for line in lines if line.strip()]
     return [parse_row(line) for line in lines if line.strip()]
@@ -59,7 +61,7 @@ def read_prompts(path: Path) -> list[Any]:
 def parse_row(line: str) -> Any:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return ValueError(f"not JSON: {error}")
     if not isinstance(row, dict) or ("prompt" in row) == ("prompt_token_ids" in row):
         return ValueError("a row must be an object with either 'prompt' or 'prompt_token_ids'")
@@ -72,9 +74,13 @@ def finished_rows(path: Path) -> set[int]:
         return set()
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
+    try:
+        indices = {int(json.loads(line)["index"]) for line in whole.split(b"\n")[:-1]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--output {path} is no file of this script, so it is left as it is: {error!r}") from error
     if len(whole) < len(content):
         os.truncate(path, len(whole))
-    return {json.loads(line)["index"] for line in whole.splitlines()}
+    return indices
 
 
 def serve(engine: CompiledEngine, prompts: dict[int, Any], params: SamplingParams) -> Iterator[tuple[int, Any]]:
@@ -159,7 +165,8 @@ def main() -> int:
         print(f"serve_offline: error: {error}", file=sys.stderr)
         return 2
     start_seconds = time.perf_counter() - STARTED
-    print(engine.compile_report())
+    if not args.quiet:
+        print(engine.compile_report())
 
     failed: dict[int, str] = {}
     outputs: list[RequestOutput] = []

@@ -100,6 +100,15 @@ def test_index_may_only_name_files_beside_itself(directory: Path, shard: str) ->
         load(directory)
 
 
+def test_a_tensor_that_the_index_leaves_out_is_named(directory: Path) -> None:
+    change(directory, lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(4)}))
+    names = [name for name in load_file(directory / "model.safetensors") if "q_norm" not in name]
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index does not place there: .*q_norm"):
+        load(directory)
+
+
 def test_missing_shard_and_missing_checkpoint(directory: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -1,6 +1,7 @@
 """Encoding, incremental decoding, and stop strings at every split."""
 
 import itertools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,15 @@ def test_special_tokens_are_skipped_unless_wanted(tokenizer: Tokenizer) -> None:
     assert feed(OutputText(tokenizer, [], SamplingParams()), ids)[0][-1] == "ab"
     kept = SamplingParams(skip_special_tokens=False)
     assert feed(OutputText(tokenizer, [], kept), ids)[0][-1] == "ab<|end|>"
+
+
+def test_a_file_that_asks_for_truncation_or_padding_changes_no_prompt(directory: Path, tmp_path: Path) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(2)
+    backend.enable_padding(length=64)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer(tmp_path).encode(TEXT) == Tokenizer(directory).encode(TEXT)
 
 
 def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """CompiledEngine through its public interface, on the demo model, uncompiled so that it starts at once."""
 
 import dataclasses
+import gc
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
+from compiled_llm import CompiledEngine, EngineConfig, RequestOutput, SamplingParams
 from tests.families import CONFIGS, checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -79,7 +81,7 @@ def test_stream_grows_to_what_generate_gives(engine: CompiledEngine) -> None:
 def test_a_stream_beside_the_users_own_loop_loses_nobodys_outputs(engine: CompiledEngine) -> None:
     engine.add_request("mine", PROMPT, GREEDY)
     (streamed,) = [output for output in engine.stream(PROMPT, GREEDY) if output.finished]
-    outputs = engine.step()
+    outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
     assert [output.request_id for output in outputs] == ["mine"] * len(outputs)
@@ -88,10 +90,41 @@ def test_a_stream_beside_the_users_own_loop_loses_nobodys_outputs(engine: Compil
 
 
 def test_a_stream_closed_early_aborts_its_request(engine: CompiledEngine) -> None:
-    stream = engine.stream(PROMPT, SamplingParams(max_tokens=500, ignore_eos=True))
+    params = SamplingParams(max_tokens=500, ignore_eos=True)
+    stream = engine.stream(PROMPT, params)
     next(stream)
     stream.close()
+    assert list(stream) == []
     assert not engine.has_unfinished_requests()
+    for use in (lambda stream: None, next):  # dropped before its first output, and after
+        use(engine.stream(PROMPT, params))
+        gc.collect()
+        assert not engine.has_unfinished_requests()
+
+
+def test_a_stream_whose_request_is_aborted_ends_and_says_so(engine: CompiledEngine) -> None:
+    stream = engine.stream(PROMPT, SamplingParams(max_tokens=500, ignore_eos=True))
+    engine.abort(next(stream).request_id)
+    (last,) = list(stream)
+    assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+    assert len(last.outputs[0].token_ids) == 1
+
+
+def test_a_closed_engine_says_so() -> None:
+    with CompiledEngine(enforce_eager=True, bucket_sizes=(1,)) as closed:
+        stream = closed.stream(PROMPT)
+        closed.close()
+    assert [output.outputs[0].finish_reason for output in stream] == ["abort"]
+    for use in (closed.generate, closed.stream):
+        with pytest.raises(RuntimeError, match="closed"):
+            use(PROMPT)
+
+
+def test_inference_mode_around_the_engine_changes_nothing(engine: CompiledEngine) -> None:
+    (expected,) = engine.generate(PROMPT, GREEDY, use_tqdm=False)
+    with torch.inference_mode():
+        (output,) = engine.generate(PROMPT, GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_add_step_abort(engine: CompiledEngine) -> None:
@@ -180,6 +213,7 @@ BAD_PROMPTS = [
     (None, "NoneType"),
     (5, "int"),
     (b"x", "bytes"),
+    ("\ud800", "valid Unicode"),
 ]
 
 
@@ -273,3 +307,7 @@ def test_models_that_cannot_be_had(tmp_path: Path) -> None:
         CompiledEngine(dtype="float32", kv_cache_dtype="bfloat16")
     with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
         CompiledEngine(kv_cache_memory_bytes=10)
+    with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
+        CompiledEngine(kv_cache_memory_bytes=2**47)
+    with pytest.raises(ValueError, match="num_kv_blocks"):
+        CompiledEngine(num_kv_blocks=2**29)

@@ -1,5 +1,6 @@
 """The engine on a CUDA GPU: tokens equal transformers', and every step replays a CUDA graph."""
 
+import gc
 import json
 
 import pytest
@@ -58,7 +59,7 @@ def test_every_step_replays_a_cuda_graph(engine: CompiledEngine, prompts: list[l
     steps = engine.stats().num_steps - steps
     counts = {event.key: event.count for event in profiled.key_averages()}
     assert counts.get("cudaGraphLaunch", 0) == steps * (1 if temperature == 0 else 2)
-    assert counts.get("cudaLaunchKernel", 0) + counts.get("cuLaunchKernel", 0) + counts.get("cuLaunchKernelEx", 0) == 0
+    assert not {name: count for name, count in counts.items() if "LaunchKernel" in name}
 
 
 def test_preemption_on_the_gpu_changes_no_token(engine: CompiledEngine, prompts: list[list[int]]) -> None:
@@ -80,9 +81,12 @@ def test_preemption_on_the_gpu_changes_no_token(engine: CompiledEngine, prompts:
 
 
 def test_closing_frees_the_device_memory() -> None:
+    torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps its own, which are not the engine's to free
     before = torch.cuda.memory_allocated()
     engine = CompiledEngine(device="cuda", bucket_sizes=(1,), num_kv_blocks=4096, enforce_eager=True)
     assert torch.cuda.memory_allocated() > before + engine.runner.kv_cache_bytes
     engine.close()
     del engine
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     assert torch.cuda.memory_allocated() <= before + 2**20

@@ -25,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def rows(path: Path) -> dict[int, dict]:
-    parsed = [json.loads(line) for line in path.read_text().splitlines()]
+    parsed = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
     assert len({row["index"] for row in parsed}) == len(parsed), "a row stands twice"
     return {row["index"]: row for row in parsed}
 
@@ -74,6 +74,20 @@ def test_bad_rows_are_named_and_the_others_served(
     assert sorted(rows(output)) == [0, 5]
 
 
+def test_a_row_may_hold_any_line_separator_but_a_newline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
+    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output)) == 0
+    assert rows(output)[0]["prompt"] == "a\u2028b\x85c"
+
+
+def test_a_file_that_is_not_ours_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    precious = tmp_path / "precious.jsonl"
+    precious.write_text('{"mine": 1}\nunfinished')
+    assert run(monkeypatch, *FAST, "--output", str(precious), "--resume") == 2
+    assert precious.read_text() == '{"mine": 1}\nunfinished'
+
+
 def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("import os\n\ndef f(x):\n")
@@ -98,6 +112,7 @@ def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (["--input", "no-such-file.txt"], "no-such-file.txt"),
         (["--resume"], "--output"),
         (["--device", "tpu"], "device"),
+        (["--output", "/no/such/directory/out.jsonl"], "/no/such/directory"),
     ],
 )
 def test_bad_arguments_exit_with_2(

@@ -1,0 +1,34 @@
+"""RequestStream: the outputs of one request, one a token, as an iterator that owns the request."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from compiled_llm.outputs import RequestOutput
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """What ``CompiledEngine.stream`` returns. Closing it early, or dropping it, aborts the request."""
+
+    def __init__(self, advance: Callable[[], None], end: Callable[[], None]) -> None:
+        self.outputs: deque[RequestOutput] = deque()  # filled by the engine as it steps
+        self._advance = advance
+        self._end: Callable[[], None] | None = end
+
+    def __next__(self) -> RequestOutput:
+        if self._end is None:
+            raise StopIteration
+        while not self.outputs:
+            self._advance()
+        output = self.outputs.popleft()
+        if output.finished:
+            self.close()
+        return output
+
+    def close(self) -> None:
+        """Abort the request, if it is not finished. Further outputs are not yielded."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+    def __del__(self) -> None:
+        self.close()
