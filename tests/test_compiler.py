@@ -87,8 +87,9 @@ def test_a_recompile_after_warm_up_is_an_error_and_is_counted() -> None:
     function = CompiledFunction(lambda x: x * 2 + 1, "double", torch.device("cpu"), enforce_eager=False)
     function.warm_up(lambda: (torch.ones(4),))
     assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 7.0))
+    ones = torch.ones(4)
     with torch.inference_mode():
-        function(torch.ones(4))
+        function(ones)
     with pytest.raises(RuntimeError, match="double would have to be compiled again"):
         function(torch.ones(5))
     assert function.report().recompiles == 1, "refused calls count"
