@@ -94,15 +94,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
-    @classmethod
-    def from_arguments(cls, **arguments: Any) -> "SamplingParams":
-        """The same as the constructor, but an unknown name is a ``ValueError`` that lists the known ones."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [name for name in arguments if name not in known]
-        if unknown:
-            raise ValueError(f"unknown sampling parameter {unknown[0]!r}; allowed: {', '.join(known)}")
-        return cls(**arguments)
-
 
 def _number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
