@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from compiled_llm.ops.native import cache_directory
 
@@ -169,9 +170,11 @@ class CompiledFunction:
 def use_own_cache_directory() -> None:
     """Keep compiled code in the user's own cache directory, unless ``TORCHINDUCTOR_CACHE_DIR`` says where.
 
-    The default is a directory under /tmp that other users can foresee.
+    torch's default is a directory under /tmp that other users can foresee; it writes that into the environment when it
+    is imported, so a default found there is nobody's wish.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_directory() / "inductor"))
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "inductor")
 
 
 def _compile(function: Callable) -> Callable:

@@ -39,6 +39,7 @@ class RunnerTimes:
 class ModelRunner:
     """Runs steps. After construction every bucket is compiled, and the KV pool has ``num_blocks`` blocks."""
 
+    @torch.inference_mode(False)  # tensors made under inference mode could not be written outside of it
     def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
         self.device = resolve_device(config.device)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)

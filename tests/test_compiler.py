@@ -1,6 +1,10 @@
 """Graph-break tests: for every family and bucket one graph, no breaks, no recompiles, no copy of the KV cache."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,3 +130,24 @@ def test_eager_runs_the_same_function_and_says_so() -> None:
     function.warm_up(lambda: (torch.ones(2),))
     assert function(torch.ones(7)).shape == (7,)
     assert (function.report().cache, function.report().graphs) == ("eager", 0)
+
+
+@pytest.mark.parametrize("wished", [None, "wished"])
+def test_compiled_code_goes_to_the_users_own_cache_or_where_wished(wished: str | None, tmp_path: Path) -> None:
+    """In a process of its own: torch writes its default into the environment when it is imported."""
+    code = """
+import compiled_llm.engine, torch
+from compiled_llm.compiler import CompiledFunction, use_own_cache_directory
+use_own_cache_directory()
+function = CompiledFunction(lambda x: x * 3 + 1, "triple", torch.device("cpu"), enforce_eager=False)
+function.warm_up(lambda: (torch.ones(4),))
+assert function.report().cache == "miss"
+"""
+    environment = {**os.environ, "COMPILED_LLM_CACHE": str(tmp_path / "own")}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    if wished:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / wished)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    expected = tmp_path / wished if wished else tmp_path / "own" / "inductor"
+    assert list(expected.rglob("*.so"))
+    assert not wished or not (tmp_path / "own" / "inductor").exists()

@@ -125,6 +125,10 @@ def test_inference_mode_around_the_engine_changes_nothing(engine: CompiledEngine
     with torch.inference_mode():
         (output,) = engine.generate(PROMPT, GREEDY, use_tqdm=False)
     assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    with torch.inference_mode():
+        started_inside = CompiledEngine(enforce_eager=True, dtype="float32", bucket_sizes=(1,))
+    (output,) = started_inside.generate(PROMPT, GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 def test_add_step_abort(engine: CompiledEngine) -> None:
