@@ -8,17 +8,26 @@
 //   unit       some query tokens of one request times the query heads of one KV head, so a key is read once for all of
 //              them. Its result is the states of its partitions, folded in the order of their positions.
 //
-// Decode is a unit with one token, prefill one with many (max_query_len is of no use here). Both sum in the same order
-// and differ only in how the operands reach the registers: packed, or straight from the cache. A thread takes an item,
-// a range of a unit's partitions. A unit that is one item folds as it goes; the states of one cut into several are kept
-// and folded afterwards.
+// Decode is a unit with one token, prefill one with many (max_query_len is of no use here); both sum in the same order. A
+// thread takes an item, a range of a unit's partitions. A unit that is one item folds as it goes; the states of one cut
+// into several are kept and folded afterwards.
 //
-// The cache's format is known to find_rows() and the loads: they turn the scattered rows of a tile into operands, with
-// zeros for the rows past a request's length, so what stands in their memory (NaN, perhaps) is never touched.
+// The products take one vector of 16 keys, or of 16 columns of values, at a time, and 32 bits of each: a float, two bf16,
+// two fp8 or four int8 that are neighbours along the summed dimension; W below is their number. So that nothing has to
+// be transposed or interleaved when it is read, the cache holds a block of one KV head as
+//
+//   keys    [H / W][S][W]      values  [S / W][H][W]
+//
+// (W is 1 where it does not divide H, or S.) In blocks of whole vectors (S and H multiples of 16) bf16, float and int8 are
+// multiplied where they lie, and fp8, or bf16 without the instruction for it, converted a tile at a time. Other shapes are
+// copied element by element, slowly. Rows past a request's length, and what stands in their memory (NaN, perhaps), never
+// reach a sum: their scores are replaced, their weights are zero, and floating-point values are not read.
+//
+// Int8 keys and values are multiplied as integers, exactly, with queries and weights in 16 bits.
 //
 // attention_cpu_kernels.h is included once for each instruction set, with TARGET as the attribute of every function; the
 // best set the machine has is chosen at run time. The vectors are the compiler's own, of 16 floats, and it splits them
-// where registers are narrower. AMX would be one more set, with its own gemm() and packing.
+// where registers are narrower. AMX would be one more set: its tiles are rows of lanes, as the cache has them.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -27,9 +36,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -40,26 +51,33 @@
 #include <immintrin.h>
 #endif
 
-#if defined(__clang__)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
-#endif
-
 namespace {
 
 constexpr int64_t kTile = 64;        // keys
 constexpr int64_t kPartition = 512;  // keys
 constexpr int64_t kUnitRows = 96;    // query rows (tokens times heads) of a unit, about
 constexpr int64_t kLanes = 16;
-constexpr int64_t kDirectRows = 8;   // units of no more rows do without packing where they can
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.44269504f;
+constexpr float kSmallestMaximum = 0x1p-100f;  // as in kv_quant.py
 
 // Vectors that may stand at any address.
 typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint16_t HalfVec __attribute__((vector_size(32), aligned(2), may_alias));
-typedef uint16_t ShortVec __attribute__((vector_size(64), aligned(2), may_alias));
+typedef long long LongVec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t Lane __attribute__((may_alias));
+typedef uint16_t HalfVec __attribute__((vector_size(32), aligned(1), may_alias));
+typedef uint16_t ShortVec __attribute__((vector_size(64), aligned(1), may_alias));
+typedef uint8_t ByteVec __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint8_t ByteVec32 __attribute__((vector_size(32), aligned(1), may_alias));
+
+struct Fp8 {  // float8_e4m3fn
+  uint8_t code;
+};
+
+// Neighbours in the cache: W of the comment above.
+template <class C>
+constexpr int64_t kCacheWidth = std::is_same_v<C, int8_t> ? 4 : std::is_same_v<C, at::BFloat16> || std::is_same_v<C, Fp8> ? 2 : 1;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -67,20 +85,31 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Problem {
   const void *q, *k, *v;
   void *k_cache, *v_cache, *out;
+  float *k_scale, *v_scale;  // null unless the cache is quantised
+  const float* sinks;        // may be null
   const int32_t *slots, *table, *starts, *seq_lens;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
   int64_t tokens, requests, heads, kv_heads, group, head_dim, block_size, table_width;
-  float sm_scale;
+  int64_t window;
+  float sm_scale, soft_cap;
 
   int64_t padded_dim() const { return ceil_div(head_dim, kLanes) * kLanes; }
+  bool in_runs() const { return block_size % kLanes == 0 && head_dim % kLanes == 0; }
+  template <class C>
+  int64_t key_width() const { return head_dim % kCacheWidth<C> == 0 ? kCacheWidth<C> : 1; }
+  template <class C>
+  int64_t value_width() const { return block_size % kCacheWidth<C> == 0 ? kCacheWidth<C> : 1; }
+  // Where the rows of a block and KV head begin, counted in rows.
+  int64_t run(int64_t block, int64_t kv_head) const { return (block * kv_heads + kv_head) * block_size; }
 };
 
 struct Unit {
   int64_t request, kv_head, first_token, tokens;  // first_token counts from the request's first
-  int64_t keys;                                   // that its last token sees
+  int64_t first_key, keys;                        // that its tokens see: from the one to before the other
   int64_t state = -1;                             // where the states of its partitions begin, if they are kept
 
-  int64_t partitions() const { return ceil_div(keys, kPartition); }
+  int64_t first_partition() const { return first_key / kPartition; }
+  int64_t partitions() const { return ceil_div(keys, kPartition) - first_partition(); }
 };
 
 struct Item {
@@ -104,69 +133,74 @@ float* scratch(int64_t floats) {
   return reinterpret_cast<float*>(ceil_div(reinterpret_cast<intptr_t>(memory.data()), 64) * 64);
 }
 
-// What one instruction set offers, for one dtype.
+// What one instruction set offers, for one dtype of the queries and one of the cache.
 struct Kernels {
+  void (*write)(const Problem&, int64_t token);
   void (*attend)(const Problem&, const Unit&, const Item&, float* states);
   void (*merge)(const Problem&, const Unit&, const float* states);
 };
 
 }  // namespace
 
-// The kernels, compiled for each instruction set. BF16_DOT: it multiplies pairs of bf16 and adds them to a float.
+// The kernels, compiled for each instruction set.
 #define ISA portable
 #define TARGET
 #define WIDTH 128
-#define BF16_DOT 0
+#define DOT 0
 #include "attention_cpu_kernels.h"
 
 #if defined(__x86_64__)
 #define ISA avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define WIDTH 256
-#define BF16_DOT 0
+#define DOT 0
 #include "attention_cpu_kernels.h"
 
 #define ISA avx512
 #define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
 #define WIDTH 512
-#define BF16_DOT 0
+#define DOT 0
 #include "attention_cpu_kernels.h"
 
-#define ISA avx512_bf16
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,fma,f16c")))
+#define ISA avx512_dot
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,f16c")))
 #define WIDTH 512
-#define BF16_DOT 1
+#define DOT 1
 #include "attention_cpu_kernels.h"
 #endif  // __x86_64__
 
 namespace {
 
-#define KERNELS(isa, T) \
-  { isa::attend<T>, isa::merge<T> }
+#define KERNELS(isa, T, C) {isa::write<T, C>, isa::attend<T, C>, isa::merge<T>}
+// By the dtype of the queries (float32, bfloat16, float16) and the cache's (the same, int8, fp8).
+#define ALL_KERNELS(isa)                                                                                \
+  {                                                                                                     \
+    {KERNELS(isa, float, float), KERNELS(isa, float, int8_t), KERNELS(isa, float, Fp8)},                \
+    {KERNELS(isa, at::BFloat16, at::BFloat16), KERNELS(isa, at::BFloat16, int8_t),                      \
+     KERNELS(isa, at::BFloat16, Fp8)},                                                                  \
+    {KERNELS(isa, at::Half, at::Half), KERNELS(isa, at::Half, int8_t), KERNELS(isa, at::Half, Fp8)}     \
+  }
 
 struct InstructionSet {
   const char* name;
   bool available;
-  Kernels float32, bfloat16, float16;
+  Kernels kernels[3][3];
 };
 
-// Best first. Pairs of bf16 change nothing for the other dtypes, so those are not compiled again for them.
-std::vector<InstructionSet>& instruction_sets() {
-  static std::vector<InstructionSet> sets = [] {
+// Best first.
+const std::vector<InstructionSet>& instruction_sets() {
+  static const std::vector<InstructionSet> sets = [] {
     std::vector<InstructionSet> all;
 #if defined(__x86_64__)
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    all.push_back({"avx512_bf16", avx512 && __builtin_cpu_supports("avx512bf16"),
-                   KERNELS(avx512, float), KERNELS(avx512_bf16, at::BFloat16), KERNELS(avx512, at::Half)});
-    all.push_back(
-        {"avx512", avx512, KERNELS(avx512, float), KERNELS(avx512, at::BFloat16), KERNELS(avx512, at::Half)});
-    all.push_back(
-        {"avx2", avx2, KERNELS(avx2, float), KERNELS(avx2, at::BFloat16), KERNELS(avx2, at::Half)});
+    const bool dot = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    all.push_back({"avx512_dot", dot, ALL_KERNELS(avx512_dot)});
+    all.push_back({"avx512", avx512, ALL_KERNELS(avx512)});
+    all.push_back({"avx2", avx2, ALL_KERNELS(avx2)});
 #endif
-    all.push_back(
-        {"portable", true, KERNELS(portable, float), KERNELS(portable, at::BFloat16), KERNELS(portable, at::Half)});
+    all.push_back({"portable", true, ALL_KERNELS(portable)});
     std::erase_if(all, [](const InstructionSet& set) { return !set.available; });
     return all;
   }();
@@ -188,26 +222,16 @@ void select_instruction_set(const std::string& name) {
   selected_set = static_cast<int>(found - names.begin());
 }
 
-void write_cache(const Problem& p, int64_t element) {
-  const int64_t row = p.head_dim * element;
-  at::parallel_for(0, p.tokens, ceil_div(65536, p.kv_heads * row), [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; ++t) {
-      const int64_t block = p.slots[t] / p.block_size, offset = p.slots[t] % p.block_size;
-      for (int64_t h = 0; h < p.kv_heads; ++h) {
-        const int64_t to = ((block * p.kv_heads + h) * p.block_size + offset) * row;
-        const int64_t k_from = (t * p.k_token + h * p.k_head) * element;
-        const int64_t v_from = (t * p.v_token + h * p.v_head) * element;
-        std::memcpy(static_cast<char*>(p.k_cache) + to, static_cast<const char*>(p.k) + k_from, row);
-        std::memcpy(static_cast<char*>(p.v_cache) + to, static_cast<const char*>(p.v) + v_from, row);
-      }
-    }
+void write_cache(const Problem& p, const Kernels& kernels) {
+  at::parallel_for(0, p.tokens, ceil_div(16384, p.kv_heads * p.head_dim), [&](int64_t begin, int64_t end) {
+    for (int64_t token = begin; token < end; ++token) kernels.write(p, token);
   });
 }
 
 void attend(const Problem& p, const Kernels& kernels, int64_t element) {
   // The units, and their cost: a key of a unit is packed once and multiplied with every row.
   std::vector<Unit> units;
-  const auto cost = [&](const Unit& unit) { return unit.keys * (unit.tokens * p.group + 8); };
+  const auto cost = [&](const Unit& unit) { return (unit.keys - unit.first_key) * (unit.tokens * p.group + 8); };
   int64_t total_cost = 0;
   const int64_t unit_tokens = std::max<int64_t>(kUnitRows / p.group, 1);
   for (int64_t r = 0; r < p.requests; ++r) {
@@ -215,8 +239,9 @@ void attend(const Problem& p, const Kernels& kernels, int64_t element) {
     if (p.seq_lens[r] == 0) continue;
     for (int64_t first = 0; first < tokens; first += unit_tokens) {
       const int64_t count = std::min(unit_tokens, tokens - first), keys = p.seq_lens[r] - tokens + first + count;
+      const int64_t first_key = p.window > 0 ? std::max<int64_t>(keys - count - p.window + 1, 0) : 0;
       for (int64_t h = 0; h < p.kv_heads; ++h) {
-        units.push_back({r, h, first, count, keys});
+        units.push_back({r, h, first, count, first_key, keys});
         total_cost += cost(units.back());
       }
     }
@@ -236,7 +261,9 @@ void attend(const Problem& p, const Kernels& kernels, int64_t element) {
       unit.state = states;
       states += partitions * State::size(unit.tokens * p.group, p.padded_dim());
     }
-    for (int64_t i = 0; i < pieces; ++i) items.push_back({u, partitions * i / pieces, partitions * (i + 1) / pieces});
+    const int64_t start = unit.first_partition();
+    for (int64_t i = 0; i < pieces; ++i)
+      items.push_back({u, start + partitions * i / pieces, start + partitions * (i + 1) / pieces});
   }
   const auto kept = std::make_unique_for_overwrite<float[]>(states);
 
@@ -261,31 +288,50 @@ const int32_t* int32_data(const at::Tensor& x, const char* name, at::IntArrayRef
 
 at::Tensor paged_attention(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& k_cache, const at::Tensor& v_cache,
-    const at::Tensor& slot_mapping, const at::Tensor& block_table, const at::Tensor& query_start_loc,
-    const at::Tensor& seq_lens, double sm_scale, int64_t max_query_len) {
+    const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale, const at::Tensor& slot_mapping,
+    const at::Tensor& block_table, const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
+    const std::optional<at::Tensor>& sinks, double sm_scale, int64_t max_query_len, int64_t window, double soft_cap) {
   TORCH_CHECK_VALUE(q.dim() == 3 && k_cache.dim() == 4, "q must be [T, N, H] and k_cache [B, K, S, H], got ", q.sizes(),
                     " and ", k_cache.sizes());
   const int64_t tokens = q.size(0), heads = q.size(1), head_dim = q.size(2);
   const int64_t blocks = k_cache.size(0), kv_heads = k_cache.size(1), block_size = k_cache.size(2);
-  const auto dtype = q.scalar_type();
+  const auto dtype = q.scalar_type(), cache_dtype = k_cache.scalar_type();
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
                     "q must be float32, bfloat16 or float16, got ", dtype);
+  const bool quantised = cache_dtype == at::kChar || cache_dtype == at::kFloat8_e4m3fn;
+  TORCH_CHECK_VALUE(quantised || cache_dtype == dtype, "k_cache must have the dtype of q, ", dtype,
+                    ", or be int8 or float8_e4m3fn, got ", cache_dtype);
   TORCH_CHECK_VALUE(head_dim > 0 && block_size > 0 && kv_heads > 0 && heads > 0 && heads % kv_heads == 0,
                     "the number of query heads must be a multiple of the number of KV heads, got ", heads, " and ",
                     kv_heads);
-  const auto check = [&](const at::Tensor& x, const char* name, at::IntArrayRef shape) {
+  TORCH_CHECK_VALUE(head_dim <= 512, "head_dim must be at most 512, got ", head_dim);  // integer sums fit 32 bits
+  TORCH_CHECK_VALUE(sm_scale > 0, "sm_scale must be positive, got ", sm_scale);
+  TORCH_CHECK_VALUE(window >= 0 && soft_cap >= 0, "window and soft_cap must be 0 or positive, got ", window, " and ",
+                    soft_cap);
+  const auto check = [&](const at::Tensor& x, const char* name, at::ScalarType wanted, at::IntArrayRef shape) {
     TORCH_CHECK_VALUE(x.sizes() == shape, name, " must have shape ", shape, ", got ", x.sizes());
-    TORCH_CHECK_VALUE(x.scalar_type() == dtype, name, " must have the dtype of q, ", dtype, ", got ", x.scalar_type());
+    TORCH_CHECK_VALUE(x.scalar_type() == wanted, name, " must have dtype ", wanted, ", got ", x.scalar_type());
     TORCH_CHECK_VALUE(x.is_cpu(), name, " must be on the CPU, got ", x.device());
   };
   for (const auto& [x, name, n] : {std::tuple{&q, "q", heads}, {&k, "k", kv_heads}, {&v, "v", kv_heads}}) {
-    check(*x, name, {tokens, n, head_dim});
+    check(*x, name, dtype, {tokens, n, head_dim});
     TORCH_CHECK_VALUE(x->stride(2) == 1 || head_dim == 1, "the last stride of ", name, " must be 1, got ",
                       x->strides());
   }
   for (const auto& [x, name] : {std::tuple{&k_cache, "k_cache"}, {&v_cache, "v_cache"}}) {
-    check(*x, name, {blocks, kv_heads, block_size, head_dim});
+    check(*x, name, cache_dtype, {blocks, kv_heads, block_size, head_dim});
     TORCH_CHECK_VALUE(x->is_contiguous(), name, " must be contiguous, got strides ", x->strides());
+  }
+  for (const auto& [x, name] : {std::tuple{&k_scale, "k_scale"}, {&v_scale, "v_scale"}}) {
+    TORCH_CHECK_VALUE(x->has_value() == quantised, name, quantised ? " is needed" : " must be None", " for a cache of ",
+                      cache_dtype);
+    if (!quantised) continue;
+    check(**x, name, at::kFloat, {blocks, kv_heads, block_size});
+    TORCH_CHECK_VALUE((*x)->is_contiguous(), name, " must be contiguous, got strides ", (*x)->strides());
+  }
+  if (sinks.has_value()) {
+    check(*sinks, "sinks", at::kFloat, {heads});
+    TORCH_CHECK_VALUE(sinks->is_contiguous(), "sinks must be contiguous");
   }
   TORCH_CHECK_VALUE(block_table.dim() == 2, "block_table must be [R, M], got ", block_table.sizes());
   const int64_t requests = block_table.size(0), width = block_table.size(1);
@@ -294,11 +340,13 @@ at::Tensor paged_attention(
   const Problem p{
       q.const_data_ptr(), k.const_data_ptr(), v.const_data_ptr(),
       k_cache.mutable_data_ptr(), v_cache.mutable_data_ptr(), out.mutable_data_ptr(),
+      quantised ? k_scale->mutable_data_ptr<float>() : nullptr, quantised ? v_scale->mutable_data_ptr<float>() : nullptr,
+      sinks.has_value() ? sinks->const_data_ptr<float>() : nullptr,
       int32_data(slot_mapping, "slot_mapping", {tokens}), int32_data(block_table, "block_table", {requests, width}),
       int32_data(query_start_loc, "query_start_loc", {requests + 1}), int32_data(seq_lens, "seq_lens", {requests}),
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
       tokens, requests, heads, kv_heads, heads / kv_heads, head_dim, block_size, width,
-      static_cast<float>(sm_scale)};
+      window, static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
 
   // A wrong index would read or write somebody else's memory: all of them are checked, they are few.
   for (int64_t t = 0; t < tokens; ++t)
@@ -323,9 +371,11 @@ at::Tensor paged_attention(
   }
   zero(p.starts[requests], tokens);
 
-  write_cache(p, element);
-  const InstructionSet& set = instruction_sets()[selected_set];
-  attend(p, dtype == at::kFloat ? set.float32 : dtype == at::kBFloat16 ? set.bfloat16 : set.float16, element);
+  const int64_t row_kernels = dtype == at::kFloat ? 0 : dtype == at::kBFloat16 ? 1 : 2;
+  const int64_t column = !quantised ? 0 : cache_dtype == at::kChar ? 1 : 2;
+  const Kernels& kernels = instruction_sets()[selected_set].kernels[row_kernels][column];
+  write_cache(p, kernels);
+  attend(p, kernels, element);
   return out;
 }
 

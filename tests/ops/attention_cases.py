@@ -10,10 +10,17 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from compiled_llm.ops import kv_quant
 from compiled_llm.ops.attention import paged_attention_reference
 
 PADDING_BLOCK = 0  # padding tokens are written here; no request reads it
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
+# Over the same codes, whose numbers go up to 30; some kernels take a float32 query and the weights in 16 bits there.
+QUANTISED_TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2, torch.float16: 5e-3}
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+CACHES = ("k_cache", "v_cache", "k_scale", "v_scale")
 
 
 @dataclass(frozen=True)
@@ -25,16 +32,27 @@ class AttentionCase:
     v: Tensor
     k_cache: Tensor
     v_cache: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     slot_mapping: Tensor
     block_table: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
+    sinks: Tensor | None
     sm_scale: float
     max_query_len: int
+    window: int = 0
+    soft_cap: float = 0.0
 
     def args(self) -> tuple:
-        fresh = replace(self, k_cache=self.k_cache.clone(), v_cache=self.v_cache.clone())
-        return tuple(getattr(fresh, field.name) for field in fields(fresh))
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in CACHES:
+            values[name] = None if values[name] is None else values[name].clone()
+        return tuple(values.values())
+
+    @property
+    def tolerance(self) -> float:
+        return (TOLERANCE if self.k_scale is None else QUANTISED_TOLERANCE)[self.q.dtype]
 
     def rows(self, request: int) -> slice:
         """The rows of ``q`` that belong to one request."""
@@ -57,8 +75,12 @@ def make_case(
     head_dim: int = 64,
     block_size: int = 16,
     dtype: torch.dtype = torch.float32,
+    kv_dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     sm_scale: float | None = None,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    sinks: bool = False,
     max_query_len: int | None = None,
     padding_query_lens: Sequence[int] = (),
     trailing_rows: int = 0,
@@ -71,7 +93,11 @@ def make_case(
     Args:
         query_lens: tokens of each request in this step.
         context_lens: tokens of each request already in the cache; its ``seq_lens`` is the sum of both.
+        kv_dtype: ``dtype`` if not given, or int8 or float8_e4m3fn. Quantised rows then have sizes from 0.01 to 10, so
+            that a scale that is lost or swapped shows.
         sm_scale: ``head_dim ** -0.5`` if not given.
+        window, soft_cap: of the op.
+        sinks: whether the heads have attention sinks.
         max_query_len: the longest of the queries if not given.
         padding_query_lens: rows of requests with ``seq_lens`` 0, which follow the real ones.
         trailing_rows: rows after ``query_start_loc[R]``.
@@ -96,18 +122,30 @@ def make_case(
         block_table[request, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
 
     poison = torch.tensor([float("nan"), float("inf"), float("-inf")])
-    caches = []
+    kv_dtype = kv_dtype or dtype
+    quantised = kv_quant.is_quantised(kv_dtype)
+    row_size = (lambda n: 10 ** (3 * torch.rand(n, num_kv_heads, 1, generator=generator) - 2)) if quantised else None
+    caches: dict[str, Tensor | None] = dict.fromkeys(CACHES)
     slot_of = [
         block_table[request].long().repeat_interleave(block_size) * block_size + torch.arange(block_size).repeat(width)
         for request in range(len(seq_lens))
     ]
-    for _ in range(2):
+    for name in "kv":
         slots = poison[torch.randint(3, (num_blocks * block_size, 1, 1), generator=generator)]
         slots = slots.repeat(1, num_kv_heads, head_dim)
         for request, context_len in enumerate(context_lens):
             old = slot_of[request][:context_len]
             slots[old] = torch.randn(context_len, num_kv_heads, head_dim, generator=generator)
-        caches.append(slots.view(num_blocks, block_size, num_kv_heads, head_dim).transpose(1, 2).to(dtype).contiguous())
+            if row_size:
+                slots[old] *= row_size(context_len)
+        blocks = slots.view(num_blocks, block_size, num_kv_heads, head_dim).transpose(1, 2)
+        if quantised:  # poison becomes codes of 0 under a scale of NaN: random codes, NaN among those of fp8, are worse
+            codes, scale = kv_quant.quantise(blocks, kv_dtype)
+            noise = torch.randint(256, codes.shape, dtype=torch.uint8, generator=generator)
+            codes = torch.where(scale.isnan()[..., None], noise, codes.view(torch.uint8)).view(kv_dtype)
+            caches[f"{name}_cache"], caches[f"{name}_scale"] = codes.to(device), scale.to(device)
+        else:
+            caches[f"{name}_cache"] = blocks.to(dtype).contiguous().to(device)
 
     slot_mapping = torch.full((num_tokens,), PADDING_BLOCK * block_size, dtype=torch.int32)
     starts = torch.tensor([0, *all_query_lens]).cumsum(0)
@@ -116,22 +154,26 @@ def make_case(
         slot_mapping[starts[request] : starts[request + 1]] = new.int()
 
     heads = [num_heads, num_kv_heads, num_kv_heads]
-    qkv = torch.randn(num_tokens, sum(heads) * head_dim, generator=generator).to(dtype).to(device)
-    q, k, v = qkv.view(num_tokens, sum(heads), head_dim).split(heads, dim=1)
+    qkv = torch.randn(num_tokens, sum(heads), head_dim, generator=generator)
+    if row_size:
+        qkv[:, num_heads:] *= torch.cat([row_size(num_tokens), row_size(num_tokens)], dim=1)
+    q, k, v = qkv.to(dtype).to(device).split(heads, dim=1)
     if not fused_qkv:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return AttentionCase(
         q=q,
         k=k,
         v=v,
-        k_cache=caches[0].to(device),
-        v_cache=caches[1].to(device),
+        **caches,
         slot_mapping=slot_mapping.to(device),
         block_table=block_table.to(device),
         query_start_loc=starts.int().to(device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         sm_scale=head_dim**-0.5 if sm_scale is None else sm_scale,
+        sinks=torch.randn(num_heads, generator=generator).to(device) if sinks else None,
         max_query_len=max(all_query_lens, default=1) if max_query_len is None else max_query_len,
+        window=window,
+        soft_cap=soft_cap,
     )
 
 
@@ -191,6 +233,18 @@ def grid() -> Iterator[tuple[str, dict]]:
             "fused_qkv": True,
         },
     )
+    for head_dim in (64, 80, 96, 128, 256):
+        for name, extra in (
+            ("window", {"window": 70}),
+            ("soft-cap", {"soft_cap": 1.5}),
+            ("sinks", {"sinks": True}),
+            ("window-soft-cap-sinks", {"window": 300, "soft_cap": 3.0, "sinks": True}),
+        ):
+            if head_dim in (64, 128) or name.endswith("cap-sinks"):
+                lengths = {"query_lens": [1, 9, 70, 1], "context_lens": [600, 290, 100, 20], "num_heads": 4}
+                yield f"{name}-h{head_dim}", {**lengths, "head_dim": head_dim, "trailing_rows": 1, **extra}
+    yield "window-of-one", {"query_lens": [1, 40], "context_lens": [530, 30], "window": 1, "num_heads": 8}
+    yield "short-queries", {"query_lens": [2, 16, 3, 1, 8], "context_lens": [700, 1000, 255, 511, 0], "num_heads": 8}
     yield "only-padding", {"query_lens": [], "context_lens": [], "padding_query_lens": [1, 1, 1], "trailing_rows": 2}
 
 
@@ -203,10 +257,13 @@ def check(case: AttentionCase, op: Callable[..., Tensor]) -> Tensor:
     assert out.is_contiguous()
     padding = case.padding_rows()
     assert not out[padding].any(), "padding rows are not zero"
-    tolerance = TOLERANCE[case.q.dtype]
-    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
-    for written, wanted in ((args[3], expected_args[3]), (args[4], expected_args[4])):
+    torch.testing.assert_close(out, expected, atol=case.tolerance, rtol=case.tolerance)
+    names = [field.name for field in fields(case)]
+    for name in CACHES:
+        written, wanted = args[names.index(name)], expected_args[names.index(name)]
+        if written is None:
+            continue
         # Bit for bit, so that the poison compares too. What stands in the padding block is nobody's business.
-        integer = torch.int32 if written.dtype == torch.float32 else torch.int16
-        assert torch.equal(written[1:].view(integer), wanted[1:].view(integer)), "the cache differs"
+        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[written.itemsize]
+        assert torch.equal(written[1:].view(integer), wanted[1:].view(integer)), f"{name} differs"
     return out
