@@ -41,7 +41,7 @@ def _add(group: Any, cls: type, defaults: dict[str, Any]) -> None:
         name = "sampling_seed" if (cls is SamplingParams and field.name == "seed") else field.name
         default = defaults.get(field.name, field.default)
         text = docs.get(field.name, "").replace("%", "%%")
-        shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
+        shown = ",".join(map(str, default)) or None if isinstance(default, tuple) else default
         options = {"default": default, "help": f"{text} (default: {shown})".strip(), **_options(hints[field.name])}
         group.add_argument("--" + name.replace("_", "-"), **options)
 

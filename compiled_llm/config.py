@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
 
 # Arguments of the interface that this version does not serve yet: refused by name, never accepted and ignored.
 _NOT_YET = {
@@ -39,7 +40,11 @@ class EngineConfig:
         num_kv_blocks, kv_cache_memory_bytes, gpu_memory_utilization: the KV pool's size; the first given wins. The
             share counts, on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free
             after loading, and never makes the pool larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
-        kv_cache_dtype: "auto" (the model's) or one of the dtypes.
+        kv_cache_dtype: "auto" (the model's), or "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9), which
+            keep a float32 scale for each token and KV head beside the codes. scripts/kv_report.py measures what they
+            cost in quality.
+        kv_cache_skip_layers: layers, counted from 0, whose cache stays in the model's dtype while the others are
+            quantised.
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
         enforce_eager: run the same functions without compiling, for debugging.
         seed: of dummy weights and of requests that bring no seed of their own.
@@ -61,6 +66,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
+    kv_cache_skip_layers: tuple[int, ...] = ()
     swap_space_bytes: int = 0
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
@@ -77,7 +83,7 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a directory or a hub id as a non-empty str, given {value!r}")
         one_of("dtype", self.dtype, ("auto", *DTYPES))
         one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
-        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, *QUANTISED_DTYPES))
         if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', given {self.device!r}")
         for name, supported in _NOT_YET.items():
@@ -90,6 +96,13 @@ class EngineConfig:
         object.__setattr__(self, "bucket_sizes", sizes("bucket_sizes", self.bucket_sizes))
         if self.token_bucket_sizes is not None:
             object.__setattr__(self, "token_bucket_sizes", sizes("token_bucket_sizes", self.token_bucket_sizes))
+        skipped = integers("kv_cache_skip_layers", self.kv_cache_skip_layers, 0, 1023)
+        object.__setattr__(self, "kv_cache_skip_layers", skipped)
+        if skipped and self.kv_cache_dtype not in QUANTISED_DTYPES:
+            raise ValueError(
+                "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
+                f"given {skipped!r} with kv_cache_dtype={self.kv_cache_dtype!r}"
+            )
         for name in (
             "max_model_len",
             "max_num_seqs",
@@ -208,17 +221,23 @@ def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, given {value!r}")
 
 
-def sizes(name: str, value: Any) -> tuple[int, ...]:
-    """A list of bucket sizes as a sorted tuple: positive integers up to 2**20, no duplicates, at least one."""
-    wanted = f"{name} must be a list of different positive integers"
+def integers(name: str, value: Any, low: int, high: int) -> tuple[int, ...]:
+    """A list of different integers within ``low..high`` as a sorted tuple; it may be empty."""
+    wanted = f"{name} must be a list of different integers from {low} to {high}"
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ValueError(f"{wanted}, given {value!r}")
     items = list(value)
-    if not items:
-        raise ValueError(f"{wanted}, given an empty one")
     for item in items:
-        if isinstance(item, bool) or not isinstance(item, int) or not 0 < item <= 2**20:
-            raise ValueError(f"{wanted} up to {2**20}, given {item!r} in {items!r}")
+        if isinstance(item, bool) or not isinstance(item, int) or not low <= item <= high:
+            raise ValueError(f"{wanted}, given {item!r} in {items!r}")
     if len(set(items)) < len(items):
         raise ValueError(f"{wanted}, given duplicates in {items!r}")
     return tuple(sorted(items))
+
+
+def sizes(name: str, value: Any) -> tuple[int, ...]:
+    """A list of bucket sizes as a sorted tuple: different positive integers, at least one."""
+    items = integers(name, value, 1, 2**20)
+    if not items:
+        raise ValueError(f"{name} must hold at least one size, given an empty list")
+    return items

@@ -15,6 +15,7 @@ from compiled_llm import loader
 from compiled_llm.batch import Bucket, RequestRows, StepBuffers, buckets_of, choose_bucket
 from compiled_llm.compiler import CompiledFunction, CompileReport, use_own_cache_directory
 from compiled_llm.config import EngineConfig, Limits
+from compiled_llm.kv_cache import allocate, bytes_per_token, check_device, layer_dtypes
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
@@ -43,12 +44,9 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
         self.device = resolve_device(config.device)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
-        cache_dtype = self.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
-        if cache_dtype != self.dtype:
-            raise ValueError(
-                f"kv_cache_dtype must be 'auto' or the model's dtype, {str(self.dtype)[6:]!r}, in this version, given "
-                f"{config.kv_cache_dtype!r}"
-            )
+        self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
+        if self.device.type == "cuda":
+            check_device(config.kv_cache_dtype, torch.cuda.get_device_capability(self.device))
         self.model_config = model_config
         self.limits = Limits.resolve(
             config, model_config.max_position_embeddings, _DEFAULT_BATCHED_TOKENS[self.device.type]
@@ -108,7 +106,7 @@ class ModelRunner:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for part in self.kv_cache for t in part)
+        return sum(t.numel() * t.element_size() for t in tensors(self.kv_cache))
 
     def _free_bytes(self) -> int:
         on_gpu = self.device.type == "cuda"
@@ -136,8 +134,7 @@ class ModelRunner:
 
     def _num_blocks(self, config: EngineConfig) -> int:
         """Blocks of the KV pool, the sink left out; the first size that is given wins."""
-        c = self.model_config
-        block_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * self.limits.block_size * self.dtype.itemsize
+        block_bytes = bytes_per_token(self.model_config, self.cache_dtypes) * self.limits.block_size
         most = min(self._free_bytes() // block_bytes, 2**31 // self.limits.block_size) - 1  # slots are int32
         if config.num_kv_blocks is not None:
             if config.num_kv_blocks > most:
@@ -182,18 +179,10 @@ class ModelRunner:
         return tokens * per_token * self.dtype.itemsize + logits * len(self.limits.decode_bucket_sizes)
 
     def _allocate(self, num_blocks: int) -> KVCache:
-        c = self.model_config
-        shape = (num_blocks, c.num_kv_heads, self.limits.block_size, c.head_dim)
-
-        def cache() -> Tensor:
-            if self.device.type == "cpu":
-                tensor = native.huge_zeros(shape, self.dtype)
-            else:
-                tensor = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        kv_cache = allocate(self.model_config, self.cache_dtypes, num_blocks, self.limits.block_size, self.device)
+        for tensor in tensors(kv_cache):
             torch._dynamo.mark_static_address(tensor)
-            return tensor
-
-        return KVCache(tuple(cache() for _ in range(c.num_layers)), tuple(cache() for _ in range(c.num_layers)))
+        return kv_cache
 
     def _compile(self, enforce_eager: bool) -> None:
         """Compile and warm up every bucket, and a sampler for each number of rows, on steps that are all padding."""

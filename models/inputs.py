@@ -20,8 +20,13 @@ class StepInput(NamedTuple):
     block_table: Tensor  # [R, M]
 
 
-class KVCache(NamedTuple):
-    """Keys and values of all layers, a tensor each: ``[B, K, S, H]``. Written in place by the attention op."""
+class LayerCache(NamedTuple):
+    """One layer's keys and values, and their scales if they are quantised. Written in place by the attention op."""
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    k: Tensor  # [B, K, S, H]
+    v: Tensor  # [B, K, S, H]
+    k_scale: Tensor | None = None  # [B, K, S] float32
+    v_scale: Tensor | None = None  # [B, K, S] float32
+
+
+KVCache = tuple[LayerCache, ...]  # one for each layer

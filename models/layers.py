@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.config import Llama3RopeScaling, ModelConfig
-from compiled_llm.models.inputs import StepInput
+from compiled_llm.models.inputs import LayerCache, StepInput
 from compiled_llm.models.weights import Linear, PackedLinear, linear
 from compiled_llm.ops import paged_attention
 
@@ -67,8 +67,7 @@ def attention(
     x: Tensor,
     w: AttentionWeights,
     cos_sin: tuple[Tensor, Tensor],
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: LayerCache,
     step: StepInput,
     config: ModelConfig,
     max_query_len: int,
@@ -82,8 +81,10 @@ def attention(
         apply_rope(q, cos_sin),
         apply_rope(k, cos_sin),
         v,
-        k_cache,
-        v_cache,
+        cache.k,
+        cache.v,
+        cache.k_scale,
+        cache.v_scale,
         step.slot_mapping,
         step.block_table,
         step.query_start_loc,

@@ -119,9 +119,9 @@ def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: ModelC
     """Logits ``[R, V]`` of the tokens at ``step.logits_indices``; the step's keys and values go to ``kv_cache``."""
     x = F.embedding(step.input_ids, weights.embedding)
     cos_sin = rope_cos_sin(step.positions, weights.inv_freq)
-    for layer, k_cache, v_cache in zip(weights.layers, kv_cache.keys, kv_cache.values, strict=True):
+    for layer, cache in zip(weights.layers, kv_cache, strict=True):
         normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-        x = x + attention(normed, layer.attention, cos_sin, k_cache, v_cache, step, config, max_query_len)
+        x = x + attention(normed, layer.attention, cos_sin, cache, step, config, max_query_len)
         x = x + gated_mlp(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.mlp)
     last = torch.index_select(x, 0, step.logits_indices)
     return linear(rms_norm(last, weights.final_norm, config.rms_norm_eps), weights.lm_head)

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
 from compiled_llm.engine import DEMO_MODEL
+from compiled_llm.kv_cache import describe
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -129,7 +130,8 @@ def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds:
             if count > 1:
                 tpot.append((m.finished_time - m.first_token_time) / (count - 1))
     padding = stats.num_padding_tokens / max(1, stats.num_padding_tokens + stats.num_computed_tokens)
-    kv_bytes = engine.runner.kv_cache_bytes
+    runner = engine.runner
+    kv_cache = describe(engine.model_config, runner.cache_dtypes, runner.dtype)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     hits, misses = report.cache_count("hit"), report.cache_count("miss")
     temperature = "uncompiled" if not hits + misses else "warm" if not misses else "cold" if not hits else "partly warm"
@@ -140,13 +142,14 @@ def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds:
         "TTFT": percentiles(ttft),
         "TPOT": percentiles(tpot),
         "steps": f"{stats.num_steps}, padding {padding:.1%} of the buckets' rows",
+        "KV cache": f"{kv_cache}; a pool of {runner.kv_cache_bytes / 2**20:.1f} MiB",
         "KV use": f"peak {stats.peak_used_blocks} of {stats.num_kv_blocks} blocks "
-        f"({stats.peak_used_blocks / stats.num_kv_blocks:.1%} of {kv_bytes / 2**20:.0f} MiB)",
+        f"({stats.peak_used_blocks / stats.num_kv_blocks:.1%})",
         "preemptions": str(stats.num_preemptions),
         "compiled": f"{report.graphs} graphs, {report.graph_breaks} graph breaks, {report.recompiles} recompiles "
         f"after ready, {report.compile_seconds:.1f} s, cache {hits} hits {misses} misses",
         "start": f"{start_seconds:.1f} s ({temperature})",
-        "peak memory": f"{peak / 2**20:.0f} MiB, of which weights {engine.runner.weight_bytes / 2**20:.0f} MiB",
+        "peak memory": f"{peak / 2**20:.0f} MiB, of which weights {runner.weight_bytes / 2**20:.0f} MiB",
     }
     print("\nSummary")
     for name, value in rows.items():

@@ -35,8 +35,10 @@ def test_values_arrive() -> None:
         *("--bucket-sizes", "4,2", "--enforce-eager", "--no-enable-chunked-prefill", "--seed", "3"),
         *("--gpu-memory-utilization", "0.5", "--max-model-len", "128", "--max-num-batched-tokens", "128"),
         *("--temperature", "0.5", "--stop", "a", "--stop", "b", "--stop-token-ids", "1,2", "--sampling-seed", "9"),
+        *("--kv-cache-dtype", "int8", "--kv-cache-skip-layers", "2,0"),
     )
     config, params = engine_config(args), sampling_params(args)
     assert (config.bucket_sizes, config.enforce_eager, config.enable_chunked_prefill) == ((2, 4), True, False)
     assert (config.seed, config.gpu_memory_utilization, config.max_model_len) == (3, 0.5, 128)
+    assert (config.kv_cache_dtype, config.kv_cache_skip_layers) == ("int8", (0, 2))
     assert (params.temperature, params.stop, params.stop_token_ids, params.seed) == (0.5, ("a", "b"), (1, 2), 9)

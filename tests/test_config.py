@@ -41,8 +41,9 @@ def limits(**arguments) -> Limits:
         ("gpu_memory_utilization", math.nan),
         ("enforce_eager", "yes"),
         ("seed", -1),
+        ("kv_cache_dtype", "fp4"),
+        ("kv_cache_skip_layers", (0,)),  # nothing is quantised
         # of later versions
-        ("kv_cache_dtype", "int8"),
         ("swap_space_bytes", 1),
         ("preemption_mode", "swap"),
         ("scheduling_policy", "priority"),
@@ -52,6 +53,19 @@ def limits(**arguments) -> Limits:
 def test_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
         EngineConfig.from_arguments(**{name: value})
+
+
+@pytest.mark.parametrize("layers", [(-1,), (1, 1), (0.5,), (True,), "0", 0, ("0",), (1024,), None])
+def test_layers_to_skip_are_different_integers(layers: object) -> None:
+    with pytest.raises(ValueError, match="kv_cache_skip_layers must be a list of different integers from 0"):
+        EngineConfig.from_arguments(kv_cache_dtype="int8", kv_cache_skip_layers=layers)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16"])
+def test_layers_are_skipped_only_where_others_are_quantised(kv_cache_dtype: str) -> None:
+    with pytest.raises(ValueError, match="kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8'"):
+        EngineConfig(kv_cache_dtype=kv_cache_dtype, kv_cache_skip_layers=(0,))
+    assert EngineConfig(kv_cache_dtype="fp8", kv_cache_skip_layers=[3, 0]).kv_cache_skip_layers == (0, 3)
 
 
 def test_unknown_argument_is_named_with_the_known_ones() -> None:

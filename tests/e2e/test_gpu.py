@@ -80,6 +80,36 @@ def test_preemption_on_the_gpu_changes_no_token(engine: CompiledEngine, prompts:
         assert small.stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_a_quantised_cache_replays_cuda_graphs_and_preemption_changes_no_token(
+    prompts: list[list[int]], kv_cache_dtype: str
+) -> None:
+    if kv_cache_dtype == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        with pytest.raises(ValueError, match="use 'int8'"):
+            CompiledEngine(device="cuda", kv_cache_dtype="fp8")
+        return
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    longest = max(map(len, prompts)) + NUM_TOKENS
+    pools = {"large": {}, "small": {"max_num_batched_tokens": 16, "num_kv_blocks": -(-longest // 16) + 6}}
+    tokens = {}
+    for name, pool in pools.items():
+        arguments = {"dtype": "float32", "bucket_sizes": (8,), "max_model_len": longest, "check_invariants": True}
+        with CompiledEngine(device="cuda", kv_cache_dtype=kv_cache_dtype, **arguments, **pool) as engine:
+            engine.generate(prompts[:8], params, use_tqdm=False)
+            steps = engine.stats().num_steps
+            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+                outputs = engine.generate(prompts, params, use_tqdm=False)
+            steps = engine.stats().num_steps - steps
+            counts = {event.key: event.count for event in profiled.key_averages()}
+            assert counts.get("cudaGraphLaunch", 0) == steps
+            assert not {name: count for name, count in counts.items() if "LaunchKernel" in name}
+            assert (engine.stats().num_preemptions > 0) == (name == "small")
+            report = engine.compile_report()
+            assert (report.graph_breaks, report.recompiles) == (0, 0)
+            tokens[name] = [output.outputs[0].token_ids for output in outputs]
+    assert tokens["small"] == tokens["large"]
+
+
 def test_closing_frees_the_device_memory() -> None:
     torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps its own, which are not the engine's to free
     before = torch.cuda.memory_allocated()

@@ -6,7 +6,7 @@ import torch
 from compiled_llm import loader
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from tests.families import CONFIGS, checkpoint, transformers_model
 
 BLOCK_SIZE = 4
@@ -16,7 +16,7 @@ BLOCKS = 64
 def empty_cache(config: ModelConfig) -> KVCache:
     shape = (BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     # Poison: what was never written must never be read.
-    return KVCache(*(tuple(torch.full(shape, float("nan")) for _ in range(config.num_layers)) for _ in range(2)))
+    return tuple(LayerCache(*(torch.full(shape, float("nan")) for _ in range(2))) for _ in range(config.num_layers))
 
 
 def step_input(chunks: list[tuple[list[int], int]], tables: list[list[int]], padding: int = 0) -> StepInput:

@@ -48,6 +48,23 @@ def test_bundled_prompts_and_the_summary(monkeypatch: pytest.MonkeyPatch, capsys
     assert "def " in out
 
 
+def test_the_summary_says_what_the_kv_cache_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo model: 4 layers of 2 KV heads of 64. 17 blocks of 16 tokens and the sink."""
+    pool = ["--dtype", "bfloat16", "--num-kv-blocks", "17", "--max-model-len", "256", "--quiet"]
+    summaries = {
+        (): "bfloat16, 2048 bytes a token; a pool of 0.6 MiB",
+        ("--kv-cache-dtype", "int8"): "int8, 1088 bytes a token, 53.1% of bfloat16's 2048; a pool of 0.3 MiB",
+        ("--kv-cache-dtype", "fp8", "--kv-cache-skip-layers", "0,3"): (
+            "fp8 (bfloat16 in layers 0,3), 1568 bytes a token, 76.6% of bfloat16's 2048; a pool of 0.4 MiB"
+        ),
+    }
+    for arguments, summary in summaries.items():
+        assert run(monkeypatch, *FAST, *pool, *arguments) == 0
+        assert summary in capsys.readouterr().out
+
+
 def test_rows_survive_a_cut_and_resume_serves_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt_token_ids": [5, 6, n + 7]}) for n in range(9)))
@@ -106,7 +123,8 @@ def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (["--no-such-flag"], "no-such-flag"),
         (["--max-tokens", "0"], "max_tokens"),
         (["--n", "2"], "n=2"),
-        (["--kv-cache-dtype", "int8"], "kv_cache_dtype"),
+        (["--kv-cache-dtype", "int4"], "kv_cache_dtype"),
+        (["--kv-cache-dtype", "int8", "--kv-cache-skip-layers", "4"], "kv_cache_skip_layers"),
         (["--model", "/no/such/directory"], "/no/such/directory"),
         (["--input", "prompts.csv"], ".jsonl or .txt"),
         (["--input", "no-such-file.txt"], "no-such-file.txt"),
