@@ -5,10 +5,11 @@
     python scripts/gpu_validate.py --resume               # only what has no good result in --output yet
 
 Parts: ``limits`` (copy bandwidth and matrix peak), ``e2e`` (tokens against transformers, a CUDA graph replayed in every
-step), ``kernels`` (attention against the reference at real sizes), ``attention`` (the op alone, against SDPA),
-``latency`` and ``throughput`` (the engine on random weights of real shapes, the second beside transformers.generate).
-Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when
-it ends, so a run that is cut off keeps what was done. It needs no installation, only a checkout and the packages.
+step), ``kernels`` (attention against the reference at real sizes), ``attention`` (the op alone with every KV dtype,
+beside SDPA, FlexAttention and transformers' paged attention), ``latency`` and ``throughput`` (the engine on random
+weights of real shapes, the second beside transformers.generate). Each part is a process of its own with a time limit
+and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when it ends, so a run that is cut off keeps what was
+done. It needs no installation, only a checkout and the packages.
 
 Exit status: 0 when every part passed, 1 when one failed or was left out for lack of time, 2 without a CUDA GPU.
 """
@@ -42,11 +43,7 @@ PARTS = {
     "limits": (60, "scripts/gpu_validate.py --measure-limits {json}"),
     "e2e": (240, f"{_PYTEST} tests/e2e/test_gpu.py"),
     "kernels": (300, f"{_PYTEST} {_PARALLEL} tests/ops/test_attention_gpu.py"),
-    "attention": (
-        120,
-        "scripts/bench_attention.py --device cuda --seconds 2 "
-        "--decode 1x8192 8x8192 32x8192 32x1024 1x131072 --prefill 512+0 2048+0 2048+6144",
-    ),
+    "attention": (240, "scripts/bench_attention.py --device cuda --seconds 1 --json {json}"),
     "latency": (
         240,
         "scripts/bench_throughput.py --device cuda --shape qwen3-8b --skip-transformers "
