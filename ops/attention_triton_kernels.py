@@ -1,0 +1,326 @@
+"""The attention kernels in Triton: split KV for few query rows, its merge, and prefill.
+
+What each is for and how they are launched: ``attention_triton.py``.
+"""
+
+import triton
+import triton.language as tl
+
+# Triton's interpreter computes garbage in a tl.dot of bfloat16 operands: there they are cast to float32 first.
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+SHORT_QUERY = tl.constexpr(16)  # rows of a request that the split kernel serves at most
+SPLIT_TOKENS = tl.constexpr(256)  # keys of one split at least
+MAX_SPLITS = tl.constexpr(64)  # splits of a request of one row; its keys are cut coarser where they would be more
+MIN_MAX_SPLITS = tl.constexpr(8)  # requests of q rows have MAX_SPLITS / q at most, but never fewer than this
+# Running maxima start here instead of at -inf: a row with no visible key then ends with sum 0, not NaN.
+LOWEST = tl.constexpr(-1.0e30)
+SMALLEST_UNIT = tl.constexpr(2.0**-40)  # values with scales below this are rounded by less than 1e-16
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _splits(seq_len, query_len, WINDOW: tl.constexpr):
+    """First key that a request's rows see, keys of one split, number of splits: functions of its own lengths alone.
+
+    At least one split: a padding request has one with no keys, whose output is zero.
+    """
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(seq_len - query_len + 1 - WINDOW, 0)
+    keys = seq_len - first_key
+    most = tl.maximum(MAX_SPLITS // tl.maximum(query_len, 1), MIN_MAX_SPLITS)
+    split_tokens = tl.maximum(SPLIT_TOKENS, tl.cdiv(keys, most * 64) * 64)
+    return first_key, split_tokens, tl.maximum(1, tl.cdiv(keys, split_tokens))
+
+
+@triton.jit
+def _owner(ends, task):
+    """The request that owns ``task``, and the task's index within it; ``ends`` are prefix sums of tasks a request."""
+    before = ends <= task
+    return tl.sum(before.to(tl.int32), 0), task - tl.max(tl.where(before, ends, 0), 0)
+
+
+@triton.jit
+def _load_rows(pointers, row_mask, dims, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Rows of ``HEAD_DIM`` elements, zero where masked: stale cache memory may hold NaN and is never read."""
+    if MASKED:
+        return tl.load(pointers, mask=row_mask[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    elif dims.shape[0] == HEAD_DIM:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(dims < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_scales(pointers, mask, MASKED: tl.constexpr):
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def _dot(a, b):
+    """``b`` may hold codes: they are converted to the dtype of ``a``, exactly."""
+    if INTERPRET:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        return tl.dot(a, b.to(a.dtype), input_precision="ieee")
+
+
+@triton.jit
+def _attend(
+    acc, row_max, row_sum, q, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
+    oldest, begin, end, scale,
+    MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Online softmax of rows ``q`` over keys ``begin`` to ``end``; row i sees the keys before ``visible[i]``.
+
+    With a window only the last ``WINDOW`` of them, and no key before ``oldest`` is loaded. Not MASKED promises that
+    every row sees every key, in whole tiles.
+    """
+    dims = tl.arange(0, acc.shape[1])
+    positions = begin + tl.arange(0, BLOCK_N)
+    # Scores times this are exponents of two.
+    factor = scale * LOG2_E
+    if SOFT_CAP > 0:
+        factor = SOFT_CAP * LOG2_E
+    # Block numbers are loaded one tile ahead and carried: a load whose address comes from a load of the same
+    # iteration is pipelined less deep.
+    blocks = tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
+    # In 16 bits the second product over codes is one of float16, which holds every code and rounds the weights finer
+    # than bfloat16. Its range is small, so weights are divided by the largest scale met so far, the unit of acc.
+    IN_FLOAT16: tl.constexpr = v_scale is not None and q.dtype != tl.float32
+    largest = SMALLEST_UNIT
+    if IN_FLOAT16:
+        acc = acc / largest
+    for _ in range(begin, end, BLOCK_N):
+        inside = positions < end
+        if WINDOW > 0:
+            inside = inside & (positions >= oldest)
+        slots = (blocks.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
+        offsets = slots[:, None] * HEAD_DIM + dims[None, :]
+        next_positions = positions + BLOCK_N
+        blocks = tl.load(table_row + next_positions // BLOCK_SIZE, mask=next_positions < end, other=0)
+
+        keys = _load_rows(k_cache + offsets, inside, dims, MASKED, HEAD_DIM)
+        scores = _dot(q, tl.trans(keys))
+        if k_scale is not None:
+            scores *= _load_scales(k_scale + slots, inside, MASKED)[None, :]
+        if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
+        if MASKED:
+            seen = positions[None, :] < visible[:, None]
+            if WINDOW > 0:
+                seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        # Maxima are kept scaled, which takes a positive factor and leaves one fused operation a score.
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        probs = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.sum(probs, 1)
+        row_max = new_max
+
+        values = _load_rows(v_cache + offsets, inside, dims, MASKED, HEAD_DIM)
+        if v_scale is None:
+            acc = acc * decay[:, None] + _dot(probs.to(q.dtype), values)
+        else:
+            scales = _load_scales(v_scale + slots, inside, MASKED)
+            if IN_FLOAT16:
+                new_largest = tl.maximum(largest, tl.max(scales, 0))
+                weights = (probs * (scales / new_largest)[None, :]).to(tl.float16)
+                decay *= largest / new_largest
+                largest = new_largest
+            else:
+                weights = probs * scales[None, :]
+            acc = acc * decay[:, None] + _dot(weights, values)
+        positions = next_positions
+    if IN_FLOAT16:
+        acc = acc * largest
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _add_sinks(row_max, row_sum, sinks, heads, row_mask):
+    """Sums of the softmax with the sinks in them; a sink far above every score makes its sum infinite, the output 0."""
+    if sinks is not None:
+        row_sum += tl.exp2(tl.load(sinks + heads, mask=row_mask, other=0.0) * LOG2_E - row_max)
+    return row_sum
+
+
+@triton.jit
+def _normalised(acc, row_sum):
+    """Rows that saw no key are zero."""
+    return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+
+
+@triton.jit
+def split_kernel(
+    q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
+    partial, partial_max, partial_sum,
+    scale, num_requests, partial_rows, table_stride, q_stride_t, q_stride_n,
+    MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """All requests of ``MIN_QUERY`` to ``MAX_QUERY`` rows.
+
+    A task is one split of one request's keys for one tile of ``BLOCK_M // GROUP`` tokens and one KV head; programs take
+    turns. Tasks over the same keys follow each other, so that they meet in the L2 cache.
+    """
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    requests = tl.arange(0, BLOCK_R)
+    known = requests < num_requests
+    first_rows = tl.load(query_start_loc + requests, mask=known, other=0)
+    query_lens = tl.load(query_start_loc + requests + 1, mask=known, other=0) - first_rows
+    all_splits = _splits(tl.load(seq_lens + requests, mask=known, other=0), query_lens, WINDOW)[2]
+    ours = (query_lens >= MIN_QUERY) & (query_lens <= MAX_QUERY)
+    ends = tl.cumsum(tl.where(ours, all_splits * tl.cdiv(query_lens, BLOCK_Q), 0), 0)
+    num_tasks = tl.max(ends, 0) * NUM_KV_HEADS
+
+    m = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_H)
+    for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
+        kv_head = task % NUM_KV_HEADS
+        request, index = _owner(ends, task // NUM_KV_HEADS)
+        seq_len = tl.load(seq_lens + request)
+        first_row = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - first_row
+        num_tiles = tl.cdiv(query_len, BLOCK_Q)
+        first_key, split_tokens, num_splits = _splits(seq_len, query_len, WINDOW)
+        split = index // num_tiles
+
+        first_token = index % num_tiles * BLOCK_Q
+        tokens = first_token + m // GROUP
+        heads = kv_head * GROUP + m % GROUP
+        row_mask = (m < BLOCK_Q * GROUP) & (tokens < query_len)
+        rows = (first_row + tokens).to(tl.int64)
+        q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
+        q_tile = _load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
+
+        # A padding request (seq_len 0) sees nothing: begin and end are 0 then, and its rows are zero.
+        context_len = tl.maximum(seq_len - query_len, 0)
+        begin = first_key + split * split_tokens
+        end = tl.minimum(tl.minimum(begin + split_tokens, seq_len), context_len + first_token + BLOCK_Q)
+        acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale,
+            block_table + request * table_stride, kv_head, begin, begin, end, scale,
+            True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+        )  # fmt: skip
+        store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+        if num_splits == 1:
+            row_sum = _add_sinks(row_max, row_sum, sinks, heads, row_mask)
+            target = out + (rows * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(target, _normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)
+        else:
+            part = (request.to(tl.int64) * NUM_HEADS + heads) * partial_rows + tokens * num_splits + split
+            tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=store_mask)
+            tl.store(partial_max + part, row_max, mask=row_mask)
+            tl.store(partial_sum + part, row_sum, mask=row_mask)
+
+
+@triton.jit
+def merge_kernel(
+    query_start_loc, seq_lens, sinks, out, partial, partial_max, partial_sum,
+    partial_rows,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Joins the splits. Programs of one request and head take turns at its tokens."""
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    first_row = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - first_row
+    num_splits = _splits(tl.load(seq_lens + request), query_len, WINDOW)[2]
+    if query_len <= SHORT_QUERY and num_splits > 1:
+        splits = tl.arange(0, BLOCK_SPLITS)
+        dims = tl.arange(0, BLOCK_H)
+        known = splits < num_splits
+        for token in range(tl.program_id(2), query_len, tl.num_programs(2)):
+            part = (request.to(tl.int64) * NUM_HEADS + head) * partial_rows + token * num_splits + splits
+            split_max = tl.load(partial_max + part, mask=known, other=LOWEST)
+            row_max = tl.max(split_max, 0)
+            weight = tl.exp2(split_max - row_max)
+            row_sum = tl.sum(weight * tl.load(partial_sum + part, mask=known, other=0.0), 0)
+            row_sum = _add_sinks(row_max, row_sum, sinks, head, True)
+            acc = _load_rows(partial + part[:, None] * HEAD_DIM + dims[None, :], known, dims, True, HEAD_DIM)
+            merged = tl.sum(acc * weight[:, None], 0) / row_sum
+            target = out + ((first_row + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims
+            tl.store(target, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def prefill_kernel(
+    q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
+    scale, num_requests, table_stride, q_stride_t, q_stride_n,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """All requests of more rows. A program serves ``BLOCK_M // GROUP`` tokens of one request for one KV head."""
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    requests = tl.arange(0, BLOCK_R)
+    known = requests < num_requests
+    first_rows = tl.load(query_start_loc + requests, mask=known, other=0)
+    query_lens = tl.load(query_start_loc + requests + 1, mask=known, other=0) - first_rows
+    ends = tl.cumsum(tl.where(query_lens > SHORT_QUERY, tl.cdiv(query_lens, BLOCK_Q), 0), 0)
+    kv_head = tl.program_id(0)
+    # Last tiles first: in a causal prompt they are the longest, and the short ones then fill the gaps at the end.
+    task = tl.num_programs(1) - 1 - tl.program_id(1)
+    if task < tl.max(ends, 0):
+        request, tile = _owner(ends, task)
+        seq_len = tl.load(seq_lens + request)
+        first_row = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - first_row
+
+        m = tl.arange(0, BLOCK_M)
+        dims = tl.arange(0, BLOCK_H)
+        first_token = tile * BLOCK_Q
+        tokens = first_token + m // GROUP
+        heads = kv_head * GROUP + m % GROUP
+        row_mask = (m < BLOCK_Q * GROUP) & (tokens < query_len)
+        rows = (first_row + tokens).to(tl.int64)
+        q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
+        q_tile = _load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
+
+        # A padding request (seq_len 0) sees nothing: begin and end are 0 then, and its rows are zero.
+        context_len = tl.maximum(seq_len - query_len, 0)
+        visible = context_len + tokens + 1
+        end = tl.minimum(context_len + first_token + BLOCK_Q, seq_len)
+        # Tiles start at multiples of BLOCK_N. Those between whole_begin and whole_end are seen whole by every row.
+        whole_end = tl.minimum(context_len + first_token + 1, seq_len) // BLOCK_N * BLOCK_N
+        table_row = block_table + request * table_stride
+        acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        oldest = 0
+        whole_begin = 0
+        if WINDOW > 0:
+            oldest = tl.maximum(context_len + first_token + 1 - WINDOW, 0)
+            whole_begin = tl.cdiv(tl.maximum(context_len + first_token + BLOCK_Q - WINDOW, 0), BLOCK_N) * BLOCK_N
+            acc, row_max, row_sum = _attend(
+                acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
+                oldest, oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, end), scale,
+                True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+            )  # fmt: skip
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
+            oldest, whole_begin, whole_end, scale,
+            False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+        )  # fmt: skip
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
+            oldest, tl.maximum(whole_begin, whole_end), end, scale,
+            True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+        )  # fmt: skip
+        row_sum = _add_sinks(row_max, row_sum, sinks, heads, row_mask)
+        target = out + (rows * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+        store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+        tl.store(target, _normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)

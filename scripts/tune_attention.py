@@ -1,0 +1,222 @@
+"""Find fast tiles for the attention kernels on this GPU and write them where the kernels look for them.
+
+    python scripts/tune_attention.py                                         # bfloat16 and int8 caches of usual models
+    python scripts/tune_attention.py --head-dim 256 --kv-cache-dtype fp8     # one more shape: the file keeps the others
+    python scripts/tune_attention.py --seconds 1200 --output /tmp/tiles.json
+
+Each shape, a head_dim with a dtype of the cache, starts from the tiles in use and is searched one kind of step after
+the other: decodes, queries of a few tokens, prompts. A candidate must give the same output up to rounding and be 2%
+faster over all steps of the kind. ``--seconds`` is shared by the shapes; the candidates closest to the start are tried
+first, so a short search is a coarse one. The file, ``ops/tiles/<GPU>.json`` unless ``--output`` says otherwise, is used
+by every engine started after that.
+
+Exit status: 0, or 2 without a CUDA GPU.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compiled_llm import machine
+from compiled_llm.ops import attention_tiles, kv_quant
+from compiled_llm.ops.attention_tiles import TileConfig
+
+KV_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# What is searched together, and the steps it is timed on: requests, query length, tokens before the query.
+KINDS: dict[str, dict[str, Sequence[int]]] = {
+    "decode tiles": {
+        "split_block_n": (16, 32, 64, 128),
+        "split_warps": (2, 4, 8),
+        "split_stages": (2, 3, 4, 5),
+    },
+    "decode programs": {"split_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
+    "short rows": {"short_block_m": (16, 32, 64, 128)},
+    "prefill tiles": {
+        "prefill_block_m": (64, 128),
+        "prefill_block_n": (32, 64, 128),
+        "prefill_warps": (4, 8),
+        "prefill_stages": (2, 3, 4),
+    },
+}
+STEPS = {
+    "decode": ((1, 1, 32767), (8, 1, 8191), (64, 1, 1023)),
+    "short": ((1, 16, 16384), (16, 8, 4096)),
+    "prefill": ((1, 2048, 0), (1, 512, 8192)),
+}
+NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 32, 8, 16
+CACHE_BYTES = 512 << 20  # keys and values of the layers of one measurement: more than any GPU's L2 cache
+
+
+def candidates(start: TileConfig, kind: str, head_dim: int, cache_bytes: int, shared_memory: int) -> list[TileConfig]:
+    """The tiles of one kind that may fit, the closest to ``start`` first. What does not fit will fail to launch."""
+    choices = KINDS[kind]
+    found = []
+    for values in itertools.product(*choices.values()):
+        changes = dict(zip(choices, values, strict=True))
+        block_n = changes.get("split_block_n", changes.get("prefill_block_n", 0))
+        stages = changes.get("split_stages", changes.get("prefill_stages", 1))
+        loads = 2 * (stages - 1) * block_n * head_dim * cache_bytes  # keys and values on their way
+        if loads <= shared_memory and replace(start, **changes) != start:
+            found.append((sum(getattr(start, name) != value for name, value in changes.items()), changes))
+    return [replace(start, **changes) for _, changes in sorted(found, key=lambda pair: pair[0])]
+
+
+def search(
+    start: TileConfig,
+    configs: Iterable[TileConfig],
+    measure: Callable[[TileConfig], float],
+    seconds: float,
+    now: Callable[[], float] = time.perf_counter,
+) -> tuple[TileConfig, float, int]:
+    """The best of ``configs`` by ``measure``, its cost relative to ``start``, and how many were tried.
+
+    ``start`` stays the best where nothing is 2% better. Ends after ``seconds``, but measures ``start`` in any case.
+    """
+    end = now() + seconds
+    base = best_cost = measure(start)
+    best, tried = start, 0
+    for config in configs:
+        if now() > end:
+            break
+        tried += 1
+        cost = measure(config)
+        if cost < 0.98 * best_cost:
+            best, best_cost = config, cost
+    return best, best_cost / base, tried
+
+
+class Step:
+    """One kind of call over the caches of several layers, as one CUDA graph."""
+
+    def __init__(
+        self, num_requests: int, query_len: int, context_len: int, head_dim: int, kv_dtype: torch.dtype
+    ) -> None:
+        cuda = {"device": "cuda"}
+        seq_len = query_len + context_len
+        width = -(-seq_len // BLOCK_SIZE)
+        num_blocks = num_requests * width
+        layer_bytes = 2 * num_blocks * NUM_KV_HEADS * BLOCK_SIZE * head_dim * kv_dtype.itemsize
+        tokens = num_requests * query_len
+        qkv = torch.randn(tokens, NUM_HEADS + 2 * NUM_KV_HEADS, head_dim, dtype=torch.bfloat16, **cuda)
+        table = torch.randperm(num_blocks, **cuda).int().view(num_requests, width)
+        positions = torch.arange(context_len, seq_len, **cuda)
+        slots = table[:, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        self.inputs = qkv.split([NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS], dim=1)
+        self.lengths = (
+            slots.flatten().int(),
+            table,
+            torch.arange(num_requests + 1, dtype=torch.int32, **cuda) * query_len,
+            torch.full((num_requests,), seq_len, dtype=torch.int32, **cuda),
+        )
+        self.options = (None, head_dim**-0.5, query_len, 0, 0.0)
+        shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, head_dim)
+        self.caches = [self._cache(shape, kv_dtype) for _ in range(max(1, -(-CACHE_BYTES // layer_bytes)))]
+        self.expected: Tensor | None = None
+
+    @staticmethod
+    def _cache(shape: tuple[int, ...], kv_dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        pair = [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        if not kv_quant.is_quantised(kv_dtype):
+            return (*pair, None, None)
+        (k, k_scale), (v, v_scale) = (kv_quant.quantise(cache, kv_dtype) for cache in pair)
+        return k, v, k_scale, v_scale
+
+    def run(self, layer: int, tiles: TileConfig) -> Tensor:
+        from compiled_llm.ops import attention_triton
+
+        return attention_triton.paged_attention(
+            *self.inputs, *self.caches[layer], *self.lengths, *self.options, tiles=tiles
+        )
+
+    def seconds(self, tiles: TileConfig) -> float:
+        """Median time of one call; infinite if the tiles do not fit, or give another output than the first ones did."""
+        from triton.runtime.errors import OutOfResources
+
+        try:
+            out = self.run(0, tiles)
+        except OutOfResources:
+            return math.inf
+        if self.expected is None:
+            self.expected = out
+        if not torch.allclose(out, self.expected, atol=2e-2, rtol=2e-2):
+            return math.inf
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for layer in range(len(self.caches)):
+                self.run(layer, tiles)
+        times = []
+        for _ in range(7):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / 1e3 / len(self.caches))
+        return statistics.median(times)
+
+
+def tune(head_dim: int, kv_dtype: torch.dtype, start: TileConfig, seconds: float, shared_memory: int) -> TileConfig:
+    """All kinds of steps in turn, each with an even share of the time that is left."""
+    end = time.perf_counter() + seconds
+    config = start
+    for index, kind in enumerate(KINDS):
+        steps = [Step(*step, head_dim, kv_dtype) for step in STEPS[kind.split()[0]]]
+
+        def cost(tiles: TileConfig, steps: list[Step] = steps) -> float:
+            return math.exp(statistics.fmean(math.log(step.seconds(tiles)) for step in steps))
+
+        share = (end - time.perf_counter()) / (len(KINDS) - index)
+        tried = candidates(config, kind, head_dim, kv_dtype.itemsize, shared_memory)
+        config, ratio, count = search(config, tried, cost, share)
+        chosen = ", ".join(f"{name} {getattr(config, name)}" for name in KINDS[kind])
+        print(f"  {kind:16}{ratio:7.1%} of the time before, {count} of {len(tried)} tried: {chosen}", flush=True)
+    return config
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--kv-cache-dtype", nargs="+", choices=KV_DTYPES, default=["auto", "int8"])
+    parser.add_argument("--seconds", type=float, default=600, help="for all shapes together (default: 600)")
+    parser.add_argument("--output", type=Path, help="file to write (default: the one that the kernels read)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("tune_attention: no CUDA GPU here (torch.cuda.is_available() is False); nothing to tune", file=sys.stderr)
+        return 2
+    from compiled_llm.ops import attention_triton
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
+    for name in args.kv_cache_dtype:
+        attention_triton.check_kv_dtype(KV_DTYPES[name], capability)
+    path = args.output or attention_tiles.path_of(properties.name)
+    configs = dict(attention_tiles.load(path))
+    shapes = list(itertools.product(args.head_dim, args.kv_cache_dtype))
+    torch.manual_seed(0)
+    for head_dim, name in shapes:
+        kv_dtype = KV_DTYPES[name]
+        print(f"head_dim {head_dim}, kv_cache_dtype {name}", flush=True)
+        default = attention_tiles.default_config(head_dim, 2, kv_dtype.itemsize, capability)
+        key = attention_tiles.key(head_dim, 2, kv_dtype.itemsize)
+        limit = properties.shared_memory_per_block_optin
+        configs[key] = tune(head_dim, kv_dtype, configs.get(key, default), args.seconds / len(shapes), limit)
+        attention_tiles.save(path, properties.name, configs)
+    print(f"written: {path}")
+    print(json.dumps({"benchmark": "tune_attention", "tiles": str(path), "machine": machine.describe(device)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
