@@ -1,0 +1,269 @@
+// The two products of a tile and the softmax between them, for one instruction set; the second part of
+// attention_cpu_kernels.h, which says how it is included.
+
+namespace {
+namespace ISA {
+
+// ---------------------------------------------------------------------------------------------------- products
+
+INLINE void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }  // into L2: in L1 it would push out what is in use
+
+// The high and the low bytes' sums as one.
+INLINE IntVec join(LongVec high, LongVec low) {
+  return (reinterpret_cast<IntVec>(high) << 8) + reinterpret_cast<IntVec>(low);
+}
+
+// The largest blocks of sums that leave registers for the operands: rows of operands, and vectors of each.
+template <class O>
+constexpr int kMaxRows = (WIDTH == 512 ? 6 : WIDTH == 256 ? 3 : 1) / kRowsOf<O>;
+constexpr int kMaxVecs = WIDTH == 512 ? 4 : 2;
+
+// Scores[rows][kVecs groups of 16 keys] = queries[rows][depth] * keys[depth], integers for Bytes. The lane of a group is
+// `stride` floats after the one before. `next` are the keys that will be wanted next, at the same places.
+template <class O, int kRows, int kVecs>
+TARGET void multiply_keys(const float* queries, int64_t depth, const float* const* keys, int64_t stride,
+                          const float* const* next, float* scores) {
+  constexpr int kParts = kRowsOf<O>;
+  typename O::Sum sum[kRows * kParts][kVecs];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows * kParts; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) sum[i][j] = typename O::Sum{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec group[kVecs];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) group[j] = load(keys[j] + k * stride);
+    if (next != nullptr)
+#pragma GCC unroll 8
+      for (int j = 0; j < kVecs; ++j) prefetch(next[j] + k * stride);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows * kParts; ++i) {
+      const Vec x = broadcast_lane(queries + i * depth + k);
+#pragma GCC unroll 8
+      for (int j = 0; j < kVecs; ++j) sum[i][j] = add_keys<O>(x, group[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) {
+      Vec& to = *reinterpret_cast<Vec*>(scores + i * kTile + j * kLanes);
+      if constexpr (kParts == 2) to = floats(join(sum[2 * i][j], sum[2 * i + 1][j]));
+      else to = sum[i][j];
+    }
+}
+
+// Out[rows][kVecs * 16 columns] += weights[rows][depth] * values[depth][columns], for Bytes times weight_scale[rows].
+template <class O, int kRows, int kVecs>
+TARGET void multiply_values(const float* weights, const float* weight_scale, int64_t depth, const float* const* values,
+                            const float* const* next, int64_t column, float* out, int64_t out_row) {
+  constexpr int kParts = kRowsOf<O>;
+  typename O::Sum sum[kRows * kParts][kVecs];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows * kParts; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j)
+      if constexpr (kParts == 1) sum[i][j] = load(out + i * out_row + column + j * kLanes);
+      else sum[i][j] = typename O::Sum{};
+  for (int64_t k = 0; k < depth; ++k) {
+    Vec row[kVecs];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) row[j] = load(values[k] + column + j * kLanes);
+    if (next != nullptr)
+#pragma GCC unroll 8
+      for (int j = 0; j < kVecs; ++j) prefetch(next[k] + column + j * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows * kParts; ++i) {
+      const Vec x = broadcast_lane(weights + i * kWeightsRow<O> + k);
+#pragma GCC unroll 8
+      for (int j = 0; j < kVecs; ++j) sum[i][j] = add_values<O>(x, row[j], sum[i][j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < kVecs; ++j) {
+      Vec& to = *reinterpret_cast<Vec*>(out + i * out_row + column + j * kLanes);
+      if constexpr (kParts == 2) to += convert(join(sum[2 * i][j], sum[2 * i + 1][j])) * weight_scale[i];
+      else to = sum[i][j];
+    }
+}
+
+// f.template operator()<kRows>(first row), over blocks of kRows rows and a last smaller one.
+template <int kRows, class F>
+INLINE void for_row_blocks(int64_t rows, int64_t first, F&& f) {
+  for (; first + kRows <= rows; first += kRows) f.template operator()<kRows>(first);
+  if constexpr (kRows > 1)
+    if (first < rows) for_row_blocks<kRows - 1>(rows, first, f);
+}
+
+template <class O, int kRows, int kVecs>
+TARGET void score_blocks(int64_t rows, const float* queries, int64_t depth, int64_t groups, const float* const* keys,
+                         int64_t stride, const float* const* next, float* scores) {
+  for (; groups >= kVecs; groups -= kVecs, keys += kVecs, next += next == nullptr ? 0 : kVecs, scores += kVecs * kLanes)
+    for_row_blocks<kRows>(rows, 0, [&]<int kBlock>(int64_t i) TARGET {
+      multiply_keys<O, kBlock, kVecs>(queries + i * kRowsOf<O> * depth, depth, keys, stride, i == 0 ? next : nullptr,
+                                      scores + i * kTile);
+    });
+  if constexpr (kVecs > 1)
+    if (groups > 0) score_blocks<O, kRows, kVecs - 1>(rows, queries, depth, groups, keys, stride, next, scores);
+}
+
+template <class O, int kRows, int kVecs>
+TARGET void value_blocks(int64_t rows, const float* weights, const float* weight_scale, int64_t depth,
+                         const float* const* values, const float* const* next, int64_t column, int64_t columns,
+                         float* out) {
+  for (; column + kVecs * kLanes <= columns; column += kVecs * kLanes)
+    for_row_blocks<kRows>(rows, 0, [&]<int kBlock>(int64_t i) TARGET {
+      multiply_values<O, kBlock, kVecs>(weights + i * kRowsOf<O> * kWeightsRow<O>, weight_scale + i, depth, values,
+                                        i == 0 ? next : nullptr, column, out + i * columns, columns);
+    });
+  if constexpr (kVecs > 1)
+    if (column < columns)
+      value_blocks<O, kRows, kVecs / 2>(rows, weights, weight_scale, depth, values, next, column, columns, out);
+}
+
+// With many rows a product is bound by arithmetic, and blocks are as large as the registers allow. With few it is bound
+// by memory, and blocks are shaped so that keys and values are read in the order of their addresses.
+constexpr int64_t kFewRows = 8;
+
+template <class O>
+TARGET void all_scores(int64_t rows, const float* queries, int64_t depth, int64_t groups, const float* const* keys,
+                       int64_t stride, const float* const* next, float* scores) {
+  const auto blocks = rows <= kFewRows ? score_blocks<O, kMaxRows<O>, 1> : score_blocks<O, kMaxRows<O>, kMaxVecs>;
+  blocks(rows, queries, depth, groups, keys, stride, next, scores);
+}
+
+template <class O>
+TARGET void all_values(int64_t rows, const float* weights, const float* weight_scale, int64_t depth,
+                       const float* const* values, const float* const* next, int64_t columns, float* out) {
+  constexpr int kRows = std::max(kMaxRows<O> / 3, 1);
+  const auto blocks = rows <= kFewRows ? value_blocks<O, kRows, 2 * kMaxVecs> : value_blocks<O, kMaxRows<O>, kMaxVecs>;
+  blocks(rows, weights, weight_scale, depth, values, next, 0, columns, out);
+}
+
+// ---------------------------------------------------------------------------------------------------- softmax
+
+// What of a tile's keys a row sees, and with which scales.
+struct Mask {
+  int64_t first, end;                    // keys of the tile
+  const float *k_scale, *v_scale;        // one for each key, or null
+};
+
+// How a row of products becomes scores.
+struct Scoring {
+  float scale;              // of the products; to powers of 2, without a soft cap
+  float soft_cap;           // or 0
+  int32_t excess;           // Bytes: what the unsigned keys added
+};
+
+// A row of a tile's products becomes weights, and its softmax state moves on. Weights are
+// written as operands for the values' product: to `scores` itself, or for Bytes to `codes` (two rows), in which case
+// their scale is returned.
+template <class O>
+TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, const Mask& mask, const State& state,
+                         int64_t row, int64_t padded_dim, uint8_t* codes) {
+  constexpr bool kBytes = std::is_same_v<O, Bytes>;
+  if (mask.first >= mask.end) {
+    if constexpr (kBytes) std::memset(codes, 0, 2 * kTile);
+    else std::memset(scores, 0, keys * sizeof(float));
+    return 0;
+  }
+  const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const auto visible = [&](int64_t key) TARGET {
+    return (lane >= static_cast<int32_t>(mask.first - key)) & (lane < static_cast<int32_t>(mask.end - key));
+  };
+  Vec largest = broadcast(-kInfinity);
+  for (int64_t key = 0; key < keys; key += kLanes) {
+    Vec x = load(scores + key);
+    if constexpr (kBytes) x = convert(bits(x) - scoring.excess);
+    x *= scoring.scale;
+    if (mask.k_scale != nullptr) x *= load(mask.k_scale + key);
+    if (scoring.soft_cap > 0) x = tanh(x / scoring.soft_cap) * (scoring.soft_cap * kLog2E);
+    x = visible(key) ? x : broadcast(-kInfinity);
+    store(scores + key, x);
+    largest = max(x, largest);
+  }
+  const float maximum = std::max(state.maximum[row], largest_lane(largest));
+
+  Vec sums = {}, check = {};
+  largest = Vec{};
+  for (int64_t key = 0; key < keys; key += kLanes) {
+    const Vec weight = exp2(load(scores + key) - maximum);
+    sums += weight;
+    Vec scaled = weight;
+    if (mask.v_scale != nullptr) {
+      scaled = visible(key) ? weight * load(mask.v_scale + key) : Vec{};
+      largest = max(scaled, largest);
+      check += scaled;
+    }
+#if DOT
+    if constexpr (std::is_same_v<O, Pairs>) {  // written over the scores, behind the reading
+      const auto pairs = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(scaled));
+      *reinterpret_cast<HalfVec*>(scores + key / 2) = reinterpret_cast<HalfVec>(pairs);
+      continue;
+    }
+#endif
+    store(scores + key, scaled);
+  }
+
+  if (maximum > state.maximum[row]) {
+    const float shrink = exp2(state.maximum[row] - maximum);
+    float* values = state.values + row * padded_dim;
+    for (int64_t i = 0; i < padded_dim; i += kLanes) store(values + i, load(values + i) * shrink);
+    state.sum[row] *= shrink;
+    state.maximum[row] = maximum;
+  }
+  state.sum[row] += sum_of_lanes(sums);
+
+  if constexpr (kBytes) {
+    const float most = largest_lane(largest), total = sum_of_lanes(check);
+    if (total != total) return total;  // NaN, and so will be all values
+    const float inverse = most < 0x1p-110f ? 0.f : 65535.f / most;
+    for (int64_t key = 0; key < keys; key += kLanes) {
+      const IntVec x = __builtin_convertvector(load(scores + key) * inverse + 0.5f, IntVec);
+      *reinterpret_cast<ByteVec*>(codes + key) = __builtin_convertvector(x >> 8, ByteVec);
+      *reinterpret_cast<ByteVec*>(codes + kTile + key) = __builtin_convertvector(x & 255, ByteVec);
+    }
+    return most * (1.f / 65535.f);
+  }
+  return 1;
+}
+
+TARGET void fold(const State& into, const State& from, int64_t rows, int64_t padded_dim) {
+  for (int64_t row = 0; row < rows; ++row) {
+    if (from.sum[row] == 0) continue;  // it saw no key
+    const float maximum = std::max(into.maximum[row], from.maximum[row]);
+    const float keep = exp2(into.maximum[row] - maximum), add = exp2(from.maximum[row] - maximum);
+    for (int64_t i = row * padded_dim; i < (row + 1) * padded_dim; i += kLanes)
+      store(into.values + i, load(into.values + i) * keep + load(from.values + i) * add);
+    into.sum[row] = into.sum[row] * keep + from.sum[row] * add;
+    into.maximum[row] = maximum;
+  }
+}
+
+TARGET void clear(const State& state, int64_t rows, int64_t padded_dim) {
+  std::memset(state.values, 0, rows * padded_dim * sizeof(float));
+  std::memset(state.sum, 0, rows * sizeof(float));
+  std::fill_n(state.maximum, rows, -kInfinity);
+}
+
+template <class T>
+TARGET void write_out(const Problem& p, const Unit& unit, const State& state) {
+  const int64_t first = p.starts[unit.request] + unit.first_token;
+  for (int64_t row = 0; row < unit.tokens * p.group; ++row) {
+    const int64_t head = unit.kv_head * p.group + row % p.group;
+    T* to = static_cast<T*>(p.out) + ((first + row / p.group) * p.heads + head) * p.head_dim;
+    const float* from = state.values + row * p.padded_dim();
+    float scale = 1.f / state.sum[row];
+    if (p.sinks != nullptr) {  // one more key, whose value is zero
+      const float sink = p.sinks[head] * kLog2E, maximum = std::max(sink, state.maximum[row]);
+      const float shrink = exp2(state.maximum[row] - maximum);
+      scale = shrink / (state.sum[row] * shrink + exp2(sink - maximum));
+    }
+    for (int64_t i = 0; i < p.head_dim; ++i) to[i] = static_cast<T>(from[i] * scale);
+  }
+}
+
+}  // namespace ISA
+}  // namespace
