@@ -11,7 +11,6 @@ from compiled_llm.models.inputs import KVCache, LayerCache
 from compiled_llm.ops import kv_quant, native
 
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_FP8_CAPABILITY = (8, 9)  # the first GPUs that convert e4m3
 
 
 def layer_dtypes(config: EngineConfig, dtype: torch.dtype, num_layers: int) -> tuple[torch.dtype, ...]:
@@ -29,16 +28,6 @@ def layer_dtypes(config: EngineConfig, dtype: torch.dtype, num_layers: int) -> t
         )
     chosen = _QUANTISED.get(name, dtype)
     return tuple(dtype if layer in skipped else chosen for layer in range(num_layers))
-
-
-def check_device(kv_cache_dtype: str, capability: tuple[int, int]) -> None:
-    """``ValueError`` unless a CUDA GPU of this compute capability serves the dtype."""
-    if kv_cache_dtype == "fp8" and capability < _FP8_CAPABILITY:
-        wanted, given = (".".join(map(str, numbers)) for numbers in (_FP8_CAPABILITY, capability))
-        raise ValueError(
-            f"kv_cache_dtype='fp8' needs a GPU of compute capability {wanted} or more, given one of {given}: use "
-            "'int8', which takes the same memory"
-        )
 
 
 def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:

@@ -15,12 +15,12 @@ from compiled_llm import loader
 from compiled_llm.batch import Bucket, RequestRows, StepBuffers, buckets_of, choose_bucket
 from compiled_llm.compiler import CompiledFunction, CompileReport, use_own_cache_directory
 from compiled_llm.config import EngineConfig, Limits
-from compiled_llm.kv_cache import allocate, bytes_per_token, check_device, layer_dtypes
+from compiled_llm.kv_cache import allocate, bytes_per_token, layer_dtypes
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import keep, pack, tensors
-from compiled_llm.ops import native
+from compiled_llm.ops import kv_quant, native
 from compiled_llm.sampler import SamplingInput, sample, sample_greedy
 from compiled_llm.scheduler import SchedulerOutput
 
@@ -46,7 +46,9 @@ class ModelRunner:
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
         if self.device.type == "cuda":
-            check_device(config.kv_cache_dtype, torch.cuda.get_device_capability(self.device))
+            capability = torch.cuda.get_device_capability(self.device)
+            for dtype in self.cache_dtypes:
+                kv_quant.check_capability(dtype, capability)
         self.model_config = model_config
         self.limits = Limits.resolve(
             config, model_config.max_position_embeddings, _DEFAULT_BATCHED_TOKENS[self.device.type]

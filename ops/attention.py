@@ -11,15 +11,15 @@ B blocks, S block_size, M blocks in a table row.
 The queries of request ``r`` are rows ``query_start_loc[r]:query_start_loc[r + 1]`` of ``q``; the last of them is the
 token at position ``seq_lens[r] - 1``. So a decode is a request with one row, a prefill chunk one with many, and any
 mix may stand in one call. The key of position ``p`` lies in block ``block_table[r, p // S]`` at offset ``p % S``.
-Rows of a request with ``seq_lens[r] == 0``, and rows past ``query_start_loc[R]``, are padding: their output is zero (and
-their keys and values are written all the same, each where its slot says).
+Rows of a request with ``seq_lens[r] == 0``, and rows past ``query_start_loc[R]``, are padding: their output is zero,
+and their keys and values are written all the same, each where its slot says.
 
-The cache may be quantised, see ``kv_quant.py``. What else a query's softmax depends on is an argument: a sliding window, a
-soft cap of the scores, attention sinks.
+The cache may be quantised, see ``kv_quant.py``. What else a query's softmax depends on is an argument: a sliding
+window, a soft cap of the scores, attention sinks.
 
-How the ``S * H`` elements of one block and KV head are ordered in memory is the implementation's own affair: the reference
-and the Triton kernels keep ``[S, H]``, the CPU kernel the order its dot products read (``attention_cpu.cpp``). Copying
-whole blocks, as swapping and sharing do, is always right; reading single elements is not.
+How the ``S * H`` elements of one block and KV head are ordered in memory is the implementation's own affair: the
+reference and the Triton kernels keep ``[S, H]``, the CPU kernel the order that its dot products read (see
+``attention_cpu.cpp``). Copying whole blocks, as swapping and sharing do, is always right; reading elements is not.
 
 The method is PagedAttention (Kwon et al., 2023, arXiv:2309.06180) with FlashAttention's online softmax (Dao et al.,
 2022, arXiv:2205.14135).

@@ -75,15 +75,6 @@ def _device(device: torch.device) -> Device:
     return Device(properties.name, (properties.major, properties.minor), properties.multi_processor_count)
 
 
-def check_kv_dtype(kv_dtype: torch.dtype, capability: tuple[int, int]) -> None:
-    """Refuse a KV cache that a GPU of this compute capability has no numbers for."""
-    if kv_dtype == torch.float8_e4m3fn and capability < (8, 9):
-        raise ValueError(
-            'kv_cache_dtype="fp8" needs a GPU of compute capability 8.9 or later, this one has '
-            f'{capability[0]}.{capability[1]}: use kv_cache_dtype="int8", which takes the same memory'
-        )
-
-
 def _most_splits(query_len: int) -> int:
     return max(MAX_SPLITS.value // query_len, MIN_MAX_SPLITS.value)
 
@@ -116,7 +107,7 @@ def paged_attention(
     num_requests, table_width = block_table.shape
     group = num_heads // num_kv_heads
     gpu, capability, num_sms = _device(q.device)
-    check_kv_dtype(k_cache.dtype, capability)
+    kv_quant.check_capability(k_cache.dtype, capability)
     tiles = tiles or tile_config(head_dim, q.element_size(), k_cache.element_size(), capability, gpu)
     assert sm_scale > 0
     assert (k_scale is not None) == (v_scale is not None) == kv_quant.is_quantised(k_cache.dtype)

@@ -1,9 +1,9 @@
 """The quantised KV cache: int8 or fp8 codes, with one float32 scale for each token and KV head.
 
-A key or value row ``x`` of H elements is kept as ``codes = round(x / scale)`` with ``scale = max|x| / CODE_MAX``, computed
-from the row itself as it is written: no calibration, and nothing that a later token could change. The kernels fold
-scales where they cost least, ``q . k = (q . codes) * scale`` into the score and ``sum p v = sum (p * scale) codes`` into
-the weight, so no element is ever multiplied by its scale.
+A key or value row ``x`` of H elements is kept as ``codes = round(x / scale)`` with ``scale = max|x| / CODE_MAX``,
+computed from the row itself as it is written: no calibration, and nothing that a later token could change. The kernels
+fold scales where they cost least, ``q . k = (q . codes) * scale`` into the score and ``sum p v = sum (p * scale)
+codes`` into the weight, so no element is ever multiplied by its scale.
 
 Memory a token, KV head and tensor: H + 4 bytes, against 2 H in bfloat16; 51.6% of it at H = 128.
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 CODE_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert e4m3
 # Below this a row's maximum counts as this: its reciprocal and its scale are then normal float32 numbers.
 SMALLEST_MAXIMUM = 2.0**-100
 
@@ -29,6 +30,16 @@ SMALLEST_MAXIMUM = 2.0**-100
 def is_quantised(dtype: torch.dtype) -> bool:
     """Whether a KV cache of this dtype needs scales."""
     return dtype in CODE_MAX
+
+
+def check_capability(dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """``ValueError`` unless CUDA GPUs of this compute capability have the numbers of a KV cache's dtype."""
+    if dtype == torch.float8_e4m3fn and capability < FP8_CAPABILITY:
+        wanted, given = (".".join(map(str, numbers)) for numbers in (FP8_CAPABILITY, capability))
+        raise ValueError(
+            f"kv_cache_dtype='fp8' needs a GPU of compute capability {wanted} or more, given one of {given}: use "
+            "'int8', which takes the same memory"
+        )
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

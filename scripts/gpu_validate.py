@@ -7,7 +7,8 @@
 Parts: ``limits`` (copy bandwidth and matrix peak), ``e2e`` (tokens against transformers, a CUDA graph replayed in every
 step), ``kernels`` (attention against the reference at real sizes), ``attention`` (the op alone with every KV dtype,
 beside SDPA, FlexAttention and transformers' paged attention), ``latency`` and ``throughput`` (the engine on random
-weights of real shapes, the second beside transformers.generate). Each part is a process of its own with a time limit
+weights of real shapes, the second beside transformers.generate). ``tune`` runs when it is asked for by name: it writes
+the tiles that suit this GPU to ``ops/tiles``, a file to commit. Each part is a process of its own with a time limit
 and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when it ends, so a run that is cut off keeps what was
 done. It needs no installation, only a checkout and the packages.
 
@@ -42,7 +43,7 @@ _PYTEST = "-m pytest -v -W default -p no:benchmark -p no:cacheprovider"
 PARTS = {
     "limits": (60, "scripts/gpu_validate.py --measure-limits {json}"),
     "e2e": (240, f"{_PYTEST} tests/e2e/test_gpu.py"),
-    "kernels": (300, f"{_PYTEST} {_PARALLEL} tests/ops/test_attention_gpu.py"),
+    "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/test_attention_gpu.py"),
     "attention": (240, "scripts/bench_attention.py --device cuda --seconds 1 --json {json}"),
     "latency": (
         240,
@@ -53,6 +54,7 @@ PARTS = {
         300,
         "scripts/bench_throughput.py --device cuda --shape qwen3-0.6b --bucket-sizes 1,32 --token-bucket-sizes 512",
     ),
+    "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
 }
 
 
@@ -126,7 +128,8 @@ def passed(name: str, output: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="which parts (default: all)")
+    parts = [name for name in PARTS if name != "tune"]
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all but tune)")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "gpu", help="folder for the results")
     parser.add_argument("--budget", type=float, default=560, help="seconds for all parts together (default: 560)")
     parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="pack --output there after each part")

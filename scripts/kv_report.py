@@ -42,10 +42,11 @@ from tqdm import tqdm
 from compiled_llm import loader, machine
 from compiled_llm.config import QUANTISED_DTYPES, EngineConfig
 from compiled_llm.engine import DEMO_MODEL
-from compiled_llm.kv_cache import allocate, bytes_per_token, check_device, describe, dtype_name, layer_dtypes
+from compiled_llm.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.ops import kv_quant
 from compiled_llm.runner import resolve_device
 from compiled_llm.tokenizer import Tokenizer
 
@@ -268,7 +269,8 @@ def load_model(args: argparse.Namespace) -> tuple[Model, tuple[torch.dtype, ...]
     if len(args.skip_layers) == config.num_layers:
         raise ValueError("--skip-layers must leave a layer to quantise, given all of them")
     if device.type == "cuda":
-        check_device(args.kv_cache_dtype, torch.cuda.get_device_capability(device))
+        for cache_dtype in dtypes:
+            kv_quant.check_capability(cache_dtype, torch.cuda.get_device_capability(device))
     return Model(config, loader.load_weights(args.model, config, dtype, device), dtype, device), dtypes
 
 

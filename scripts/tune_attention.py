@@ -194,13 +194,12 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("tune_attention: no CUDA GPU here (torch.cuda.is_available() is False); nothing to tune", file=sys.stderr)
         return 2
-    from compiled_llm.ops import attention_triton
 
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     for name in args.kv_cache_dtype:
-        attention_triton.check_kv_dtype(KV_DTYPES[name], capability)
+        kv_quant.check_capability(KV_DTYPES[name], capability)
     path = args.output or attention_tiles.path_of(properties.name)
     configs = dict(attention_tiles.load(path))
     shapes = list(itertools.product(args.head_dim, args.kv_cache_dtype))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_llm.config import EngineConfig
-from compiled_llm.kv_cache import allocate, bytes_per_token, check_device, describe, layer_dtypes
+from compiled_llm.kv_cache import allocate, bytes_per_token, describe, layer_dtypes
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.weights import tensors
 from tests.families import checkpoint
@@ -35,16 +35,6 @@ def test_what_the_model_does_not_allow_is_refused() -> None:
         dtypes(torch.float32, kv_cache_dtype="bfloat16")
     with pytest.raises(ValueError, match=r"kv_cache_skip_layers must be layers of the model, 0 to 2, given 3"):
         dtypes(torch.float32, kv_cache_dtype="int8", kv_cache_skip_layers=(0, 3))
-
-
-def test_fp8_needs_a_gpu_that_has_it() -> None:
-    for capability in ((7, 5), (8, 0), (8, 6)):
-        with pytest.raises(ValueError, match=r"kv_cache_dtype='fp8' needs .* 8\.9 or more, given .*: use 'int8'"):
-            check_device("fp8", capability)
-        for name in ("auto", "int8", "bfloat16"):
-            check_device(name, capability)
-    for capability in ((8, 9), (9, 0), (10, 0), (12, 0)):
-        check_device("fp8", capability)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -5,7 +5,7 @@ and infinities, so that a kernel which reads (or multiplies by zero) what it sho
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor

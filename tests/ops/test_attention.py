@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from compiled_llm.ops import kv_quant, native
+from compiled_llm.ops import native
 from compiled_llm.ops.attention import paged_attention, paged_attention_reference
 from tests.ops.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, check, grid, make_case
 
@@ -233,22 +233,6 @@ def test_rows_of_odd_data(attend: Attend, kv_dtype: str) -> None:
     for scale, token in ((args[5], 10), (args[6], 21)):
         block, offset = divmod(int(case.slot_mapping[token]), 16)
         assert scale[block, :, offset].isnan().sum() == 1
-
-
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_quantise(dtype: torch.dtype, kv_dtype: str) -> None:
-    x = torch.randn(50, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
-    x[0], x[1, 0, 0], x[2, 1, 3], x[3] = 0, float("nan"), float("inf"), 1e-30
-    codes, scale = kv_quant.quantise(x, KV_DTYPES[kv_dtype])
-    assert codes.dtype == KV_DTYPES[kv_dtype]
-    bad = ~x.isfinite().all(-1)
-    assert torch.equal(scale.isnan(), bad)
-    assert bad.sum() == 2
-    assert (scale[~bad] > 0).all()
-    error = (kv_quant.dequantise(codes, scale) - x.float()).abs().amax(-1)
-    step = {"int8": 0.5 / 127, "fp8": 0.5 * 32 / 448}[kv_dtype]
-    assert (error <= x.float().abs().amax(-1) * step * 1.001 + 2.0**-100)[~bad].all()
 
 
 def test_unused_table_entries_are_not_read(attend: Attend) -> None:
