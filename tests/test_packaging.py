@@ -20,9 +20,9 @@ def test_the_wheel_is_complete_and_holds_nothing_else(tmp_path: Path) -> None:
 
     expected = {f"compiled_llm/{path.name}" for path in (ROOT / "compiled_llm").glob("*.py")}
     for room in ("ops", "models"):
-        paths = [path for path in (ROOT / room).iterdir() if path.is_file()]
+        paths = [path for path in (ROOT / room).rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
         assert paths
-        expected |= {f"compiled_llm/{room}/{path.name}" for path in paths}
+        expected |= {f"compiled_llm/{path.relative_to(ROOT)}" for path in paths}
     expected |= {f"compiled_llm/demo_model/{path.name}" for path in (ROOT / "compiled_llm" / "demo_model").iterdir()}
     expected.add("compiled_llm/py.typed")
     installed = {name for name in names if ".dist-info/" not in name}
