@@ -1,7 +1,7 @@
 // Paged attention on the CPU: the kernel behind ops/attention.py, which states what it computes.
 //
 // The keys are cut by their positions alone, never by the batch, the way a prompt was chunked or the number of threads.
-// So a token's output is bitwise the same whatever runs beside it:
+// So the output of a token, of finite keys and values, is bitwise the same whatever runs beside it:
 //
 //   tile       64 keys. Scores, online softmax and values of a tile are two small matrix products over packed operands.
 //   partition  512 keys. Has its own softmax state (maximum, sum, weighted values), started from nothing.
@@ -20,8 +20,8 @@
 //
 // (W is 1 where it does not divide H, or S.) In blocks of whole vectors (S and H multiples of 16) bf16, float and int8 are
 // multiplied where they lie, and fp8, or bf16 without the instruction for it, converted a tile at a time. Other shapes are
-// copied element by element, slowly. Rows past a request's length, and what stands in their memory (NaN, perhaps), never
-// reach a sum: their scores are replaced, their weights are zero, and floating-point values are not read.
+// copied element by element, slowly. Rows past a request's length or before its window, and what stands in their memory
+// (NaN, perhaps), have no part in a sum: their scores are replaced and floating-point values made zero.
 //
 // Int8 keys and values are multiplied as integers, exactly, with queries and weights in 16 bits.
 //
@@ -63,6 +63,7 @@ constexpr float kSmallestMaximum = 0x1p-100f;  // as in kv_quant.py
 
 // Vectors that may stand at any address.
 typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t UintVec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef long long LongVec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t Lane __attribute__((may_alias));
@@ -346,7 +347,7 @@ at::Tensor paged_attention(
       int32_data(query_start_loc, "query_start_loc", {requests + 1}), int32_data(seq_lens, "seq_lens", {requests}),
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
       tokens, requests, heads, kv_heads, heads / kv_heads, head_dim, block_size, width,
-      window, static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
+      std::min<int64_t>(window, int64_t{1} << 40), static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
 
   // A wrong index would read or write somebody else's memory: all of them are checked, they are few.
   for (int64_t t = 0; t < tokens; ++t)
@@ -357,7 +358,7 @@ at::Tensor paged_attention(
                     p.starts[requests]);
   const int64_t element = q.element_size(), row = heads * head_dim * element;
   const auto zero = [&](int64_t begin, int64_t end) {
-    std::memset(static_cast<char*>(p.out) + begin * row, 0, (end - begin) * row);
+    if (end > begin) std::memset(static_cast<char*>(p.out) + begin * row, 0, (end - begin) * row);
   };
   for (int64_t r = 0; r < requests; ++r) {
     const int64_t queries = p.starts[r + 1] - p.starts[r], keys = p.seq_lens[r];

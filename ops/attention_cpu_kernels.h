@@ -94,7 +94,7 @@ struct Tile {
   int64_t count = 0;          // of keys; the rest is not there
   const float* keys[kGroups];  // the first lane of 16 keys
   const float* values[kRows];  // one lane of keys, all columns
-  float k_scale[kTile], v_scale[kTile];
+  float k_scale[kTile] = {}, v_scale[kTile] = {};
 };
 
 template <class C>
@@ -126,7 +126,8 @@ struct Operands {
   const float* keys[Tile<C>::kGroups];
   const float* values[kDepth];
   int64_t stride;             // from a lane of keys to the next, in floats
-  float *key_memory, *value_memory, *tail;
+  float *key_memory, *value_memory;
+  float* edges;               // three rows of values; the last is zero
 
   static int64_t key_floats(const Problem& p) { return ceil_div(p.head_dim, kPerLane<O>) * kTile; }
   static int64_t value_floats(const Problem& p) { return kDepth * p.padded_dim(); }
@@ -184,6 +185,22 @@ TARGET void copy_tile(const Problem& p, const Unit& unit, int64_t first, Tile<C>
   }
 }
 
+// Replaces the values of keys that no row sees, before the first `skipped` and from `count` on, by zeros: they may be
+// infinite or NaN, and weights of zero would not help. Quantised values are numbers whatever the codes.
+template <class O, class C>
+TARGET void hide_values(int64_t skipped, int64_t count, int64_t dim, Operands<O, C>& operands) {
+  if constexpr (std::is_same_v<C, int8_t> || std::is_same_v<C, Fp8>) return;
+  for (int64_t i = 0; i < skipped / kPerLane<O>; ++i) operands.values[i] = operands.edges + 2 * dim;
+  if constexpr (std::is_same_v<O, Pairs>) {
+    const auto hide_half = [&](int64_t lane, int32_t seen, float* copy) TARGET {
+      for (int64_t i = 0; i < dim; i += kLanes) store(copy + i, floats(bits(load(operands.values[lane] + i)) & seen));
+      operands.values[lane] = copy;
+    };
+    if (skipped % 2 != 0) hide_half(skipped / 2, static_cast<int32_t>(0xffff0000), operands.edges);
+    if (count % 2 != 0) hide_half(count / 2, 0xffff, operands.edges + dim);
+  }
+}
+
 // ---------------------------------------------------------------------------------------------------- items
 
 // The rows of a unit's queries as operands. For Bytes a row is two, of the high and low bytes of 16 bits.
@@ -210,7 +227,7 @@ TARGET void load_queries(const Problem& p, const Unit& unit, int64_t lanes, floa
         for (int j = 0; j < 2; ++j) std::memcpy(x + j * 4 * lanes + i, &bytes[j], std::min(kLanes, p.head_dim - i));
         sum += code;
       }
-      for (int i = 0; i < kLanes; ++i) scoring[row].excess += 128 * sum[i];
+      for (int i = 0; i < kLanes; ++i) scoring[row].excess += 128 * static_cast<uint32_t>(sum[i]);
     } else {
       for (int64_t i = 0; i < p.head_dim; ++i) x[i] = to_operand<O>(from[i]);
     }
@@ -227,7 +244,7 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
   const bool in_runs = p.in_runs(), raw = in_runs && kRaw<O, C>;
 
   using Memory = Operands<O, C>;
-  const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), dim, rows * kTile, rows * kRowsOf<O> * lanes,
+  const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), 3 * dim, rows * kTile, rows * kRowsOf<O> * lanes,
                            rows * kRowsOf<O> * kWeightsRow<O>, rows, rows * 4, state_size, state_size};
   int64_t total_size = 0;
   for (const int64_t size : sizes) total_size += ceil_div(size, kLanes) * kLanes;
@@ -237,7 +254,7 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
   Memory operands;
   operands.key_memory = take();
   operands.value_memory = take();
-  operands.tail = take();
+  operands.edges = take();
   float *scores = take(), *queries = take(), *codes = take(), *weight_scale = take();
   static_assert(sizeof(Scoring) <= 4 * sizeof(float));
   Scoring* scoring = reinterpret_cast<Scoring*>(take());
@@ -247,10 +264,7 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
   load_queries<O, T>(p, unit, lanes, queries, scoring);
   clear(total, rows, dim);
   operands.stride = raw ? p.block_size : kLanes;
-  if (!raw) {
-    for (int64_t g = 0; g < Tile<C>::kGroups; ++g) operands.keys[g] = operands.key_memory + g * lanes * kLanes;
-    for (int64_t i = 0; i < operands.kDepth; ++i) operands.values[i] = operands.value_memory + i * dim;
-  }
+  std::memset(operands.edges + 2 * dim, 0, dim * sizeof(float));
 
   Tile<C> tiles[2];
   int64_t now = 0;
@@ -280,12 +294,11 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
       }
       if (!raw || next->count == 0) next = nullptr;
       const int64_t groups = ceil_div(tile.count, kLanes), depth = ceil_div(tile.count, kPerLane<O>);
-      if constexpr (std::is_same_v<O, Pairs>)
-        if (in_runs && tile.count % 2 != 0) {  // the other half of the last pair is anything: it becomes zero
-          const float*& last = operands.values[depth - 1];
-          for (int64_t i = 0; i < dim; i += kLanes) store(operands.tail + i, floats(bits(load(last + i)) & 0xffff));
-          last = operands.tail;
-        }
+      if (!raw) {
+        for (int64_t g = 0; g < Tile<C>::kGroups; ++g) operands.keys[g] = operands.key_memory + g * lanes * kLanes;
+        for (int64_t i = 0; i < operands.kDepth; ++i) operands.values[i] = operands.value_memory + i * dim;
+      }
+      hide_values(std::max<int64_t>(unit.first_key - first, 0), tile.count, dim, operands);
 
       all_scores<O>(rows, queries, lanes, groups, operands.keys, operands.stride,
                     next == nullptr ? nullptr : next->keys, scores);

@@ -8,9 +8,9 @@ namespace ISA {
 
 INLINE void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }  // into L2: in L1 it would push out what is in use
 
-// The high and the low bytes' sums as one.
+// The high and the low bytes' sums as one, modulo 2^32.
 INLINE IntVec join(LongVec high, LongVec low) {
-  return (reinterpret_cast<IntVec>(high) << 8) + reinterpret_cast<IntVec>(low);
+  return reinterpret_cast<IntVec>((reinterpret_cast<UintVec>(high) << 8) + reinterpret_cast<UintVec>(low));
 }
 
 // The largest blocks of sums that leave registers for the operands: rows of operands, and vectors of each.
@@ -154,7 +154,7 @@ struct Mask {
 struct Scoring {
   float scale;              // of the products; to powers of 2, without a soft cap
   float soft_cap;           // or 0
-  int32_t excess;           // Bytes: what the unsigned keys added
+  uint32_t excess;          // Bytes: what the unsigned keys added, modulo 2^32; without it sums fit 32 bits
 };
 
 // A row of a tile's products becomes weights, and its softmax state moves on. Weights are
@@ -176,7 +176,7 @@ TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, co
   Vec largest = broadcast(-kInfinity);
   for (int64_t key = 0; key < keys; key += kLanes) {
     Vec x = load(scores + key);
-    if constexpr (kBytes) x = convert(bits(x) - scoring.excess);
+    if constexpr (kBytes) x = convert(reinterpret_cast<IntVec>(reinterpret_cast<UintVec>(x) - scoring.excess));
     x *= scoring.scale;
     if (mask.k_scale != nullptr) x *= load(mask.k_scale + key);
     if (scoring.soft_cap > 0) x = tanh(x / scoring.soft_cap) * (scoring.soft_cap * kLog2E);
@@ -185,11 +185,12 @@ TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, co
     largest = max(x, largest);
   }
   const float maximum = std::max(state.maximum[row], largest_lane(largest));
+  const float shift = maximum == -kInfinity ? 0.f : maximum;  // keys that are seen, with scores of -inf: no weight
 
   Vec sums = {}, check = {};
   largest = Vec{};
   for (int64_t key = 0; key < keys; key += kLanes) {
-    const Vec weight = exp2(load(scores + key) - maximum);
+    const Vec weight = exp2(load(scores + key) - shift);
     sums += weight;
     Vec scaled = weight;
     if (mask.v_scale != nullptr) {
@@ -230,7 +231,8 @@ TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, co
   return 1;
 }
 
-TARGET void fold(const State& into, const State& from, int64_t rows, int64_t padded_dim) {
+// One copy for all its callers, which must agree to the bit.
+__attribute__((noinline)) TARGET void fold(const State& into, const State& from, int64_t rows, int64_t padded_dim) {
   for (int64_t row = 0; row < rows; ++row) {
     if (from.sum[row] == 0) continue;  // it saw no key
     const float maximum = std::max(into.maximum[row], from.maximum[row]);

@@ -83,15 +83,17 @@ INLINE Vec exp2(Vec x) {
   y = y * f + 2.40226507e-1f;
   y = y * f + 6.93147181e-1f;
   y = y * f + 1.f;
-  return x < -126.f ? Vec{} : floats(bits(y) + (bits(shifted) << 23));
+  return x < -126.f ? Vec{} : y * floats((bits(shifted) << 23) + 0x3f800000);  // a product, so that NaN stays NaN
 }
 
 INLINE float exp2(float x) { return exp2(broadcast(x))[0]; }
 
 INLINE Vec tanh(Vec x) {
-  const Vec shrunk = exp2((x < 0.f ? x : -x) * (2.f * kLog2E));
-  const Vec y = (1.f - shrunk) / (1.f + shrunk);
-  return x < 0.f ? -y : y;
+  const Vec square = x * x;
+  const Vec series = x + x * square * (-1.f / 3 + square * (2.f / 15 - square * (17.f / 315)));
+  const Vec magnitude = x < 0.f ? -x : x, shrunk = exp2(magnitude * (-2.f * kLog2E));
+  const Vec y = (1.f - shrunk) / (1.f + shrunk);  // loses digits near 0
+  return magnitude < 0.2f ? series : x < 0.f ? -y : y;
 }
 
 // Of numbers below 2^22; ties to even.

@@ -81,6 +81,7 @@ def make_case(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: bool = False,
+    poison_behind_window: bool = True,
     max_query_len: int | None = None,
     padding_query_lens: Sequence[int] = (),
     trailing_rows: int = 0,
@@ -98,6 +99,7 @@ def make_case(
         sm_scale: ``head_dim ** -0.5`` if not given.
         window, soft_cap: of the op.
         sinks: whether the heads have attention sinks.
+        poison_behind_window: whether the keys that no query sees any more are poison too.
         max_query_len: the longest of the queries if not given.
         padding_query_lens: rows of requests with ``seq_lens`` 0, which follow the real ones.
         trailing_rows: rows after ``query_start_loc[R]``.
@@ -134,10 +136,11 @@ def make_case(
         slots = poison[torch.randint(3, (num_blocks * block_size, 1, 1), generator=generator)]
         slots = slots.repeat(1, num_kv_heads, head_dim)
         for request, context_len in enumerate(context_lens):
-            old = slot_of[request][:context_len]
-            slots[old] = torch.randn(context_len, num_kv_heads, head_dim, generator=generator)
+            first = max(context_len - window + 1, 0) if window and poison_behind_window else 0
+            old = slot_of[request][first:context_len]
+            slots[old] = torch.randn(len(old), num_kv_heads, head_dim, generator=generator)
             if row_size:
-                slots[old] *= row_size(context_len)
+                slots[old] *= row_size(len(old))
         blocks = slots.view(num_blocks, block_size, num_kv_heads, head_dim).transpose(1, 2)
         if quantised:  # poison becomes codes of 0 under a scale of NaN: random codes, NaN among those of fp8, are worse
             codes, scale = kv_quant.quantise(blocks, kv_dtype)

@@ -134,7 +134,7 @@ def plain_attention(case: AttentionCase) -> Tensor:
 
 @pytest.mark.parametrize("name", [name for name in CASES if "cap-sinks" not in name])
 def test_reference_is_attention(name: str) -> None:
-    case = make_case(**CASES[name])
+    case = make_case(**CASES[name], poison_behind_window=False)
     expected = plain_attention(case)
     torch.testing.assert_close(paged_attention_reference(*case.args()).double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -235,6 +235,20 @@ def test_rows_of_odd_data(attend: Attend, kv_dtype: str) -> None:
         assert scale[block, :, offset].isnan().sum() == 1
 
 
+@pytest.mark.parametrize("instruction_set", ["avx512_dot", "avx512", "avx2", "portable"], indirect=True)
+@pytest.mark.usefixtures("instruction_set")
+def test_numbers_at_the_edges(attend: Attend) -> None:
+    case = make_case([70], [0], head_dim=16, sm_scale=1.0)
+    overflowing, nan, huge_cap = case.k.clone(), case.k.clone(), replace(case, soft_cap=1e6)
+    overflowing[:64] = -3e38  # scores of -inf in the whole first tile
+    first = replace(case, q=case.q.abs() + 1, k=overflowing)
+    expected = paged_attention_reference(*first.args())
+    torch.testing.assert_close(attend(*first.args())[64:], expected[64:], atol=1e-5, rtol=1e-5)
+    nan[5].view(torch.int32).fill_(0x7FFFFFFF)  # a NaN with all bits set
+    assert attend(*replace(case, k=nan).args())[5:].isnan().all()
+    check(huge_cap, attend)
+
+
 def test_unused_table_entries_are_not_read(attend: Attend) -> None:
     check(make_case(**MIXED, unused_table_entry=2**30), attend)
 
@@ -280,6 +294,8 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
 
 @EXACT
 @pytest.mark.parametrize("group", [1, 2, 5])
+@pytest.mark.parametrize("instruction_set", ["avx512_dot", "avx512", "avx2", "portable"], indirect=True)
+@pytest.mark.usefixtures("instruction_set")
 def test_chunking_changes_no_bit(attend: Attend, group: int, options: dict) -> None:
     """A prompt in one step, in chunks, or token by token at its end: the same output for every token."""
     case = make_case([700], [0], num_heads=2 * group, head_dim=64, **options)
