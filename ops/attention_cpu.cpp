@@ -3,7 +3,7 @@
 // The keys are cut by their positions alone, never by the batch, the way a prompt was chunked or the number of threads.
 // So the output of a token, of finite keys and values, is bitwise the same whatever runs beside it:
 //
-//   tile       64 keys. Scores, online softmax and values of a tile are two small matrix products over packed operands.
+//   tile       64 keys. Scores and values of a tile are two small matrix products, with the online softmax between them.
 //   partition  512 keys. Has its own softmax state (maximum, sum, weighted values), started from nothing.
 //   unit       some query tokens of one request times the query heads of one KV head, so a key is read once for all of
 //              them. Its result is the states of its partitions, folded in the order of their positions.
@@ -230,7 +230,7 @@ void write_cache(const Problem& p, const Kernels& kernels) {
 }
 
 void attend(const Problem& p, const Kernels& kernels, int64_t element) {
-  // The units, and their cost: a key of a unit is packed once and multiplied with every row.
+  // The units, and their cost: a key of a unit is read once, at the cost of 8 rows, and multiplied with every row.
   std::vector<Unit> units;
   const auto cost = [&](const Unit& unit) { return (unit.keys - unit.first_key) * (unit.tokens * p.group + 8); };
   int64_t total_cost = 0;

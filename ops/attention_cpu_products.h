@@ -157,9 +157,8 @@ struct Scoring {
   uint32_t excess;          // Bytes: what the unsigned keys added, modulo 2^32; without it sums fit 32 bits
 };
 
-// A row of a tile's products becomes weights, and its softmax state moves on. Weights are
-// written as operands for the values' product: to `scores` itself, or for Bytes to `codes` (two rows), in which case
-// their scale is returned.
+// A row of a tile's products becomes weights, and its softmax state moves on. Weights are written as operands of the
+// values' product: to `scores` itself, or for Bytes to `codes` (two rows), in which case their scale is returned.
 template <class O>
 TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, const Mask& mask, const State& state,
                          int64_t row, int64_t padded_dim, uint8_t* codes) {
