@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from compiled_llm.compiler import CompileReport, GraphReport
     from compiled_llm.config import EngineConfig
     from compiled_llm.engine import CompiledEngine
+    from compiled_llm.memory import MemoryLedger, MemoryRow
     from compiled_llm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
     from compiled_llm.sampling_params import SamplingParams
 
@@ -22,6 +23,8 @@ _HOMES = {
     "EngineConfig": "config",
     "EngineStats": "outputs",
     "GraphReport": "compiler",
+    "MemoryLedger": "memory",
+    "MemoryRow": "memory",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
@@ -34,6 +37,8 @@ __all__ = [
     "EngineConfig",
     "EngineStats",
     "GraphReport",
+    "MemoryLedger",
+    "MemoryRow",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

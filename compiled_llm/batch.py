@@ -15,7 +15,7 @@ from compiled_llm.config import Limits
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.sampler import SamplingInput
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduler import ScheduledRequest, SchedulerOutput
+from compiled_llm.scheduler_output import SchedulerOutput
 
 _ALIGNMENT = 64  # bytes; Inductor copies inputs that are not aligned to 16
 
@@ -46,8 +46,8 @@ def buckets_of(limits: Limits) -> list[Bucket]:
 
 def choose_bucket(buckets: list[Bucket], output: SchedulerOutput) -> Bucket:
     """The smallest bucket that holds the step. The scheduler's limits guarantee that there is one."""
-    kind = "decode" if output.max_query_len == 1 else "tokens"
-    return next(bucket for bucket in buckets if bucket.kind == kind and bucket.num_tokens >= output.num_tokens)
+    kind, num_tokens = "decode" if output.max_query_len == 1 else "tokens", output.num_tokens
+    return next(bucket for bucket in buckets if bucket.kind == kind and bucket.num_tokens >= num_tokens)
 
 
 class RequestRows:
@@ -57,7 +57,7 @@ class RequestRows:
         rows = limits.max_num_seqs
         self.vocab_size = vocab_size
         self.block_table = np.full((rows, limits.blocks_per_request), SINK_BLOCK, dtype=np.int32)
-        self.num_blocks = [0] * rows
+        self.num_blocks = np.zeros(rows, dtype=np.int32)
         self.temperature = np.zeros(rows, dtype=np.float32)
         self.top_p = np.ones(rows, dtype=np.float32)
         self.top_k = np.full(rows, vocab_size, dtype=np.int32)
@@ -67,20 +67,23 @@ class RequestRows:
 
     def update(self, output: SchedulerOutput) -> list[int]:
         """Take in a step's releases, admissions and new blocks. Returns the row of each scheduled request."""
+        row_of = self._row_of
         for request_id in output.released_request_ids:
-            self._free_rows.append(self._row_of.pop(request_id))
-        rows = []
-        for item in output.requests:
-            if item.admission is not None:
-                self._row_of[item.request_id] = row = self._free_rows.pop()
-                self._admit(row, *item.admission)
-            row = self._row_of[item.request_id]
-            if item.new_block_ids:
-                start, end = self.num_blocks[row], self.num_blocks[row] + len(item.new_block_ids)
-                self.block_table[row, start:end] = item.new_block_ids
-                self.num_blocks[row] = end
-            rows.append(row)
-        return rows
+            self._free_rows.append(row_of.pop(request_id))
+        for request_id, params, seed in output.admissions:
+            row_of[request_id] = row = self._free_rows.pop()
+            self._admit(row, params, seed)
+        for request_id, start, blocks in output.table_updates:
+            row, end = row_of[request_id], start + len(blocks)
+            assert start <= self.num_blocks[row], "a block table has a hole"
+            self.block_table[row, start:end] = blocks
+            self.num_blocks[row] = end
+        return [row_of[request_id] for request_id in output.request_ids]
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._row_of.clear()
+        self._free_rows = list(range(len(self.num_blocks) - 1, -1, -1))
 
     def _admit(self, row: int, params: SamplingParams, seed: int) -> None:
         self.num_blocks[row] = 0
@@ -93,8 +96,13 @@ class RequestRows:
 class StepBuffers:
     """The inputs of one bucket: a host array, its copy on the device, and the views that the graph reads.
 
+    Where a GPU runs a step while the host prepares the next one, the first may not have been copied yet when the host
+    writes the second: so there are two host arrays, used in turns.
+
     Attributes:
         step_input, sampling_input: views on the device at fixed addresses.
+        feedback: [T] int32 on the device; the place in the step before whose sampled token stands here, or -1 where
+            ``input_ids`` has it.
     """
 
     def __init__(self, bucket: Bucket, limits: Limits, device: torch.device) -> None:
@@ -105,6 +113,7 @@ class StepBuffers:
             "input_ids": ((tokens,), torch.int32),
             "positions": ((tokens,), torch.int32),
             "slot_mapping": ((tokens,), torch.int32),
+            "feedback": ((tokens,), torch.int32),
             "query_start_loc": ((rows + 1,), torch.int32),
             "seq_lens": ((rows,), torch.int32),
             "logits_indices": ((rows,), torch.int32),
@@ -121,78 +130,94 @@ class StepBuffers:
             size += -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else self._host
+        hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2 if on_gpu else 1)]
+        self._device = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else hosts[0]
 
         def view(memory: torch.Tensor, name: str) -> torch.Tensor:
             shape, dtype = fields[name]
             num_bytes = torch.Size(shape).numel() * dtype.itemsize
             return memory[offsets[name] : offsets[name] + num_bytes].view(dtype).view(shape)
 
-        host = {name: view(self._host, name).numpy() for name in fields}
+        self._hosts = [_HostArrays(host, {name: view(host, name).numpy() for name in fields}) for host in hosts]
         device_views = {name: view(self._device, name) for name in fields}
         for tensor in device_views.values():
             torch._dynamo.mark_static_address(tensor)
         self.step_input = StepInput(**{name: device_views[name] for name in StepInput._fields})
         self.sampling_input = SamplingInput(**{name: device_views[name] for name in SamplingInput._fields})
-        self._input_ids, self._positions = host["input_ids"], host["positions"]
-        self._slot_mapping, self._block_table = host["slot_mapping"], host["block_table"]
-        self._query_start_loc, self._seq_lens = host["query_start_loc"], host["seq_lens"]
-        self._logits_indices = host["logits_indices"]
-        self._temperature, self._top_p, self._top_k = host["temperature"], host["top_p"], host["top_k"]
-        self._seed, self._position = host["seed"], host["position"]
+        self.feedback = device_views["feedback"]
         self.clear()
 
     def clear(self) -> None:
         """All padding: a step on this writes to the sink block and means nothing."""
-        self._fill(0, 0)
-        self._copy()
+        for host in self._hosts:
+            self._pad(host.fields, 0, 0)
+            host.fields["block_table"][:] = SINK_BLOCK
+            self._copy(host)
 
-    def fill(self, requests: list[ScheduledRequest], rows: list[int], store: RequestRows) -> None:
-        """Write a step: ``rows[i]`` is the row of ``requests[i]`` in ``store``."""
-        n = len(requests)
-        counts = np.array([len(item.token_ids) for item in requests], dtype=np.int32)
-        starts = np.array([item.num_computed_tokens for item in requests], dtype=np.int32)
-        total = int(counts.sum())
+    def fill(self, output: SchedulerOutput, rows: list[int], store: RequestRows) -> None:
+        """Write a step: ``rows[i]`` is the row of ``output.request_ids[i]`` in ``store``."""
+        host = self._hosts[0]
+        self._hosts.reverse()
+        fields = host.fields
+        n, total = len(rows), output.num_tokens
+        counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
+        starts = np.array(output.num_computed_tokens, dtype=np.int32)
 
         ends = counts.cumsum(dtype=np.int32)
-        self._query_start_loc[1 : n + 1] = ends
-        self._seq_lens[:n] = starts + counts
-        self._logits_indices[:n] = ends - 1
-        self._block_table[:n] = store.block_table[rows]
-        self._input_ids[:total] = [token for item in requests for token in item.token_ids]
+        fields["query_start_loc"][1 : n + 1] = ends
+        fields["seq_lens"][:n] = starts + counts
+        fields["logits_indices"][:n] = ends - 1
+        fields["feedback"][:total] = -1
+        fields["feedback"][ends - 1] = output.feedback
+        fields["input_ids"][:total] = output.token_ids
 
-        positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
-        owners = np.repeat(np.arange(n, dtype=np.int32), counts)
-        blocks = self._block_table[owners, positions // self.block_size]
-        self._positions[:total] = positions
-        self._slot_mapping[:total] = blocks * self.block_size + positions % self.block_size
+        # Entries past a request's blocks are never read: the table is written as far as the longest reaches.
+        width = int(store.num_blocks[rows].max())
+        block_table = fields["block_table"]
+        block_table[:n, :width] = store.block_table[rows, :width]
 
-        self._temperature[:n] = store.temperature[rows]
-        self._top_p[:n] = store.top_p[rows]
-        self._top_k[:n] = store.top_k[rows]
-        self._seed[:n] = store.seed[rows]
-        self._position[:n] = self._seq_lens[:n]
-        self._fill(total, n)
-        self._copy()
+        if total == n:
+            positions, owners = starts, np.arange(n)
+        else:
+            positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
+            owners = np.repeat(np.arange(n), counts)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        fields["positions"][:total] = positions
+        fields["slot_mapping"][:total] = block_table[owners, blocks] * self.block_size + offsets
 
-    def _fill(self, num_tokens: int, num_requests: int) -> None:
+        fields["temperature"][:n] = store.temperature[rows]
+        fields["top_p"][:n] = store.top_p[rows]
+        fields["top_k"][:n] = store.top_k[rows]
+        fields["seed"][:n] = store.seed[rows]
+        fields["position"][:n] = fields["seq_lens"][:n]
+        self._pad(fields, total, n)
+        self._copy(host)
+
+    def _pad(self, fields: dict[str, np.ndarray], num_tokens: int, num_requests: int) -> None:
         """Make padding of everything past the step's tokens and requests."""
-        self._input_ids[num_tokens:] = 0
-        self._positions[num_tokens:] = 0
+        fields["input_ids"][num_tokens:] = 0
+        fields["positions"][num_tokens:] = 0
+        fields["feedback"][num_tokens:] = -1
         # Padding tokens share the sink's slots, in turn.
         padding = np.arange(self.bucket.num_tokens - num_tokens, dtype=np.int32)
-        self._slot_mapping[num_tokens:] = SINK_BLOCK * self.block_size + padding % self.block_size
-        self._query_start_loc[num_requests + 1 :] = num_tokens
-        self._seq_lens[num_requests:] = 0
-        self._logits_indices[num_requests:] = 0
-        self._block_table[num_requests:] = SINK_BLOCK
-        self._temperature[num_requests:] = 0.0
-        self._top_p[num_requests:] = 1.0
-        self._top_k[num_requests:] = 1
-        self._seed[num_requests:] = 0
-        self._position[num_requests:] = 0
+        fields["slot_mapping"][num_tokens:] = SINK_BLOCK * self.block_size + padding % self.block_size
+        fields["query_start_loc"][num_requests + 1 :] = num_tokens
+        fields["seq_lens"][num_requests:] = 0
+        fields["logits_indices"][num_requests:] = 0
+        fields["temperature"][num_requests:] = 0.0
+        fields["top_p"][num_requests:] = 1.0
+        fields["top_k"][num_requests:] = 1
+        fields["seed"][num_requests:] = 0
+        fields["position"][num_requests:] = 0
 
-    def _copy(self) -> None:
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
+    def _copy(self, host: "_HostArrays") -> None:
+        if self._device is not host.memory:
+            self._device.copy_(host.memory, non_blocking=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostArrays:
+    """A bucket's fields in host memory: ``fields`` are views of ``memory``."""
+
+    memory: torch.Tensor
+    fields: dict[str, np.ndarray]

@@ -1,55 +1,162 @@
-"""BlockPool: which KV blocks are free. Plain Python; the memory itself belongs to the runner.
+"""BlockPool: which KV blocks are free, who uses them, and what the unused ones still hold. Plain Python.
 
-Block 0 is the sink: padding tokens write there and nothing reads it, so the pool never hands it out.
+The memory itself belongs to the runner. Block 0 is the sink: padding tokens write there and nothing reads it, so the
+pool never hands it out.
+
+Prefix caching: a full, computed block is published under a digest of all that its keys and values depend on. A
+published block that nobody uses stays findable until its memory is needed; the least recently used goes first.
 """
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 SINK_BLOCK = 0
 
 
+def root_digest(*facts: str) -> bytes:
+    """What the digest of a request's first block chains to: all but tokens that its keys and values depend on."""
+    digest = hashlib.sha256()
+    for fact in facts:
+        data = fact.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.digest()
+
+
+def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """SHA-256 over the digest of the block before (or the root) and the block's own tokens.
+
+    A key depends on all tokens before it, so equal digests mean equal keys and values; and nobody can foresee or forge
+    one, as with a hash that is merely fast.
+    """
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
 class BlockPool:
-    """Blocks ``1..num_blocks``. Each is free, or used by exactly one owner."""
+    """Blocks ``1..num_blocks``, each in one of three states.
+
+    Used: named by as many block tables as its reference count says. Cached: named by none, but published, so it can be
+    used again as it is, or evicted. Empty: neither. ``num_free`` counts the last two: what ``allocate`` can give.
+
+    Attributes:
+        num_evictions: cached blocks whose memory was given to someone else.
+        peak_used: most blocks in use at once.
+    """
 
     def __init__(self, num_blocks: int) -> None:
-        assert num_blocks > 0
+        assert num_blocks >= 0
         self.num_blocks = num_blocks
+        self.num_evictions = 0
         self.peak_used = 0
         # A stack: the block freed last is handed out first, while it is still in the caches of the CPU.
-        self._free = list(range(num_blocks, SINK_BLOCK, -1))
-        self._is_free = bytearray([1]) * (num_blocks + 1)
-        self._is_free[SINK_BLOCK] = 0
+        self._empty = list(range(num_blocks, SINK_BLOCK, -1))
+        self._references = [0] * (num_blocks + 1)
+        self._block_of: dict[bytes, int] = {}
+        self._digest_of: dict[int, bytes] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` blocks, or None when there are not as many: no room is an answer, not an error."""
-        if count > len(self._free):
+        """``count`` blocks to write to, or None when there are not as many: no room is an answer, not an error."""
+        if count > len(self._empty) + len(self._cached):
             return None
-        blocks = [self._free.pop() for _ in range(count)]
-        for block in blocks:
-            self._is_free[block] = 0
+        blocks = []
+        for _ in range(count):
+            block = self._empty.pop() if self._empty else self._evict()
+            self._references[block] = 1
+            blocks.append(block)
         self.peak_used = max(self.peak_used, self.num_used)
         return blocks
 
-    def free(self, blocks: list[int]) -> None:
-        """Take back blocks that ``allocate`` handed out."""
+    def lookup(self, digest: bytes) -> int | None:
+        """The block published under ``digest``, used or cached. ``share`` it before anything else is allocated."""
+        return self._block_of.get(digest)
+
+    def share(self, block: int) -> None:
+        """One more table names ``block``: a used one, or a cached one found by ``lookup``."""
+        if self._references[block] == 0:
+            del self._cached[block]  # a KeyError: the block holds nothing
+            self.peak_used = max(self.peak_used, self.num_used)
+        self._references[block] += 1
+
+    def num_references(self, block: int) -> int:
+        """How many tables name ``block``."""
+        return self._references[block]
+
+    def digest(self, block: int) -> bytes | None:
+        """What ``block`` is published under."""
+        return self._digest_of.get(block)
+
+    def publish(self, block: int, digest: bytes) -> int:
+        """Make a used block findable. Returns the block to be found: this one, or an earlier one of the same digest."""
+        assert self._references[block] > 0, f"block {block} is published but not in use"
+        holder = self._block_of.setdefault(digest, block)
+        if holder == block:
+            assert self._digest_of.get(block, digest) == digest, f"block {block} was published as something else"
+            self._digest_of[block] = digest
+        return holder
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """A table that names ``blocks``, in the order of their positions, is gone.
+
+        From the last to the first: so a block stands in the order of eviction before the one that its digest chains to.
+        """
         for block in reversed(blocks):
             assert block != SINK_BLOCK, "the sink was never handed out"
-            assert not self._is_free[block], f"block {block} is not in use"
-            self._is_free[block] = 1
-            self._free.append(block)
+            count = self._references[block] - 1
+            assert count >= 0, f"block {block} is not in use"
+            self._references[block] = count
+            if count == 0:
+                if block in self._digest_of:
+                    self._cached[block] = None
+                else:
+                    self._empty.append(block)
 
-    def check_invariants(self, owned: list[int]) -> None:
-        """Assert that every block is free or in ``owned``, exactly once: the block ids of all tables together."""
-        assert len(set(owned)) == len(owned), "a block stands in two tables, or twice in one"
-        assert set(owned).isdisjoint(self._free), "a block is both in a table and free"
-        assert len(set(self._free)) == len(self._free), "a block is free twice"
-        assert len(self._free) + len(owned) == self.num_blocks, (
-            f"{self.num_blocks - len(self._free) - len(owned)} blocks are lost"
+    def clear_cache(self) -> None:
+        """Forget every published block; the used ones stay with their tables."""
+        self._empty += reversed(self._cached)
+        self._cached.clear()
+        self._block_of.clear()
+        self._digest_of.clear()
+
+    def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
+        """Assert that the pool agrees with ``tables``, all block tables that there are."""
+        named = [0] * (self.num_blocks + 1)
+        for table in tables:
+            assert len(set(table)) == len(table), "a block stands twice in a table"
+            for block in table:
+                named[block] += 1
+        assert named[SINK_BLOCK] == 0, "the sink was handed out"
+        assert named == self._references, "reference counts are not the numbers of tables that name the blocks"
+        empty, cached = set(self._empty), set(self._cached)
+        assert len(empty) == len(self._empty), "a block is empty twice"
+        assert not empty & cached, "a block is both empty and cached"
+        assert SINK_BLOCK not in empty | cached, "the sink may be handed out"
+        used = {block for block, count in enumerate(named) if count}
+        assert not used & (empty | cached), "a block is both used and free"
+        assert len(used) + len(empty) + len(cached) == self.num_blocks, (
+            f"{self.num_blocks - len(used) - len(empty) - len(cached)} blocks are lost"
         )
-        assert SINK_BLOCK not in {*owned, *self._free}, "the sink was handed out"
+        assert {block: digest for digest, block in self._block_of.items()} == self._digest_of, (
+            "a digest finds another's"
+        )
+        assert cached <= self._digest_of.keys(), "a cached block cannot be found"
+        assert not empty & self._digest_of.keys(), "an empty block can be found"
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        del self._block_of[self._digest_of.pop(block)]
+        self.num_evictions += 1
+        return block

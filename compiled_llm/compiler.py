@@ -30,9 +30,10 @@ class GraphReport:
         graphs: graphs captured; 1 means that the whole function is one graph. 0 without compiling.
         graph_breaks: places where capture broke off.
         recompiles: versions compiled since the warm-up ended, and calls refused because they asked for one.
-        compile_seconds: wall time of the warm-up calls.
+        compile_seconds: wall time of the warm-up calls, and of recording CUDA graphs again.
         cache: "hit" or "miss" of the compiler's cache on disk, "off" where it was not asked, "eager" uncompiled.
-        cuda_graph_bytes: device memory that the warm-up reserved, CUDA graphs and workspaces; 0 on a CPU.
+        cuda_graph_bytes: device memory that warming up and recording took: CUDA graphs, the activations in them,
+            kernels and their workspaces; 0 on a CPU. Other processes on the device can disturb it.
     """
 
     name: str
@@ -110,12 +111,7 @@ class CompiledFunction:
         before = _snapshot(self.device)
         started = time.perf_counter()
         with torch.no_grad():
-            for _ in range(_WARM_UP_CALLS[self.device.type]):
-                if self.device.type == "cuda":
-                    torch.compiler.cudagraph_mark_step_begin()
-                self._call(*make_args())
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            self._call_until_recorded(self._call, make_args)
         seconds = time.perf_counter() - started
         after = _snapshot(self.device)
         gained = {key: after[key] - before[key] for key in after}
@@ -132,18 +128,35 @@ class CompiledFunction:
             recompiles=0,
             compile_seconds=seconds,
             cache=cache,
-            cuda_graph_bytes=gained["device_bytes"],
+            cuda_graph_bytes=max(0, gained["device_bytes"]),
         )
 
-    def record_after(self, make_args: Callable[[], tuple]) -> None:
-        """Record the CUDA graph again behind another graph, which ``make_args`` runs; nothing to do on a CPU.
+    def record_again(self, make_args: Callable[[], tuple]) -> None:
+        """Record the CUDA graph again without compiling; nothing to do on a CPU.
 
-        CUDA graph trees replay a graph only behind the one that it was recorded behind.
+        For arguments at other addresses or with another size of a dynamic dimension, and behind another graph, which
+        ``make_args`` runs: CUDA graph trees replay a graph only behind the one that it was recorded behind.
         """
-        if self.device.type == "cuda":
-            for _ in range(2):
+        if self.device.type != "cuda":
+            return
+        assert self._report is not None, f"{self.name} was not warmed up"
+        before = _snapshot(self.device)
+        started = time.perf_counter()
+        self._call_until_recorded(self, make_args)
+        taken = _snapshot(self.device)["device_bytes"] - before["device_bytes"]
+        self._report = dataclasses.replace(
+            self._report,
+            compile_seconds=self._report.compile_seconds + time.perf_counter() - started,
+            cuda_graph_bytes=max(0, self._report.cuda_graph_bytes + taken),
+        )
+
+    def _call_until_recorded(self, call: Callable, make_args: Callable[[], tuple]) -> None:
+        for _ in range(_WARM_UP_CALLS[self.device.type]):
+            if self.device.type == "cuda":
                 torch.compiler.cudagraph_mark_step_begin()
-                self(*make_args())
+            call(*make_args())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def __call__(self, *args: Any) -> Any:
         """Run the compiled version. ``RuntimeError`` where torch would compile another one."""
@@ -196,5 +209,11 @@ def _snapshot(device: torch.device) -> dict[str, int]:
         "breaks": sum(counters["graph_break"].values()),
         "hits": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
         "misses": inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
-        "device_bytes": torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
+        "device_bytes": _used_bytes(device) if device.type == "cuda" else 0,
     }
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Device memory in use by all, so that what CUDA graphs take beside torch's allocator counts."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

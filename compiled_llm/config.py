@@ -10,14 +10,6 @@ from typing import Any, Literal
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
 
-# Arguments of the interface that this version does not serve yet: refused by name, never accepted and ignored.
-_NOT_YET = {
-    "swap_space_bytes": (0,),
-    "preemption_mode": ("auto", "recompute"),
-    "scheduling_policy": ("fcfs",),
-    "enable_prefix_caching": (False,),
-}
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -45,7 +37,18 @@ class EngineConfig:
             cost in quality.
         kv_cache_skip_layers: layers, counted from 0, whose cache stays in the model's dtype while the others are
             quantised.
+        swap_space_bytes: host memory for the KV blocks of preempted requests; 0: they are computed again.
+        preemption_mode: "recompute", "swap" (recompute where the swap space is full), or "auto": whichever costs less
+            by measurements made at start.
+        scheduling_policy: "fcfs", first come first served, or "priority": lower numbers first, then by arrival; a
+            waiting request may preempt running ones of a higher number.
+        target_itl_ms: time between two tokens of a request to aim at. While requests decode, prompts are computed in
+            steps of the largest token bucket that was measured to take no longer. None: ``max_num_batched_tokens``.
+        enable_prefix_caching: keep the KV blocks of finished requests, as long as there is room, for requests that
+            begin with the same tokens. A prompt's ``cache_salt`` keeps its blocks to requests of the same salt.
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
+        async_scheduling: prepare the next step while the device runs this one; what ends a request is then noticed one
+            step late, and the surplus token dropped. None: on a GPU, not on a CPU, where host and device are one.
         enforce_eager: run the same functions without compiling, for debugging.
         seed: of dummy weights and of requests that bring no seed of their own.
         check_invariants: verify the scheduler's and the KV pool's invariants after every step.
@@ -70,8 +73,10 @@ class EngineConfig:
     swap_space_bytes: int = 0
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    enable_prefix_caching: bool = False
+    target_itl_ms: float | None = None
+    enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
+    async_scheduling: bool | None = None
     enforce_eager: bool = False
     seed: int = 0
     check_invariants: bool = False
@@ -86,13 +91,11 @@ class EngineConfig:
         one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, *QUANTISED_DTYPES))
         if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', given {self.device!r}")
-        for name, supported in _NOT_YET.items():
-            value = getattr(self, name)
-            if value not in supported:
-                raise ValueError(
-                    f"{name}={value!r} is not supported in this version; supported: "
-                    + ", ".join(repr(option) for option in supported)
-                )
+        one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
+        one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        integer("swap_space_bytes", self.swap_space_bytes, 0, 2**48)
+        if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
+            raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
         object.__setattr__(self, "bucket_sizes", sizes("bucket_sizes", self.bucket_sizes))
         if self.token_bucket_sizes is not None:
             object.__setattr__(self, "token_bucket_sizes", sizes("token_bucket_sizes", self.token_bucket_sizes))
@@ -119,7 +122,16 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization must be a number above 0 and up to 1, given {share!r}")
-        for name in ("enable_chunked_prefill", "enforce_eager", "check_invariants"):
+        target = self.target_itl_ms
+        if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
+            raise ValueError(f"target_itl_ms must be a number of milliseconds above 0, or None, given {target!r}")
+        if target is not None and not self.enable_chunked_prefill:
+            raise ValueError(
+                f"target_itl_ms must be None without chunked prefill (a prompt is one step then), given {target!r}"
+            )
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ValueError(f"async_scheduling must be True, False or None, given {self.async_scheduling!r}")
+        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "check_invariants"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, given {getattr(self, name)!r}")
 

@@ -1,12 +1,10 @@
 """CompiledEngine: prompts in, outputs out. Ties tokenizer, scheduler and runner together."""
 
-import dataclasses
 import hashlib
 import itertools
-import re
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +12,31 @@ from tqdm import tqdm
 
 from compiled_llm.block_pool import BlockPool
 from compiled_llm.compiler import CompileReport
-from compiled_llm.config import EngineConfig
+from compiled_llm.config import EngineConfig, integer
+from compiled_llm.invariants import check_scheduler, check_step
+from compiled_llm.loader import model_directory
+from compiled_llm.memory import MemoryLedger
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
-from compiled_llm.prompts import Prompt, check_token_ids, encode_prompt, prompt_list
+from compiled_llm.outputs import EngineStats, RequestOutput
+from compiled_llm.prefix_cache import PrefixCache
+from compiled_llm.prompts import (
+    Prompt,
+    check_token_ids,
+    encode_prompt,
+    pair_priorities,
+    pair_sampling_params,
+    prompt_list,
+)
 from compiled_llm.request import Request, Status
-from compiled_llm.runner import ModelRunner
+from compiled_llm.runner import LaunchedStep, ModelRunner
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduler import Scheduler
+from compiled_llm.scheduler_output import SchedulerOutput
+from compiled_llm.served_request import ServedRequest, error_output
 from compiled_llm.stream import RequestStream
 from compiled_llm.tokenizer import OutputText, Tokenizer
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-
-
-@dataclasses.dataclass
-class _Entry:
-    """A request and what its user sees of it. ``text`` is None where nothing is decoded."""
-
-    request: Request
-    prompt: str | None
-    text: OutputText | None
 
 
 class CompiledEngine:
@@ -58,15 +60,21 @@ class CompiledEngine:
 
     def _start(self, config: EngineConfig) -> None:
         self.config = config
-        directory = DEMO_MODEL if config.model is None else _model_directory(config.model)
+        directory = DEMO_MODEL if config.model is None else model_directory(config.model)
         self.model_config = ModelConfig.from_directory(directory)
         self.tokenizer = _load_tokenizer(config, directory)
         self.runner = ModelRunner(config, self.model_config, directory)
-        self.scheduler = Scheduler(self.runner.limits, BlockPool(self.runner.num_blocks))
+        self.scheduler = self._make_scheduler()
+        # Steps that the device works on, oldest first: one, or with overlap one more while the host prepares it.
+        self._launched: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
+        overlaps = self.runner.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        self._most_launched = 2 if overlaps else 1
         self._closed = False
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, ServedRequest] = {}
         self._ids = itertools.count()
         self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
+        self._dropped: deque[str] = deque()  # streams that nobody holds any more
+        self._advanced: deque[Request] = deque()  # whose outputs are to be made
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         self._num_requests = self._num_finished = self._num_steps = 0
         self._num_prompt_tokens = self._num_output_tokens = self._num_computed_tokens = 0
@@ -82,8 +90,12 @@ class CompiledEngine:
         """End all requests and free the weights and the KV cache. The engine serves nothing afterwards."""
         if not self._closed:
             self._closed = True
-            self.abort(list(self._entries))
-            self.runner.close()
+            try:
+                self.abort(list(self._entries))
+                while self._launched:
+                    self.runner.collect(self._launched.popleft()[1])
+            finally:
+                self.runner.close()
 
     # -- Serving lists of prompts
 
@@ -103,6 +115,7 @@ class CompiledEngine:
                 these.
             sampling_params: one for all, or one for each prompt.
             use_tqdm: show a progress bar.
+            priority: one for each prompt, lower is served first; for ``scheduling_policy="priority"``.
             raise_on_error: raise for a bad prompt; otherwise its output has ``finish_reason="error"`` and the reason
                 in ``stop_reason``, and the other prompts are served.
 
@@ -110,24 +123,23 @@ class CompiledEngine:
             ValueError: the arguments do not pair up, or ``raise_on_error`` and a prompt is bad.
             RuntimeError: requests of ``add_request`` are unfinished; their outputs would be lost.
         """
-        if priority is not None:
-            raise ValueError("priority is not supported in this version; leave it at None")
         items = prompt_list(prompts)
-        params = _pair(sampling_params, len(items))
+        params = pair_sampling_params(sampling_params, len(items))
+        priorities = pair_priorities(priority, len(items))
         if self._entries.keys() - self._streams.keys():
             raise RuntimeError("generate() while requests of add_request() are unfinished: finish or abort them first")
         outputs: dict[str, RequestOutput] = {}
-        request_ids = [f"generate-{next(self._ids)}" for _ in items]
+        request_ids = [self._unused_id("generate") for _ in items]
         pending = set()
         try:
-            for request_id, prompt, param in zip(request_ids, items, params, strict=True):
+            for request_id, prompt, param, number in zip(request_ids, items, params, priorities, strict=True):
                 try:
-                    self.add_request(request_id, prompt, param)
+                    self.add_request(request_id, prompt, param, number)
                     pending.add(request_id)
                 except ValueError as error:
                     if raise_on_error:
                         raise
-                    outputs[request_id] = _error_output(request_id, prompt, str(error))
+                    outputs[request_id] = error_output(request_id, prompt, str(error))
             with tqdm(total=len(items), initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar:
                 while pending:
                     for output in self._advance(only_finished=not self._streams):
@@ -144,17 +156,13 @@ class CompiledEngine:
 
         Several streams may be consumed in turns. A stream that is closed early, or dropped, aborts its request.
         """
-        request_id = f"stream-{next(self._ids)}"
+        request_id = self._unused_id("stream")
         self.add_request(request_id, prompt, sampling_params)
 
         def advance() -> None:
             self._undelivered += self._advance()
 
-        def end() -> None:
-            del self._streams[request_id]
-            self.abort(request_id)
-
-        stream = RequestStream(advance, end)
+        stream = RequestStream(advance, lambda: self._end_stream(request_id), lambda: self._dropped.append(request_id))
         self._streams[request_id] = stream.outputs
         return stream
 
@@ -177,13 +185,16 @@ class CompiledEngine:
             raise RuntimeError("the engine is closed")
         if not isinstance(request_id, str) or not request_id or request_id in self._entries:
             raise ValueError(f"request_id must be a non-empty str that no unfinished request has, given {request_id!r}")
-        if priority != 0:
-            raise ValueError(f"priority={priority!r} is not supported in this version; leave it at 0")
+        integer("priority", priority, -(2**31), 2**31 - 1)
+        if priority != 0 and self.config.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority must be 0 unless the engine's scheduling_policy is 'priority', given {priority!r}"
+            )
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
         capacity = self.scheduler.request_capacity
-        text, token_ids = encode_prompt(prompt, self.tokenizer, capacity)
+        text, token_ids, cache_salt = encode_prompt(prompt, self.tokenizer, capacity)
         check_token_ids("prompt_token_ids", token_ids, self.model_config.vocab_size)
         check_token_ids("stop_token_ids", params.stop_token_ids or (), self.model_config.vocab_size)
         if params.stop and self.tokenizer is None:
@@ -205,22 +216,26 @@ class CompiledEngine:
             | frozenset(() if params.ignore_eos else self.model_config.eos_token_ids),
             max_num_tokens=min(len(token_ids) + max_tokens, capacity),
             arrival_time=time.monotonic(),
+            priority=priority,
+            cache_salt=cache_salt,
         )
         decodes = self.tokenizer is not None and params.detokenize
         output_text = OutputText(self.tokenizer, token_ids, params) if self.tokenizer and decodes else None
-        self._entries[request_id] = _Entry(request, text, output_text)
+        self._entries[request_id] = ServedRequest(request, text, list(token_ids), output_text)
         self.scheduler.add(request)
         self._num_requests += 1
         self._num_prompt_tokens += len(token_ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
-        return self.scheduler.has_unfinished_requests() or bool(self._undelivered)
+        self._abort_dropped_streams()
+        return self.scheduler.has_unfinished_requests() or bool(self._undelivered or self._advanced)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out."""
+        advanced = self._advance()
         outputs, self._undelivered = self._undelivered, []
-        return outputs + self._advance()
+        return outputs + advanced
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests now and free their blocks. Unknown and finished ids are passed over.
@@ -233,29 +248,48 @@ class CompiledEngine:
                 self.scheduler.finish(entry.request, "abort")
                 self._num_finished += 1
                 if name in self._streams:
-                    self._streams[name].append(_request_output(entry))
+                    self._streams[name].append(entry.output())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV blocks. ``RuntimeError`` while requests are unfinished: theirs are in use."""
+        if self.scheduler.has_unfinished_requests():
+            raise RuntimeError("reset_prefix_cache() while requests are unfinished: finish or abort them first")
+        self.scheduler.pool.clear_cache()
 
     # -- Reports
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and its state now."""
-        pool, times = self.scheduler.pool, self.runner.times
+        scheduler, times = self.scheduler, self.runner.times
+        pool, prefix_cache, counts = scheduler.pool, scheduler.prefix_cache, scheduler.counts
         return EngineStats(
             num_steps=self._num_steps,
             num_requests=self._num_requests,
             num_finished=self._num_finished,
-            num_waiting=len(self.scheduler.waiting),
-            num_running=len(self.scheduler.running),
+            num_waiting=scheduler.num_waiting,
+            num_running=len(scheduler.running),
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             num_computed_tokens=self._num_computed_tokens,
             num_padding_tokens=times.num_padding_tokens,
-            num_preemptions=self.scheduler.num_preemptions,
+            num_preemptions=scheduler.num_preemptions,
+            num_recompute_preemptions=counts.num_recompute_preemptions,
+            num_swap_preemptions=counts.num_swap_preemptions,
+            num_recomputed_tokens=counts.num_recomputed_tokens,
+            num_swapped_out_tokens=counts.num_swapped_out_tokens,
+            num_swapped_in_tokens=counts.num_swapped_in_tokens,
+            prefix_queried_tokens=prefix_cache.num_queried_tokens,
+            prefix_hit_tokens=prefix_cache.num_hit_tokens,
+            num_evictions=pool.num_evictions,
             num_kv_blocks=pool.num_blocks,
             used_blocks=pool.num_used,
+            cached_blocks=pool.num_cached,
             peak_used_blocks=pool.peak_used,
+            num_swap_blocks=scheduler.swap_pool.num_blocks,
+            used_swap_blocks=scheduler.swap_pool.num_used,
             schedule_seconds=self._schedule_seconds,
             prepare_seconds=times.prepare_seconds,
+            launch_seconds=times.launch_seconds,
             execute_seconds=times.execute_seconds,
             output_seconds=self._output_seconds,
         )
@@ -264,134 +298,142 @@ class CompiledEngine:
         """Per compiled graph: graph breaks, recompiles since ready, seconds, cache hit or miss."""
         return self.runner.compile_report()
 
+    def memory_report(self) -> MemoryLedger:
+        """What the memory goes to, as measured at the start: weights, graphs, activations, KV pool, what stays free."""
+        return self.runner.memory_ledger
+
     # -- Inside
+
+    def _make_scheduler(self) -> Scheduler:
+        config, runner = self.config, self.runner
+        pool = BlockPool(runner.num_blocks)
+        facts = (
+            str(self.model_config),
+            str(runner.dtype),
+            str(runner.cache_dtypes),
+            str(config.model),
+            str(config.seed),
+        )
+        return Scheduler(
+            runner.limits,
+            pool,
+            prefix_cache=PrefixCache(pool, runner.limits.block_size, enabled=config.enable_prefix_caching, facts=facts),
+            swap_pool=BlockPool(runner.num_swap_blocks),
+            preemption_mode=config.preemption_mode,
+            policy=config.scheduling_policy,
+            target_itl_ms=config.target_itl_ms,
+            costs=runner.costs,
+        )
 
     def _advance(self, only_finished: bool = False) -> list[RequestOutput]:
         """Run one step; outputs of streams go to them, the others are returned."""
+        self._abort_dropped_streams()
+        if self.scheduler.has_unfinished_requests():
+            self._step()
         outputs = []
-        for output in self._step(only_finished):
-            if output.request_id in self._streams:
+        while self._advanced:
+            output = self._next_output(self._advanced[0], only_finished)
+            self._advanced.popleft()
+            if output is not None and output.request_id in self._streams:
                 self._streams[output.request_id].append(output)
-            else:
+            elif output is not None:
                 outputs.append(output)
         return outputs
 
-    def _step(self, only_finished: bool) -> list[RequestOutput]:
-        if not self.scheduler.has_unfinished_requests():
-            return []
-        started = time.perf_counter()
-        output = self.scheduler.schedule()
-        scheduled = time.perf_counter()
-        sampled = self.runner.execute(output)
-        executed = time.perf_counter()
-        advanced = self.scheduler.update(output, sampled)
-        updated = time.perf_counter()
-        outputs = []
-        for request in advanced:
-            entry = self._entries[request.request_id]
-            self._extend_text(entry)
-            finished = request.status is Status.FINISHED
-            if finished:
-                del self._entries[request.request_id]
-                self._num_finished += 1
-            if finished or not only_finished:
-                outputs.append(_request_output(entry))
-        if self.config.check_invariants:
-            self.scheduler.check_invariants()
+    def _step(self) -> None:
+        """Launch a step, and enter the results of the oldest one when as many are launched as may be.
+
+        Who got a token, or ended with an error, is in ``_advanced`` then.
+        """
+        try:
+            started = time.perf_counter()
+            output = self.scheduler.schedule()
+            self._schedule_seconds += time.perf_counter() - started
+            if self.config.check_invariants:
+                check_step(self.scheduler, output)
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+        try:
+            if output.request_ids:
+                self._launched.append((output, self.runner.launch(output)))
+                if len(self._launched) < self._most_launched:
+                    return
+            output, launched = self._launched.popleft()
+            sampled = self.runner.collect(launched)
+        except BaseException as error:
+            self._fail_steps(error)
+            if isinstance(error, Exception):
+                return
+            raise
+        try:
+            started = time.perf_counter()
+            advanced = self.scheduler.update(output, sampled)
+            self._schedule_seconds += time.perf_counter() - started
+            if self.config.check_invariants:
+                check_scheduler(self.scheduler)
+        except BaseException as error:
+            self._fail_all(error)
+            raise
+        self._advanced += advanced
         self._num_steps += 1
         self._num_output_tokens += len(advanced)
         self._num_computed_tokens += output.num_tokens
-        self._schedule_seconds += scheduled - started + updated - executed
-        self._output_seconds += time.perf_counter() - updated
-        return outputs
 
-    def _extend_text(self, entry: _Entry) -> None:
-        """Decode the newest token; a stop string in the text ends the request."""
-        request, text = entry.request, entry.text
-        if text is None:
-            return
-        # The token that ended a request is not text, unless asked for.
-        hidden = request.finish_reason == "stop" and not request.sampling_params.include_stop_str_in_output
-        stop = None if hidden else text.append(request.output_token_ids[-1])
-        if stop is None and request.status is Status.FINISHED:
-            stop = text.finish()
+    def _next_output(self, request: Request, only_finished: bool) -> RequestOutput | None:
+        """What the user sees of a request that got a token or ended."""
+        started = time.perf_counter()
+        entry = self._entries.get(request.request_id)
+        if entry is None or entry.request is not request:  # aborted meanwhile, or seen already
+            return None
+        stop = entry.read_new_tokens()
         if stop is not None:
             self.scheduler.finish(request, "stop", stop)
             request.finish_reason, request.stop_reason = "stop", stop
+        finished = request.status is Status.FINISHED
+        output = entry.output() if finished or not only_finished else None
+        if finished:
+            del self._entries[request.request_id]
+            self._num_finished += 1
+        self._output_seconds += time.perf_counter() - started
+        return output
+
+    def _fail_steps(self, error: BaseException) -> None:
+        """The device failed: the requests of the steps in flight end with the reason, and the others are served."""
+        self._launched.clear()
+        self.runner.rows.clear()
+        self._advanced += self.scheduler.fail_steps_in_flight(f"{type(error).__name__}: {error}")
+
+    def _fail_all(self, error: BaseException) -> None:
+        """Scheduling failed or was interrupted half-way: end all requests, and begin anew with an empty scheduler."""
+        self._launched.clear()
+        self.runner.rows.clear()
+        self.scheduler = self._make_scheduler()
+        for entry in self._entries.values():
+            request = entry.request
+            request.status, request.finish_reason = Status.FINISHED, request.finish_reason or "error"
+            request.stop_reason = request.stop_reason or f"{type(error).__name__}: {error}"
+            request.finished_time = request.finished_time or time.monotonic()
+            self._advanced.append(request)
+
+    def _abort_dropped_streams(self) -> None:
+        """Streams that the garbage collector found: it may run anywhere, so they wait for a safe moment."""
+        while self._dropped:
+            self._end_stream(self._dropped.popleft())
+
+    def _end_stream(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+        self.abort(request_id)
+
+    def _unused_id(self, kind: str) -> str:
+        return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._entries)
 
     def _seed_of_next_request(self) -> int:
         text = f"{self.config.seed}/{self._num_requests}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
-def _request_output(entry: _Entry) -> RequestOutput:
-    request = entry.request
-    finished = request.status is Status.FINISHED
-    completion = CompletionOutput(
-        index=0,
-        text=entry.text.text(finished) if entry.text else "",
-        token_ids=list(request.output_token_ids),
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-    )
-    metrics = RequestMetrics(
-        arrival_time=request.arrival_time,
-        first_scheduled_time=request.first_scheduled_time,
-        first_token_time=request.first_token_time,
-        finished_time=request.finished_time,
-        num_preemptions=request.num_preemptions,
-    )
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt=entry.prompt,
-        prompt_token_ids=list(request.prompt_token_ids),
-        outputs=[completion],
-        finished=finished,
-        metrics=metrics,
-    )
-
-
-def _error_output(request_id: str, prompt: Any, reason: str) -> RequestOutput:
-    now = time.monotonic()
-    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-    return RequestOutput(
-        request_id=request_id,
-        prompt=text if isinstance(text, str) else None,
-        prompt_token_ids=[],
-        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", stop_reason=reason)],
-        finished=True,
-        metrics=RequestMetrics(arrival_time=now, finished_time=now),
-    )
-
-
-def _pair(sampling_params: Any, count: int) -> list[Any]:
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        return [sampling_params] * count
-    if not isinstance(sampling_params, Sequence):
-        raise ValueError(f"sampling_params must be a SamplingParams or a list, given {type(sampling_params).__name__}")
-    if len(sampling_params) != count:
-        raise ValueError(
-            f"sampling_params must be one or as many as the prompts, {count}, given {len(sampling_params)}"
-        )
-    return list(sampling_params)
-
-
-def _model_directory(model: str) -> Path:
-    """The directory of a model: ``model`` itself, or the hub's snapshot of that id with data files alone."""
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise ValueError(f"model={model!r} is neither a directory nor a hub id ('organisation/name')")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
-    except Exception as error:  # of the network, the hub or the disk
-        raise ValueError(f"model={model!r} is no directory here, and not to be had as a hub id: {error}") from error
-
-
 def _load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     if config.tokenizer is not None:
-        return Tokenizer(_model_directory(config.tokenizer))
+        return Tokenizer(model_directory(config.tokenizer))
     return Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None

@@ -38,16 +38,29 @@ def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) ->
     return 2 * c.num_kv_heads * sum(rows)
 
 
+def num_tensors(dtypes: Sequence[torch.dtype]) -> int:
+    """How many tensors a cache consists of; ``dtypes`` has one for each layer."""
+    return sum(4 if kv_quant.is_quantised(dtype) else 2 for dtype in dtypes)
+
+
 def allocate(
     model_config: ModelConfig, dtypes: Sequence[torch.dtype], num_blocks: int, block_size: int, device: torch.device
 ) -> KVCache:
-    """A zeroed cache; ``dtypes`` has one for each layer."""
+    """A zeroed cache; ``dtypes`` has one for each layer.
+
+    The tensors are marked for the compiler: their addresses stay, so that CUDA graphs do not copy them, and their
+    number of blocks is dynamic, so that what was compiled on one cache runs on another of any size from 2 blocks on.
+    """
     rows = (num_blocks, model_config.num_kv_heads, block_size)
     shape = (*rows, model_config.head_dim)
 
     def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         on_cpu = device.type == "cpu"
-        return native.huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        tensor = native.huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.
+        torch._dynamo.mark_static_address(tensor, guard=False)
+        torch._dynamo.mark_dynamic(tensor, 0)
+        return tensor
 
     def layer(dtype: torch.dtype) -> LayerCache:
         cache = LayerCache(zeros(shape, dtype), zeros(shape, dtype))

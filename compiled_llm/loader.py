@@ -5,6 +5,7 @@ Only safetensors files are read: they hold data, never code. An index may name o
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -182,3 +183,18 @@ def _check_tied(locations: dict[str, Path], handles: dict[Path, Any]) -> list[st
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:_LISTED])
     return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+
+
+def model_directory(model: str) -> Path:
+    """The directory of a model: ``model`` itself, or the hub's snapshot of that id with data files alone."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise ValueError(f"model={model!r} is neither a directory nor a hub id ('organisation/name')")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # of the network, the hub or the disk
+        raise ValueError(f"model={model!r} is no directory here, and not to be had as a hub id: {error}") from error

@@ -6,13 +6,21 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
-    """Times of a request, in seconds on the monotonic clock; None for what has not happened."""
+    """Times of a request, in seconds on the monotonic clock; None for what has not happened.
+
+    Attributes:
+        num_preemptions: how often it gave its KV blocks up to requests before it.
+        num_recomputed_tokens: tokens that were computed again after that.
+        num_swapped_tokens: tokens whose keys and values were copied to the host instead.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_swapped_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +45,12 @@ class CompletionOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
-    """A request's state after a step, or at its end. ``prompt`` is None when token ids were given."""
+    """A request's state after a step, or at its end.
+
+    Attributes:
+        prompt: None when token ids were given.
+        num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -55,9 +68,19 @@ class EngineStats:
 
     Attributes:
         num_padding_tokens: rows of the buckets that held no token, over all steps.
-        peak_used_blocks: most KV blocks in use at once, of ``num_kv_blocks``.
-        schedule_seconds, prepare_seconds, execute_seconds, output_seconds: host time in the scheduler, in filling the
-            step's buffers, in the compiled step (until its tokens are on the host), and in detokenising.
+        num_preemptions: those that threw blocks away (recompute) and those that copied them to the host (swap).
+        num_recomputed_tokens: tokens computed again after a preemption.
+        num_swapped_out_tokens, num_swapped_in_tokens: tokens whose keys and values went to the host, and came back.
+        prefix_queried_tokens, prefix_hit_tokens: tokens of requests when they were first admitted, and those of them
+            that the prefix cache held or that another request was about to compute.
+        num_evictions: cached blocks whose memory was needed.
+        used_blocks, cached_blocks: of ``num_kv_blocks``, those in use, and those free but still findable.
+        peak_used_blocks: most KV blocks in use at once.
+        used_swap_blocks: of ``num_swap_blocks`` in host memory.
+        schedule_seconds, prepare_seconds, output_seconds: host time in the scheduler, in filling the steps' buffers,
+            and in detokenising. With ``async_scheduling`` the device works meanwhile.
+        execute_seconds: launching steps and waiting for their tokens; ``launch_seconds`` of it is launching, which is 0
+            on a CPU, where host and device are one.
     """
 
     num_steps: int
@@ -70,10 +93,27 @@ class EngineStats:
     num_computed_tokens: int
     num_padding_tokens: int
     num_preemptions: int
+    num_recompute_preemptions: int
+    num_swap_preemptions: int
+    num_recomputed_tokens: int
+    num_swapped_out_tokens: int
+    num_swapped_in_tokens: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    num_evictions: int
     num_kv_blocks: int
     used_blocks: int
+    cached_blocks: int
     peak_used_blocks: int
+    num_swap_blocks: int
+    used_swap_blocks: int
     schedule_seconds: float
     prepare_seconds: float
+    launch_seconds: float
     execute_seconds: float
     output_seconds: float
+
+    @property
+    def host_seconds(self) -> float:
+        """Time in which the host works for a step and not the device."""
+        return self.schedule_seconds + self.prepare_seconds + self.launch_seconds + self.output_seconds

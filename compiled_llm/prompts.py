@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 # No token is longer, so that a longer text cannot fit and need not be encoded to know it.
 _MAX_CHARACTERS_PER_TOKEN = 256
+_MAX_SALT_CHARACTERS = 1024
 
 
 def prompt_list(prompts: Any) -> list[Any]:
@@ -20,20 +22,32 @@ def prompt_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) -> tuple[str | None, list[int]]:
-    """(text, token ids) of a prompt in any of its forms; the text is None when ids were given.
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) -> tuple[str | None, list[int], str]:
+    """(text, token ids, cache salt) of a prompt in any of its forms; the text is None when ids were given.
+
+    Requests share cached KV blocks only with those of the same ``cache_salt``, a key that a prompt given as a dict may
+    have, so that users who must not learn of each other's prompts by their speed do not.
 
     Raises:
         ValueError: it has no such form, is empty, has more text than ``max_tokens`` tokens could hold, or is text for a
             model without a tokenizer.
     """
+    cache_salt = ""
     if isinstance(prompt, Mapping):
-        if set(prompt) not in ({"prompt"}, {"prompt_token_ids"}):
+        keys = set(prompt) - {"cache_salt"}
+        if keys not in ({"prompt"}, {"prompt_token_ids"}):
             raise ValueError(
-                "a prompt given as a dict must have one key, 'prompt' or 'prompt_token_ids', given "
-                f"{sorted(map(str, prompt))}"
+                "a prompt given as a dict must have one key, 'prompt' or 'prompt_token_ids', beside an optional "
+                f"'cache_salt', given {sorted(map(str, prompt))}"
             )
-        ((key, prompt),) = prompt.items()
+        cache_salt = prompt.get("cache_salt", "")
+        if not isinstance(cache_salt, str) or len(cache_salt) > _MAX_SALT_CHARACTERS:
+            raise ValueError(
+                f"cache_salt must be a str of at most {_MAX_SALT_CHARACTERS} characters, given {cache_salt!r:.100}"
+            )
+        _check_unicode("cache_salt", cache_salt)
+        (key,) = keys
+        prompt = prompt[key]
         if isinstance(prompt, str) != (key == "prompt"):
             raise ValueError(f"{key} must be {'a str' if key == 'prompt' else 'a list of token ids'}")
     if isinstance(prompt, str):
@@ -43,10 +57,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) 
             raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
         if len(prompt) > _MAX_CHARACTERS_PER_TOKEN * max_tokens:
             raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {max_tokens} tokens")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt must be valid Unicode: {error}") from error
+        _check_unicode("prompt", prompt)
         token_ids = tokenizer.encode(prompt)
     elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(prompt).__name__}")
@@ -54,7 +65,14 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) 
         token_ids = list(prompt)  # type: ignore[arg-type]  # what its items are, check_token_ids says
     if not token_ids:
         raise ValueError("prompt must have at least one token, given none")
-    return prompt if isinstance(prompt, str) else None, token_ids
+    return prompt if isinstance(prompt, str) else None, token_ids, cache_salt
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be valid Unicode: {error}") from error
 
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -62,3 +80,27 @@ def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> Non
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise ValueError(f"{name} must be integers from 0 to {vocab_size - 1}, given {token_id!r}")
+
+
+def pair_sampling_params(sampling_params: Any, count: int) -> list[Any]:
+    """One for each of ``count`` prompts."""
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * count
+    if not isinstance(sampling_params, Sequence):
+        raise ValueError(f"sampling_params must be a SamplingParams or a list, given {type(sampling_params).__name__}")
+    if len(sampling_params) != count:
+        raise ValueError(
+            f"sampling_params must be one or as many as the prompts, {count}, given {len(sampling_params)}"
+        )
+    return list(sampling_params)
+
+
+def pair_priorities(priority: Any, count: int) -> list[int]:
+    """One for each of ``count`` prompts; 0 where none is given."""
+    if priority is None:
+        return [0] * count
+    if isinstance(priority, str) or not isinstance(priority, Sequence):
+        raise ValueError(f"priority must be a list of integers, one for each prompt, given {priority!r}")
+    if len(priority) != count:
+        raise ValueError(f"priority must have as many integers as there are prompts, {count}, given {len(priority)}")
+    return list(priority)

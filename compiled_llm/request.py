@@ -7,7 +7,7 @@ from compiled_llm.sampling_params import SamplingParams
 
 
 class Status(enum.Enum):
-    WAITING = "waiting"  # no blocks; also after a preemption
+    WAITING = "waiting"  # no KV blocks on the device; also after a preemption
     RUNNING = "running"
     FINISHED = "finished"
 
@@ -20,9 +20,21 @@ class Request:
         seed: the random numbers of this request follow from it and the position alone.
         stop_token_ids: all ids that end it, the model's end-of-text ids included.
         max_num_tokens: prompt and output together never exceed this.
-        num_computed_tokens: tokens whose keys and values are in the cache.
+        priority: lower is served first, under the policy that asks for it.
+        cache_salt: requests share cached blocks only with those of the same salt.
+
+        rank: where it stands among the others, lower first: (priority or 0, order of arrival).
+        num_tokens: tokens known, and those that steps in flight are about to sample.
+        num_in_flight: how many of ``num_tokens`` are not known to the host yet.
+        num_computed_tokens: tokens whose keys and values are in the cache, or will be when the steps in flight end.
         block_ids: KV blocks in the order of the positions they hold.
-        num_sent_blocks: how many of them the runner was told of.
+        host_block_ids: where its blocks lie while it is swapped out.
+        num_sent_blocks: how many entries of its block table the runner knows.
+        block_digests: of its full blocks, as far as they were needed; see ``block_pool.block_digest``.
+        num_published_blocks: how many of its blocks can be found by others.
+        last_step_index: its place in the step that samples the token in flight.
+        num_cached_tokens: prompt tokens found in the cache when it was first admitted; -1 before.
+        num_lost_tokens: computed tokens that its last preemption threw away.
     """
 
     request_id: str
@@ -32,26 +44,37 @@ class Request:
     stop_token_ids: frozenset[int]
     max_num_tokens: int
     arrival_time: float
+    priority: int = 0
+    cache_salt: str = ""
 
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    rank: tuple[int, int] = (0, 0)
+    num_tokens: int = 0
+    num_in_flight: int = 0
     num_computed_tokens: int = 0
     block_ids: list[int] = dataclasses.field(default_factory=list)
+    host_block_ids: list[int] = dataclasses.field(default_factory=list)
     num_sent_blocks: int = 0
+    block_digests: list[bytes] = dataclasses.field(default_factory=list)
+    num_published_blocks: int = 0
+    last_step_index: int = -1
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_cached_tokens: int = -1
+    num_lost_tokens: int = 0
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_swapped_tokens: int = 0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens known so far: prompt and output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
+    def __post_init__(self) -> None:
+        self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Known tokens at positions ``start..end - 1``."""
+        """Known tokens at positions ``start..end - 1``; fewer where not all of them are known."""
         prompt_len = len(self.prompt_token_ids)
         if start >= prompt_len:
             return self.output_token_ids[start - prompt_len : end - prompt_len]

@@ -1,12 +1,14 @@
 """ModelRunner: owns weights, KV cache and compiled steps. Everything that runs on the device starts here."""
 
+import contextlib
 import dataclasses
 import functools
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -15,26 +17,48 @@ from compiled_llm import loader
 from compiled_llm.batch import Bucket, RequestRows, StepBuffers, buckets_of, choose_bucket
 from compiled_llm.compiler import CompiledFunction, CompileReport, use_own_cache_directory
 from compiled_llm.config import EngineConfig, Limits
-from compiled_llm.kv_cache import allocate, bytes_per_token, layer_dtypes
-from compiled_llm.models import family
+from compiled_llm.costs import StepCosts
+from compiled_llm.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
+from compiled_llm.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import keep, pack, tensors
-from compiled_llm.ops import kv_quant, native
-from compiled_llm.sampler import SamplingInput, sample, sample_greedy
-from compiled_llm.scheduler import SchedulerOutput
+from compiled_llm.ops import kv_quant, native, swap
+from compiled_llm.sampler import SamplingInput
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduler_output import SchedulerOutput
+from compiled_llm.step import Feedback, sampler_function, step_function
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
-_GPU_WORKSPACE_BYTES = 2 * 2**30  # left free for CUDA graphs and kernels' workspaces
+_COST_RUNS, _COST_SWAP_BLOCKS = 3, 16
+_SWAP_REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
 
 
 @dataclasses.dataclass
 class RunnerTimes:
-    """Host seconds since the engine was made, and rows of buckets that held no token."""
+    """Seconds since the engine was made, and rows of buckets that held no token.
+
+    Attributes:
+        prepare_seconds: filling buffers.
+        launch_seconds: handing steps to the device; 0 on a CPU, which is the device.
+        execute_seconds: launching, and waiting for the tokens.
+    """
 
     prepare_seconds: float = 0.0
+    launch_seconds: float = 0.0
     execute_seconds: float = 0.0
     num_padding_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchedStep:
+    """A step that the device works on. ``tokens``: [R] on the host, there once ``done`` is."""
+
+    bucket: Bucket
+    num_requests: int
+    tokens: Tensor
+    begun: torch.cuda.Event | None = None
+    done: torch.cuda.Event | None = None
 
 
 class ModelRunner:
@@ -46,6 +70,7 @@ class ModelRunner:
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
         if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # streams and events are those of the current device
             capability = torch.cuda.get_device_capability(self.device)
             for dtype in self.cache_dtypes:
                 kv_quant.check_capability(dtype, capability)
@@ -61,44 +86,97 @@ class ModelRunner:
             native.load("linear_cpu")
             enforce_eager = enforce_eager or native.compiler() is None
 
+        self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
+        memory = StartMemory(
+            config,
+            self.limits,
+            self.device,
+            self._block_bytes,
+            num_tensors(self.cache_dtypes),
+            estimated_activations(model_config, self.limits, self.dtype.itemsize),
+        )
         self.weights = self._load(config, directory)
-        self.weight_bytes = sum(t.numel() * t.element_size() for t in tensors(self.weights))
-        self.num_blocks = self._num_blocks(config)
-        self.kv_cache = self._allocate(self.num_blocks + 1)  # and the sink
+        self.weight_bytes = _num_bytes(self.weights)
+        memory.check()
+        self.kv_cache = self._allocate(TRIAL_BLOCKS)
+        self.swap_space = swap.host_pool(tensors(self.kv_cache), config.swap_space_bytes // self._block_bytes)
         self.rows = RequestRows(self.limits, model_config.vocab_size)
         self.buckets = buckets_of(self.limits)
         self.buffers = {bucket: StepBuffers(bucket, self.limits, self.device) for bucket in self.buckets}
+        rows = self.limits.decode_bucket_sizes[-1]
+        self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        torch._dynamo.mark_static_address(self.last_tokens)
+        on_gpu = self.device.type == "cuda"
+        self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=True) for _ in range(2 if on_gpu else 0)]
         self.times = RunnerTimes()
+        self.costs = StepCosts()
         self._steps: dict[Bucket, CompiledFunction] = {}
         self._samplers: dict[int, CompiledFunction] = {}
+        memory.before_compiling()
         self._compile(enforce_eager)
+        self._rehearse_swap()
+        memory.after_compiling(self._run_largest)
+        self.num_blocks = memory.num_blocks()
+        self.kv_cache = self._allocate(self.num_blocks + 1)  # and the sink
+        self._record_again()
+        self.memory_ledger = memory.ledger(
+            self.weight_bytes, self._buffer_bytes(), self.kv_cache_bytes, self.swap_space_bytes
+        )
+        if config.target_itl_ms is not None or (self.num_swap_blocks and config.preemption_mode == "auto"):
+            self._measure_costs()
 
-    def execute(self, output: SchedulerOutput) -> list[int]:
-        """Run a step; returns the token sampled for each of ``output.requests`` (meaningless where none was due)."""
+    def launch(self, output: SchedulerOutput) -> LaunchedStep:
+        """Hand a step to the device. On a CPU it is done when this returns; on a GPU, ``collect`` waits for it.
+
+        One step may be launched while another is uncollected; its inputs may be tokens that the other samples.
+        """
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            return self._launch(output)
+
+    def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         started = time.perf_counter()
         bucket = choose_bucket(self.buckets, output)
-        buffers = self.buffers[bucket]
         rows = self.rows.update(output)
-        buffers.fill(output.requests, rows, self.rows)
+        self.buffers[bucket].fill(output, rows, self.rows)
         prepared = time.perf_counter()
-
-        if self.device.type == "cuda":
-            torch.compiler.cudagraph_mark_step_begin()
-        token_ids, logits = self._run(bucket)
-        if self.rows.temperature[rows].any():
-            token_ids = self._samplers[bucket.num_requests](logits, buffers.sampling_input)
-        sampled = token_ids.tolist()[: len(rows)]
+        self._swap(output)
+        swapped = time.perf_counter()
+        begun, done = self._event(), self._event()
+        samples = bool(self.rows.temperature[rows].any())
+        self._run(bucket, samples)
+        if done is None:
+            tokens = self.last_tokens[: len(rows)].clone()
+        else:
+            tokens = self._host_tokens[0]
+            self._host_tokens.reverse()
+            tokens.copy_(self.last_tokens, non_blocking=True)
+            done.record()
+        finished = time.perf_counter()
         self.times.prepare_seconds += prepared - started
-        self.times.execute_seconds += time.perf_counter() - prepared
+        self.times.execute_seconds += finished - prepared
         self.times.num_padding_tokens += bucket.num_tokens - output.num_tokens
-        return sampled
+        if done is not None:
+            self.times.launch_seconds += finished - prepared
+        elif bucket.kind == "tokens":
+            self.costs.record_step(bucket.num_tokens, finished - swapped)
+        return LaunchedStep(bucket, len(rows), tokens, begun, done)
+
+    def collect(self, step: LaunchedStep) -> list[int]:
+        """The token that a step sampled for each of its requests (meaningless where none was due)."""
+        if step.begun is not None and step.done is not None:
+            started = time.perf_counter()
+            step.done.synchronize()
+            self.times.execute_seconds += time.perf_counter() - started
+            if step.bucket.kind == "tokens":
+                self.costs.record_step(step.bucket.num_tokens, step.begun.elapsed_time(step.done) / 1e3)
+        return step.tokens[: step.num_requests].tolist()
 
     def close(self) -> None:
         """Free weights, KV cache and graphs."""
         self._steps.clear()
         self._samplers.clear()
         self.buffers.clear()
-        del self.weights, self.kv_cache
+        del self.weights, self.kv_cache, self.swap_space
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -108,18 +186,14 @@ class ModelRunner:
 
     @property
     def kv_cache_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in tensors(self.kv_cache))
-
-    def _free_bytes(self) -> int:
-        on_gpu = self.device.type == "cuda"
-        return torch.cuda.mem_get_info(self.device)[0] if on_gpu else psutil.virtual_memory().available
+        return _num_bytes(self.kv_cache)
 
     def _load(self, config: EngineConfig, directory: Path) -> Any:
         c = self.model_config
         packs = self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.load("linear_cpu") is not None
         # A packed head is a copy of its own where the checkpoint ties it to the embedding.
         parameters = loader.num_parameters(c) + (c.vocab_size * c.hidden_size if packs and c.tie_word_embeddings else 0)
-        needed, free = parameters * self.dtype.itemsize, self._free_bytes()
+        needed, free = parameters * self.dtype.itemsize, free_bytes(self.device)
         if needed > free:
             raise ValueError(
                 f"the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, and {free >> 20} are free on "
@@ -134,57 +208,21 @@ class ModelRunner:
             torch._dynamo.mark_static_address(tensor)
         return weights
 
-    def _num_blocks(self, config: EngineConfig) -> int:
-        """Blocks of the KV pool, the sink left out; the first size that is given wins."""
-        block_bytes = bytes_per_token(self.model_config, self.cache_dtypes) * self.limits.block_size
-        most = min(self._free_bytes() // block_bytes, 2**31 // self.limits.block_size) - 1  # slots are int32
-        if config.num_kv_blocks is not None:
-            if config.num_kv_blocks > most:
-                raise ValueError(
-                    f"num_kv_blocks must be at most {most} (the memory free), given {config.num_kv_blocks}"
-                )
-            return config.num_kv_blocks
-        if config.kv_cache_memory_bytes is not None:
-            blocks = config.kv_cache_memory_bytes // block_bytes
-            if not 1 <= blocks <= most:
-                raise ValueError(
-                    f"kv_cache_memory_bytes must be from {block_bytes} (one block) to {most * block_bytes} (the memory "
-                    f"free), given {config.kv_cache_memory_bytes}"
-                )
-            return blocks
-        if self.device.type == "cuda":
-            total = torch.cuda.mem_get_info(self.device)[1]
-            room = (
-                self._free_bytes()
-                - (1 - config.gpu_memory_utilization) * total
-                - self._activation_bytes()
-                - _GPU_WORKSPACE_BYTES
-            )
-        else:
-            room = self._free_bytes() * 0.5 * config.gpu_memory_utilization
-        useful = self.limits.max_num_seqs * self.limits.blocks_per_request
-        blocks = max(0, min(int(room) // block_bytes, useful, most))
-        if blocks < self.limits.blocks_per_request:
-            fits = blocks * self.limits.block_size
-            raise ValueError(
-                f"{max(0, int(room)) >> 20} MiB are free for the KV pool, and a request of max_model_len="
-                f"{self.limits.max_model_len} tokens needs {self.limits.blocks_per_request * block_bytes >> 20}. "
-                + (f"Lower max_model_len to {fits} or less" if fits else "Free some memory")
-            )
-        return blocks
-
-    def _activation_bytes(self) -> int:
-        """A bound on what the largest step holds besides weights and cache: logits, and the widest layer's tensors."""
-        c, tokens = self.model_config, self.limits.token_bucket_sizes[-1]
-        per_token = 4 * c.hidden_size + 3 * c.intermediate_size + 2 * c.qkv_features
-        logits = self.limits.decode_bucket_sizes[-1] * c.vocab_size * 16
-        return tokens * per_token * self.dtype.itemsize + logits * len(self.limits.decode_bucket_sizes)
-
     def _allocate(self, num_blocks: int) -> KVCache:
-        kv_cache = allocate(self.model_config, self.cache_dtypes, num_blocks, self.limits.block_size, self.device)
-        for tensor in tensors(kv_cache):
-            torch._dynamo.mark_static_address(tensor)
-        return kv_cache
+        return allocate(self.model_config, self.cache_dtypes, num_blocks, self.limits.block_size, self.device)
+
+    def _buffer_bytes(self) -> int:
+        """Of all buckets' inputs on the device: each bucket has one piece of memory, which all its fields share."""
+        pieces = [buffers.feedback.untyped_storage().nbytes() for buffers in self.buffers.values()]
+        return sum(pieces) + _num_bytes(self.last_tokens)
+
+    @property
+    def num_swap_blocks(self) -> int:
+        return self.swap_space.shape[0]
+
+    @property
+    def swap_space_bytes(self) -> int:
+        return self.swap_space.numel()
 
     def _compile(self, enforce_eager: bool) -> None:
         """Compile and warm up every bucket, and a sampler for each number of rows, on steps that are all padding."""
@@ -196,31 +234,124 @@ class ModelRunner:
             self._steps[bucket].warm_up(functools.partial(self._step_arguments, bucket))
             sampler_arguments = functools.partial(self._sampler_arguments, bucket)
             if bucket.num_requests in self._samplers:
-                self._samplers[bucket.num_requests].record_after(sampler_arguments)
+                self._samplers[bucket.num_requests].record_again(sampler_arguments)
                 continue
-            sampler = CompiledFunction(sample, f"sample_{bucket.num_requests}", self.device, enforce_eager)
+            sampler = CompiledFunction(sampler_function, f"sample_{bucket.num_requests}", self.device, enforce_eager)
             sampler.warm_up(sampler_arguments)
             self._samplers[bucket.num_requests] = sampler
 
-    def _step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache]:
-        return self.weights, self.buffers[bucket].step_input, self.kv_cache
+    def _record_again(self) -> None:
+        """On a GPU: record every CUDA graph on the KV cache as it is now. Nothing is compiled."""
+        for bucket in self.buckets:
+            self._steps[bucket].record_again(functools.partial(self._step_arguments, bucket))
+            self._samplers[bucket.num_requests].record_again(functools.partial(self._sampler_arguments, bucket))
 
-    def _sampler_arguments(self, bucket: Bucket) -> tuple[Tensor, SamplingInput]:
-        return self._run(bucket)[1], self.buffers[bucket].sampling_input
+    def _run_largest(self) -> None:
+        """Run the largest bucket of each kind, all padding: what a step allocates depends on its bucket alone."""
+        for bucket in {bucket.kind: bucket for bucket in self.buckets}.values():
+            self._run(bucket, True)
 
-    def _run(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        return self._steps[bucket](*self._step_arguments(bucket))
+    def _rehearse_swap(self) -> None:
+        """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that from now on."""
+        count = min(self.num_swap_blocks, -(-_SWAP_REHEARSAL_BYTES // self._block_bytes))
+        if self.device.type == "cuda" and count:
+            swap.swap_out(tensors(self.kv_cache), self.swap_space, *_swap_indices([(1, n + 1) for n in range(count)]))
+
+    def _step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
+        buffers = self.buffers[bucket]
+        return self.weights, buffers.step_input, self.kv_cache, Feedback(buffers.feedback, self.last_tokens)
+
+    def _sampler_arguments(self, bucket: Bucket) -> tuple[Tensor, SamplingInput, Tensor]:
+        logits = self._steps[bucket](*self._step_arguments(bucket))
+        return logits, self.buffers[bucket].sampling_input, self.last_tokens
+
+    def _run(self, bucket: Bucket, samples: bool) -> None:
+        """Run the step that stands in the bucket's buffers; its tokens are in ``last_tokens`` then."""
+        if self.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+        logits = self._steps[bucket](*self._step_arguments(bucket))
+        if samples:
+            self._samplers[bucket.num_requests](logits, self.buffers[bucket].sampling_input, self.last_tokens)
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _swap(self, output: SchedulerOutput) -> None:
+        """Copy what the scheduler swapped out and in since the step before; on a GPU, in the order of its stream."""
+        if not output.swapped_out and not output.swapped_in:
+            return
+        caches = tensors(self.kv_cache)
+        for pairs, copy in ((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in)):
+            if pairs:
+                copy(caches, self.swap_space, *_swap_indices(pairs))
+
+    def _measure_costs(self) -> None:
+        """Time every token bucket full of one or more prompts, and the copying of blocks, for the scheduler to choose.
+
+        On blocks of the pool that nobody uses yet.
+        """
+        for bucket in self.buckets:
+            if bucket.kind == "tokens":
+                rows = RequestRows(self.limits, self.model_config.vocab_size)
+                output = _prompts(bucket, self.limits, self.num_blocks)
+                self.buffers[bucket].fill(output, rows.update(output), rows)
+                seconds = [self._timed(functools.partial(self._run, bucket, False)) for _ in range(_COST_RUNS)]
+                self.costs.bucket_seconds[bucket.num_tokens] = statistics.median(seconds)
+                self.buffers[bucket].clear()
+        count = min(_COST_SWAP_BLOCKS, self.num_blocks, self.num_swap_blocks)
+        if count:
+            caches, indices = tensors(self.kv_cache), _swap_indices([(n, n) for n in range(1, count + 1)])
+            seconds = []
+            for copy in [swap.swap_out, swap.swap_in] * _COST_RUNS:
+                seconds.append(self._timed(functools.partial(copy, caches, self.swap_space, *indices)))
+            self.costs.swap_seconds = statistics.median(seconds) / count
+
+    def _timed(self, run: Callable[[], Any]) -> float:
+        """Seconds that ``run`` takes until the device has done it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        started = time.perf_counter()
+        run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter() - started
 
 
-def step_function(model_config: ModelConfig, max_query_len: int) -> Any:
-    """The step of one bucket: a pure function (weights, step input, KV cache) -> (greedy tokens [R], logits [R, V])."""
-    forward = family(model_config.architecture).forward
+def _num_bytes(tree: Any) -> int:
+    """Bytes of all tensors in nested tuples."""
+    return sum(tensor.nbytes for tensor in tensors(tree))
 
-    def step(weights: Any, step_input: StepInput, kv_cache: KVCache) -> tuple[Tensor, Tensor]:
-        logits = forward(weights, step_input, kv_cache, model_config, max_query_len)
-        return sample_greedy(logits), logits
 
-    return step
+def _swap_indices(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+    """Pairs of (device block, host block) as index tensors. Pools count from 1; the host has no sink."""
+    indices = torch.tensor(pairs, dtype=torch.int64)
+    return indices[:, 0].contiguous(), indices[:, 1] - 1
+
+
+def _prompts(bucket: Bucket, limits: Limits, num_blocks: int) -> SchedulerOutput:
+    """A step that fills ``bucket`` with prompts, as far as the model's length and the pool allow."""
+    left = min(bucket.num_tokens, num_blocks * limits.block_size)
+    output, next_block = SchedulerOutput([], [], [], [], [], [], [], [], [], [], []), 1
+    while left > 0 and len(output.request_ids) < limits.max_num_seqs:
+        count = min(left, limits.max_model_len)
+        blocks = list(range(next_block, next_block - (-count // limits.block_size)))
+        if blocks[-1] > num_blocks:
+            break
+        name = str(len(output.request_ids))
+        output.request_ids.append(name)
+        output.num_scheduled_tokens.append(count)
+        output.num_computed_tokens.append(0)
+        output.samples.append(True)
+        output.feedback.append(-1)
+        output.token_ids.extend([0] * count)
+        output.admissions.append((name, SamplingParams(temperature=0), 0))
+        output.table_updates.append((name, 0, blocks))
+        next_block, left = blocks[-1] + 1, left - count
+    return output
 
 
 def resolve_device(name: str) -> torch.device:

@@ -2,147 +2,146 @@
 
 It knows no prefill and no decode. Each request has tokens known and tokens computed; a step lets the second catch up
 with the first within a budget of tokens. A prompt larger than the budget is thereby chunked, a preempted request starts
-over with nothing computed, and a running one catches up by the one token sampled last. (vLLM V1's idea.)
+over with nothing computed, a prefix found in the cache is computed already, and a running request catches up by the one
+token sampled last. (vLLM V1's idea.)
 
-Order is first come, first served. Running requests go first, oldest first; when blocks run out, the latest one gives
-its blocks up and waits at the head of the queue. So the oldest always progresses.
+Requests are served by rank: in order of arrival, or of priority first. Those that lack one token get it before any
+other does. Of the others, one that does not fit into what is left of the step gets a part of it, and leaves half for
+later ones that fit beside it. When blocks run out, the last by rank gives its blocks up, so the first always
+progresses.
+
+A step's results may come after the next step is scheduled: a token that is being sampled counts as known, though only
+the device knows which it is.
 """
 
-import dataclasses
+import bisect
 import time
-from collections import deque
+from collections import Counter, deque
+from typing import Literal
 
 from compiled_llm.block_pool import BlockPool
 from compiled_llm.config import Limits
+from compiled_llm.costs import StepCosts
+from compiled_llm.prefix_cache import PrefixCache
 from compiled_llm.request import Request, Status
-from compiled_llm.sampling_params import SamplingParams
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's part of a step.
-
-    Attributes:
-        token_ids: the tokens to run, at positions ``num_computed_tokens`` and on.
-        new_block_ids: blocks to append to its table; all of them when ``admission`` is given.
-        samples: whether these are its last known tokens, so that the step samples the next one.
-        admission: sampling parameters and seed when the runner meets the request, or meets it again; else None.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    num_computed_tokens: int
-    new_block_ids: list[int]
-    samples: bool
-    admission: tuple[SamplingParams, int] | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """A step's work. ``released_request_ids``: finished, aborted or preempted since the step before."""
-
-    requests: list[ScheduledRequest]
-    released_request_ids: list[str]
-    num_tokens: int
-    max_query_len: int
+from compiled_llm.request_queue import RequestQueue
+from compiled_llm.scheduler_output import SchedulerCounts, SchedulerOutput
 
 
 class Scheduler:
-    """Continuous batching over a pool of KV blocks."""
+    """Continuous batching over a pool of KV blocks.
 
-    def __init__(self, limits: Limits, pool: BlockPool) -> None:
+    Args:
+        prefix_cache: over ``pool``; None: no prefix caching.
+        swap_pool: blocks in host memory; None: preempted requests are always computed again.
+        preemption_mode: "recompute", "swap" (recompute where the swap pool is full), or the cheaper by ``costs``.
+        policy: "fcfs" or "priority".
+        target_itl_ms: while requests decode, a step is no larger than the largest token bucket that takes this long.
+        costs: measured; written by the runner.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        pool: BlockPool,
+        *,
+        prefix_cache: PrefixCache | None = None,
+        swap_pool: BlockPool | None = None,
+        preemption_mode: Literal["auto", "recompute", "swap"] = "auto",
+        policy: Literal["fcfs", "priority"] = "fcfs",
+        target_itl_ms: float | None = None,
+        costs: StepCosts | None = None,
+    ) -> None:
         self.limits = limits
         self.pool = pool
-        self.waiting: deque[Request] = deque()
-        self.running: list[Request] = []  # in order of arrival
-        self.num_preemptions = 0
+        self.prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, enabled=False)
+        self.swap_pool = swap_pool or BlockPool(0)
+        self.preemption_mode = preemption_mode
+        self.policy = policy
+        self.target_itl_ms = target_itl_ms
+        self.costs = costs or StepCosts()
+        self.counts = SchedulerCounts()
+        self.waiting = RequestQueue()
+        self.running: list[Request] = []  # by rank
+        self._num_added = 0
+        self._in_flight: deque[list[Request]] = deque()  # the requests of each step whose results are not in
+        self._preempted: set[Request] = set()  # by the schedule() that runs
         self._released: list[str] = []
+        self._swapped_out: list[tuple[int, int]] = []
 
     @property
     def request_capacity(self) -> int:
         """Most tokens one request can ever have: the one place that decides what can fit."""
         return min(self.limits.max_model_len, self.pool.num_blocks * self.limits.block_size)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + self.prefix_cache.num_held_back
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.counts.num_recompute_preemptions + self.counts.num_swap_preemptions
+
     def has_unfinished_requests(self) -> bool:
-        return bool(self.waiting or self.running)
+        return bool(self.running or self.num_waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request whose ``max_num_tokens`` is within ``request_capacity``."""
         assert request.status is Status.WAITING
         assert 0 < len(request.prompt_token_ids) < request.max_num_tokens <= self.request_capacity
-        self.waiting.append(request)
+        request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)
+        self._num_added += 1
+        self.waiting.add(request)
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the next step's tokens and give them blocks."""
-        budget = self.limits.max_num_batched_tokens
-        scheduled: list[ScheduledRequest] = []
-        preemptions_before = self.num_preemptions
-
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
-            while not self._grow(request, count):
-                victim = self.running.pop()
-                self._preempt(victim)
-                if victim is request:
-                    break
-            else:
-                scheduled.append(self._scheduled(request, count))
-                budget -= count
-                index += 1
-
+        """Choose the next step's tokens and give them blocks. An empty step: all that can run is in flight."""
+        self._preempted.clear()
+        self._preempt_for_priority()
+        output = SchedulerOutput([], [], [], [], [], [], [], [], self._released, self._swapped_out, [])
+        requests: list[Request] = []
+        num_preempted = len(self._preempted)
+        lacking = self._schedule_single_tokens(output, requests)
         # A pool that just ran out takes nobody in: the newcomer would be the next victim.
-        while self.waiting and self.num_preemptions == preemptions_before:
-            request = self.waiting[0]
-            count = min(request.num_tokens, budget)
-            if len(self.running) == self.limits.max_num_seqs or count == 0:
-                break
-            if not self.limits.chunked_prefill and count < request.num_tokens:
-                break
-            # Room for all its known tokens, though this step may compute fewer: or it might be thrown out half-way.
-            if self._blocks_for(request.num_tokens) > self.pool.num_free:
-                break
-            grown = self._grow(request, count)
-            assert grown
-            self.waiting.popleft()
-            self.running.append(request)
-            request.status = Status.RUNNING
-            if request.first_scheduled_time is None:
-                request.first_scheduled_time = time.monotonic()
-            scheduled.append(self._scheduled(request, count))
-            budget -= count
-
-        if not scheduled and self.has_unfinished_requests():
+        self._schedule_the_rest(output, requests, lacking, takes_in=len(self._preempted) == num_preempted)
+        if requests:
+            self._in_flight.append(requests)
+            self._released, self._swapped_out = [], []
+        elif not self._in_flight and self.has_unfinished_requests():
             raise RuntimeError(f"no request can progress; this is a bug in the scheduler. State: {self._describe()}")
-        released, self._released = self._released, []
-        return SchedulerOutput(
-            requests=scheduled,
-            released_request_ids=released,
-            num_tokens=self.limits.max_num_batched_tokens - budget,
-            max_query_len=max((len(item.token_ids) for item in scheduled), default=0),
-        )
+        return output
 
     def update(self, output: SchedulerOutput, sampled_token_ids: list[int]) -> list[Request]:
-        """Enter a step's results: ``sampled_token_ids[i]`` belongs to ``output.requests[i]``.
+        """Enter the results of the oldest step in flight: entry i belongs to ``output.request_ids[i]``.
 
-        Returns the requests that got a token. Those that this token ended are finished, and their blocks free.
+        Returns the requests that got a token. Those that this token ended are finished, and their blocks free. What a
+        step in flight sampled for a request that has ended meanwhile is dropped.
         """
-        by_id = {request.request_id: request for request in self.running}
+        requests = self._in_flight.popleft()
         now = time.monotonic()
+        block_size, caching = self.limits.block_size, self.prefix_cache.enabled
         advanced = []
-        for item, token_id in zip(output.requests, sampled_token_ids, strict=True):
-            request = by_id.get(item.request_id)
-            if request is None:  # aborted while the step ran
+        for index, request in enumerate(requests):
+            samples = output.samples[index]
+            request.num_in_flight -= samples
+            if request.finish_reason is not None:
                 continue
-            request.num_computed_tokens = item.num_computed_tokens + len(item.token_ids)
-            if not item.samples:
+            if caching and request.status is Status.RUNNING:  # else it was preempted while the step ran
+                computed = output.num_computed_tokens[index] + output.num_scheduled_tokens[index]
+                if computed >= (request.num_published_blocks + 1) * block_size:
+                    self._queue_again(self.prefix_cache.publish(request, computed))
+            if not samples:
                 continue
+            token_id = sampled_token_ids[index]
             request.output_token_ids.append(token_id)
             if request.first_token_time is None:
                 request.first_token_time = now
             advanced.append(request)
-            self._check_end(request, token_id)
+            if token_id in request.stop_token_ids:
+                # An end-of-text id is no reason of its own; an id that the user named is.
+                named = token_id in (request.sampling_params.stop_token_ids or ())
+                self.finish(request, "stop", token_id if named else None)
+            elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:
+                self.finish(request, "length")
         return advanced
 
     def finish(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
@@ -152,84 +151,326 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self._release(request)
-        else:
+        elif request in self.waiting:
             self.waiting.remove(request)
+        else:
+            self.prefix_cache.forget(request)
+        if request.host_block_ids:
+            self._swapped_out = [pair for pair in self._swapped_out if pair[1] not in request.host_block_ids]
+            self.swap_pool.free(request.host_block_ids)
+            request.host_block_ids = []
         request.status = Status.FINISHED
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
         request.finished_time = time.monotonic()
 
-    def check_invariants(self) -> None:
-        """Assert what must hold between any two steps."""
-        assert len(self.running) <= self.limits.max_num_seqs
-        self.pool.check_invariants([block for request in self.running for block in request.block_ids])
-        requests = [*self.running, *self.waiting]
-        assert len({request.request_id for request in requests}) == len(requests), "a request stands in two queues"
-        for request in self.running:
-            assert request.status is Status.RUNNING
-            assert 0 <= request.num_computed_tokens < request.num_tokens <= request.max_num_tokens
-            assert self._blocks_for(request.num_computed_tokens) <= len(request.block_ids)
-            assert len(request.block_ids) <= self._blocks_for(request.num_tokens)
-            assert request.num_sent_blocks == len(request.block_ids), "the runner was not told of a block"
-        for request in self.waiting:
-            assert request.status is Status.WAITING
-            assert not request.block_ids
-            assert request.num_computed_tokens == request.num_sent_blocks == 0
-        if not requests:
-            assert self.pool.num_used == 0, "blocks are used while nothing runs"
+    def fail_steps_in_flight(self, reason: str) -> list[Request]:
+        """The steps in flight broke: what they computed cannot be relied on. Ends their requests with an error.
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.limits.block_size)
+        The runner has to forget all requests: the other running ones wait to be admitted anew, and what was swapped out
+        is computed again, since its copies may not have arrived.
+        """
+        failed = {request: None for requests in self._in_flight for request in requests}
+        self._in_flight.clear()
+        for request in failed:
+            request.num_tokens -= request.num_in_flight
+            request.num_in_flight = 0
+        ended = [request for request in failed if request.status is not Status.FINISHED]
+        for request in ended:
+            self.finish(request, "error", reason)
+        for request in list(self.waiting):
+            if request.host_block_ids:
+                self.swap_pool.free(request.host_block_ids)
+                request.host_block_ids = []
+                request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
+                self.waiting.remove(request)
+                self.waiting.add(request)  # by what it lacks now
+        while self.running:
+            self._preempt(self.running.pop(), may_swap=False)
+        self._released, self._swapped_out = [], []
+        return ended
 
-    def _grow(self, request: Request, count: int) -> bool:
-        """Give ``request`` the blocks that ``count`` more tokens need. False, and no change, when there is no room."""
-        wanted = self._blocks_for(request.num_computed_tokens + count) - len(request.block_ids)
-        blocks = self.pool.allocate(wanted) if wanted > 0 else []
-        if blocks is None:
+    # -- Choosing
+
+    def _schedule_single_tokens(self, output: SchedulerOutput, requests: list[Request]) -> deque[Request]:
+        """Give each running request that lacks one token that token. Returns those that lack more, by rank."""
+        running, block_size = self.running, self.limits.block_size
+        request_ids, token_ids, feedback = output.request_ids, output.token_ids, output.feedback
+        num_computed_tokens = output.num_computed_tokens
+        lacking: list[Request] = []
+        index = 0
+        while index < len(running):
+            request = running[index]
+            computed = request.num_computed_tokens
+            if request.num_tokens - computed > 1:
+                lacking.append(request)
+                index += 1
+                continue
+            if request.num_tokens >= request.max_num_tokens:  # its last token is in flight
+                index += 1
+                continue
+            if computed == len(request.block_ids) * block_size and not self._grow(request):
+                continue  # it was the last, and is preempted itself
+            index += 1
+            if request.num_sent_blocks < len(request.block_ids):
+                self._send_blocks(request, output)
+            if request.num_in_flight:
+                feedback.append(request.last_step_index)
+                token_ids.append(0)
+            else:
+                feedback.append(-1)
+                # A prompt of one token whose prefix is computed: there is no output yet.
+                known = request.output_token_ids or request.prompt_token_ids
+                token_ids.append(known[-1])
+            request.last_step_index = len(request_ids)
+            request_ids.append(request.request_id)
+            num_computed_tokens.append(computed)
+            request.num_computed_tokens = computed + 1
+            request.num_tokens += 1
+            request.num_in_flight += 1
+            requests.append(request)
+            if (computed + 1) % block_size == 0:  # it may be the last token of a prompt that others wait for
+                self._queue_again(self.prefix_cache.filled(request, computed))
+        output.num_scheduled_tokens.extend([1] * len(requests))
+        output.samples.extend([True] * len(requests))
+        return deque(request for request in lacking if request.status is Status.RUNNING)
+
+    def _schedule_the_rest(
+        self, output: SchedulerOutput, requests: list[Request], lacking: deque[Request], takes_in: bool
+    ) -> None:
+        """Share what is left of the step among running requests that lack more than a token and waiting ones."""
+        left = self._budget(len(requests)) - len(requests)
+        limit = left  # what a request may take as a whole
+        partial: Request | None = None  # the one request that gets what the others leave
+        num_held_back = 0  # where one is, the next one may come in; not thousands in a step
+        while limit > 0:
+            waiting = self._next_waiting(None if partial is None else limit) if takes_in else None
+            if lacking and (waiting is None or lacking[0].rank < waiting.rank):
+                request = lacking.popleft()
+            elif waiting is not None:
+                if not self._fits(waiting, limit, partial is None) or not self._admit(waiting, output):
+                    num_held_back += waiting not in self.waiting
+                    takes_in = waiting not in self.waiting and num_held_back < self.limits.max_num_seqs
+                    continue
+                request = waiting
+            else:
+                break
+            count = request.num_tokens - request.num_computed_tokens
+            if count <= limit:
+                self._schedule(request, count, output, requests)
+                left -= count
+                limit -= count
+            elif partial is None and self.limits.chunked_prefill:
+                partial, limit = request, left // 2
+        if partial is not None:
+            count = min(left, partial.num_tokens - partial.num_computed_tokens)
+            self._schedule(partial, count, output, requests)
+
+    def _schedule(self, request: Request, count: int, output: SchedulerOutput, requests: list[Request]) -> None:
+        """Let the step compute ``count`` tokens of a running request, which has blocks for them."""
+        assert count > 0
+        assert request.num_in_flight == 0, "more than one token is lacking, and one of them is not known"
+        if request.num_sent_blocks < len(request.block_ids):
+            self._send_blocks(request, output)
+        start = request.num_computed_tokens
+        samples = start + count == request.num_tokens
+        output.token_ids.extend(request.tokens(start, start + count))
+        output.feedback.append(-1)
+        output.request_ids.append(request.request_id)
+        output.num_computed_tokens.append(start)
+        output.num_scheduled_tokens.append(count)
+        output.samples.append(samples)
+        request.last_step_index = len(requests)
+        request.num_computed_tokens = start + count
+        request.num_tokens += samples
+        request.num_in_flight += samples
+        requests.append(request)
+        self._queue_again(self.prefix_cache.filled(request, start))
+
+    def _budget(self, num_decodes: int) -> int:
+        """Most tokens of this step."""
+        budget = self.limits.max_num_batched_tokens
+        if self.target_itl_ms is None or num_decodes == 0:
+            return budget
+        sizes = self.limits.token_bucket_sizes
+        # At least one token beside the decodes, so that prompts progress whatever the target is.
+        allowed = self.costs.largest_within(self.target_itl_ms / 1e3) or sizes[0]
+        return min(budget, next((size for size in sizes if size >= allowed and size > num_decodes), budget))
+
+    # -- Taking in
+
+    def _next_waiting(self, most_tokens: int | None) -> Request | None:
+        if len(self.running) >= self.limits.max_num_seqs:
+            return None
+        request = self.waiting.first(most_tokens)
+        return None if request in self._preempted else request
+
+    def _fits(self, request: Request, limit: int, may_be_partial: bool) -> bool:
+        """Whether the step has room for what the request lacks: part of it will do if it may be chunked."""
+        if may_be_partial and self.limits.chunked_prefill:
+            return True
+        found = len(self.prefix_cache.find(request)[0]) * self.limits.block_size
+        return request.num_tokens - max(found, request.num_computed_tokens) <= limit
+
+    def _admit(self, request: Request, output: SchedulerOutput) -> bool:
+        """Move a waiting request to the running ones, with blocks for all its tokens: nobody is thrown out half-way.
+
+        False where there is no room, and where it is held back for a block that another request will fill.
+        """
+        shared, awaited = self.prefix_cache.find(request)
+        if awaited is not None and not request.host_block_ids:
+            self.waiting.remove(request)
+            self.prefix_cache.hold_back(request, awaited)
             return False
+        if not self._has_room(request, shared):
+            return False
+        self.waiting.remove(request)
+        for block in shared:
+            self.pool.share(block)
+        blocks = self.pool.allocate(self._blocks_for(request.num_tokens) - len(shared))
+        assert blocks is not None
+        request.block_ids = shared + blocks
+        promised = (index for index, block in enumerate(shared) if self.pool.digest(block) is None)
+        request.num_published_blocks = next(promised, len(shared))
+        if request.host_block_ids:
+            self._swap_in(request, len(shared), output)
+        request.num_computed_tokens = max(request.num_computed_tokens, len(shared) * self.limits.block_size)
+        self.prefix_cache.promise(request)
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.prefix_cache.num_queried_tokens += request.num_tokens
+            self.prefix_cache.num_hit_tokens += request.num_computed_tokens
+        recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
+        request.num_recomputed_tokens += recomputed
+        self.counts.num_recomputed_tokens += recomputed
+        request.num_lost_tokens = 0
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+        request.status = Status.RUNNING
+        request.num_sent_blocks = 0
+        bisect.insort(self.running, request, key=lambda other: other.rank)
+        output.admissions.append((request.request_id, request.sampling_params, request.seed))
+        return True
+
+    def _has_room(self, request: Request, shared: list[int]) -> bool:
+        """Whether all its tokens have blocks, with one more for each running request to grow into."""
+        wanted = self._blocks_for(request.num_tokens) - len(shared)
+        free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)
+        return wanted + len(self.running) <= free
+
+    def _swap_in(self, request: Request, num_shared: int, output: SchedulerOutput) -> None:
+        """Copy back the blocks that nobody on the device has."""
+        host = request.host_block_ids
+        output.swapped_in.extend(zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True))
+        restored = max(0, request.num_computed_tokens - num_shared * self.limits.block_size)
+        self.counts.num_swapped_in_tokens += restored
+        # No step before this one writes to them: swapping out comes before taking in.
+        self.swap_pool.free(host)
+        request.host_block_ids = []
+
+    # -- Giving up blocks
+
+    def _grow(self, request: Request) -> bool:
+        """One more block for a running request; the last by rank make room. False: it was the last itself."""
+        while (blocks := self.pool.allocate(1)) is None:
+            victim = self.running.pop()
+            self._preempt(victim)
+            if victim is request:
+                return False
         request.block_ids += blocks
         return True
 
-    def _scheduled(self, request: Request, count: int) -> ScheduledRequest:
-        start = request.num_computed_tokens
-        item = ScheduledRequest(
-            request_id=request.request_id,
-            token_ids=request.tokens(start, start + count),
-            num_computed_tokens=start,
-            new_block_ids=request.block_ids[request.num_sent_blocks :],
-            samples=start + count == request.num_tokens,
-            admission=(request.sampling_params, request.seed) if request.num_sent_blocks == 0 else None,
-        )
-        request.num_sent_blocks = len(request.block_ids)
-        return item
+    def _preempt_for_priority(self) -> None:
+        """Let a waiting request that is more urgent than running ones have their seats and blocks, if that helps."""
+        request = self.waiting.first() if self.policy == "priority" else None
+        if request is None:
+            return
+        less_urgent = [other for other in self.running if other.rank[0] > request.rank[0]]
+        others = len(self.running) - len(less_urgent)
+        if not less_urgent or not self._could_start(request, self.running[:others]):
+            return
+        shared, awaited = self.prefix_cache.find(request)
+        if awaited is not None and not request.host_block_ids:
+            return
+        # What would be free then: not the blocks that others use too, and those it shares are no room for it.
+        references = self.pool.num_references
+        theirs = Counter(block for other in less_urgent for block in other.block_ids)
+        free = self.pool.num_free + sum(references(block) == count for block, count in theirs.items())
+        free -= sum(references(block) == theirs[block] for block in shared)
+        if self._blocks_for(request.num_tokens) - len(shared) + others > free:
+            return
+        while less_urgent and (
+            len(self.running) == self.limits.max_num_seqs
+            or not self._has_room(request, self.prefix_cache.find(request)[0])
+        ):
+            self._preempt(self.running.pop())
+            less_urgent.pop()
 
-    def _preempt(self, request: Request) -> None:
-        """Free the blocks of ``request`` (already out of ``running``); it starts over at the head of the queue."""
-        self._release(request)
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
+    def _could_start(self, request: Request, beside: list[Request]) -> bool:
+        """Whether a step would have tokens left for ``request`` beside those of the running requests ``beside``."""
+        lacking = [other.num_tokens - other.num_computed_tokens for other in beside]
+        num_single = lacking.count(1)
+        left = self._budget(num_single) - num_single
+        before = sum(lacking) - num_single
+        if before < left:
+            return self._fits(request, left - before, may_be_partial=True)
+        return self._fits(request, left // 2, may_be_partial=False)
+
+    def _preempt(self, request: Request, may_swap: bool = True) -> None:
+        """Free the blocks of ``request``, which is out of ``running``; it waits by its rank to be resumed."""
+        computed = request.num_computed_tokens
+        host = self._swap_space(request) if may_swap else None
+        if host:
+            request.host_block_ids = host
+            self._swapped_out += zip(request.block_ids, host, strict=False)
+            request.num_swapped_tokens += computed
+            self.counts.num_swap_preemptions += 1
+            self.counts.num_swapped_out_tokens += computed
+        else:
+            request.num_lost_tokens = computed
+            request.num_computed_tokens = 0
+            self.counts.num_recompute_preemptions += 1
         request.status = Status.WAITING
-        self.num_preemptions += 1
-        self.waiting.appendleft(request)
+        request.num_preemptions += 1
+        self._preempted.add(request)
+        self._release(request)
+        self.waiting.add(request)
+
+    def _swap_space(self, request: Request) -> list[int] | None:
+        """Host blocks for what the request has computed; None where it is to be computed again."""
+        count = self._blocks_for(request.num_computed_tokens)
+        if self.preemption_mode == "recompute" or count == 0:
+            return None
+        if self.preemption_mode == "auto" and not self.costs.swap_is_cheaper(request.num_computed_tokens, count):
+            return None
+        return self.swap_pool.allocate(count)
 
     def _release(self, request: Request) -> None:
+        self._queue_again(self.prefix_cache.withdraw(request))
         self.pool.free(request.block_ids)
         request.block_ids = []
-        if request.num_sent_blocks:
-            self._released.append(request.request_id)
+        request.num_published_blocks = 0
+        self._released.append(request.request_id)
         request.num_sent_blocks = 0
 
-    def _check_end(self, request: Request, token_id: int) -> None:
-        params = request.sampling_params
-        if token_id in request.stop_token_ids:
-            # An end-of-text id is no reason of its own; an id that the user named is.
-            self.finish(request, "stop", token_id if token_id in (params.stop_token_ids or ()) else None)
-        elif request.num_tokens >= request.max_num_tokens:
-            self.finish(request, "length")
+    # -- Small parts
+
+    def _queue_again(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.waiting.add(request)
+
+    def _send_blocks(self, request: Request, output: SchedulerOutput) -> None:
+        """Tell the runner of the entries of a block table that it does not know."""
+        first = request.num_sent_blocks
+        output.table_updates.append((request.request_id, first, request.block_ids[first:]))
+        request.num_sent_blocks = len(request.block_ids)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_size)
 
     def _describe(self) -> str:
         requests = ", ".join(
             f"{request.request_id} ({request.status.value}: {request.num_computed_tokens} of {request.num_tokens} "
             f"tokens computed, {len(request.block_ids)} blocks)"
-            for request in [*self.running, *self.waiting][:20]
+            for request in [*self.running, *self.waiting, *self.prefix_cache.held_back()][:20]
         )
         return f"{self.pool.num_free} of {self.pool.num_blocks} blocks free; {requests}; {self.limits}"

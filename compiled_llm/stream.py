@@ -9,9 +9,11 @@ from compiled_llm.outputs import RequestOutput
 class RequestStream(Iterator[RequestOutput]):
     """What ``CompiledEngine.stream`` returns. Closing it early, or dropping it, aborts the request."""
 
-    def __init__(self, advance: Callable[[], None], end: Callable[[], None]) -> None:
+    def __init__(self, advance: Callable[[], None], end: Callable[[], None], drop: Callable[[], None]) -> None:
+        """``drop`` may be called at any moment, in the middle of a step too: by the garbage collector."""
         self.outputs: deque[RequestOutput] = deque()  # filled by the engine as it steps
         self._advance = advance
+        self._drop = drop
         self._end: Callable[[], None] | None = end
 
     def __next__(self) -> RequestOutput:
@@ -31,4 +33,5 @@ class RequestStream(Iterator[RequestOutput]):
             end()
 
     def __del__(self) -> None:
-        self.close()
+        if self._end is not None:
+            self._drop()

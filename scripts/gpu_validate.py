@@ -5,12 +5,13 @@
     python scripts/gpu_validate.py --resume               # only what has no good result in --output yet
 
 Parts: ``limits`` (copy bandwidth and matrix peak), ``e2e`` (tokens against transformers, a CUDA graph replayed in every
-step), ``kernels`` (attention against the reference at real sizes), ``attention`` (the op alone with every KV dtype,
-beside SDPA, FlexAttention and transformers' paged attention), ``latency`` and ``throughput`` (the engine on random
-weights of real shapes, the second beside transformers.generate). ``tune`` runs when it is asked for by name: it writes
-the tiles that suit this GPU to ``ops/tiles``, a file to commit. Each part is a process of its own with a time limit
-and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when it ends, so a run that is cut off keeps what was
-done. It needs no installation, only a checkout and the packages.
+step, preemption, swapping), ``kernels`` (attention against the reference at real sizes), ``attention`` (the op alone
+with every KV dtype, beside SDPA, FlexAttention and transformers' paged attention), ``latency`` and ``throughput`` (the
+engine on random weights of real shapes, the second beside transformers.generate), ``prefix`` (requests that begin
+alike). ``tune`` runs when it is asked for by name: it writes the tiles that suit this GPU to ``ops/tiles``, a file to
+commit. Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to
+``--output`` when it ends, so a run that is cut off keeps what was done. It needs no installation, only a checkout and
+the packages.
 
 Exit status: 0 when every part passed, 1 when one failed or was left out for lack of time, 2 without a CUDA GPU.
 """
@@ -42,7 +43,7 @@ _PYTEST = "-m pytest -v -W default -p no:benchmark -p no:cacheprovider"
 # Part -> (seconds it may take, arguments of Python); {json} is where it writes its result, if it writes one itself.
 PARTS = {
     "limits": (60, "scripts/gpu_validate.py --measure-limits {json}"),
-    "e2e": (240, f"{_PYTEST} tests/e2e/test_gpu.py"),
+    "e2e": (300, f"{_PYTEST} -m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py"),
     "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/test_attention_gpu.py"),
     "attention": (240, "scripts/bench_attention.py --device cuda --seconds 1 --json {json}"),
     "latency": (
@@ -54,6 +55,7 @@ PARTS = {
         300,
         "scripts/bench_throughput.py --device cuda --shape qwen3-0.6b --bucket-sizes 1,32 --token-bucket-sizes 512",
     ),
+    "prefix": (120, "scripts/bench_prefix_caching.py --device cuda"),
     "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
 }
 

@@ -4,8 +4,8 @@
     python scripts/serve_offline.py --model DIR --input prompts.jsonl --output out.jsonl --resume
 
 Without ``--input`` the bundled prompts run through the bundled model. ``--input`` takes .jsonl (rows with ``prompt`` or
-``prompt_token_ids``) or .txt (a prompt a line). ``--output`` is written row by row, each row as soon as it is done;
-``--resume`` serves only the rows that it does not hold yet.
+``prompt_token_ids``, and if wanted ``cache_salt`` and ``priority``) or .txt (a prompt a line). ``--output`` is written
+row by row, each row as soon as it is done; ``--resume`` serves only the rows that it does not hold yet.
 
 Exit status: 0 when every row was served, 1 when some failed (each is named), 2 for bad arguments.
 """
@@ -65,7 +65,8 @@ def parse_row(line: str) -> Any:
         return ValueError(f"not JSON: {error}")
     if not isinstance(row, dict) or ("prompt" in row) == ("prompt_token_ids" in row):
         return ValueError("a row must be an object with either 'prompt' or 'prompt_token_ids'")
-    return {key: row[key] for key in ("prompt", "prompt_token_ids") if key in row}
+    unknown = sorted(row.keys() - {"prompt", "prompt_token_ids", "cache_salt", "priority"})
+    return ValueError(f"a row has an unknown key: {', '.join(unknown)}") if unknown else row
 
 
 def finished_rows(path: Path) -> set[int]:
@@ -89,7 +90,8 @@ def serve(engine: CompiledEngine, prompts: dict[int, Any], params: SamplingParam
         try:
             if isinstance(prompt, ValueError):
                 raise prompt
-            engine.add_request(str(index), prompt, params)
+            priority = prompt.pop("priority", 0) if isinstance(prompt, dict) else 0
+            engine.add_request(str(index), prompt, params, priority)
         except ValueError as error:
             yield index, error
     while engine.has_unfinished_requests():
@@ -132,7 +134,7 @@ def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds:
     padding = stats.num_padding_tokens / max(1, stats.num_padding_tokens + stats.num_computed_tokens)
     runner = engine.runner
     kv_cache = describe(engine.model_config, runner.cache_dtypes, runner.dtype)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, engine.memory_report().start_peak_bytes)
     hits, misses = report.cache_count("hit"), report.cache_count("miss")
     temperature = "uncompiled" if not hits + misses else "warm" if not misses else "cold" if not hits else "partly warm"
     rows = {
@@ -145,7 +147,13 @@ def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds:
         "KV cache": f"{kv_cache}; a pool of {runner.kv_cache_bytes / 2**20:.1f} MiB",
         "KV use": f"peak {stats.peak_used_blocks} of {stats.num_kv_blocks} blocks "
         f"({stats.peak_used_blocks / stats.num_kv_blocks:.1%})",
-        "preemptions": str(stats.num_preemptions),
+        "prefix cache": f"{stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} tokens found, "
+        f"{stats.num_evictions} evictions, {stats.cached_blocks} blocks cached",
+        "preemptions": f"{stats.num_recompute_preemptions} by recompute ({stats.num_recomputed_tokens} tokens), "
+        f"{stats.num_swap_preemptions} by swap ({stats.num_swapped_out_tokens} tokens out, "
+        f"{stats.num_swapped_in_tokens} in)",
+        "host time": f"{stats.host_seconds / max(1, stats.num_steps) * 1e6:.0f} us a step, "
+        f"{stats.host_seconds / max(1e-9, stats.host_seconds + stats.execute_seconds - stats.launch_seconds):.1%} of it",
         "compiled": f"{report.graphs} graphs, {report.graph_breaks} graph breaks, {report.recompiles} recompiles "
         f"after ready, {report.compile_seconds:.1f} s, cache {hits} hits {misses} misses",
         "start": f"{start_seconds:.1f} s ({temperature})",
@@ -169,6 +177,7 @@ def main() -> int:
     start_seconds = time.time() - psutil.Process().create_time()  # of the process: imports count
     if not args.quiet:
         print(engine.compile_report())
+        print(f"\n{engine.memory_report()}")
 
     failed: dict[int, str] = {}
     outputs: list[RequestOutput] = []

@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.batch import choose_bucket
 from compiled_llm.compiler import CompiledFunction
-from compiled_llm.runner import step_function
+from compiled_llm.step import step_function
 from tests.families import CONFIGS, checkpoint
 
 NUM_BLOCKS = 4092  # and the sink: so that even a cache's scales hold more than any other tensor of these models
@@ -45,13 +45,13 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
 
     # A run that visits every bucket, greedy and sampled.
     visited = set()
-    execute = runner.execute
+    launch = runner.launch
 
     def recording(output):
         visited.add(choose_bucket(runner.buckets, output).name)
-        return execute(output)
+        return launch(output)
 
-    runner.execute = recording
+    runner.launch = recording
     for temperature in (0.0, 1.0):
         for lengths in ([1], [3], [30, 9, 2], [1, 1, 1, 1]):
             prompts = [[5] * length for length in lengths]
@@ -69,7 +69,7 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
     # And as Dynamo explains it. Last, since explain() throws away what is compiled.
     for bucket in runner.buckets:
         step = step_function(engine.model_config, bucket.max_query_len)
-        explained = torch._dynamo.explain(step)(runner.weights, runner.buffers[bucket].step_input, runner.kv_cache)
+        explained = torch._dynamo.explain(step)(*runner._step_arguments(bucket))
         assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
     engine.close()
 

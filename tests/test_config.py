@@ -43,11 +43,23 @@ def limits(**arguments) -> Limits:
         ("seed", -1),
         ("kv_cache_dtype", "fp4"),
         ("kv_cache_skip_layers", (0,)),  # nothing is quantised
-        # of later versions
-        ("swap_space_bytes", 1),
-        ("preemption_mode", "swap"),
-        ("scheduling_policy", "priority"),
-        ("enable_prefix_caching", True),
+        ("swap_space_bytes", -1),
+        ("swap_space_bytes", 1.5),
+        ("preemption_mode", "swap_out"),
+        ("preemption_mode", None),
+        ("preemption_mode", "swap"),  # and there is no swap space
+        ("scheduling_policy", "lifo"),
+        ("target_itl_ms", 0),
+        ("target_itl_ms", -1.0),
+        ("target_itl_ms", math.nan),
+        ("target_itl_ms", "fast"),
+        ("target_itl_ms", True),
+        ("enable_prefix_caching", 1),
+        ("enable_prefix_caching", None),
+        ("enable_chunked_prefill", "no"),
+        ("check_invariants", None),
+        ("async_scheduling", "yes"),
+        ("async_scheduling", 1),
     ],
 )
 def test_refused_by_name(name: str, value: object) -> None:
@@ -66,6 +78,32 @@ def test_layers_are_skipped_only_where_others_are_quantised(kv_cache_dtype: str)
     with pytest.raises(ValueError, match="kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8'"):
         EngineConfig(kv_cache_dtype=kv_cache_dtype, kv_cache_skip_layers=(0,))
     assert EngineConfig(kv_cache_dtype="fp8", kv_cache_skip_layers=[3, 0]).kv_cache_skip_layers == (0, 3)
+
+
+def test_swapping_needs_a_place_to_swap_to() -> None:
+    with pytest.raises(ValueError, match="preemption_mode='swap' needs swap_space_bytes above 0, given 0"):
+        EngineConfig(preemption_mode="swap")
+    assert EngineConfig(preemption_mode="swap", swap_space_bytes=2**20).swap_space_bytes == 2**20
+    assert EngineConfig(preemption_mode="recompute", swap_space_bytes=2**20).preemption_mode == "recompute"
+
+
+@pytest.mark.parametrize("async_scheduling", [None, True, False])
+def test_arguments_of_scheduling(async_scheduling: bool | None) -> None:
+    config = EngineConfig.from_arguments(
+        scheduling_policy="priority",
+        target_itl_ms=20,
+        enable_prefix_caching=False,
+        async_scheduling=async_scheduling,
+    )
+    assert (config.scheduling_policy, config.target_itl_ms) == ("priority", 20)
+    assert (config.enable_prefix_caching, config.async_scheduling) == (False, async_scheduling)
+
+
+def test_defaults_of_scheduling() -> None:
+    config = EngineConfig()
+    assert (config.scheduling_policy, config.preemption_mode, config.swap_space_bytes) == ("fcfs", "auto", 0)
+    assert (config.target_itl_ms, config.async_scheduling) == (None, None)
+    assert (config.enable_prefix_caching, config.enable_chunked_prefill) == (True, True)
 
 
 def test_unknown_argument_is_named_with_the_known_ones() -> None:

@@ -78,10 +78,18 @@ def test_distribution_of_every_filter_and_their_mixture() -> None:
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    logits = torch.randn(8, 1000)
-    whole = sample(logits, params(8, 0.9, 0.95, 50, seed=4))
-    for row in range(8):
-        one = SamplingInput(*(column[row : row + 1] for column in params(8, 0.9, 0.95, 50, seed=4)))
+    rows = 32
+    logits, number = torch.randn(rows, 1000), torch.arange(rows)
+    mixed = SamplingInput(
+        temperature=number % 3 * 0.6,
+        top_p=1 - number % 4 * 0.2,
+        top_k=torch.tensor([1000, 50, 2, 1, 300], dtype=torch.int32)[number % 5],
+        seed=number % 7 - 3,
+        position=(number % 2).int(),
+    )
+    whole = sample(logits, mixed)
+    for row in range(rows):
+        one = SamplingInput(*(column[row : row + 1] for column in mixed))
         assert torch.equal(sample(logits[row : row + 1], one), whole[row : row + 1])
 
 

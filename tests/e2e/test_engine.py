@@ -214,6 +214,9 @@ BAD_PROMPTS = [
     ({"prompt_token_ids": "x"}, "prompt_token_ids must be a list"),
     ({"text": "x"}, "'prompt' or 'prompt_token_ids'"),
     ({"prompt": "x", "prompt_token_ids": [1]}, "one key"),
+    ({"prompt": "x", "cache_salt": 5}, "cache_salt must be a str"),
+    ({"prompt": "x", "cache_salt": "x" * 2000}, "at most 1024 characters"),
+    ({"prompt": "x", "cache_salt": "\ud800"}, "cache_salt must be valid Unicode"),
     (None, "NoneType"),
     (5, "int"),
     (b"x", "bytes"),
@@ -238,9 +241,11 @@ def test_bad_arguments_of_the_methods(engine: CompiledEngine) -> None:
         engine.generate([PROMPT, PROMPT], [GREEDY])
     with pytest.raises(ValueError, match="sampling_params"):
         engine.generate(PROMPT, {"temperature": 0})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="priority"):
-        engine.generate(PROMPT, GREEDY, priority=[1])
-    with pytest.raises(ValueError, match="priority"):
+    with pytest.raises(ValueError, match="priority must be 0 unless"):
+        engine.generate(PROMPT, GREEDY, priority=[1], raise_on_error=True)
+    with pytest.raises(ValueError, match="priority must have as many integers as there are prompts, 1, given 2"):
+        engine.generate(PROMPT, GREEDY, priority=[1, 2])
+    with pytest.raises(ValueError, match="priority must be 0 unless"):
         engine.add_request("x", PROMPT, GREEDY, priority=1)
     with pytest.raises(ValueError, match="request_id"):
         engine.add_request("", PROMPT, GREEDY)

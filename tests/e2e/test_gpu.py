@@ -9,6 +9,7 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.compiler import CompiledFunction
 from compiled_llm.engine import DEMO_MODEL
 
 pytestmark = pytest.mark.gpu
@@ -80,6 +81,86 @@ def test_preemption_on_the_gpu_changes_no_token(engine: CompiledEngine, prompts:
         assert small.stats().num_preemptions > 0
 
 
+@pytest.mark.parametrize("async_scheduling", [None, False])
+def test_swapping_out_and_in_changes_no_token_and_every_step_is_one_graph(
+    engine: CompiledEngine, prompts: list[list[int]], async_scheduling: bool | None
+) -> None:
+    """Also with the next step launched before this one's tokens are known, which is the default here."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in engine.generate(prompts, params, use_tqdm=False)]
+    longest = max(map(len, prompts)) + NUM_TOKENS
+    with CompiledEngine(
+        device="cuda",
+        dtype="float32",
+        bucket_sizes=(8,),
+        max_num_batched_tokens=16,
+        max_model_len=longest,
+        num_kv_blocks=-(-longest // 16) + 6,
+        preemption_mode="swap",
+        swap_space_bytes=2**26,
+        async_scheduling=async_scheduling,
+        check_invariants=True,
+    ) as small:
+        small.add_request("first", prompts[0][:8], params)
+        assert len(small.step()) == (0 if async_scheduling is None else 1)
+        small.abort("first")
+        small.generate(prompts[:8], params, use_tqdm=False)
+        steps = small.stats().num_steps
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            outputs = small.generate(prompts, params, use_tqdm=False)
+        stats, report = small.stats(), small.compile_report()
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    counts = {event.key: event.count for event in profiled.key_averages()}
+    assert counts.get("cudaGraphLaunch", 0) == stats.num_steps - steps
+    assert stats.num_swap_preemptions > 0
+    assert stats.num_swapped_in_tokens > 0
+    assert (stats.used_blocks, stats.used_swap_blocks) == (0, 0)
+    assert (report.graph_breaks, report.recompiles) == (0, 0)
+
+
+def test_prefix_hits_on_the_gpu_change_no_token_and_every_step_is_one_graph(
+    engine: CompiledEngine, prompts: list[list[int]]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    engine.reset_prefix_cache()
+    before = engine.stats()
+    cold = engine.generate(prompts, params, use_tqdm=False)
+    between = engine.stats()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        warm = engine.generate(prompts[::-1], params, use_tqdm=False)[::-1]
+    after = engine.stats()
+    assert [output.outputs[0].token_ids for output in warm] == [output.outputs[0].token_ids for output in cold]
+    found = after.prefix_hit_tokens - between.prefix_hit_tokens
+    assert found > between.prefix_hit_tokens - before.prefix_hit_tokens
+    assert [output.num_cached_tokens for output in warm] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
+    counts = {event.key: event.count for event in profiled.key_averages()}
+    assert counts.get("cudaGraphLaunch", 0) == after.num_steps - between.num_steps
+    assert not {name: count for name, count in counts.items() if "LaunchKernel" in name}
+
+
+def test_an_abort_while_steps_are_in_flight_changes_no_other_token(
+    engine: CompiledEngine, prompts: list[list[int]]
+) -> None:
+    """Its blocks are free, and used by others, while a step that writes to them is still on its way."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected = [output.outputs[0].token_ids for output in engine.generate(prompts, params, use_tqdm=False)]
+    engine.reset_prefix_cache()
+    tokens: dict[int, list[int]] = {}
+    for n, prompt in enumerate(prompts):
+        engine.add_request(f"{n}", prompt, params)
+        engine.add_request(f"{n} aborted", prompt[::-1], params)
+    step = 0
+    while engine.has_unfinished_requests():
+        tokens |= {
+            int(output.request_id.split()[0]): output.outputs[0].token_ids
+            for output in engine.step()
+            if "aborted" not in output.request_id
+        }
+        step += 1
+        engine.abort(f"{step % len(prompts)} aborted")
+    assert [tokens[n] for n in range(len(prompts))] == expected
+
+
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_a_quantised_cache_replays_cuda_graphs_and_preemption_changes_no_token(
     prompts: list[list[int]], kv_cache_dtype: str
@@ -120,3 +201,36 @@ def test_closing_frees_the_device_memory() -> None:
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+def test_a_start_keeps_to_its_share_of_the_memory_and_serving_takes_no_more() -> None:
+    arguments = {"device": "cuda", "bucket_sizes": (64,), "max_num_batched_tokens": 256, "swap_space_bytes": 2**24}
+    with CompiledEngine(**arguments, preemption_mode="swap") as engine:
+        ledger, num_blocks = engine.memory_report(), engine.runner.num_blocks
+    taken = ledger.bytes_of("compiled code and CUDA graphs") + ledger.bytes_of("activations")
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    assert ledger.total == total
+
+    slack = 16 * 2**20
+    share = (total - free + 2 * taken + 2**26) / total
+    with CompiledEngine(**arguments, preemption_mode="swap", gpu_memory_utilization=share) as engine:
+        free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+        assert total - free <= share * total + slack
+        assert abs(engine.memory_report().bytes_of("free afterwards") - free) <= slack
+        assert 64 <= engine.runner.num_blocks <= num_blocks
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, max_tokens=200, ignore_eos=True)
+            engine.generate([[5] * 800] * 64, params, use_tqdm=False)
+        assert torch.cuda.memory_reserved() == reserved
+        assert engine.compile_report().recompiles == 0
+
+
+def test_too_little_memory_fails_before_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CompiledFunction, "warm_up", lambda *_: pytest.fail("compiled first"))
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free + 2**20) / total  # less than the weights
+    with pytest.raises(ValueError, match=r"0 MiB are free for the KV pool.*Free some memory"):
+        CompiledEngine(device="cuda", bucket_sizes=(1,), gpu_memory_utilization=share)

@@ -1,0 +1,286 @@
+"""B2: random schedules on a fake model that checks every KV slot, with the invariants after every step."""
+
+import itertools
+import pickle
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from compiled_llm.costs import StepCosts
+from compiled_llm.invariants import check_scheduler
+from compiled_llm.request import Request, Status
+from compiled_llm.scheduler import Scheduler
+from tests.fake_engine import VOCABULARY, FakeEngine, check_result, hash_of, make_request, make_scheduler
+
+MAX_LEN = 24
+
+
+def random_scheduler(rng: random.Random) -> Scheduler:
+    """Any mode, policy and size; the pool has room for 1 to 4 of the longest requests."""
+    block_size = rng.choice([1, 4, 16])
+    max_num_seqs = rng.choice([1, 2, 8, 16])
+    chunked_prefill = rng.random() < 0.8
+    batched = rng.randint(max_num_seqs, 40)
+    if not chunked_prefill:
+        batched = max(batched, MAX_LEN)
+    buckets = tuple(sorted({size for size in (4, 8, 16) if size < batched} | {batched}))
+    return make_scheduler(
+        num_blocks=int(-(-MAX_LEN // block_size) * rng.choice([1, 1.5, 2, 3, 4])),
+        prefix_caching=rng.random() < 0.7,
+        num_swap_blocks=rng.choice([0, 4, 200]),
+        arguments={
+            "policy": rng.choice(["fcfs", "priority"]),
+            "preemption_mode": rng.choice(["auto", "recompute", "swap"]),
+            "target_itl_ms": rng.choice([None, 100.0, 1e-3]),
+            "costs": StepCosts({size: rng.random() for size in buckets}, rng.choice([0.0, 1e-9, 0.01, 1.0])),
+        },
+        max_model_len=MAX_LEN,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=batched,
+        block_size=block_size,
+        token_bucket_sizes=buckets,
+        chunked_prefill=chunked_prefill,
+    )
+
+
+def random_request(rng: random.Random, name: str, prefixes: list[list[int]]) -> Request:
+    length = rng.randint(1, MAX_LEN - 1)
+    prompt = rng.choice(prefixes)[: rng.randint(0, length)]
+    if rng.random() < 0.7 or not prompt:
+        prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(length - len(prompt))]
+    return make_request(
+        name,
+        prompt or [1],
+        rng.randint(1, MAX_LEN - len(prompt)),
+        frozenset(rng.sample(range(VOCABULARY), 20)),
+        priority=rng.randint(0, 2),
+        cache_salt=rng.choice(["", "", "x"]),
+    )
+
+
+class Watch:
+    """Follows an engine from step to step, and asserts what must hold from one to the next."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+        self.unfinished: dict[Request, None] = {}  # those added
+        self.ends: dict[Request, tuple] = {}
+
+    def add(self, request: Request) -> None:
+        self.engine.scheduler.add(request)
+        self.unfinished[request] = None
+
+    def step(self) -> None:
+        first = min(self.unfinished, key=lambda request: request.rank)
+        num_preemptions = first.num_preemptions
+        self.engine.step()
+        assert first.num_preemptions == num_preemptions, "the first by rank was preempted"
+        self.see_ends()
+
+    def abort(self, request: Request) -> None:
+        self.engine.scheduler.finish(request, "abort")
+        check_scheduler(self.engine.scheduler)
+        self.see_ends()
+
+    def see_ends(self) -> None:
+        for request in [request for request in self.unfinished if request.status is Status.FINISHED]:
+            del self.unfinished[request]
+            self.ends[request] = self._end(request)
+
+    def check_ends(self) -> None:
+        """Every request has come to one end, which nothing has changed since, and nothing is left behind."""
+        scheduler = self.engine.scheduler
+        assert not self.unfinished, "requests are stuck"
+        assert not scheduler.has_unfinished_requests()
+        assert (scheduler.pool.num_used, scheduler.swap_pool.num_used) == (0, 0), "blocks are leaked"
+        assert scheduler.num_waiting == scheduler.prefix_cache.num_held_back == 0
+        for request, end in self.ends.items():
+            assert self._end(request) == end, "changed after its end"
+            assert request.finish_reason in ("stop", "length", "abort", "error")
+            check_result(request)
+        counts = scheduler.counts
+        assert sum(request.num_preemptions for request in self.ends) == scheduler.num_preemptions
+        assert sum(request.num_recomputed_tokens for request in self.ends) == counts.num_recomputed_tokens
+        assert sum(request.num_swapped_tokens for request in self.ends) == counts.num_swapped_out_tokens
+        assert counts.num_swapped_in_tokens <= counts.num_swapped_out_tokens
+
+    def count(self, counts: Counter[str]) -> None:
+        scheduler = self.engine.scheduler
+        counts["schedules"] += 1
+        counts["steps"] += len(self.engine.outputs)
+        counts["requests"] += len(self.ends)
+        counts["aborted"] += sum(request.finish_reason == "abort" for request in self.ends)
+        counts["preemptions by recompute"] += scheduler.counts.num_recompute_preemptions
+        counts["preemptions by swap"] += scheduler.counts.num_swap_preemptions
+        counts["tokens recomputed"] += scheduler.counts.num_recomputed_tokens
+        counts["tokens swapped in"] += scheduler.counts.num_swapped_in_tokens
+        counts["tokens hit"] += scheduler.prefix_cache.num_hit_tokens
+        counts["evictions"] += scheduler.pool.num_evictions
+
+    @staticmethod
+    def _end(request: Request) -> tuple:
+        return request.finish_reason, request.stop_reason, tuple(request.output_token_ids), request.finished_time
+
+
+def run_schedule(seed: int, counts: Counter[str]) -> None:
+    rng = random.Random(seed)
+    watch = Watch(FakeEngine(random_scheduler(rng), overlap=rng.random() < 0.5))
+    prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]
+    queue = [random_request(rng, f"{seed}-{i}", prefixes) for i in range(rng.randint(1, 64))]
+    # Steps after it came; some have ended by then.
+    to_abort = {request: rng.randint(0, 20) for request in queue if rng.random() < 0.25}
+    pace = rng.choice([0.2, 0.5, 1.0])
+    for _ in range(10_000):
+        while queue and (pace == 1.0 or rng.random() < pace):
+            watch.add(queue.pop(0))
+        for request in [request for request in to_abort if request in watch.unfinished]:
+            if to_abort[request] == 0:
+                watch.abort(request)
+            to_abort[request] -= 1
+        if watch.unfinished:
+            watch.step()
+        elif not queue:
+            break
+    assert not queue
+    watch.check_ends()
+    watch.count(counts)
+
+
+@pytest.mark.parametrize(
+    "num_schedules",
+    [pytest.param(60, id="small"), pytest.param(2_000, id="full", marks=pytest.mark.battery)],
+)
+def test_random_schedules(num_schedules: int, battery_counts: Counter[str]) -> None:
+    for seed in range(num_schedules):
+        try:
+            run_schedule(seed, battery_counts)
+        except BaseException as error:
+            error.add_note(f"in schedule {seed}")
+            raise
+    for what, count in battery_counts.items():
+        assert count > 0, what
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turns", "overlapping"])
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize(
+    "num_requests",
+    [pytest.param(200, id="small"), pytest.param(2_000, id="full", marks=pytest.mark.battery)],
+)
+def test_overload(num_requests: int, mode: str, overlap: bool, battery_counts: Counter[str]) -> None:
+    """As many requests at once as the pool has room for in a hundred rounds. All of the same length, so the order of
+    their ends is that of their arrival: no request is overtaken by more than those that run beside it."""
+    block_size, length, seats = 4, 16, 25
+    scheduler = make_scheduler(
+        20 * length // block_size,
+        prefix_caching=True,
+        num_swap_blocks=40,
+        arguments={"preemption_mode": mode},
+        max_num_seqs=seats,
+        max_num_batched_tokens=64,
+        block_size=block_size,
+        token_bucket_sizes=(64,),
+    )
+    watch = Watch(FakeEngine(scheduler, overlap=overlap))
+    requests = [make_request(f"{i}", length // 2, length // 2) for i in range(num_requests)]
+    for request in requests:
+        watch.add(request)
+    pool_bytes = []
+    while watch.unfinished:
+        watch.step()
+        if len(watch.ends) >= (len(pool_bytes) + 1) * num_requests / 10:
+            pool_bytes.append(len(pickle.dumps(scheduler.pool)))
+    watch.check_ends()
+    watch.count(battery_counts)
+
+    places = {request: place for place, request in enumerate(watch.ends)}
+    assert max(abs(places[request] - arrival) for arrival, request in enumerate(requests)) < seats
+    assert all(request.finish_reason == "length" for request in requests)
+    assert requests[0].num_preemptions == 0
+    assert scheduler.num_preemptions > 0
+    # Flat, but for how many blocks happen to be published: what the pool keeps does not grow with the requests served.
+    middle = len(pool_bytes) // 2
+    assert max(pool_bytes[middle:]) <= 1.3 * max(pool_bytes[:middle])
+    assert sum(map(len, scheduler.waiting._heaps.values())) <= 64, "the queue keeps those that are gone"
+
+
+class ScheduleMachine(RuleBasedStateMachine):
+    """The same, with hypothesis to choose and to shrink what fails."""
+
+    counts: Counter[str]
+
+    @initialize(seed=st.integers(0, 10_000), overlap=st.booleans())
+    def start(self, seed: int, overlap: bool) -> None:
+        self.watch = Watch(FakeEngine(random_scheduler(random.Random(seed)), overlap=overlap))
+        self.names = itertools.count()
+
+    @rule(
+        prefix=st.integers(0, 1),
+        num_shared=st.integers(0, MAX_LEN - 1),
+        num_own=st.integers(0, 8),
+        max_tokens=st.integers(1, MAX_LEN),
+        priority=st.integers(0, 2),
+        cache_salt=st.sampled_from(["", "x"]),
+        stops=st.booleans(),
+        id_of_a_finished_one=st.booleans(),
+    )
+    def add(
+        self, prefix, num_shared, num_own, max_tokens, priority, cache_salt, stops, id_of_a_finished_one: bool
+    ) -> None:
+        name = f"{next(self.names)}"
+        own = [hash_of(f"{name}/{i}") for i in range(num_own)]
+        prompt = ([*range(100 * prefix, 100 * prefix + num_shared), *own] or [1])[: MAX_LEN - 1]
+        if id_of_a_finished_one and self.watch.ends:
+            name = next(reversed(self.watch.ends)).request_id
+            if any(request.request_id == name for request in self.watch.unfinished):
+                return
+        stop = frozenset(range(0, VOCABULARY, 5)) if stops else frozenset()
+        self.watch.add(make_request(name, prompt, min(max_tokens, MAX_LEN - len(prompt)), stop, priority, cache_salt))
+
+    @precondition(lambda self: self.watch.unfinished)
+    @rule(count=st.integers(1, 5))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            if self.watch.unfinished:
+                self.watch.step()
+
+    @precondition(lambda self: self.watch.unfinished)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.watch.abort(data.draw(st.sampled_from(list(self.watch.unfinished))))
+
+    @precondition(lambda self: self.watch.unfinished)
+    @rule(launched=st.booleans())
+    def fail(self, launched: bool) -> None:
+        """The device breaks, right after a step was launched or later."""
+        if launched:
+            self.watch.engine.launch()
+        self.counts["failed"] += len(self.watch.engine.fail_steps("the reason"))
+        self.watch.see_ends()
+
+    def teardown(self) -> None:
+        if hasattr(self, "watch"):
+            for _ in range(10_000):
+                if not self.watch.unfinished:
+                    break
+                self.watch.step()
+            self.watch.check_ends()
+            self.watch.count(self.counts)
+
+
+@pytest.mark.parametrize(
+    "num_examples",
+    [pytest.param(40, id="small"), pytest.param(1_000, id="full", marks=pytest.mark.battery)],
+)
+def test_state_machine(num_examples: int, battery_counts: Counter[str]) -> None:
+    machine = type("CountingScheduleMachine", (ScheduleMachine,), {"counts": battery_counts})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(max_examples=num_examples, stateful_step_count=30, deadline=None, derandomize=True),
+    )
+    for what in ("aborted", "failed", "preemptions by recompute", "tokens hit"):
+        assert battery_counts[what] > 0, what

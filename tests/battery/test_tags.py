@@ -1,0 +1,258 @@
+"""B3: a tag in every KV slot, of layer, token, position and all tokens before it; re-checked at every step.
+
+All that moves tokens into slots is real: the scheduler, ``RequestRows``, the choice of a bucket, ``StepBuffers``, the
+step function with its feedback, swapping, and the cache's tensors. Only the model is not: where it would write keys and
+values, it writes tags, and where it would attend, it reads them back.
+"""
+
+import dataclasses
+import random
+from collections import Counter, deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.batch import RequestRows, StepBuffers, buckets_of, choose_bucket
+from compiled_llm.block_pool import SINK_BLOCK, BlockPool
+from compiled_llm.config import Limits
+from compiled_llm.invariants import check_scheduler
+from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
+from compiled_llm.models.weights import tensors
+from compiled_llm.ops import swap
+from compiled_llm.request import Request
+from compiled_llm.scheduler import Scheduler
+from compiled_llm.scheduler_output import SchedulerOutput
+from compiled_llm.step import Feedback, step_function
+from tests.battery.test_schedules import MAX_LEN, Watch, random_request, random_scheduler
+from tests.fake_engine import VOCABULARY, Context, expected_tokens
+
+# What a slot holds, in the head's dimension of a layer's keys; its values hold the same with the signs changed. The
+# last layer has a scale for each key too, its position: so its blocks differ in bytes from those of the others.
+LAYER, TOKEN, POSITION, CONTEXT = range(4)
+NUM_LAYERS = 2
+POISON = -7  # stands in blocks that nobody uses
+
+
+class Truth:
+    """All that a request is ever going to be: its tokens, and what should stand in their slots."""
+
+    def __init__(self, request: Request) -> None:
+        count = request.max_num_tokens - len(request.prompt_token_ids)
+        self.tokens = request.prompt_token_ids + expected_tokens(request.prompt_token_ids, count)
+        context, tags = 0, []
+        for position, token_id in enumerate(self.tokens):
+            context = Context.after(context, token_id)
+            tags.append([0, token_id, position, context])
+        self.tags = torch.tensor(tags)
+
+    def tags_in(self, layer: int, num_tokens: int) -> Tensor:
+        tags = self.tags[:num_tokens].clone()
+        tags[:, LAYER] = layer
+        return tags
+
+
+class TagModel:
+    """The forward of a model whose keys and values are tags. It knows a step by its tensors alone."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+
+    def forward(
+        self, weights: None, step_input: StepInput, kv_cache: KVCache, config: object, max_query_len: int
+    ) -> Tensor:
+        """Write a tag for each token, padding included, and return logits with the next token of each row on top."""
+        s = step_input
+        tags = torch.stack([torch.zeros_like(s.input_ids), s.input_ids, s.positions, torch.full_like(s.positions, -1)])
+        tags = tags.T.long()
+        starts, positions = s.query_start_loc.tolist(), s.positions.tolist()
+        rows = [row for row in range(len(s.seq_lens)) if starts[row + 1] > starts[row]]
+        # A row may continue what another one writes in this very step, and that one another's: again, until all agree.
+        before = None
+        while before is None or not torch.equal(before, tags):
+            before = tags.clone()
+            for row in rows:
+                assert 1 <= starts[row + 1] - starts[row] <= max_query_len
+                first = positions[starts[row]]
+                context = self._context(s, kv_cache, row, first - 1) if first else 0
+                for index in range(starts[row], starts[row + 1]):
+                    context = Context.after(context, int(tags[index, TOKEN]))
+                    tags[index, CONTEXT] = context
+            self._write(kv_cache, s.slot_mapping, tags)
+        logits = torch.zeros(len(s.seq_lens), VOCABULARY)
+        for row in rows:
+            logits[row, Context.next_token(int(tags[s.logits_indices[row], CONTEXT]))] = 1.0
+        return logits
+
+    def _context(self, s: StepInput, kv_cache: KVCache, row: int, position: int) -> int:
+        block = s.block_table[row, position // self.block_size]
+        return int(kv_cache[0].k[block, 0, position % self.block_size, CONTEXT])
+
+    def _write(self, kv_cache: KVCache, slot_mapping: Tensor, tags: Tensor) -> None:
+        blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
+        for layer, cache in enumerate(kv_cache):
+            tags[:, LAYER] = layer
+            cache.k[blocks, 0, offsets] = tags
+            cache.v[blocks, 0, offsets] = -tags
+            if cache.k_scale is not None:
+                cache.k_scale[blocks, 0, offsets] = tags[:, POSITION].float()
+        tags[:, LAYER] = 0
+
+
+class TagRunner:
+    """The parts of ``ModelRunner`` between the scheduler and the forward, and the checks of what they did."""
+
+    def __init__(self, scheduler: Scheduler, model: TagModel, counts: Counter[str]) -> None:
+        self.scheduler, self.limits, self.counts = scheduler, scheduler.limits, counts
+        cpu = torch.device("cpu")
+        self.rows = RequestRows(self.limits, VOCABULARY)
+        self.buckets = buckets_of(self.limits)
+        self.buffers = {bucket: StepBuffers(bucket, self.limits, cpu) for bucket in self.buckets}
+        shape = (scheduler.pool.num_blocks + 1, 1, self.limits.block_size, 4)
+        layers = [LayerCache(*(torch.full(shape, POISON) for _ in range(2))) for _ in range(NUM_LAYERS)]
+        layers[-1] = layers[-1]._replace(k_scale=torch.full(shape[:-1], float(POISON)))
+        self.kv_cache: KVCache = tuple(layers)
+        self.caches = tensors(self.kv_cache)
+        self.swap_space = swap.host_pool(self.caches, scheduler.swap_pool.num_blocks)
+        self.last_tokens = torch.full((self.limits.decode_bucket_sizes[-1],), POISON, dtype=torch.int64)
+        config = SimpleNamespace(architecture="tags")
+        self.steps = {bucket: step_function(config, bucket.max_query_len) for bucket in self.buckets}
+        self.truths: dict[str, Truth] = {}
+        self._poisoned_rows: set[int] = set()
+
+    def execute(self, output: SchedulerOutput) -> list[int]:
+        bucket = choose_bucket(self.buckets, output)
+        rows = self.rows.update(output)
+        buffers = self.buffers[bucket]
+        buffers.fill(output, rows, self.rows)
+        for pairs, copy in ((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in)):
+            if pairs:
+                # Pools count from 1, and the host has no sink.
+                blocks, host = torch.tensor(pairs).T.contiguous()
+                copy(self.caches, self.swap_space, blocks, host - 1)
+        before = [cache.clone() for cache in self.caches]
+        feedback = Feedback(buffers.feedback, self.last_tokens)
+        self.steps[bucket](None, buffers.step_input, self.kv_cache, feedback)
+        self._check_writes(buffers.step_input, output, before)
+        self._check_reads(buffers, output)
+        self.counts["padding tokens"] += bucket.num_tokens - output.num_tokens
+        self.counts["padding rows"] += bucket.num_requests - len(rows)
+        self.counts["tokens fed back"] += sum(place >= 0 for place in output.feedback)
+        self.counts["blocks swapped out"] += len(output.swapped_out)
+        self.counts["blocks swapped in"] += len(output.swapped_in)
+        return self.last_tokens[: len(rows)].tolist()
+
+    def _check_writes(self, step_input: StepInput, output: SchedulerOutput, before: list[Tensor]) -> None:
+        """Padding went to the sink alone, tokens to different slots outside of it, and nothing else has changed."""
+        slots = step_input.slot_mapping.tolist()
+        own, padding = slots[: output.num_tokens], slots[output.num_tokens :]
+        assert len(set(own)) == len(own), "two tokens went to one slot"
+        assert all(slot // self.limits.block_size != SINK_BLOCK for slot in own)
+        assert all(slot // self.limits.block_size == SINK_BLOCK for slot in padding)
+        blocks = torch.tensor(own) // self.limits.block_size
+        offsets = torch.tensor(own) % self.limits.block_size
+        for cache, old in zip(self.caches, before, strict=True):
+            old[blocks, 0, offsets] = cache[blocks, 0, offsets]
+            assert torch.equal(cache[SINK_BLOCK + 1 :], old[SINK_BLOCK + 1 :]), "a slot of someone else was written to"
+
+    def _check_reads(self, buffers: StepBuffers, output: SchedulerOutput) -> None:
+        """What each row sees, by its own length and block table, is its request's, in every layer."""
+        s, size = buffers.step_input, self.limits.block_size
+        for row, request_id in enumerate(output.request_ids):
+            truth = self.truths[request_id]
+            length = int(s.seq_lens[row])
+            assert length == output.num_computed_tokens[row] + output.num_scheduled_tokens[row]
+            positions = torch.arange(length)
+            blocks, offsets = s.block_table[row].long()[positions // size], positions % size
+            for layer, cache in enumerate(self.kv_cache):
+                expected = truth.tags_in(layer, length)
+                assert torch.equal(cache.k[blocks, 0, offsets], expected), f"a foreign tag in {request_id}"
+                assert torch.equal(cache.v[blocks, 0, offsets], -expected), f"a foreign tag in {request_id}"
+                if cache.k_scale is not None:
+                    assert torch.equal(cache.k_scale[blocks, 0, offsets].long(), positions), "a foreign scale"
+            if output.samples[row]:
+                assert int(self.last_tokens[row]) == truth.tokens[length]
+            assert int(buffers.sampling_input.position[row]) == length
+            self.counts["tags checked"] += length * len(self.caches)
+        assert not s.seq_lens[len(output.request_ids) :].any()
+
+    def poison(self) -> None:
+        """Overwrite every block that holds nothing, on the device and on the host: whoever reads it finds no tag."""
+        to_copy = {block for block, _ in self.scheduler._swapped_out}
+        blocks = _empty_blocks(self.scheduler.pool) - to_copy
+        for cache in self.caches:
+            cache[list(blocks)] = POISON
+        rows = {block - 1 for block in _empty_blocks(self.scheduler.swap_pool)}
+        self.swap_space[list(rows - self._poisoned_rows)] = 255
+        self._poisoned_rows = rows
+
+
+def _empty_blocks(pool: BlockPool) -> set[int]:
+    blocks = range(1, pool.num_blocks + 1)
+    return {block for block in blocks if pool.num_references(block) == 0 and pool.digest(block) is None}
+
+
+class TagEngine:
+    """The engine's loop, as ``FakeEngine`` has it."""
+
+    def __init__(self, scheduler: Scheduler, runner: TagRunner, *, overlap: bool) -> None:
+        self.scheduler, self.runner = scheduler, runner
+        self.outputs: list[SchedulerOutput] = []
+        self._launched: deque[tuple[SchedulerOutput, list[int]]] = deque()
+        self._most_launched = 2 if overlap else 1
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        if output.request_ids:
+            self.outputs.append(output)
+            self._launched.append((output, self.runner.execute(output)))
+        if len(self._launched) == self._most_launched or not output.request_ids:
+            self.scheduler.update(*self._launched.popleft())
+        check_scheduler(self.scheduler)
+        self.runner.poison()
+
+
+def with_buckets(scheduler: Scheduler) -> Limits:
+    """Its limits, with a bucket for one request and for all, so that there are padding rows."""
+    seats = scheduler.limits.max_num_seqs
+    return dataclasses.replace(scheduler.limits, decode_bucket_sizes=tuple(sorted({1, min(3, seats), seats})))
+
+
+def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    scheduler = random_scheduler(rng)
+    scheduler.limits = with_buckets(scheduler)
+    model = TagModel(scheduler.limits.block_size)
+    monkeypatch.setattr("compiled_llm.step.family", lambda architecture: model)
+    runner = TagRunner(scheduler, model, counts)
+    watch = Watch(TagEngine(scheduler, runner, overlap=rng.random() < 0.5))
+    prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]
+    queue = [random_request(rng, f"{seed}-{i}", prefixes) for i in range(rng.randint(1, 24))]
+    runner.truths = {request.request_id: Truth(request) for request in queue}
+    for _ in range(10_000):
+        while queue and rng.random() < 0.5:
+            watch.add(queue.pop(0))
+        if watch.unfinished and rng.random() < 0.03:
+            watch.abort(rng.choice(list(watch.unfinished)))
+        if watch.unfinished:
+            watch.step()
+        elif not queue:
+            break
+    watch.check_ends()
+    watch.count(counts)
+
+
+@pytest.mark.parametrize(
+    "num_schedules",
+    [pytest.param(20, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)],
+)
+def test_random_schedules(num_schedules: int, battery_counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(num_schedules):
+        try:
+            run_schedule(seed, battery_counts, monkeypatch)
+        except BaseException as error:
+            error.add_note(f"in schedule {seed}")
+            raise
+    for what, count in battery_counts.items():
+        assert count > 0, what

@@ -1,0 +1,157 @@
+"""A step that breaks, on the device or in the scheduler: its requests end with the reason, and the engine serves on."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = ["def add(a, b):", "import os", "class Stack:", "for i in range(10):"]
+EAGER = {"enforce_eager": True, "dtype": "float32", "token_bucket_sizes": (16,), "check_invariants": True}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in turns", "overlapping"])
+def engine(request: pytest.FixtureRequest) -> Iterator[CompiledEngine]:
+    sizes = {"bucket_sizes": (2,), "num_kv_blocks": 64, "max_model_len": 256}
+    with CompiledEngine(**EAGER, **sizes, async_scheduling=request.param) as engine:
+        yield engine
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int, error: BaseException) -> None:
+    """The call of ``owner.name`` with the number ``after`` raises ``error`` when its work is done."""
+    function, calls = getattr(owner, name), iter(range(10**6))
+
+    def breaking(*args: Any) -> Any:
+        result = function(*args)
+        if next(calls) == after:
+            raise error
+        return result
+
+    monkeypatch.setattr(owner, name, breaking)
+
+
+@pytest.mark.parametrize("where", ["launch", "collect"])
+@pytest.mark.parametrize("after", [0, 2, 5])
+def test_a_step_that_breaks_ends_its_requests_and_no_others(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, where: str, after: int
+) -> None:
+    expected = tokens_of(engine.generate(PROMPTS, GREEDY, use_tqdm=False))
+    break_once(monkeypatch, engine.runner, where, after, RuntimeError("the device is on fire"))
+    outputs = engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    failed = [output for output in outputs if output.outputs[0].finish_reason == "error"]
+    assert 1 <= len(failed) <= 2, "those of the step: two run at once"
+    for output, tokens in zip(outputs, expected, strict=True):
+        completion = output.outputs[0]
+        if output in failed:
+            assert completion.stop_reason == "RuntimeError: the device is on fire"
+            assert completion.token_ids == tokens[: len(completion.token_ids)]
+        else:
+            assert completion.token_ids == tokens
+    assert tokens_of(engine.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert engine.stats().used_blocks == 0
+
+
+INTERRUPTED = [("scheduler", "schedule"), ("scheduler", "update"), ("runner", "launch"), ("runner", "collect")]
+
+
+@pytest.mark.parametrize(("owner", "name"), INTERRUPTED)
+def test_an_interrupt_anywhere_leaves_an_engine_that_serves(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, owner: str, name: str
+) -> None:
+    expected = tokens_of(engine.generate(PROMPTS, GREEDY, use_tqdm=False))
+    break_once(monkeypatch, getattr(engine, owner), name, 3, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    while engine.has_unfinished_requests():
+        engine.step()
+    assert tokens_of(engine.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+    assert engine.stats().used_blocks == 0
+
+
+@pytest.mark.parametrize(("owner", "name"), [("scheduler", "schedule"), ("runner", "launch")])
+def test_after_an_interrupt_users_of_step_and_stream_hear_of_the_end(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, owner: str, name: str
+) -> None:
+    stream = engine.stream(PROMPTS[0], GREEDY)
+    engine.add_request("mine", PROMPTS[1], GREEDY)
+    next(stream)
+    break_once(monkeypatch, getattr(engine, owner), name, 0, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [output for output in engine.step() if output.finished]
+    assert [(output.request_id, output.outputs[0].finish_reason) for output in ended] == [("mine", "error")]
+    assert [output.outputs[0].finish_reason for output in stream][-1] == "error"
+
+
+def test_no_text_is_lost_when_making_outputs_is_interrupted(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (expected,) = engine.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+    engine.add_request("mine", PROMPTS[0], GREEDY)
+    break_once(monkeypatch, engine, "_step", 2, KeyboardInterrupt())
+    outputs: list[RequestOutput] = []
+    interrupts = 0
+    while engine.has_unfinished_requests():
+        try:
+            outputs += engine.step()
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts == 1
+    assert outputs[-1].outputs[0].text == expected.outputs[0].text
+
+
+def test_a_stream_dropped_in_the_middle_of_scheduling_waits_for_its_end(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the garbage collector may do: it runs whenever it likes."""
+    expected = tokens_of(engine.generate(PROMPTS[1], GREEDY, use_tqdm=False))
+    streams = [engine.stream(PROMPTS[0], GREEDY)]
+    next(streams[0])
+    budget = engine.scheduler._budget
+
+    def collecting(num_decodes: int) -> int:
+        streams.clear()
+        return budget(num_decodes)
+
+    monkeypatch.setattr(engine.scheduler, "_budget", collecting)
+    engine.add_request("mine", PROMPTS[1], GREEDY)
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    assert not streams
+    assert outputs[-1].outputs[0].token_ids == expected[0]
+    assert outputs[-1].outputs[0].finish_reason == "length"
+
+
+def test_swapped_and_waiting_requests_survive_a_step_that_breaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    prompts = [f"def function_{n}(a, b, c):\n    return a" for n in range(8)]
+    sizes = {"bucket_sizes": (8,), "max_model_len": 64}
+    with CompiledEngine(**EAGER, **sizes) as large:
+        expected = tokens_of(large.generate(prompts, params, use_tqdm=False))
+    swap = {"num_kv_blocks": 14, "swap_space_bytes": 2**24, "preemption_mode": "swap"}
+    with CompiledEngine(**EAGER, **sizes, **swap) as small:
+        launch, broken = small.runner.launch, []
+
+        def breaking(output: Any) -> Any:
+            if output.swapped_out and not broken:
+                broken.append(output)
+                raise RuntimeError("the copy failed")
+            return launch(output)
+
+        monkeypatch.setattr(small.runner, "launch", breaking)
+        outputs = small.generate(prompts, params, use_tqdm=False)
+        failed = [output.outputs[0].finish_reason == "error" for output in outputs]
+        assert broken
+        assert sum(failed) == len(broken[0].request_ids) < len(prompts)
+        for output, tokens, has_failed in zip(outputs, expected, failed, strict=True):
+            assert has_failed or output.outputs[0].token_ids == tokens
+        assert small.stats().used_swap_blocks == 0

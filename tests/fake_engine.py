@@ -1,0 +1,276 @@
+"""A fake model for tests of the scheduler: no tensors, and every KV slot remembers what was written to it.
+
+The token at a position is a function of the tokens before it, so requests that begin alike go on alike, and a key that
+stands in the wrong slot is seen at once.
+"""
+
+import dataclasses
+import hashlib
+import pickle
+from collections import deque
+
+import pytest
+
+from compiled_llm.block_pool import SINK_BLOCK, BlockPool
+from compiled_llm.config import Limits
+from compiled_llm.costs import StepCosts
+from compiled_llm.invariants import check_scheduler, check_step
+from compiled_llm.prefix_cache import PrefixCache
+from compiled_llm.request import Request, Status
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduler import Scheduler
+from compiled_llm.scheduler_output import SchedulerOutput
+
+VOCABULARY = 1000
+LIMITS = Limits(
+    max_model_len=64,
+    max_num_seqs=4,
+    max_num_batched_tokens=16,
+    block_size=4,
+    decode_bucket_sizes=(1, 4),
+    token_bucket_sizes=(16,),
+    chunked_prefill=True,
+)
+
+
+def make_scheduler(
+    num_blocks: int, *, prefix_caching: bool = False, num_swap_blocks: int = 0, arguments: dict | None = None, **sizes
+) -> Scheduler:
+    """A scheduler over ``num_blocks`` blocks. ``sizes`` change ``LIMITS``, ``arguments`` go to the Scheduler."""
+    limits, pool = dataclasses.replace(LIMITS, **sizes), BlockPool(num_blocks)
+    cache = PrefixCache(pool, limits.block_size, enabled=prefix_caching)
+    return Scheduler(limits, pool, prefix_cache=cache, swap_pool=BlockPool(num_swap_blocks), **(arguments or {}))
+
+
+def make_request(
+    name: str,
+    prompt: list[int] | int,
+    max_tokens: int,
+    stop: frozenset[int] = frozenset(),
+    priority: int = 0,
+    cache_salt: str = "",
+) -> Request:
+    """A request for the fake model. A number as ``prompt`` stands for that many tokens that no other request has."""
+    token_ids = [hash_of(f"{name}/{i}") for i in range(prompt)] if isinstance(prompt, int) else prompt
+    return Request(
+        request_id=name,
+        prompt_token_ids=token_ids,
+        sampling_params=SamplingParams(max_tokens=max_tokens),
+        seed=0,
+        stop_token_ids=stop,
+        max_num_tokens=len(token_ids) + max_tokens,
+        arrival_time=0.0,
+        priority=priority,
+        cache_salt=cache_salt,
+    )
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % VOCABULARY
+
+
+class Context:
+    """The tokens up to a position, as a chain of hashes: equal exactly where all tokens before are equal."""
+
+    @staticmethod
+    def after(before: int, token_id: int) -> int:
+        return hash((before, token_id))
+
+    @staticmethod
+    def next_token(context: int) -> int:
+        return context % VOCABULARY
+
+
+def expected_tokens(prompt: list[int], count: int) -> list[int]:
+    """What the fake model generates after ``prompt``."""
+    context = 0
+    for token_id in prompt:
+        context = Context.after(context, token_id)
+    tokens = []
+    for _ in range(count):
+        tokens.append(Context.next_token(context))
+        context = Context.after(context, tokens[-1])
+    return tokens
+
+
+class FakeRunner:
+    """Keeps the context of every KV slot, as the real cache keeps keys, and checks all that a step reads and writes."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.slots: dict[tuple[int, int], int] = {}
+        self.host: dict[int, dict[int, int]] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.sampled: list[int] = []
+
+    def execute(self, output: SchedulerOutput) -> list[int]:
+        output = pickle.loads(pickle.dumps(output))  # so nothing depends on objects that the scheduler still changes
+        limits, size = self.limits, self.limits.block_size
+        assert 0 < output.num_tokens <= limits.max_num_batched_tokens
+        assert output.num_tokens == sum(output.num_scheduled_tokens)
+        assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
+        self._copy(output)
+        for request_id in output.released_request_ids:
+            del self.tables[request_id]
+        for request_id, _, _ in output.admissions:
+            assert request_id not in self.tables
+            self.tables[request_id] = []
+        for request_id, start, blocks in output.table_updates:
+            assert start <= len(self.tables[request_id])
+            assert SINK_BLOCK not in blocks
+            self.tables[request_id][start:] = blocks
+
+        # As in a layer: all keys of the step are written, and then anyone reads.
+        step, taken, written = [], 0, set()
+        for index, request_id in enumerate(output.request_ids):
+            count, start = output.num_scheduled_tokens[index], output.num_computed_tokens[index]
+            tokens = output.token_ids[taken : taken + count]
+            taken += count
+            if output.feedback[index] >= 0:
+                tokens[-1] = self.sampled[output.feedback[index]]
+            step.append((request_id, start, tokens))
+            for position in range(start, start + count):
+                slot = (self.tables[request_id][position // size], position % size)
+                assert slot not in written, "two tokens are written to one slot"
+                written.add(slot)
+        contexts = self._contexts(step)
+        for request_id, start, tokens in step:
+            for position in range(start, start + len(tokens)):
+                slot = (self.tables[request_id][position // size], position % size)
+                self.slots[slot] = contexts[request_id][position]
+        sampled = []
+        for request_id, start, tokens in step:
+            end = start + len(tokens)
+            for position in range(end):
+                slot = (self.tables[request_id][position // size], position % size)
+                assert self.slots.get(slot) == contexts[request_id][position], "a foreign key stands in the slot"
+            sampled.append(Context.next_token(contexts[request_id][end - 1]))
+        self.sampled = sampled
+        return [token if samples else -1 for token, samples in zip(sampled, output.samples, strict=True)]
+
+    def _contexts(self, step: list[tuple[str, int, list[int]]]) -> dict[str, list[int]]:
+        """The context at each position of each request of the step, from what was computed before and its new tokens.
+
+        What was computed before may be what another request of this very step computes: those are known first.
+        """
+        size = self.limits.block_size
+        contexts: dict[str, list[int]] = {}
+        fresh: dict[tuple[int, int], int] = {}
+        todo = deque(step)
+        for _ in range(len(step) ** 2 + 1):
+            if not todo:
+                break
+            request_id, start, tokens = todo.popleft()
+            table = self.tables[request_id]
+            slots = [(table[position // size], position % size) for position in range(start)]
+            being_written = {
+                (self.tables[name][p // size], p % size) for name, s, t in todo for p in range(s, s + len(t))
+            }
+            if any(slot in being_written for slot in slots):
+                todo.append((request_id, start, tokens))
+                continue
+            found = [fresh.get(slot, self.slots.get(slot)) for slot in slots]
+            assert None not in found, "a slot is read that nobody wrote to"
+            chain: list[int] = found  # type: ignore[assignment]
+            for token_id in tokens:
+                chain.append(Context.after(chain[-1] if chain else 0, token_id))
+            contexts[request_id] = chain
+            for position in range(start, start + len(tokens)):
+                fresh[table[position // size], position % size] = chain[position]
+        assert not todo, "requests of one step wait for each other's blocks"
+        return contexts
+
+    def _copy(self, output: SchedulerOutput) -> None:
+        size = self.limits.block_size
+        assert len({host for _, host in output.swapped_out}) == len(output.swapped_out)
+        for block, host in output.swapped_out:
+            self.host[host] = {i: self.slots[block, i] for i in range(size) if (block, i) in self.slots}
+        for block, host in output.swapped_in:
+            for i in range(size):
+                self.slots.pop((block, i), None)
+            self.slots |= {(block, i): context for i, context in self.host[host].items()}
+
+
+class FakeEngine:
+    """The engine's loop around a fake runner, with every invariant checked after every step."""
+
+    def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
+        self.scheduler = scheduler
+        self.runner = FakeRunner(scheduler.limits)
+        self.outputs: list[SchedulerOutput] = []  # of all steps
+        self._launched: deque[tuple[SchedulerOutput, list[int]]] = deque()
+        self._most_launched = 2 if overlap else 1
+
+    def step(self) -> SchedulerOutput | None:
+        """Run a step; returns what was scheduled, or None where all that can run is in flight."""
+        output = self.launch()
+        if len(self._launched) == self._most_launched or output is None:
+            finished, sampled = self._launched.popleft()
+            self.scheduler.update(finished, sampled)
+        check_scheduler(self.scheduler)
+        return output
+
+    def launch(self) -> SchedulerOutput | None:
+        """The first half of a step; its results wait in line."""
+        output = self.scheduler.schedule()
+        check_step(self.scheduler, output)
+        if not output.request_ids:
+            return None
+        self.outputs.append(output)
+        self._launched.append((output, self.runner.execute(output)))
+        return output
+
+    def fail_steps(self, reason: str) -> list[Request]:
+        """The steps in flight broke, as the device may do; returns the requests that this ended."""
+        self._launched.clear()
+        self.runner.tables.clear()
+        failed = self.scheduler.fail_steps_in_flight(reason)
+        check_scheduler(self.scheduler)
+        return failed
+
+    def run(self, most_steps: int = 10_000) -> None:
+        """Step until all requests are finished."""
+        for _ in range(most_steps):
+            if not self.scheduler.has_unfinished_requests():
+                return
+            self.step()
+        raise AssertionError(f"requests are stuck after {most_steps} steps")
+
+
+def check_result(request: Request) -> None:
+    """The tokens of a finished request are the fake model's, as many as its finish reason says."""
+    count = len(request.output_token_ids)
+    assert request.output_token_ids == expected_tokens(request.prompt_token_ids, count)
+    if request.finish_reason == "length":
+        assert len(request.prompt_token_ids) + count == request.max_num_tokens
+    elif request.finish_reason == "stop":
+        assert request.output_token_ids[-1] in request.stop_token_ids
+    assert not request.stop_token_ids & set(request.output_token_ids[:-1])
+
+
+def add(scheduler: Scheduler, *requests: Request) -> tuple[Request, ...]:
+    for request in requests:
+        scheduler.add(request)
+    return requests
+
+
+def work_of(output: SchedulerOutput | None) -> dict[str, int]:
+    """Request id -> tokens in the step."""
+    assert output is not None
+    return dict(zip(output.request_ids, output.num_scheduled_tokens, strict=True))
+
+
+def computed_tokens(engine: FakeEngine) -> int:
+    return sum(output.num_tokens for output in engine.outputs)
+
+
+def finishing_order(engine: FakeEngine, requests: list[Request]) -> list[str]:
+    finished: list[str] = []
+    while engine.scheduler.has_unfinished_requests():
+        engine.step()
+        finished += [r.request_id for r in requests if r.status is Status.FINISHED and r.request_id not in finished]
+    return finished
+
+
+both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turns", "overlapping"])
+FREE_SWAPS = StepCosts(bucket_seconds={16: 1.0}, swap_seconds=1e-9)

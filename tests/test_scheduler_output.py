@@ -1,0 +1,27 @@
+"""SchedulerOutput goes to another process as it is, one day; what it counts follows from its columns."""
+
+import pickle
+
+from compiled_llm.scheduler_output import SchedulerOutput
+from tests.fake_engine import FakeEngine, make_request, make_scheduler
+
+
+def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
+    scheduler = make_scheduler(
+        8, prefix_caching=True, num_swap_blocks=20, arguments={"preemption_mode": "swap"}, max_model_len=24
+    )
+    for i in range(4):
+        scheduler.add(make_request(f"{i}", 5, 15))
+    engine = FakeEngine(scheduler)
+    engine.run()
+    for field in SchedulerOutput.__slots__:
+        assert any(getattr(output, field) for output in engine.outputs), f"no step has {field}"
+    for output in engine.outputs:
+        assert pickle.loads(pickle.dumps(output)) == output
+
+
+def test_sizes() -> None:
+    empty = SchedulerOutput([], [], [], [], [], [], [], [], [], [], [])
+    assert (empty.num_tokens, empty.max_query_len) == (0, 0)
+    step = SchedulerOutput(["a", "b"], [1, 3], [7, 0], [True, False], [-1, -1], [5, 6, 7, 8], [], [], [], [], [])
+    assert (step.num_tokens, step.max_query_len) == (4, 3)
