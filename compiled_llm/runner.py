@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,13 @@ class ModelRunner:
         )
         if config.target_itl_ms is not None or (self.num_swap_blocks and config.preemption_mode == "auto"):
             self._measure_costs()
+            fastest = min(self.costs.bucket_seconds.values()) * 1e3
+            if config.target_itl_ms is not None and fastest > config.target_itl_ms:
+                warnings.warn(
+                    f"target_itl_ms={config.target_itl_ms} cannot be met beside a prompt: the fastest of "
+                    f"token_bucket_sizes takes {fastest:.1f} ms. Prompts run in that one; a smaller bucket would help",
+                    stacklevel=4,
+                )
 
     def launch(self, output: SchedulerOutput) -> LaunchedStep:
         """Hand a step to the device. On a CPU it is done when this returns; on a GPU, ``collect`` waits for it.

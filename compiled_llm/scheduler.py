@@ -312,7 +312,7 @@ class Scheduler:
         return request.num_tokens - max(found, request.num_computed_tokens) <= limit
 
     def _admit(self, request: Request, output: SchedulerOutput) -> bool:
-        """Move a waiting request to the running ones, with blocks for all its tokens: nobody is thrown out half-way.
+        """Move a waiting request to the running ones, with blocks for all its tokens.
 
         False where there is no room, and where it is held back for a block that another request will fill.
         """

@@ -2,9 +2,9 @@
 
     python scripts/bench_prefix_caching.py                # Qwen3-0.6B's shape, random weights, bfloat16
 
-16 requests of 512 shared and 32 own tokens, 32 tokens out, greedy. Two engines in one process run in turns; the cache is
-emptied before each run, so the prefix is computed once a run and never zero times. Counted beside the seconds: tokens
-computed, and tokens found. Ends in one JSON line.
+16 requests of 512 shared and 32 own tokens, 32 tokens out, greedy. Two engines in one process run in turns; the cache
+is emptied before each run, so the prefix is computed once a run and never zero times. Counted beside the seconds:
+tokens computed, and tokens found. Ends in one JSON line.
 """
 
 import argparse

@@ -137,6 +137,7 @@ def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds:
     peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, engine.memory_report().start_peak_bytes)
     hits, misses = report.cache_count("hit"), report.cache_count("miss")
     temperature = "uncompiled" if not hits + misses else "warm" if not misses else "cold" if not hits else "partly warm"
+    whole = stats.host_seconds + stats.execute_seconds - stats.launch_seconds
     rows = {
         "requests": f"{len(outputs)} in {seconds:.2f} s",
         "tokens": f"{prompt_tokens} prompt, {output_tokens} output",
@@ -153,7 +154,7 @@ def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds:
         f"{stats.num_swap_preemptions} by swap ({stats.num_swapped_out_tokens} tokens out, "
         f"{stats.num_swapped_in_tokens} in)",
         "host time": f"{stats.host_seconds / max(1, stats.num_steps) * 1e6:.0f} us a step, "
-        f"{stats.host_seconds / max(1e-9, stats.host_seconds + stats.execute_seconds - stats.launch_seconds):.1%} of it",
+        f"{stats.host_seconds / max(1e-9, whole):.1%} of it",
         "compiled": f"{report.graphs} graphs, {report.graph_breaks} graph breaks, {report.recompiles} recompiles "
         f"after ready, {report.compile_seconds:.1f} s, cache {hits} hits {misses} misses",
         "start": f"{start_seconds:.1f} s ({temperature})",
