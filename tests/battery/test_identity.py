@@ -1,0 +1,211 @@
+"""B4: tokens equal an unbatched float32 reference, whatever else the engine serves, has served and gives up meanwhile.
+
+Cold = warm = alone = batched = chunked = preempted = swapped out = compiled: each engine serves one schedule after
+another and keeps its prefix cache, so nearly every schedule finds other blocks, computed in other chunks and batches.
+"""
+
+import dataclasses
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from compiled_llm import CompiledEngine, SamplingParams
+from tests.battery.reference import LENGTHS, NUM_TOKENS, expected_tokens, model_directory, prompts
+
+COUNTS = (14, 1, 8, 4, 20)  # requests of a schedule, in turns
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+LONGEST = max(LENGTHS) + NUM_TOKENS
+
+# name -> (model, engine arguments). Pools hold the longest request, and little more.
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chunks-recompute": (
+        "demo",
+        {"bucket_sizes": (1, 8), "max_num_batched_tokens": 24, "num_kv_blocks": 14, "preemption_mode": "recompute"},
+    ),
+    "chunks-swap-async-priority": (
+        "demo",
+        {
+            "bucket_sizes": (8,),
+            "max_num_batched_tokens": 16,
+            "num_kv_blocks": 13,
+            "preemption_mode": "swap",
+            "swap_space_bytes": 2**22,
+            "async_scheduling": True,
+            "scheduling_policy": "priority",
+        },
+    ),
+    "no-cache-no-chunks": (
+        "demo",
+        {
+            "bucket_sizes": (6,),
+            "enable_prefix_caching": False,
+            "enable_chunked_prefill": False,
+            "num_kv_blocks": 13,
+            "preemption_mode": "recompute",
+        },
+    ),
+    "no-chunks-auto-async": (
+        "llama",
+        {
+            "bucket_sizes": (5,),
+            "block_size": 4,
+            "enable_chunked_prefill": False,
+            "num_kv_blocks": 50,
+            "swap_space_bytes": 2**21,
+            "async_scheduling": True,
+        },
+    ),
+    "no-cache-chunks-async-priority": (
+        "llama",
+        {
+            "bucket_sizes": (8,),
+            "block_size": 32,
+            "enable_prefix_caching": False,
+            "max_num_batched_tokens": 9,
+            "num_kv_blocks": 7,
+            "preemption_mode": "swap",
+            "swap_space_bytes": 2**20,
+            "async_scheduling": True,
+            "scheduling_policy": "priority",
+        },
+    ),
+    "block-size-1-latency-target": (
+        "llama",
+        {
+            "bucket_sizes": (8,),
+            "block_size": 1,
+            "token_bucket_sizes": (8, 16, 64),
+            "target_itl_ms": 1.0,
+            "num_kv_blocks": 200,
+            "preemption_mode": "swap",
+            "swap_space_bytes": 2**19,
+        },
+    ),
+    "compiled-swap-async": (
+        "demo",
+        {
+            "enforce_eager": False,
+            "bucket_sizes": (8,),
+            "token_bucket_sizes": (32,),
+            "num_kv_blocks": 14,
+            "preemption_mode": "swap",
+            "swap_space_bytes": 2**22,
+            "async_scheduling": True,
+        },
+    ),
+    "compiled-no-chunks-priority": (
+        "llama",
+        {
+            "enforce_eager": False,
+            "bucket_sizes": (8,),
+            "token_bucket_sizes": (192,),
+            "enable_chunked_prefill": False,
+            "num_kv_blocks": 14,
+            "preemption_mode": "recompute",
+            "scheduling_policy": "priority",
+        },
+    ),
+}
+SMALL = ("chunks-swap-async-priority", "no-cache-no-chunks", "no-chunks-auto-async", "compiled-swap-async")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request of a schedule: it comes before step ``step``, and is aborted ``aborted_after`` steps later."""
+
+    step: int
+    prompt: list[int]
+    priority: int
+    aborted_after: int | None
+
+
+def random_schedule(rng: random.Random, pool: list[list[int]], count: int, priorities: bool) -> list[Arrival]:
+    """Requests in the order of their arrival: all at once, one by one, or anything between."""
+    spread = rng.choice((0, 5, 60))
+    schedule = [
+        Arrival(
+            step=rng.randint(0, spread),
+            prompt=rng.choice(pool),
+            priority=rng.randrange(3) if priorities else 0,
+            aborted_after=rng.randrange(NUM_TOKENS) if rng.random() < 0.15 else None,
+        )
+        for _ in range(count)
+    ]
+    return sorted(schedule, key=lambda arrival: arrival.step)
+
+
+def serve(
+    engine: CompiledEngine, model: str, schedule: list[Arrival], rng: random.Random, counts: Counter[str]
+) -> None:
+    """Run a schedule to its end. Every output on the way is compared, so those of aborted requests are too."""
+    unfinished: dict[str, tuple[Arrival, int]] = {}  # with the step before which it leaves
+    coming, step = schedule[::-1], 0
+    while coming or unfinished:
+        for request_id, (arrival, leaves) in list(unfinished.items()):
+            if leaves == step:
+                engine.abort(request_id)
+                del unfinished[request_id]
+                counts["aborted"] += 1
+                if rng.random() < 0.5:  # its client tries again, and finds in the cache what is left of it
+                    coming.append(dataclasses.replace(arrival, step=step, aborted_after=None))
+                    counts["submitted again"] += 1
+        while coming and coming[-1].step <= step:
+            arrival, request_id = coming.pop(), f"request {counts['requests']}"
+            engine.add_request(request_id, arrival.prompt, GREEDY, arrival.priority)
+            unfinished[request_id] = arrival, -1 if arrival.aborted_after is None else step + arrival.aborted_after + 1
+            counts["requests"] += 1
+        for output in engine.step():
+            tokens, (arrival, _) = output.outputs[0].token_ids, unfinished[output.request_id]
+            expected = expected_tokens(model, tuple(arrival.prompt))
+            assert tokens == expected[: len(tokens)], (output.request_id, arrival, output.metrics)
+            counts["tokens"] += 1
+            if output.finished:
+                assert len(tokens) == NUM_TOKENS
+                del unfinished[output.request_id]
+                counts["finished"] += 1
+                counts["preempted on the way"] += output.metrics.num_preemptions > 0
+        step += 1
+        assert step < 3000, "a schedule does not end"
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize(
+    ("name", "num_schedules", "num_prompts"),
+    [pytest.param(name, 3, 12, id=f"small-{name}") for name in SMALL]
+    + [pytest.param(name, 25, 40, id=f"full-{name}", marks=pytest.mark.battery) for name in ENGINES],
+)
+def test_tokens_equal_the_reference(
+    name: str, num_schedules: int, num_prompts: int, battery_counts: Counter[str]
+) -> None:
+    model, arguments = ENGINES[name]
+    rng = random.Random(name)
+    pool = prompts(model)[:num_prompts]
+    defaults = {"dtype": "float32", "max_model_len": LONGEST, "enforce_eager": True, "check_invariants": True}
+    with CompiledEngine(model_directory(model), **defaults | arguments) as engine:
+        for index in range(num_schedules):
+            schedule = random_schedule(rng, pool, COUNTS[index % len(COUNTS)], "scheduling_policy" in arguments)
+            serve(engine, model, schedule, rng, battery_counts)
+            battery_counts["schedules"] += 1
+            stats = engine.stats()
+            assert (stats.used_blocks, stats.used_swap_blocks) == (0, 0)
+        battery_counts["preemptions by recompute"] = stats.num_recompute_preemptions
+        battery_counts["preemptions by swap"] = stats.num_swap_preemptions
+        battery_counts["tokens swapped in"] = stats.num_swapped_in_tokens
+        battery_counts["tokens found in the cache"] = stats.prefix_hit_tokens
+        battery_counts["evictions"] = stats.num_evictions
+        report = engine.compile_report()
+
+    assert battery_counts["finished"] + battery_counts["aborted"] == battery_counts["requests"] == stats.num_finished
+    assert battery_counts["aborted"] > 0
+    assert battery_counts["preempted on the way"] > 0
+    mode = arguments.get("preemption_mode")
+    assert stats.num_preemptions > 0
+    assert (stats.num_swap_preemptions > 0) >= (mode == "swap")
+    assert (stats.num_swapped_in_tokens > 0) >= (mode == "swap")
+    assert (stats.num_recompute_preemptions > 0) >= (mode == "recompute")
+    cached = arguments.get("enable_prefix_caching", True)
+    assert (stats.prefix_hit_tokens > 0, stats.num_evictions > 0) == (cached, cached)
+    assert (report.recompiles, report.graph_breaks) == (0, 0)
+    assert report.graphs == (0 if arguments.get("enforce_eager", True) else 3)
