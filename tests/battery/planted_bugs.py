@@ -1,0 +1,687 @@
+"""The bugs of B16: each replaces one text in the source of one module, and the checks named with it must see it.
+
+A bug is one that somebody could make, or has made in another engine, and that the checks are there for. Changes that
+only cost time, or that nothing can observe, are none.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Checks:
+    """Tests that run one after another in a process of their own, until one fails.
+
+    Attributes:
+        tests: files or single tests, for pytest; of batteries the small size runs.
+        load_torch: whether they need the ``conftest.py`` files, which load torch; without it a run takes half the time.
+    """
+
+    tests: tuple[str, ...]
+    load_torch: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Bug:
+    """``old`` stands once in the source of ``module``; with ``new`` in its place, the checks must fail."""
+
+    name: str
+    module: str
+    old: str
+    new: str
+
+    def planted(self, source: str) -> str:
+        count = source.count(self.old)
+        assert count == 1, f"{self.name}: the old text stands {count} times in {self.module}, not once"
+        return source.replace(self.old, self.new)
+
+
+POOL = Checks(
+    (
+        "tests/battery/test_block_pool.py::test_random_operations",
+        "tests/test_block_pool.py",
+        "tests/test_prefix_cache.py",
+    ),
+    load_torch=False,
+)
+SCHEDULING = Checks(
+    (
+        "tests/battery/test_schedules.py::test_random_schedules",
+        "tests/test_request_queue.py",
+        "tests/test_scheduler.py",
+        "tests/test_scheduler_overlap.py",
+        "tests/test_scheduler_preemption.py",
+        "tests/test_scheduler_prefixes.py",
+        "tests/battery/test_planted_bugs_checks.py",
+    ),
+    load_torch=False,
+)
+TAGS = Checks(("tests/battery/test_tags.py", "tests/test_batch.py"), load_torch=True)
+COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
+ENGINE = Checks(
+    (
+        "tests/test_runner.py",
+        "tests/battery/test_identity.py::test_tokens_equal_the_reference[small-chunks-swap-async-priority]",
+    ),
+    load_torch=True,
+)
+ABORTS = Checks(("tests/e2e/test_engine.py::test_a_stream_closed_early_aborts_its_request",), load_torch=True)
+SAMPLER = Checks(("tests/test_sampler.py",), load_torch=True)
+QUANTISED = Checks(
+    ("tests/ops/test_kv_quant.py", "tests/ops/test_attention.py::test_quantised_cache[decode-gqa1-h64-int8]"),
+    load_torch=True,
+)
+
+_BLOCK_POOL = [
+    (
+        "the sink is handed out",
+        "self._empty = list(range(num_blocks, SINK_BLOCK, -1))",
+        "self._empty = list(range(num_blocks - 1, SINK_BLOCK - 1, -1))",
+    ),
+    (
+        "one block of the pool is never handed out",
+        "self._empty = list(range(num_blocks, SINK_BLOCK, -1))",
+        "self._empty = list(range(num_blocks - 1, SINK_BLOCK, -1))",
+    ),
+    (
+        "one block more than there are is promised",
+        "if count > len(self._empty) + len(self._cached):",
+        "if count > len(self._empty) + len(self._cached) + 1:",
+    ),
+    (
+        "a double free goes unnoticed",
+        'assert count >= 0, f"block {block} is not in use"',
+        "count = max(0, count)",
+    ),
+    (
+        "a second table that shares a block is not counted",
+        "        self._references[block] += 1\n\n    def num_references",
+        "        self._references[block] = 1\n\n    def num_references",
+    ),
+    (
+        "a cached block that is used again may still be evicted",
+        "del self._cached[block]  # a KeyError: the block holds nothing",
+        "pass",
+    ),
+    (
+        "a shared block is free when its first user leaves",
+        "            if count == 0:\n                if block in self._digest_of:",
+        "            if count <= 1:\n                if block in self._digest_of:",
+    ),
+    (
+        "parents are evicted before their children",
+        "for block in reversed(blocks):",
+        "for block in blocks:",
+    ),
+    (
+        "the most recently used is evicted",
+        "popitem(last=False)",
+        "popitem(last=True)",
+    ),
+    (
+        "an evicted block can still be found",
+        "del self._block_of[self._digest_of.pop(block)]",
+        "self._digest_of.pop(block)",
+    ),
+    (
+        "a published block is given out as if it was empty",
+        "                if block in self._digest_of:\n                    self._cached[block] = None",
+        "                if block in self._digest_of and self._empty:\n                    self._cached[block] = None",
+    ),
+    (
+        "digests leave the parent out",
+        'hashlib.sha256(parent + array("q", token_ids).tobytes())',
+        'hashlib.sha256(array("q", token_ids).tobytes())',
+    ),
+]
+
+_PREFIX_CACHE = [
+    (
+        "a hit may be the whole prompt",
+        "most = (request.num_tokens - 1) // self.block_size",
+        "most = request.num_tokens // self.block_size",
+    ),
+    (
+        "digests leave the salt out",
+        "root_digest(*self._facts, request.cache_salt)",
+        "root_digest(*self._facts)",
+    ),
+    (
+        "digests leave the model out",
+        "root_digest(*self._facts, request.cache_salt)",
+        "root_digest(request.cache_salt)",
+    ),
+    (
+        "a block is published before it is full",
+        "count = num_tokens // self.block_size",
+        "count = -(-num_tokens // self.block_size)",
+    ),
+    (
+        "a promised block is read before it is filled",
+        "return request.num_computed_tokens >= (index + 1) * self.block_size",
+        "return request.num_computed_tokens >= index * self.block_size",
+    ),
+    (
+        "a table keeps its own copy of a block that was published before",
+        "                request.block_ids[index] = holder\n",
+        "",
+    ),
+    (
+        "the runner is not told that a block was exchanged",
+        "request.num_sent_blocks = min(request.num_sent_blocks, index)",
+        "pass",
+    ),
+    (
+        "promises of a request that leaves are not withdrawn",
+        "if self._promises.get(digest, (None,))[0] is request:",
+        "if False:",
+    ),
+    (
+        "a promise of somebody else is withdrawn",
+        "if self._promises.get(digest, (None,))[0] is request:",
+        "if digest in self._promises:",
+    ),
+    (
+        "who is forgotten is woken all the same",
+        "self._held_back[digest].remove(request)\n        if not self._held_back[digest]:\n"
+        "            del self._held_back[digest]",
+        "pass",
+    ),
+]
+
+_REQUEST_QUEUE = [
+    (
+        "the last by rank is served first",
+        "if fits and (best is None or request.rank < best.rank):",
+        "if fits and (best is None or request.rank > best.rank):",
+    ),
+    (
+        "a request that left the queue is served",
+        "while heap and self._entry_of.get(heap[0][2]) != heap[0][1]:",
+        "while False:",
+    ),
+    (
+        "a request is served that lacks more than fits",
+        "fits = most_tokens is None or _lacking(request) <= most_tokens",
+        "fits = True",
+    ),
+    (
+        "cleaning up loses a request",
+        "self._heaps[length] = [item for item in heap if self._entry_of.get(item[2]) == item[1]]",
+        "self._heaps[length] = [item for item in heap[1:] if self._entry_of.get(item[2]) == item[1]]",
+    ),
+]
+
+_REQUEST = [
+    (
+        "output tokens are not computed again after a preemption",
+        "return self.prompt_token_ids[start:end] + self.output_token_ids[: max(0, end - prompt_len)]",
+        "return self.prompt_token_ids[start:end]",
+    ),
+]
+
+_SCHEDULER = [
+    # Aborts
+    (
+        "an abort leaks blocks",
+        "            self.running.remove(request)\n            self._release(request)",
+        "            self.running.remove(request)\n"
+        '            if finish_reason != "abort":\n'
+        "                self._release(request)",
+    ),
+    (
+        "an abort of a swapped request leaks host blocks",
+        "            self.swap_pool.free(request.host_block_ids)\n            request.host_block_ids = []\n"
+        "        request.status",
+        "            request.host_block_ids = []\n        request.status",
+    ),
+    (
+        "an abort leaves its copies to the host to be made",
+        "self._swapped_out = [pair for pair in self._swapped_out if pair[1] not in request.host_block_ids]",
+        "pass",
+    ),
+    (
+        "who waits for a request that leaves is lost",
+        "self._queue_again(self.prefix_cache.withdraw(request))",
+        "self.prefix_cache.withdraw(request)",
+    ),
+    (
+        "who waits for a request that leaves waits for ever",
+        "self._queue_again(self.prefix_cache.withdraw(request))",
+        "pass",
+    ),
+    (
+        "an abort of a request held back is not noticed by the cache",
+        "self.prefix_cache.forget(request)",
+        "pass",
+    ),
+    (
+        "a finished request is finished again",
+        "        if request.status is Status.FINISHED:\n            return\n",
+        "        if request.status is Status.FINISHED:\n"
+        "            request.finish_reason = finish_reason\n"
+        "            return\n",
+    ),
+    # Swapping
+    (
+        "swapping in stops a block short",
+        "zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True)",
+        "zip(request.block_ids[num_shared : len(host) - 1], host[num_shared:-1], strict=True)",
+    ),
+    (
+        "swapping in mixes the blocks up",
+        "zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True)",
+        "zip(request.block_ids[num_shared : len(host)], host[num_shared:][::-1], strict=True)",
+    ),
+    (
+        "swapping in overwrites what is shared",
+        "zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True)",
+        "zip(request.block_ids, host[::-1])",
+    ),
+    (
+        "swapping in leaks the host blocks",
+        "        self.swap_pool.free(host)\n",
+        "",
+    ),
+    (
+        "swapping out copies nothing",
+        "self._swapped_out += zip(request.block_ids, host, strict=False)",
+        "self._swapped_out += []",
+    ),
+    (
+        "swapping out leaves out the last block, which is not full",
+        "count = self._blocks_for(request.num_computed_tokens)",
+        "count = request.num_computed_tokens // self.limits.block_size",
+    ),
+    (
+        "copies to the host are forgotten where the step is empty",
+        "            self._released, self._swapped_out = [], []\n        elif",
+        "            self._released = []\n        self._swapped_out = []\n        if not requests and",
+    ),
+    # Preemption
+    (
+        "the oldest is preempted",
+        "victim = self.running.pop()",
+        "victim = self.running.pop(0)",
+    ),
+    (
+        "the oldest but one is preempted",
+        "victim = self.running.pop()",
+        "victim = self.running.pop(min(1, len(self.running) - 1))",
+    ),
+    (
+        "a preempted request loses its output",
+        "        request.num_preemptions += 1\n",
+        "        request.num_preemptions += 1\n"
+        "        request.output_token_ids.clear()\n"
+        "        request.num_tokens = len(request.prompt_token_ids) + request.num_in_flight\n"
+        "        request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)\n",
+    ),
+    (
+        "a request that is computed again counts as computed",
+        "            request.num_lost_tokens = computed\n            request.num_computed_tokens = 0\n",
+        "            request.num_lost_tokens = computed\n",
+    ),
+    (
+        "a preempted request is not queued again",
+        "        self._release(request)\n        self.waiting.add(request)",
+        "        self._release(request)",
+    ),
+    (
+        "a preempted request's blocks are free while it still names them",
+        "self.pool.free(request.block_ids)\n        request.block_ids = []\n",
+        "self.pool.free(request.block_ids)\n",
+    ),
+    (
+        "a pool that ran out takes in newcomers",
+        "takes_in=len(self._preempted) == num_preempted",
+        "takes_in=True",
+    ),
+    # Results
+    (
+        "a block is published that a step in flight fills",
+        "computed = output.num_computed_tokens[index] + output.num_scheduled_tokens[index]",
+        "computed = request.num_computed_tokens",
+    ),
+    (
+        "a step in flight when its request was preempted publishes blocks",
+        "if caching and request.status is Status.RUNNING:",
+        "if caching:",
+    ),
+    (
+        "the surplus token after a stop is kept",
+        "            if request.finish_reason is not None:\n                continue\n",
+        "",
+    ),
+    (
+        "a stop token that comes while the request waits is passed over",
+        "if token_id in request.stop_token_ids:",
+        "if token_id in request.stop_token_ids and request.status is Status.RUNNING:",
+    ),
+    (
+        "a request gets one token more than its limit",
+        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:",
+        "elif request.num_tokens - request.num_in_flight > request.max_num_tokens:",
+    ),
+    (
+        "a request gets one token less than its limit",
+        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:",
+        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens - 1:",
+    ),
+    (
+        "the token in flight is not counted against the limit",
+        "if request.num_tokens >= request.max_num_tokens:  # its last token is in flight",
+        "if request.num_tokens > request.max_num_tokens:",
+    ),
+    (
+        "what a broken step copied to the host is relied on",
+        "for request in list(self.waiting):",
+        "for request in ():",
+    ),
+    (
+        "after a broken step the runner is not told of its requests again",
+        "        while self.running:\n            self._preempt(self.running.pop(), may_swap=False)\n",
+        "",
+    ),
+    # The step
+    (
+        "feedback comes from the next row",
+        "feedback.append(request.last_step_index)",
+        "feedback.append(request.last_step_index + 1)",
+    ),
+    (
+        "a prompt's first token is fed back from the wrong row",
+        "request.last_step_index = len(requests)\n",
+        "request.last_step_index = len(requests) - 1\n",
+    ),
+    (
+        "a block table is updated from the wrong index",
+        "output.table_updates.append((request.request_id, first, request.block_ids[first:]))",
+        "output.table_updates.append((request.request_id, max(0, first - 1), request.block_ids[first:]))",
+    ),
+    (
+        "a block table misses the first of its new entries",
+        "output.table_updates.append((request.request_id, first, request.block_ids[first:]))",
+        "output.table_updates.append((request.request_id, first, request.block_ids[first + 1 :]))",
+    ),
+    (
+        "the runner is not told of a request that left",
+        "        self._released.append(request.request_id)\n",
+        "",
+    ),
+    (
+        "the budget is passed over",
+        "budget = self.limits.max_num_batched_tokens\n",
+        "budget = self.limits.max_num_batched_tokens + 1\n",
+    ),
+    (
+        "decodes are not counted in the budget",
+        "left = self._budget(len(requests)) - len(requests)",
+        "left = self._budget(len(requests))",
+    ),
+    (
+        "there are more seats than the limit",
+        "if len(self.running) >= self.limits.max_num_seqs:",
+        "if len(self.running) > self.limits.max_num_seqs:",
+    ),
+    (
+        "a long prompt starves the decodes behind it",
+        "if request.num_tokens >= request.max_num_tokens:  # its last token is in flight",
+        "if lacking or request.num_tokens >= request.max_num_tokens:",
+    ),
+    (
+        "a long prompt takes all of the step",
+        "partial, limit = request, left // 2",
+        "partial, limit = request, 0",
+    ),
+    # Taking in
+    (
+        "priority is passed over",
+        'request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)',
+        "request.rank = (0, self._num_added)",
+    ),
+    (
+        "priority is turned round",
+        'request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)',
+        'request.rank = (-request.priority if self.policy == "priority" else 0, self._num_added)',
+    ),
+    (
+        "an urgent request preempts its equals",
+        "if other.rank[0] > request.rank[0]]",
+        "if other.rank[0] >= request.rank[0]]",
+    ),
+    (
+        "a shared block is not counted as shared",
+        "        for block in shared:\n            self.pool.share(block)\n",
+        "",
+    ),
+    (
+        "cached blocks that a request shares count as room",
+        "free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)",
+        "free = self.pool.num_free",
+    ),
+    (
+        "a promised block that is shared counts as published",
+        "request.num_published_blocks = next(promised, len(shared))",
+        "request.num_published_blocks = len(shared)",
+    ),
+    (
+        "cached tokens are counted anew after a preemption",
+        "if request.num_cached_tokens < 0:",
+        "if request.num_cached_tokens <= 0:",
+    ),
+    (
+        "tokens found in the cache are not reported",
+        "request.num_cached_tokens = request.num_computed_tokens",
+        "request.num_cached_tokens = 0",
+    ),
+    (
+        "a swapped request forgets what it had computed",
+        "max(request.num_computed_tokens, len(shared) * self.limits.block_size)",
+        "len(shared) * self.limits.block_size",
+    ),
+    (
+        "a request that comes back keeps what the runner knew of its table",
+        "        request.status = Status.RUNNING\n        request.num_sent_blocks = 0\n",
+        "        request.status = Status.RUNNING\n        request.num_sent_blocks = len(shared)\n",
+    ),
+    (
+        "running requests are not kept in order",
+        "bisect.insort(self.running, request, key=lambda other: other.rank)",
+        "self.running.append(request)",
+    ),
+]
+
+_BATCH = [
+    (
+        "padding writes to the first block that is handed out",
+        "SINK_BLOCK * self.block_size + padding % self.block_size",
+        "(SINK_BLOCK + 1) * self.block_size + padding % self.block_size",
+    ),
+    (
+        "padding writes past the sink",
+        "SINK_BLOCK * self.block_size + padding % self.block_size",
+        "SINK_BLOCK * self.block_size + padding",
+    ),
+    (
+        "sequence lengths leave the newest token out",
+        'fields["seq_lens"][:n] = starts + counts',
+        'fields["seq_lens"][:n] = starts + counts - 1',
+    ),
+    (
+        "positions are off by one",
+        "positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)",
+        "positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts) + 1, counts)",
+    ),
+    (
+        "logits are taken from the first token of a request",
+        'fields["logits_indices"][:n] = ends - 1',
+        'fields["logits_indices"][:n] = ends - counts',
+    ),
+    (
+        "query_start_loc leaves out its padding",
+        'fields["query_start_loc"][num_requests + 1 :] = num_tokens',
+        "pass",
+    ),
+    (
+        "rows of the step before stay in the padding",
+        'fields["seq_lens"][num_requests:] = 0',
+        "pass",
+    ),
+    (
+        "all rows have the first one's seed",
+        'fields["seed"][:n] = store.seed[rows]',
+        'fields["seed"][:n] = store.seed[rows[0]]',
+    ),
+    (
+        "a row's random numbers depend on its chunk",
+        'fields["position"][:n] = fields["seq_lens"][:n]',
+        'fields["position"][:n] = counts',
+    ),
+    (
+        "tables are taken by place in the step, not by row",
+        "block_table[:n, :width] = store.block_table[rows, :width]",
+        "block_table[:n, :width] = store.block_table[:n, :width]",
+    ),
+    (
+        "feedback of the step before stays",
+        '        fields["feedback"][:total] = -1\n',
+        "",
+    ),
+    (
+        "two requests share a row",
+        "row_of[request_id] = row = self._free_rows.pop()",
+        "row_of[request_id] = row = self._free_rows[-1]",
+    ),
+    (
+        "rows of released requests are lost",
+        "self._free_rows.append(row_of.pop(request_id))",
+        "row_of.pop(request_id)",
+    ),
+    (
+        "a row keeps the temperature of the request before",
+        "self.temperature[row] = params.temperature",
+        "self.temperature[row] = self.temperature[row] or params.temperature",
+    ),
+]
+
+
+_STEP = [
+    (
+        "feedback from the first row is taken for none",
+        "torch.where(source >= 0, fed_back, step_input.input_ids)",
+        "torch.where(source > 0, fed_back, step_input.input_ids)",
+    ),
+]
+
+_SWAP = [
+    (
+        "all layers are copied to the same bytes",
+        "        start += block_bytes\n",
+        "",
+    ),
+    (
+        "the scales are not copied",
+        "    for cache in caches:\n        block_bytes",
+        "    for cache in caches[:-1]:\n        block_bytes",
+    ),
+]
+
+_COPY_ROWS = [
+    (
+        "the wrong blocks are copied",
+        "target[some_target] = source.index_select(0, some_source)",
+        "target[some_target] = source.index_select(0, some_source.sort().values)",
+    ),
+]
+
+_RUNNER = [
+    (
+        "blocks are swapped in before others are swapped out",
+        "((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in))",
+        "((output.swapped_in, swap.swap_in), (output.swapped_out, swap.swap_out))",
+    ),
+    (
+        "nothing is copied back",
+        "((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in))",
+        "((output.swapped_out, swap.swap_out),)",
+    ),
+    (
+        "the host's blocks are taken to have a sink",
+        "indices[:, 1] - 1",
+        "indices[:, 1]",
+    ),
+]
+
+_ENGINE = [
+    (
+        "an abort does not reach the scheduler",
+        'self.scheduler.finish(entry.request, "abort")',
+        "pass",
+    ),
+]
+
+_SAMPLER = [
+    (
+        "all positions have the same random number",
+        "uniform(params.seed, params.position)",
+        "uniform(params.seed, params.position * 0)",
+    ),
+    (
+        "all rows have the first one's top_k",
+        "rank < params.top_k[:, None]",
+        "rank < params.top_k[0]",
+    ),
+    (
+        "top_p leaves out the token that crosses it",
+        "mass - probs < params.top_p[:, None]",
+        "mass < params.top_p[:, None]",
+    ),
+]
+
+_KV_QUANT = [
+    (
+        "the scale is dropped where codes are made",
+        'return codes, torch.where(finite, scale, float("nan"))',
+        'return codes, torch.where(finite, torch.ones_like(scale), float("nan"))',
+    ),
+    (
+        "the scale is dropped where codes are read",
+        "return codes.float() * scale[..., None]",
+        "return codes.float()",
+    ),
+    (
+        "a row that is not finite gets a scale",
+        'return codes, torch.where(finite, scale, float("nan"))',
+        "return codes, scale",
+    ),
+]
+
+_ATTENTION = [
+    (
+        "the scale of a new key is not kept",
+        "scale[slots // block_size, :, slots % block_size] = new_scale",
+        "pass",
+    ),
+]
+
+# What each of the bugs must be caught by.
+BUGS: dict[Bug, Checks] = {
+    Bug(name, f"compiled_llm.{module}", old, new): checks
+    for module, checks, texts in (
+        ("block_pool", POOL, _BLOCK_POOL),
+        ("prefix_cache", POOL, _PREFIX_CACHE),
+        ("request_queue", SCHEDULING, _REQUEST_QUEUE),
+        ("request", SCHEDULING, _REQUEST),
+        ("scheduler", SCHEDULING, _SCHEDULER),
+        ("batch", TAGS, _BATCH),
+        ("step", TAGS, _STEP),
+        ("ops.swap", TAGS, _SWAP),
+        ("ops.swap", COPIES, _COPY_ROWS),
+        ("runner", ENGINE, _RUNNER),
+        ("engine", ABORTS, _ENGINE),
+        ("sampler", SAMPLER, _SAMPLER),
+        ("ops.kv_quant", QUANTISED, _KV_QUANT),
+        ("ops.attention", QUANTISED, _ATTENTION),
+    )
+    for name, old, new in texts
+}

@@ -1,0 +1,95 @@
+"""B16: tests of the tests. Bugs are planted in the source one by one, and the ordinary checks must see each of them."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.battery.planted_bugs import BUGS, POOL, Bug, Checks
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "the sink is handed out",
+    "digests leave the parent out",
+    "an abort leaks blocks",
+    "swapping in mixes the blocks up",
+    "padding writes to the first block that is handed out",
+}
+
+
+def outcomes(jobs: list[tuple[Bug | None, Checks]]) -> list[dict[str, str]]:
+    """Of each bug, or none, and the checks: see ``plant.run``."""
+    data = [{"bug": bug and dataclasses.asdict(bug), "checks": dataclasses.asdict(checks)} for bug, checks in jobs]
+    command = [sys.executable, "-m", "tests.battery.plant"]
+    result = subprocess.run(command, input=json.dumps(data), capture_output=True, text=True, cwd=ROOT)
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(jobs), result.stderr[-4000:]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_the_place_of_a_bug_is_there_and_takes_it(bug: Bug) -> None:
+    """So that the list cannot rot unseen: the text stands once in the source, which can be compiled with the bug."""
+    spec = importlib.util.find_spec(bug.module)
+    assert spec is not None
+    assert spec.origin is not None
+    compile(bug.planted(Path(spec.origin).read_text()), spec.origin, "exec")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SMALL, id="small"),
+        pytest.param({bug.name for bug in BUGS}, id="full", marks=pytest.mark.battery),
+    ],
+)
+def test_the_checks_pass_until_a_bug_is_planted(names: set[str], battery_counts: Counter[str]) -> None:
+    planted = {bug: checks for bug, checks in BUGS.items() if bug.name in names}
+    assert len(planted) == len(names)
+    groups = list(dict.fromkeys(planted.values()))
+    # The fewer processes that load torch, the better: one for those that do without, and one for the others.
+    failures = []
+    for load_torch in (False, True):
+        jobs: list[tuple[Bug | None, Checks]] = [(None, checks) for checks in groups]
+        jobs = [job for job in [*jobs, *planted.items()] if job[1].load_torch == load_torch]
+        for (bug, checks), found in zip(jobs, outcomes(jobs), strict=True):
+            expected = "passed" if bug is None else "caught"
+            battery_counts["runs without a bug" if bug is None else "planted"] += 1
+            if found["outcome"] == expected:
+                battery_counts["passed" if bug is None else "caught"] += 1
+                if bug is not None:
+                    battery_counts["by " + found["by"].split("::")[0].removeprefix("tests/")] += 1
+            else:
+                failures.append(f"{checks.tests} with {bug and bug.name!r}: {found}")
+    assert not failures, "\n".join(failures)
+    assert battery_counts["caught"] == battery_counts["planted"] == len(names)
+
+
+def test_what_is_no_bug_is_not_caught() -> None:
+    """A change that nothing observes passes; and one that breaks the source itself does not count as caught."""
+    place = "return len(self._empty) + len(self._cached)"
+    harmless = Bug("", "compiled_llm.block_pool", place, place.replace("len(self._empty)", "1 * len(self._empty)"))
+    checks = dataclasses.replace(POOL, tests=("tests/test_block_pool.py",))
+    broken = [
+        dataclasses.replace(harmless, new=new, old=old)
+        for old, new in [(place, "return ("), (place, "return no_such_name"), ("no such text", "")]
+    ]
+    broken.append(dataclasses.replace(harmless, old="import hashlib\n", new="import hashlib\nimport no_such_module\n"))
+    found = outcomes([(bug, checks) for bug in [harmless, *broken]])
+    assert [outcome["outcome"] for outcome in found] == ["passed"] + ["broken"] * len(broken), found
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    """The source stays as it is, and no .pyc of a planted bug is written."""
+    bug = next(bug for bug in BUGS if bug.name == "the sink is handed out")
+    module = ROOT / "compiled_llm" / "block_pool.py"
+    cached = Path(importlib.util.cache_from_source(str(module)))
+    before = module.read_bytes(), cached.stat().st_mtime_ns if cached.exists() else None
+    (found,) = outcomes([(bug, dataclasses.replace(POOL, tests=("tests/test_block_pool.py",)))])
+    assert found["outcome"] == "caught"
+    assert before == (module.read_bytes(), cached.stat().st_mtime_ns if cached.exists() else None)
