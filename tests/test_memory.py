@@ -122,10 +122,11 @@ def test_activations_are_estimated_where_the_system_does_not_tell(
 
 
 def test_activations_are_measured_as_growth_of_the_peak() -> None:
-    measured = memory._growth_while(lambda: torch.zeros(32 * MIB, dtype=torch.uint8).add_(1))
+    # More than what malloc ever takes from pages that the process holds already.
+    measured = memory._growth_while(lambda: torch.zeros(96 * MIB, dtype=torch.uint8).add_(1))
     if measured is None:
         pytest.skip("this system cannot tell")
-    assert 31 * MIB <= measured <= 48 * MIB
+    assert 95 * MIB <= measured <= 112 * MIB
 
 
 @pytest.mark.parametrize("arguments", [{"num_kv_blocks": 200}, {"kv_cache_memory_bytes": 200 * BLOCK}])
