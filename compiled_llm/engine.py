@@ -408,7 +408,8 @@ class CompiledEngine:
         """Scheduling failed or was interrupted half-way: end all requests, and begin anew with an empty scheduler."""
         self._launched.clear()
         self.runner.rows.clear()
-        self.scheduler = self._make_scheduler()
+        old, self.scheduler = self.scheduler, self._make_scheduler()
+        self.scheduler.take_over_counts(old)
         for entry in self._entries.values():
             request = entry.request
             request.status, request.finish_reason = Status.FINISHED, request.finish_reason or "error"

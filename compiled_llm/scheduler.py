@@ -189,6 +189,13 @@ class Scheduler:
         self._released, self._swapped_out = [], []
         return ended
 
+    def take_over_counts(self, other: "Scheduler") -> None:
+        """Go on counting where ``other`` stopped."""
+        self.counts = other.counts
+        self.pool.num_evictions, self.pool.peak_used = other.pool.num_evictions, other.pool.peak_used
+        self.prefix_cache.num_queried_tokens = other.prefix_cache.num_queried_tokens
+        self.prefix_cache.num_hit_tokens = other.prefix_cache.num_hit_tokens
+
     # -- Choosing
 
     def _schedule_single_tokens(self, output: SchedulerOutput, requests: list[Request]) -> deque[Request]:

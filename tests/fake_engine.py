@@ -102,6 +102,7 @@ class FakeRunner:
         self.host: dict[int, dict[int, int]] = {}
         self.tables: dict[str, list[int]] = {}
         self.sampled: list[int] = []
+        self.written: deque[set[tuple[int, int]]] = deque()  # slots, by each step whose results are not in
 
     def execute(self, output: SchedulerOutput) -> list[int]:
         output = pickle.loads(pickle.dumps(output))  # so nothing depends on objects that the scheduler still changes
@@ -121,7 +122,7 @@ class FakeRunner:
             self.tables[request_id][start:] = blocks
 
         # As in a layer: all keys of the step are written, and then anyone reads.
-        step, taken, written = [], 0, set()
+        step, taken, written = [], 0, set[tuple[int, int]]()
         for index, request_id in enumerate(output.request_ids):
             count, start = output.num_scheduled_tokens[index], output.num_computed_tokens[index]
             tokens = output.token_ids[taken : taken + count]
@@ -133,6 +134,7 @@ class FakeRunner:
                 slot = (self.tables[request_id][position // size], position % size)
                 assert slot not in written, "two tokens are written to one slot"
                 written.add(slot)
+        self.written.append(written)
         contexts = self._contexts(step)
         for request_id, start, tokens in step:
             for position in range(start, start + len(tokens)):
@@ -147,6 +149,14 @@ class FakeRunner:
             sampled.append(Context.next_token(contexts[request_id][end - 1]))
         self.sampled = sampled
         return [token if samples else -1 for token, samples in zip(sampled, output.samples, strict=True)]
+
+    def forget(self) -> None:
+        """The steps in flight are lost: nobody knows what stands in the slots that they wrote to, or on the host."""
+        for slot in set().union(*self.written):
+            self.slots.pop(slot, None)
+        self.written.clear()
+        self.host.clear()
+        self.tables.clear()
 
     def _contexts(self, step: list[tuple[str, int, list[int]]]) -> dict[str, list[int]]:
         """The context at each position of each request of the step, from what was computed before and its new tokens.
@@ -207,6 +217,7 @@ class FakeEngine:
         if len(self._launched) == self._most_launched or output is None:
             finished, sampled = self._launched.popleft()
             self.scheduler.update(finished, sampled)
+            self.runner.written.popleft()
         check_scheduler(self.scheduler)
         return output
 
@@ -223,7 +234,7 @@ class FakeEngine:
     def fail_steps(self, reason: str) -> list[Request]:
         """The steps in flight broke, as the device may do; returns the requests that this ended."""
         self._launched.clear()
-        self.runner.tables.clear()
+        self.runner.forget()
         failed = self.scheduler.fail_steps_in_flight(reason)
         check_scheduler(self.scheduler)
         return failed

@@ -65,11 +65,15 @@ def test_an_interrupt_anywhere_leaves_an_engine_that_serves(
     engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, owner: str, name: str
 ) -> None:
     expected = tokens_of(engine.generate(PROMPTS, GREEDY, use_tqdm=False))
+    before = engine.stats()
     break_once(monkeypatch, getattr(engine, owner), name, 3, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, GREEDY, use_tqdm=False)
     while engine.has_unfinished_requests():
         engine.step()
+    stats = engine.stats()
+    assert stats.num_finished == stats.num_requests
+    assert stats.prefix_queried_tokens >= before.prefix_queried_tokens > 0, "counts go on"
     assert tokens_of(engine.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
     assert engine.stats().used_blocks == 0
 
