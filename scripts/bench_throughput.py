@@ -194,7 +194,7 @@ def main() -> None:
         result["workloads"][name] = row
         cells = (f"{theirs:13.1f}", f"{ours / theirs:6.2f}") if theirs else (f"{'skipped':>13}", f"{'':>6}")
         print(f"{name:<12} {len(requests):>8} {tokens_in:>7} {tokens_out:>6} {ours:>13.1f} {cells[0]} {cells[1]}")
-    result |= {key: engine[key] for key in ("start_seconds", "graph_breaks", "recompiles")}
+    result |= {key: value for key, value in engine.items() if key != "seconds"}
     result["machine"] = machine.describe(resolve_device(args.device))
     line = json.dumps(result)
     print(line)
