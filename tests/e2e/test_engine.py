@@ -320,3 +320,20 @@ def test_models_that_cannot_be_had(tmp_path: Path) -> None:
         CompiledEngine(kv_cache_memory_bytes=2**47)
     with pytest.raises(ValueError, match="num_kv_blocks"):
         CompiledEngine(num_kv_blocks=2**29)
+
+
+def test_a_target_that_no_bucket_meets_is_said_and_served() -> None:
+    sizes = {"bucket_sizes": (2,), "token_bucket_sizes": (16, 64), "enforce_eager": True}
+    with pytest.warns(UserWarning, match=r"target_itl_ms=0.001 cannot be met beside a prompt: the fastest of"):
+        engine = CompiledEngine(target_itl_ms=0.001, **sizes)
+    with engine:
+        assert set(engine.runner.costs.bucket_seconds) == {16, 64}
+        outputs = engine.generate([PROMPT, PROMPT * 20], GREEDY, use_tqdm=False)
+        assert [output.finished for output in outputs] == [True, True]
+
+
+def test_priorities_are_served_in_their_order() -> None:
+    with CompiledEngine(scheduling_policy="priority", enforce_eager=True, bucket_sizes=(1,)) as engine:
+        outputs = engine.generate([PROMPT] * 4, GREEDY, priority=[3, 1, 2, 0], use_tqdm=False)
+        finished = [output.metrics.finished_time for output in outputs]
+        assert sorted(range(4), key=lambda n: finished[n] or 0.0) == [3, 1, 2, 0]
