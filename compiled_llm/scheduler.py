@@ -315,6 +315,8 @@ class Scheduler:
         """Whether the step has room for what the request lacks: part of it will do if it may be chunked."""
         if may_be_partial and self.limits.chunked_prefill:
             return True
+        if request.num_tokens - request.num_computed_tokens <= limit:  # without a look into the cache
+            return True
         found = len(self.prefix_cache.find(request)[0]) * self.limits.block_size
         return request.num_tokens - max(found, request.num_computed_tokens) <= limit
 

@@ -143,6 +143,21 @@ def test_add_step_abort(engine: CompiledEngine) -> None:
     assert engine.step() == []
 
 
+def test_the_prefix_cache_can_be_emptied_while_nothing_runs(engine: CompiledEngine) -> None:
+    prompt = [7] * 40
+    found = []
+    for empties in (True, False, True):
+        if empties:
+            engine.reset_prefix_cache()
+        (output,) = engine.generate(prompt, GREEDY, use_tqdm=False)
+        found.append(output.num_cached_tokens)
+    assert found == [0, 32, 0]
+    engine.add_request("mine", PROMPT, GREEDY)
+    with pytest.raises(RuntimeError, match="reset_prefix_cache"):
+        engine.reset_prefix_cache()
+    engine.abort("mine")
+
+
 def test_generate_refuses_to_lose_outputs_of_others(engine: CompiledEngine) -> None:
     engine.add_request("mine", PROMPT, GREEDY)
     with pytest.raises(RuntimeError, match="unfinished"):

@@ -138,3 +138,19 @@ def test_bad_arguments_exit_with_2(
 ) -> None:
     assert run(monkeypatch, *arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_rows_may_bring_a_salt_and_a_priority_and_nothing_unknown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompt = {"prompt": "import os\n" * 20}
+    items = [{**prompt, "priority": 2}, {**prompt, "priority": 1, "cache_salt": "x"}, {**prompt, "colour": "red"}]
+    prompts.write_text("\n".join(map(json.dumps, items)))
+    arguments = [*FAST, "--bucket-sizes", "1", "--input", str(prompts), "--output", str(output)]
+    assert run(monkeypatch, *arguments, "--scheduling-policy", "priority") == 1
+    captured = capsys.readouterr()
+    assert "row 2 failed: a row has an unknown key: colour" in captured.err
+    assert "prefix cache 0 of" in captured.out, "another salt finds nothing"
+    assert list(rows(output)) == [1, 0], "the more urgent one first"
+    assert rows(output)[0]["token_ids"] != []
