@@ -1,0 +1,132 @@
+"""The models and the requests that the benchmarks share: shapes with random weights, and the workloads W1 to W4."""
+
+import argparse
+import contextlib
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+    "tiny": _QWEN3
+    | {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "vocab_size": 1000,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+class WorkloadRequest(NamedTuple):
+    """A prompt of random tokens, and how many tokens are to be generated (no more, no fewer)."""
+
+    prompt_token_ids: list[int]
+    output_len: int
+
+
+Requests = list[WorkloadRequest]
+
+
+def random_tokens(rng: random.Random, vocab_size: int, count: int) -> list[int]:
+    return [rng.randrange(vocab_size) for _ in range(count)]
+
+
+def one_stream(vocab_size: int, seed: int = 0, *, input_len: int = 128, output_len: int = 128) -> Requests:
+    """W1: a single request."""
+    return [WorkloadRequest(random_tokens(random.Random(seed), vocab_size, input_len), output_len)]
+
+
+def mixed(vocab_size: int, seed: int = 0, *, num_requests: int = 32) -> Requests:
+    """W2: requests of mixed lengths at once, 32..512 tokens in, 32..128 out."""
+    rng = random.Random(seed)
+    lengths = [(rng.randint(32, 512), rng.randint(32, 128)) for _ in range(num_requests)]
+    return [WorkloadRequest(random_tokens(rng, vocab_size, i), o) for i, o in lengths]
+
+
+def shared_prefix(
+    vocab_size: int,
+    seed: int = 0,
+    *,
+    num_requests: int = 16,
+    prefix_len: int = 512,
+    suffix_len: int = 32,
+    output_len: int = 32,
+) -> Requests:
+    """W3: requests that begin alike, submitted at once."""
+    rng = random.Random(seed)
+    prefix = random_tokens(rng, vocab_size, prefix_len)
+    return [
+        WorkloadRequest(prefix + random_tokens(rng, vocab_size, suffix_len), output_len) for _ in range(num_requests)
+    ]
+
+
+def long_prompt(vocab_size: int, seed: int = 0, *, input_len: int = 2048) -> Requests:
+    """W4: prefill alone, one token out."""
+    return one_stream(vocab_size, seed, input_len=input_len, output_len=1)
+
+
+WORKLOADS: dict[str, Callable[[int, int], Requests]] = {
+    "W1": one_stream,
+    "W2": mixed,
+    "W3": shared_prefix,
+    "W4": long_prompt,
+}
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, default: str = "qwen3-0.6b") -> None:
+    """``--model DIR``, a checkpoint, or ``--shape NAME``, random weights of a known shape."""
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--model", metavar="DIR", help="a checkpoint's directory or hub id")
+    group.add_argument("--shape", choices=SHAPES, default=default, help=f"random weights (default: {default})")
+
+
+@contextlib.contextmanager
+def model_of(args: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """The engine arguments ``model`` and ``load_format`` of what the flags name; a shape's config is written aside."""
+    if args.model is not None:
+        yield {"model": args.model, "load_format": "auto"}
+        return
+    with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory:
+        write_config(args.shape, Path(directory))
+        yield {"model": directory, "load_format": "dummy"}
+
+
+def write_config(shape: str, directory: Path) -> None:
+    """``config.json`` of a shape, which is all that ``load_format="dummy"`` needs."""
+    (directory / "config.json").write_text(json.dumps(SHAPES[shape]))
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """``"1,8,32"`` -> ``(1, 8, 32)``, for argparse."""
+    return tuple(int(item) for item in text.split(","))
