@@ -9,12 +9,14 @@
 //   K chunks    ... of which CHUNK pairs are read from memory once, ...
 //   row groups  ... and used from the caches by every group of `rows` rows
 //
-// The micro kernel holds rows x cols sums of 16 columns in registers and walks through a chunk pair by pair.
+// The micro kernel holds rows x cols sums of 16 columns in registers and walks through a chunk pair by pair, or with AMX
+// (linear_cpu_amx.h) 16 pairs at a time.
 //
 // Batch invariance: every output has one float32 sum, which takes its pairs in order, whatever the number of rows, the
 // place of its row, or the number of threads. Chunks do not change that: between two of them a sum rests in memory as
 // the float32 it is. So a request gets the same tokens alone or in any batch. Kernels of different instruction sets may
-// differ in the last bit, so one of them serves all shapes, and a new one (AMX) must do the same.
+// differ in the last bit (AMX sums 16 even and 16 odd products before it adds them), so one of them serves all shapes: AMX
+// also takes single rows, where it has more than enough arithmetic to keep up with memory.
 
 #include <ATen/Parallel.h>
 #include <torch/extension.h>
@@ -34,6 +36,8 @@
 #define TARGET(isa)
 #endif
 #define INLINE inline __attribute__((always_inline))
+
+#include "linear_cpu_amx.h"  // needs TARGET and INLINE
 
 namespace {
 
@@ -55,7 +59,7 @@ struct Lanes {
 
 // What a micro kernel works on. A uint32_t is a pair of bfloat16: even k in the low half, odd k in the high half.
 struct Work {
-  const uint32_t* x;       // [pairs, M] activations, packed
+  const uint32_t* x;       // activations, as the kernels' `pack` has put them: [pairs, M], or whole tiles for AMX
   const uint32_t* w;       // [C, pairs, TILE] weights, with `w_stride` from tile to tile
   int64_t w_stride;
   int64_t pairs;
@@ -125,7 +129,7 @@ INLINE void finish_rows(const float* sums, int64_t sums_stride, const float* bia
       int64_t out_stride
 
 struct Baseline {
-  static constexpr int rows = 4, cols = 1;
+  static constexpr int rows = 4, cols = 1, align = 1;
   template <int M, int C>
   static void multiply(const Work& work) { multiply_widened<4, M, C>(work); }
   static void finish(FINISH_ARGS) { finish_rows<4>(sums, sums_stride, bias, rows, columns, out, out_stride); }
@@ -134,7 +138,7 @@ struct Baseline {
 #if defined(__x86_64__)
 // 16 registers of 256 bits: 4 x 1 x 2 sums, 4 of weights, 2 of activations.
 struct Avx2 {
-  static constexpr int rows = 4, cols = 1;
+  static constexpr int rows = 4, cols = 1, align = 1;
   template <int M, int C>
   TARGET("avx2,fma") static void multiply(const Work& work) { multiply_widened<8, M, C>(work); }
   TARGET("avx2,fma") static void finish(FINISH_ARGS) {
@@ -144,7 +148,7 @@ struct Avx2 {
 
 // 32 registers of 512 bits: 8 x 2 sums, 4 of weights, 2 of activations.
 struct Avx512 {
-  static constexpr int rows = 8, cols = 2;
+  static constexpr int rows = 8, cols = 2, align = 1;
   template <int M, int C>
   TARGET("avx512f") static void multiply(const Work& work) { multiply_widened<16, M, C>(work); }
   TARGET("avx512f") static void finish(FINISH_ARGS) {
@@ -155,7 +159,7 @@ struct Avx512 {
 // 32 registers of 512 bits: 8 x 3 sums, 3 of weights, the others for activations on their way. A pair costs 24 products
 // and 11 loads, so the loads hide; an 8-row group fits the usual batch sizes.
 struct Avx512Bf16 {
-  static constexpr int rows = 8, cols = 3;
+  static constexpr int rows = 8, cols = 3, align = 1;
   template <int M, int C>
   TARGET("avx512f,avx512bf16") static void multiply(const Work& work) {
     __m512 sums[M][C];
@@ -185,16 +189,36 @@ struct Avx512Bf16 {
     finish_rows<16>(sums, sums_stride, bias, rows, columns, out, out_stride);
   }
 };
+
+// 8 tiles of 16 rows: 2 x 2 of sums, 2 of activations, 2 of weights.
+template <class Tiles>
+struct Amx {
+  static constexpr int rows = 2 * TILE, cols = 2, align = TILE;
+  template <int M, int C>
+  static void multiply(const Work& work) {
+    multiply_tiles<Tiles, M, C>(work.x, work.w, work.w_stride, work.pairs, work.sums, work.first,
+                                work.prefetch ? AHEAD * TILE : 0);
+  }
+  TARGET("avx512f") static void finish(FINISH_ARGS) {
+    finish_rows<16>(sums, sums_stride, bias, rows, columns, out, out_stride);
+  }
+};
 #endif
 
 // ---- Choice of the kernels ------------------------------------------------------------------------------------------
 
 struct Kernels {
   const char* name;
-  bool supported;
+  bool supported;   // by this CPU
+  bool for_users;   // or only for tests, by its name
   int64_t rows, cols;
-  void (*const* multiply)(const Work&);  // [rows, cols]: entry [m - 1, c - 1] does m rows and c tiles
+  int64_t align;    // activations are packed with rows and pairs filled up to this with zeros: 1 or TILE
+  void (*const* multiply)(const Work&);  // [rows / align, cols]: entry [m - 1, c - 1] does m * align rows and c tiles
   void (*finish)(FINISH_ARGS);
+  void (*begin)() = [] {};  // in a thread, before its first product, and after its last
+  void (*end)() = [] {};
+
+  int64_t aligned(int64_t count) const { return (count + align - 1) / align * align; }
 };
 
 template <class Isa, size_t... I>
@@ -203,22 +227,35 @@ constexpr std::array<void (*)(const Work&), sizeof...(I)> table_of(std::index_se
 }
 
 template <class Isa>
-Kernels kernels_of(const char* name, bool supported) {
-  static constexpr auto table = table_of<Isa>(std::make_index_sequence<Isa::rows * Isa::cols>());
-  static_assert(Isa::cols <= MAX_COLS && ROW_BLOCK % Isa::rows == 0);
-  return {name, supported, Isa::rows, Isa::cols, table.data(), &Isa::finish};
+Kernels kernels_of(const char* name, bool supported, bool for_users = true) {
+  static constexpr auto table = table_of<Isa>(std::make_index_sequence<Isa::rows / Isa::align * Isa::cols>());
+  static_assert(Isa::cols <= MAX_COLS && ROW_BLOCK % Isa::rows == 0 && CHUNK % Isa::align == 0);
+  return {name, supported, for_users, Isa::rows, Isa::cols, Isa::align, table.data(), &Isa::finish};
 }
 
-// Best first. An AMX kernel goes to the front: the packed weights are in the order of its B tiles already, its `rows`
-// are 16, and `pack_rows` gains a variant that leaves each row whole.
+#if defined(__x86_64__)
+template <class Tiles>
+Kernels amx_kernels_of(const char* name, bool supported, bool for_users) {
+  Kernels kernels = kernels_of<Amx<Tiles>>(name, supported, for_users);
+  kernels.begin = &Tiles::begin;
+  kernels.end = &Tiles::end;
+  return kernels;
+}
+#endif
+
+// Best first.
 const std::vector<Kernels>& all_kernels() {
   static const std::vector<Kernels> all = {
 #if defined(__x86_64__)
+      amx_kernels_of<HardwareTiles>("amx", HardwareTiles::supported(), true),
       kernels_of<Avx512Bf16>("avx512_bf16", __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16")),
       kernels_of<Avx512>("avx512", __builtin_cpu_supports("avx512f")),
       kernels_of<Avx2>("avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")),
 #endif
       kernels_of<Baseline>("baseline", true),
+#if defined(__x86_64__)
+      amx_kernels_of<SoftwareTiles>("amx_in_software", __builtin_cpu_supports("avx512f"), false),
+#endif
   };
   return all;
 }
@@ -226,39 +263,71 @@ const std::vector<Kernels>& all_kernels() {
 // The best that this CPU has, or the one named.
 const Kernels& choose_kernels(const std::optional<std::string>& name) {
   for (const Kernels& kernels : all_kernels())
-    if (kernels.supported && (!name || *name == kernels.name)) return kernels;
+    if (kernels.supported && (name ? *name == kernels.name : kernels.for_users)) return kernels;
   TORCH_CHECK_VALUE(false, "packed_linear: isa '", *name, "' is unknown or not supported by this CPU");
 }
 
 std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
   for (const Kernels& kernels : all_kernels())
-    if (kernels.supported) names.push_back(kernels.name);
+    if (kernels.supported && kernels.for_users) names.push_back(kernels.name);
   return names;
 }
 
 // ---- The loops around the micro kernels -----------------------------------------------------------------------------
 
-// x [T, K] -> packed [T / group, pairs, group]: what a micro kernel reads in a row, whatever the strides of x.
-void pack_rows(const at::Tensor& x, int64_t group, uint32_t* packed) {
-  const int64_t T = x.size(0), K = x.size(1), pairs = (K + 1) / 2, stride = x.stride(0);
-  const auto* data = static_cast<const uint16_t*>(x.const_data_ptr());
-  at::parallel_for(0, (T + group - 1) / group, 1 + (1 << 16) / (pairs * group), [&](int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; ++g) {
-      const uint16_t* from = data + g * group * stride;
-      uint32_t* to = packed + g * group * pairs;
-      const int64_t rows = std::min(group, T - g * group);
-      for (int64_t p = 0; p < K / 2; ++p)
-        for (int64_t m = 0; m < rows; ++m) std::memcpy(to + p * rows + m, from + m * stride + 2 * p, sizeof(uint32_t));
-      if (K % 2 != 0)
-        for (int64_t m = 0; m < rows; ++m) to[K / 2 * rows + m] = from[m * stride + K - 1];
+// `rows` rows of K elements -> [pairs, rows]: what a micro kernel reads in a row. Four rows of four pairs at a time.
+void interleave_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t K, uint32_t* to) {
+  using u32 = Lanes<4>::u32;
+  const int64_t pairs = K / 2;
+  int64_t m = 0;
+  for (; m + 4 <= rows; m += 4)
+    for (int64_t p = 0; p < pairs / 4 * 4; p += 4) {
+      u32 a, b, c, d;
+      for (auto [row, lanes] : {std::pair(0, &a), {1, &b}, {2, &c}, {3, &d}})
+        std::memcpy(lanes, from + (m + row) * stride + 2 * p, sizeof(u32));
+      const u32 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+      const u32 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+      const u32 columns[4] = {
+          __builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+          __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5), __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7)};
+      for (int64_t i = 0; i < 4; ++i) std::memcpy(to + (p + i) * rows + m, &columns[i], sizeof(u32));
     }
+  const auto copy = [&](int64_t row, int64_t first_pair) {
+    for (int64_t p = first_pair; p < pairs; ++p)
+      std::memcpy(to + p * rows + row, from + row * stride + 2 * p, sizeof(uint32_t));
+    if (K % 2 != 0) to[pairs * rows + row] = from[row * stride + K - 1];
+  };
+  for (int64_t row = 0; row < rows; ++row) copy(row, row < m ? pairs / 4 * 4 : 0);
+}
+
+// `rows` rows of K elements -> [K tiles, row tiles, TILE rows, TILE pairs], zero where there is no row or no pair.
+void tile_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t K, uint32_t* to) {
+  const int64_t row_tiles = (rows + TILE - 1) / TILE;
+  for (int64_t k = 0; k < K; k += 2 * TILE)
+    for (int64_t row = 0; row < row_tiles * TILE; ++row, to += TILE) {
+      const int64_t count = row < rows ? std::min(2 * TILE, K - k) : 0;
+      if (count != 0) std::memcpy(to, from + row * stride + k, count * sizeof(uint16_t));
+      if (count < 2 * TILE) std::memset(reinterpret_cast<uint16_t*>(to) + count, 0, (2 * TILE - count) * sizeof(uint16_t));
+    }
+}
+
+// x [T, K] -> groups of `kernels.rows` rows, each as the micro kernel takes it, whatever the strides of x.
+void pack_rows(const Kernels& kernels, const at::Tensor& x, uint32_t* packed) {
+  const int64_t T = x.size(0), K = x.size(1), stride = x.stride(0), group = kernels.rows;
+  const int64_t pairs = kernels.aligned((K + 1) / 2);
+  const auto* data = static_cast<const uint16_t*>(x.const_data_ptr());
+  const auto pack = kernels.align == 1 ? interleave_rows : tile_rows;
+  at::parallel_for(0, (T + group - 1) / group, 1 + (1 << 17) / (pairs * group), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * group; row < std::min(T, end * group); row += group)
+      pack(data + row * stride, stride, std::min(group, T - row), K, packed + row * pairs);
   });
 }
 
 struct Problem {
   int64_t T, N, pairs;
-  const uint32_t* x;     // what pack_rows made
+  const uint32_t* x;     // what pack_rows made, with room for `x_pairs` pairs a row
+  int64_t x_pairs;
   const uint32_t* w;     // [tiles, pairs, TILE]
   const uint16_t* bias;  // or null
   uint16_t* out;         // [T, N]
@@ -274,8 +343,8 @@ void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row,
     const int64_t pairs = std::min(CHUNK, problem.pairs - pair);
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t m = std::min(kernels.rows, rows - g * kernels.rows), start = row + g * kernels.rows;
-      kernels.multiply[(m - 1) * kernels.cols + cols - 1]({
-          .x = problem.x + start * problem.pairs + pair * m,
+      kernels.multiply[((m - 1) / kernels.align) * kernels.cols + cols - 1]({
+          .x = problem.x + start * problem.x_pairs + pair * kernels.aligned(m),
           .w = w + pair * TILE,
           .w_stride = w_stride,
           .pairs = pairs,
@@ -319,14 +388,16 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   const int64_t T = x.size(0), tiles = packed.size(0), pairs = packed.size(1);
   at::Tensor out = at::empty({T, out_features}, x.options());
   if (T == 0) return out;
-  at::Tensor x_packed = at::empty({T, pairs, 2}, x.options());
+  const int64_t x_pairs = kernels.aligned(pairs);
+  at::Tensor x_packed = at::empty({kernels.aligned(T), x_pairs, 2}, x.options());
   auto* x_data = static_cast<uint32_t*>(x_packed.mutable_data_ptr());
-  pack_rows(x, kernels.rows, x_data);
+  pack_rows(kernels, x, x_data);
   const Problem problem = {
       .T = T,
       .N = out_features,
       .pairs = pairs,
       .x = x_data,
+      .x_pairs = x_pairs,
       .w = static_cast<const uint32_t*>(packed.const_data_ptr()),
       .bias = bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
       .out = static_cast<uint16_t*>(out.mutable_data_ptr()),
@@ -335,9 +406,11 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
   const int64_t cols = T <= FEW_ROWS ? 1 : kernels.cols;
   at::parallel_for(0, tiles, 1 + GRAIN_FLOPS / (T * pairs * TILE), [&](int64_t begin, int64_t end) {
+    kernels.begin();
     for (int64_t row = 0; row < T; row += ROW_BLOCK)
       for (int64_t tile = begin; tile < end; tile += cols)
         multiply_block(kernels, problem, row, std::min(ROW_BLOCK, T - row), tile, std::min(cols, end - tile));
+    kernels.end();
   });
   return out;
 }

@@ -31,10 +31,11 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "baseline"])
+@pytest.fixture(params=["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "baseline"])
 def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Callable[..., Tensor]:
-    """``packed_linear`` on one instruction set."""
-    if request.param not in kernels.supported_isas():
+    """``packed_linear`` on one instruction set; AMX also as a model of it in software, for CPUs without."""
+    isas = kernels.supported_isas()
+    if request.param not in isas and not (request.param == "amx_in_software" and "avx512" in isas):
         pytest.skip(f"this CPU has no {request.param}")
     return lambda x, packed, bias, n: kernels.packed_linear(x, packed, bias, n, isa=request.param)
 
