@@ -50,17 +50,27 @@ def llama3_scaled(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     return keep * inv_freq + (1 - keep) * inv_freq / scaling.factor
 
 
-def rope_cos_sin(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for each token, ``[T, 1, H / 2]`` float32. Computed once a step, used by every layer."""
-    angles = positions.float()[:, None, None] * inv_freq
-    return angles.cos(), angles.sin()
+def rope_table(config: ModelConfig, device: torch.device) -> Tensor:
+    """Cosines, then sines, of every position, ``[max_position_embeddings, H]`` float32.
+
+    A table, since the compiler would compute them anew in every layer, for every head.
+    """
+    positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+    angles = positions[:, None] * rope_inv_freq(config)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+
+
+def rope_cos_sin(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for each token, each ``[T, 1, H / 2]`` float32."""
+    cos, sin = F.embedding(positions, table)[:, None].chunk(2, dim=-1)
+    return cos, sin
 
 
 def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate ``x`` ``[T, heads, H]``: the first half of each head pairs with the second (Hugging Face's order)."""
     cos, sin = cos_sin
     first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)], dim=-1)
 
 
 def attention(

@@ -20,9 +20,9 @@ from compiled_llm.models.layers import (
     gated_mlp,
     rms_norm,
     rope_cos_sin,
-    rope_inv_freq,
+    rope_table,
 )
-from compiled_llm.models.weights import Convert, Linear, concat, linear, map_linears
+from compiled_llm.models.weights import Convert, Linear, PackedLinear, concat, embed, linear, map_linears
 
 HF_CONFIG = "LlamaConfig"
 
@@ -38,11 +38,11 @@ LayerMaker = Callable[[ModelConfig, Callable[[str], Tensor]], LayerWeights]
 
 
 class Weights(NamedTuple):
-    embedding: Tensor  # [V, D]
+    embedding: Tensor | PackedLinear  # [V, D]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [D]
     lm_head: AnyLinear  # [V, D]; the embedding's own tensor when the two are tied
-    inv_freq: Tensor  # [H / 2], from the config
+    rope: Tensor  # [max_position_embeddings, H] float32, from the config
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -105,20 +105,27 @@ def assemble(
     def take_layer(index: int) -> LayerWeights:
         return map_linears(layer(config, lambda name: take(f"model.layers.{index}.{name}")), convert)
 
-    embedding = take("model.embed_tokens.weight")
+    table = take("model.embed_tokens.weight")
+    tied = config.tie_word_embeddings
+    lm_head = convert(Linear(table if tied else take("lm_head.weight")))
+    rope = rope_table(config, table.device)
+    embedding: Tensor | PackedLinear = table
+    if tied and isinstance(lm_head, PackedLinear) and config.hidden_size % 2 == 0:
+        embedding = lm_head
+    del table  # before the layers are taken: it may be the largest tensor of all
     return Weights(
         embedding=embedding,
         layers=tuple(take_layer(index) for index in range(config.num_layers)),
         final_norm=take("model.norm.weight"),
-        lm_head=convert(Linear(embedding if config.tie_word_embeddings else take("lm_head.weight"))),
-        inv_freq=rope_inv_freq(config).to(embedding.device),
+        lm_head=lm_head,
+        rope=rope,
     )
 
 
 def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: ModelConfig, max_query_len: int) -> Tensor:
     """Logits ``[R, V]`` of the tokens at ``step.logits_indices``; the step's keys and values go to ``kv_cache``."""
-    x = F.embedding(step.input_ids, weights.embedding)
-    cos_sin = rope_cos_sin(step.positions, weights.inv_freq)
+    x = embed(step.input_ids, weights.embedding)
+    cos_sin = rope_cos_sin(step.positions, weights.rope)
     for layer, cache in zip(weights.layers, kv_cache, strict=True):
         normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
         x = x + attention(normed, layer.attention, cos_sin, cache, step, config, max_query_len)

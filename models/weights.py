@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops import pack_weight, packed_linear
+from compiled_llm.ops import pack_weight, packed_linear, unpack_rows
 
 
 class Linear(NamedTuple):
@@ -36,6 +36,16 @@ def linear(x: Tensor, w: Linear | PackedLinear) -> Tensor:
     if isinstance(w, PackedLinear):
         return packed_linear(x, w.packed, w.bias, w.out_features)
     return F.linear(x, w.weight, w.bias)
+
+
+def embed(ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
+    """Rows ``ids`` ``[T]`` of an embedding ``[V, D]``, giving ``[T, D]``.
+
+    A model that ties its head to its embedding has one tensor for both, in the order of the head's kernel.
+    """
+    if isinstance(table, PackedLinear):
+        return unpack_rows(table.packed, ids)
+    return F.embedding(ids, table)
 
 
 def concat(*parts: Linear) -> Linear:

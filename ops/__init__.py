@@ -6,6 +6,6 @@ runs on a CPU.
 """
 
 from compiled_llm.ops.attention import paged_attention, paged_attention_reference
-from compiled_llm.ops.linear import pack_weight, packed_linear
+from compiled_llm.ops.linear import pack_weight, packed_linear, unpack_rows
 
-__all__ = ["pack_weight", "packed_linear", "paged_attention", "paged_attention_reference"]
+__all__ = ["pack_weight", "packed_linear", "paged_attention", "paged_attention_reference", "unpack_rows"]

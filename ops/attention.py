@@ -176,9 +176,11 @@ def _fake(q: Tensor, *args) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _cpu(*args) -> Tensor:
-    kernels = native.load("attention_cpu")
-    return kernels.paged_attention(*args) if kernels else paged_attention_reference(*args)
+def _without_kernels(*args) -> Tensor:
+    """Until attention_cpu.cpp is loaded, which registers its own implementation; or for good, without a compiler."""
+    if native.load("attention_cpu") is None:
+        return paged_attention_reference(*args)
+    return torch.ops.compiled_llm.paged_attention.default(*args)
 
 
 def _cuda(*args) -> Tensor:
@@ -187,5 +189,5 @@ def _cuda(*args) -> Tensor:
     return attention_triton.paged_attention(*args)
 
 
-LIBRARY.impl("paged_attention", _cpu, "CPU")
+LIBRARY.impl("paged_attention", _without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("paged_attention", _cuda, "CUDA")

@@ -29,6 +29,11 @@ def pack_weight(weight: Tensor) -> Tensor:
     return native.huge_zeros(tiles.shape, weight.dtype).copy_(tiles)
 
 
+def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
+    """Rows ``[T]`` (int32 or int64) of ``W``, ``[T, K]``, from what ``pack_weight`` made of it. K must be even."""
+    return packed[rows // TILE, :, rows % TILE].flatten(1)
+
+
 def packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
     """``x @ W.T + bias`` for a packed ``W``, accumulated in float32.
 
@@ -55,10 +60,10 @@ def _fake(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> 
     return x.new_empty(x.shape[0], out_features)
 
 
-def _cpu(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-    kernels = native.load("linear_cpu")
-    implementation = kernels.packed_linear if kernels else packed_linear_reference
+def _without_kernels(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """Until linear_cpu.cpp is loaded, which registers its own implementation; or for good, without a compiler."""
+    implementation = packed_linear if native.load("linear_cpu") else packed_linear_reference
     return implementation(x, packed, bias, out_features)
 
 
-LIBRARY.impl("packed_linear", _cpu, "CPU")
+LIBRARY.impl("packed_linear", _without_kernels, "CompositeExplicitAutograd")

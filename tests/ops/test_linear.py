@@ -145,11 +145,22 @@ def test_fullgraph_compile() -> None:
     assert torch.equal(compiled(x), linear.packed_linear(x, packed, bias, 50) + 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_unpack_rows(dtype: torch.dtype) -> None:
+    weight, rows = torch.randn(50, 64).bfloat16(), torch.tensor([49, 0, 17, 17, 32])
+    assert torch.equal(linear.unpack_rows(linear.pack_weight(weight), rows.to(dtype)), weight[rows])
+
+
+def test_loading_the_kernels_puts_them_behind_the_op(kernels: ModuleType) -> None:
+    """C++ for the CPU, in place of the Python function that loads it."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("compiled_llm::packed_linear", "CPU")
+
+
 def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda name: None)
     x, weight, bias = problem(7, 50, 65)
     packed = linear.pack_weight(weight)
-    actual = linear.packed_linear(x, packed, bias, 50)
+    actual = linear._without_kernels(x, packed, bias, 50)
     assert torch.equal(actual, linear.packed_linear_reference(x, packed, bias, 50))
     assert_rounded_once(actual, x, weight, bias)
 
