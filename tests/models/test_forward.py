@@ -7,6 +7,8 @@ from compiled_llm import loader
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
+from compiled_llm.models.layers import rope_cos_sin, rope_inv_freq, rope_table
+from compiled_llm.models.weights import PackedLinear, embed, keep, pack, tensors
 from tests.families import CONFIGS, checkpoint, transformers_model
 
 BLOCK_SIZE = 4
@@ -65,3 +67,29 @@ def test_dummy_weights_are_seeded_and_shaped_like_a_checkpoint() -> None:
     assert torch.equal(one.embedding, same.embedding)
     assert not torch.equal(one.embedding, other.embedding)
     assert one.layers[1].mlp.gate_up.weight.shape == real.layers[1].mlp.gate_up.weight.shape
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-untied"])
+def test_tied_weights_are_one_tensor_packed_or_not(name: str) -> None:
+    config = ModelConfig.from_directory(checkpoint(name))
+    plain, packed = (
+        loader.load_weights(checkpoint(name), config, torch.bfloat16, torch.device("cpu"), convert)
+        for convert in (keep, pack)
+    )
+    assert isinstance(packed.lm_head, PackedLinear)
+    assert (packed.embedding is packed.lm_head) == config.tie_word_embeddings
+    assert (plain.embedding.data_ptr() == plain.lm_head.weight.data_ptr()) == config.tie_word_embeddings
+    held = [t for t in tensors(packed) if t.numel() >= config.vocab_size * config.hidden_size]
+    assert len(held) == (1 if config.tie_word_embeddings else 2)
+    ids = torch.tensor([0, config.vocab_size - 1, 5, 5, 200], dtype=torch.int32)
+    assert torch.equal(embed(ids, packed.embedding), embed(ids, plain.embedding))
+
+
+def test_rope_table_holds_the_angles_of_every_position() -> None:
+    config = ModelConfig.from_directory(checkpoint("llama-rope3-tied"))
+    table, positions = rope_table(config, torch.device("cpu")), torch.tensor([0, 1, 17, 255], dtype=torch.int32)
+    assert table.shape == (config.max_position_embeddings, config.head_dim)
+    cos, sin = rope_cos_sin(positions, table)
+    angles = positions[:, None, None].double() * rope_inv_freq(config).double()
+    torch.testing.assert_close(cos.double(), angles.cos(), atol=2e-5, rtol=0)  # of float32 angles up to 255
+    torch.testing.assert_close(sin.double(), angles.sin(), atol=2e-5, rtol=0)
