@@ -8,7 +8,7 @@ import dataclasses
 import os
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from compiled_llm.argument_specs import ArgumentCheck
+from compiled_llm.compile_ahead import from_bytes, to_bytes, trust_vec_isa, vec_isa
+from compiled_llm.compile_cache import CompileCache, Entry
+from compiled_llm.cuda_graphs import CapturedFunction, GraphPool
 from compiled_llm.ops.native import cache_directory
 
 # What a CUDA graph needs before it replays: a plain run, and a run that records.
@@ -31,7 +35,8 @@ class GraphReport:
         graph_breaks: places where capture broke off.
         recompiles: versions compiled since the warm-up ended, and calls refused because they asked for one.
         compile_seconds: wall time of the warm-up calls, and of recording CUDA graphs again.
-        cache: "hit" or "miss" of the compiler's cache on disk, "off" where it was not asked, "eager" uncompiled.
+        cache: "hit" or "miss" of the code kept on disk, "off" where it was not asked, "eager" uncompiled.
+        reason: why the code on disk could not be used; empty where it was, or where torch's own cache was asked.
         cuda_graph_bytes: device memory that warming up and recording took: CUDA graphs, the activations in them,
             kernels and their workspaces; 0 on a CPU. Other processes on the device can disturb it.
     """
@@ -43,6 +48,7 @@ class GraphReport:
     compile_seconds: float
     cache: str
     cuda_graph_bytes: int
+    reason: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,19 +92,44 @@ class CompileReport:
         ]
         table = [titles, *([str(cell) for cell in row] for row in rows)]
         widths = [max(len(row[i]) for row in table) for i in range(len(titles))]
-        return "\n".join(
-            "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table
-        )
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
+        return "\n".join([*lines, *self._misses()])
+
+    def _misses(self) -> list[str]:
+        """Why something had to be compiled: a line for each reason."""
+        names: dict[str, list[str]] = {}
+        for report in self.reports:
+            if report.reason:
+                names.setdefault(report.reason, []).append(report.name)
+        return [f"compile cache: miss, because {reason} ({', '.join(of)})" for reason, of in names.items()]
 
 
 class CompiledFunction:
-    """A pure function for one bucket. The first call must be ``warm_up``; after that a recompile is an error."""
+    """A pure function for one bucket. The first call must be ``warm_up``; after that a recompile is an error.
 
-    def __init__(self, function: Callable, name: str, device: torch.device, enforce_eager: bool) -> None:
+    On a GPU a call replays a CUDA graph: one of the compiler's own, or with ``graph_pool`` one captured by hand.
+    On a CPU the function is compiled ahead of time, and kept in ``cache`` if one is given.
+    """
+
+    def __init__(
+        self,
+        function: Callable,
+        name: str,
+        device: torch.device,
+        enforce_eager: bool,
+        graph_pool: GraphPool | None = None,
+        cache: CompileCache | None = None,
+    ) -> None:
         self.name = name
         self.device = device
         self._copy = _own_copy(function, name)
-        self._call = self._copy if enforce_eager else _compile(self._copy)
+        self._ahead = device.type == "cpu" and not enforce_eager and graph_pool is None
+        self._cache = cache
+        self._check: ArgumentCheck | None = None
+        self._call = (
+            self._copy if enforce_eager or self._ahead else _compile(self._copy, cuda_graphs=graph_pool is None)
+        )
+        self._captured = None if graph_pool is None else CapturedFunction(graph_pool)
         self._eager = enforce_eager
         self._refused = 0
         self._report: GraphReport | None = None
@@ -108,6 +139,9 @@ class CompiledFunction:
 
         ``make_args`` is asked anew for each call: tensors that another graph returned live until the next step only.
         """
+        if self._ahead:
+            self._warm_up_ahead(make_args())
+            return
         before = _snapshot(self.device)
         started = time.perf_counter()
         with torch.no_grad():
@@ -131,18 +165,52 @@ class CompiledFunction:
             cuda_graph_bytes=max(0, gained["device_bytes"]),
         )
 
+    def _warm_up_ahead(self, args: tuple) -> None:
+        """Take the code from disk or compile it, and call it once."""
+        started, waited, facts = time.perf_counter(), 0.0, {}
+        outcome, reason = "off", ""
+        if self._cache is not None:
+            key = self._cache.key_of(self.name, self._copy, args)
+            found = self._cache.find(key)
+            if isinstance(found, Entry):
+                trust_vec_isa(found.facts["vec_isa"])
+                self._call, facts, outcome = from_bytes(found.payload, self._copy), dict(found.facts), "hit"
+            else:
+                outcome, reason = "miss", found
+        if outcome != "hit":
+            self._call, payload, facts = build(self._copy, self.name, args)
+            if self._cache is not None:
+                self._cache.store(key, payload, facts)
+        built = self._cache.built.get(self.name) if self._cache is not None else None
+        if built is not None:  # by another process of this start
+            outcome, (reason, waited) = "miss", built
+        self._check = ArgumentCheck(args)
+        with torch.no_grad():
+            self._call(*args)
+        self._report = GraphReport(
+            name=self.name,
+            graphs=facts["graphs"],
+            graph_breaks=facts["graph_breaks"],
+            recompiles=0,
+            compile_seconds=waited + time.perf_counter() - started,
+            cache=outcome,
+            cuda_graph_bytes=0,
+            reason=reason,
+        )
+
     def record_again(self, make_args: Callable[[], tuple]) -> None:
         """Record the CUDA graph again without compiling; nothing to do on a CPU.
 
         For arguments at other addresses or with another size of a dynamic dimension, and behind another graph, which
-        ``make_args`` runs: CUDA graph trees replay a graph only behind the one that it was recorded behind.
+        ``make_args`` runs: CUDA graph trees replay a graph only behind the one that it was recorded behind, and a graph
+        captured by hand reads what the one before it returned.
         """
-        if self.device.type != "cuda":
+        if self._captured is None and self.device.type != "cuda":
             return
         assert self._report is not None, f"{self.name} was not warmed up"
         before = _snapshot(self.device)
         started = time.perf_counter()
-        self._call_until_recorded(self, make_args)
+        self._call_until_recorded(self._call_guarded, make_args)
         taken = _snapshot(self.device)["device_bytes"] - before["device_bytes"]
         self._report = dataclasses.replace(
             self._report,
@@ -151,6 +219,9 @@ class CompiledFunction:
         )
 
     def _call_until_recorded(self, call: Callable, make_args: Callable[[], tuple]) -> None:
+        if self._captured is not None:
+            self._captured.capture(call, make_args())
+            return
         for _ in range(_WARM_UP_CALLS[self.device.type]):
             if self.device.type == "cuda":
                 torch.compiler.cudagraph_mark_step_begin()
@@ -161,6 +232,11 @@ class CompiledFunction:
     def __call__(self, *args: Any) -> Any:
         """Run the compiled version. ``RuntimeError`` where torch would compile another one."""
         assert self._report is not None, f"{self.name} was not warmed up"
+        return self._call_guarded(*args) if self._captured is None else self._captured(*args)
+
+    def _call_guarded(self, *args: Any) -> Any:
+        if self._check is not None:
+            return self._call_checked(self._check, args)
         with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
             try:
                 return self._call(*args)
@@ -172,6 +248,14 @@ class CompiledFunction:
                     f"{self.name} would have to be compiled again: something that it was compiled for has changed "
                     "since the start, such as torch's number of threads, default dtype or autocast"
                 ) from error
+
+    def _call_checked(self, check: ArgumentCheck, args: tuple) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            difference = check.difference(args)
+            if difference is None:
+                return self._call(*args)
+        self._refused += 1
+        raise RuntimeError(f"{self.name} would have to be compiled again: {difference}")
 
     def report(self) -> GraphReport:
         """What the warm-up gave, with the versions compiled since counted now."""
@@ -190,8 +274,29 @@ def use_own_cache_directory() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "inductor")
 
 
-def _compile(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead")
+def _compile(function: Callable, cuda_graphs: bool) -> Callable:
+    """``cuda_graphs``: whether the compiler makes CUDA graphs of its own, where there is a GPU."""
+    return torch.compile(function, fullgraph=True, dynamic=False, options={"triton.cudagraphs": cuda_graphs})
+
+
+def build(function: Callable, name: str, args: tuple) -> tuple[Callable, bytes, dict[str, Any]]:
+    """Compile ahead of time for a CPU: the compiled function, its bytes for ``from_bytes``, and facts about the two."""
+    before = _snapshot(torch.device("cpu"))
+    with torch.no_grad():
+        options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _drop_all}
+        compiled: Any = torch.compile(_own_copy(function, name), fullgraph=True, dynamic=False, options=options)
+        ahead = compiled.aot_compile((args, {}))
+    after = _snapshot(torch.device("cpu"))
+    facts = {
+        "graphs": after["graphs"] - before["graphs"],
+        "graph_breaks": after["breaks"] - before["breaks"],
+        "vec_isa": vec_isa(),
+    }
+    return ahead.fn, to_bytes(ahead), facts
+
+
+def _drop_all(guards: Sequence[Any]) -> list[bool]:
+    return [False] * len(guards)  # ArgumentCheck stands in their place
 
 
 def _own_copy(function: Callable, name: str) -> Any:

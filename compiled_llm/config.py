@@ -49,6 +49,11 @@ class EngineConfig:
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
         async_scheduling: prepare the next step while the device runs this one; what ends a request is then noticed one
             step late, and the surplus token dropped. None: on a GPU, not on a CPU, where host and device are one.
+        cuda_graphs: who records the CUDA graphs on a GPU: "trees", torch's CUDA graph trees (reduce-overhead), or
+            "manual", one graph for each bucket captured by hand and replayed without torch's checks. A CPU has no CUDA
+            graphs, so there "manual" is refused.
+        compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
+            if the model is deep enough that it pays; 0: the engine's own process compiles everything.
         enforce_eager: run the same functions without compiling, for debugging.
         seed: of dummy weights and of requests that bring no seed of their own.
         check_invariants: verify the scheduler's and the KV pool's invariants after every step.
@@ -77,6 +82,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None
+    cuda_graphs: Literal["trees", "manual"] = "trees"
+    compile_workers: int | None = None
     enforce_eager: bool = False
     seed: int = 0
     check_invariants: bool = False
@@ -93,6 +100,9 @@ class EngineConfig:
             raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', given {self.device!r}")
         one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        one_of("cuda_graphs", self.cuda_graphs, ("trees", "manual"))
+        if self.cuda_graphs == "manual" and self.enforce_eager:
+            raise ValueError("cuda_graphs must be 'trees' with enforce_eager=True (no graph is made), given 'manual'")
         integer("swap_space_bytes", self.swap_space_bytes, 0, 2**48)
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
@@ -117,6 +127,8 @@ class EngineConfig:
                 integer(name, getattr(self, name), 1, 2**48)
         if self.max_num_batched_tokens is not None:
             integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
+        if self.compile_workers is not None:
+            integer("compile_workers", self.compile_workers, 0, 1024)
         integer("block_size", self.block_size, 1, 1024)
         integer("seed", self.seed, 0, 2**63 - 1)
         share = self.gpu_memory_utilization

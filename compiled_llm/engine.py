@@ -27,12 +27,15 @@ from compiled_llm.prompts import (
     pair_sampling_params,
     prompt_list,
 )
+from compiled_llm.report import RunReport, make_report, make_trace
 from compiled_llm.request import Request, Status
 from compiled_llm.runner import LaunchedStep, ModelRunner
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduler import Scheduler
 from compiled_llm.scheduler_output import SchedulerOutput
 from compiled_llm.served_request import ServedRequest, error_output
+from compiled_llm.step_log import StepLog
+from compiled_llm.step_profile import StepProfiler
 from compiled_llm.stream import RequestStream
 from compiled_llm.tokenizer import OutputText, Tokenizer
 
@@ -79,6 +82,7 @@ class CompiledEngine:
         self._num_requests = self._num_finished = self._num_steps = 0
         self._num_prompt_tokens = self._num_output_tokens = self._num_computed_tokens = 0
         self._schedule_seconds = self._output_seconds = 0.0
+        self.reset_report()
 
     def __enter__(self) -> "CompiledEngine":
         return self
@@ -223,6 +227,7 @@ class CompiledEngine:
         output_text = OutputText(self.tokenizer, token_ids, params) if self.tokenizer and decodes else None
         self._entries[request_id] = ServedRequest(request, text, list(token_ids), output_text)
         self.scheduler.add(request)
+        self._log.arrive()
         self._num_requests += 1
         self._num_prompt_tokens += len(token_ids)
 
@@ -302,6 +307,37 @@ class CompiledEngine:
         """What the memory goes to, as measured at the start: weights, graphs, activations, KV pool, what stays free."""
         return self.runner.memory_ledger
 
+    def reset_report(self, *, profile_steps: int = 0) -> None:
+        """Begin the report anew: what was served so far, a warm-up perhaps, is no part of it.
+
+        Args:
+            profile_steps: so many steps of each bucket are run a second time under torch's profiler, for the shares of
+                attention, linears and sampling. No time in the report counts that, but the run takes longer by it.
+        """
+        integer("profile_steps", profile_steps, 0, 1000)
+        profiler = StepProfiler(profile_steps, self.runner.device) if profile_steps else None
+        self.runner.profiler = profiler
+        self._log = StepLog(profiler.pauses if profiler else None)
+        self._stats_before = self.stats()
+        for entry in self._entries.values():
+            entry.last_token_time = None
+            self._log.arrive()
+
+    def report(self, *, measure_limits: bool = True) -> RunReport:
+        """What was served since the start or ``reset_report``, and how near the machine's limits that was.
+
+        Args:
+            measure_limits: measure the machine's limits, once and in a few seconds, if no earlier run did.
+
+        Raises:
+            RuntimeError: they are to be measured and too little memory is free for that.
+        """
+        return make_report(self, self._log, self.stats().since(self._stats_before), measure_limits)
+
+    def trace(self) -> dict[str, Any]:
+        """The shapes of all steps since the start or ``reset_report``, as ``scripts/tune_buckets.py`` reads them."""
+        return make_trace(self, self._log)
+
     # -- Inside
 
     def _make_scheduler(self) -> Scheduler:
@@ -328,6 +364,7 @@ class CompiledEngine:
     def _advance(self, only_finished: bool = False) -> list[RequestOutput]:
         """Run one step; outputs of streams go to them, the others are returned."""
         self._abort_dropped_streams()
+        self._log.enter(device_is_busy=bool(self._launched))
         if self.scheduler.has_unfinished_requests():
             self._step()
         outputs = []
@@ -338,6 +375,7 @@ class CompiledEngine:
                 self._streams[output.request_id].append(output)
             elif output is not None:
                 outputs.append(output)
+        self._log.leave()
         return outputs
 
     def _step(self) -> None:
@@ -379,6 +417,10 @@ class CompiledEngine:
         self._num_steps += 1
         self._num_output_tokens += len(advanced)
         self._num_computed_tokens += output.num_tokens
+        self._log.record_step(launched.bucket, output, launched.seconds)
+        if self._log.series.is_due():
+            scheduler, pool = self.scheduler, self.scheduler.pool
+            self._log.record_state(pool.num_used, pool.num_cached, len(scheduler.running), scheduler.num_waiting)
 
     def _next_output(self, request: Request, only_finished: bool) -> RequestOutput | None:
         """What the user sees of a request that got a token or ended."""
@@ -386,6 +428,7 @@ class CompiledEngine:
         entry = self._entries.get(request.request_id)
         if entry is None or entry.request is not request:  # aborted meanwhile, or seen already
             return None
+        entry.last_token_time = self._log.record_token(started, entry.last_token_time)
         stop = entry.read_new_tokens()
         if stop is not None:
             self.scheduler.finish(request, "stop", stop)
@@ -395,6 +438,7 @@ class CompiledEngine:
         if finished:
             del self._entries[request.request_id]
             self._num_finished += 1
+            self._log.record_request(request)
         self._output_seconds += time.perf_counter() - started
         return output
 

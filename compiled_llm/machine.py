@@ -35,10 +35,36 @@ def describe(device: torch.device) -> dict[str, Any]:
     return facts
 
 
-def _cpu_name() -> str:
+def hardware(device: torch.device) -> dict[str, Any]:
+    """What decides how fast ``device`` reads memory and multiplies: plain JSON values, the same in every process."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        driver = Path("/proc/driver/nvidia/version")
+        return {
+            "gpu": properties.name,
+            "sms": properties.multi_processor_count,
+            "bytes": properties.total_memory,
+            "driver": driver.read_text().split("\n")[0] if driver.is_file() else "unknown",
+            "torch": torch.__version__,
+        }
+    facts = _cpu_facts()
+    return {
+        "cpu": facts.get("model name", platform.machine()),
+        "flags": " ".join(sorted(facts.get("flags", facts.get("Features", "")).split())),
+        "cpus": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_facts() -> dict[str, str]:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    names = {key.strip(): value.strip() for key, value in fields.items()}
+    return {key.strip(): value.strip() for key, value in fields.items()}
+
+
+def _cpu_name() -> str:
+    names = _cpu_facts()
     known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in names.get("flags", "").split()]
     return " ".join([names.get("model name", platform.machine()), *known])

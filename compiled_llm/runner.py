@@ -7,6 +7,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from tqdm import tqdm
 
 from compiled_llm import loader
 from compiled_llm.batch import Bucket, RequestRows, StepBuffers, buckets_of, choose_bucket
+from compiled_llm.compile_ahead import Job, build_missing
+from compiled_llm.compile_cache import engine_cache
 from compiled_llm.compiler import CompiledFunction, CompileReport, use_own_cache_directory
 from compiled_llm.config import EngineConfig, Limits
 from compiled_llm.costs import StepCosts
+from compiled_llm.cuda_graphs import graph_pool
 from compiled_llm.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
 from compiled_llm.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.models.config import ModelConfig
@@ -29,6 +33,7 @@ from compiled_llm.sampler import SamplingInput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduler_output import SchedulerOutput
 from compiled_llm.step import Feedback, sampler_function, step_function
+from compiled_llm.step_profile import StepProfiler
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 _COST_RUNS, _COST_SWAP_BLOCKS = 3, 16
@@ -42,7 +47,7 @@ class RunnerTimes:
     Attributes:
         prepare_seconds: filling buffers.
         launch_seconds: handing steps to the device; 0 on a CPU, which is the device.
-        execute_seconds: launching, and waiting for the tokens.
+        execute_seconds: launching, and waiting for the tokens; profiling not counted.
     """
 
     prepare_seconds: float = 0.0
@@ -51,13 +56,34 @@ class RunnerTimes:
     num_padding_tokens: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
+class StartTimes:
+    """Seconds that the parts of a start took.
+
+    Attributes:
+        kernels: loading the C++ kernels, building them where they are not on disk.
+        weights: reading or making the weights, and packing them.
+        compile: taking compiled functions from disk or compiling them, and calling each once.
+    """
+
+    kernels: float = 0.0
+    weights: float = 0.0
+    compile: float = 0.0
+
+
+@dataclasses.dataclass
 class LaunchedStep:
-    """A step that the device works on. ``tokens``: [R] on the host, there once ``done`` is."""
+    """A step that the device works on.
+
+    Attributes:
+        tokens: [R] on the host, there once ``done`` is.
+        seconds: what the device took, once the step is collected.
+    """
 
     bucket: Bucket
     num_requests: int
     tokens: Tensor
+    seconds: float = 0.0
     begun: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
 
@@ -68,6 +94,7 @@ class ModelRunner:
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside of it
     def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
         self.device = resolve_device(config.device)
+        self._graph_pool = graph_pool(config.cuda_graphs, self.device)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
         if self.device.type == "cuda":
@@ -81,11 +108,14 @@ class ModelRunner:
         )
         enforce_eager = config.enforce_eager
         use_own_cache_directory()
+        self.start_times = StartTimes()
+        started = time.perf_counter()
         if self.device.type == "cpu":
             # Without a compiler both are None and a warning said so; Inductor cannot compile for a CPU either.
-            native.load("attention_cpu")
-            native.load("linear_cpu")
+            with ThreadPoolExecutor() as pool:  # where they are built first, the one waits for the other's compiler
+                list(pool.map(native.load, ("attention_cpu", "linear_cpu")))
             enforce_eager = enforce_eager or native.compiler() is None
+        self.start_times.kernels = time.perf_counter() - started
 
         self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
         memory = StartMemory(
@@ -96,7 +126,9 @@ class ModelRunner:
             num_tensors(self.cache_dtypes),
             estimated_activations(model_config, self.limits, self.dtype.itemsize),
         )
+        started = time.perf_counter()
         self.weights = self._load(config, directory)
+        self.start_times.weights = time.perf_counter() - started
         self.weight_bytes = _num_bytes(self.weights)
         memory.check()
         self.kv_cache = self._allocate(TRIAL_BLOCKS)
@@ -111,10 +143,13 @@ class ModelRunner:
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=True) for _ in range(2 if on_gpu else 0)]
         self.times = RunnerTimes()
         self.costs = StepCosts()
+        self.profiler: StepProfiler | None = None  # set from outside, for a report
         self._steps: dict[Bucket, CompiledFunction] = {}
         self._samplers: dict[int, CompiledFunction] = {}
         memory.before_compiling()
-        self._compile(enforce_eager)
+        started = time.perf_counter()
+        self._compile(config, enforce_eager)
+        self.start_times.compile = time.perf_counter() - started
         self._rehearse_swap()
         memory.after_compiling(self._run_largest)
         self.num_blocks = memory.num_blocks()
@@ -151,6 +186,8 @@ class ModelRunner:
         swapped = time.perf_counter()
         begun, done = self._event(), self._event()
         samples = bool(self.rows.temperature[rows].any())
+        profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
+        before = None if profiler is None else self.last_tokens.clone()
         self._run(bucket, samples)
         if done is None:
             tokens = self.last_tokens[: len(rows)].clone()
@@ -167,7 +204,19 @@ class ModelRunner:
             self.times.launch_seconds += finished - prepared
         elif bucket.kind == "tokens":
             self.costs.record_step(bucket.num_tokens, finished - swapped)
-        return LaunchedStep(bucket, len(rows), tokens, begun, done)
+        if profiler is not None and before is not None:
+            self._profile(profiler, bucket, samples, before)
+        return LaunchedStep(bucket, len(rows), tokens, finished - swapped, begun, done)
+
+    def _profile(self, profiler: StepProfiler, bucket: Bucket, samples: bool, before: Tensor) -> None:
+        """Run the step that just ran once more, from the tokens ``before`` it, for the profiler."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # the step itself is no part of what the profile takes
+        begun, after = time.monotonic(), self.last_tokens.clone()
+        self.last_tokens.copy_(before)
+        sampler = self._samplers[bucket.num_requests] if samples else None
+        profiler.profile(bucket.name, functools.partial(self._sampler_arguments, bucket), sampler, begun)
+        self.last_tokens.copy_(after)
 
     def collect(self, step: LaunchedStep) -> list[int]:
         """The token that a step sampled for each of its requests (meaningless where none was due)."""
@@ -175,8 +224,9 @@ class ModelRunner:
             started = time.perf_counter()
             step.done.synchronize()
             self.times.execute_seconds += time.perf_counter() - started
+            step.seconds = step.begun.elapsed_time(step.done) / 1e3
             if step.bucket.kind == "tokens":
-                self.costs.record_step(step.bucket.num_tokens, step.begun.elapsed_time(step.done) / 1e3)
+                self.costs.record_step(step.bucket.num_tokens, step.seconds)
         return step.tokens[: step.num_requests].tolist()
 
     def close(self) -> None:
@@ -192,15 +242,22 @@ class ModelRunner:
         functions = [*self._steps.values(), *self._samplers.values()]
         return CompileReport(tuple(function.report() for function in functions))
 
+    def compiled_files(self) -> list[Path]:
+        """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""
+        if self._cache is None:
+            raise ValueError(f"compiled functions are kept on a CPU only, given device={str(self.device)!r}")
+        return self._cache.used
+
     @property
     def kv_cache_bytes(self) -> int:
         return _num_bytes(self.kv_cache)
 
     def _load(self, config: EngineConfig, directory: Path) -> Any:
-        c = self.model_config
+        # No position beyond max_model_len is ever asked for.
+        c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         packs = self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.load("linear_cpu") is not None
-        # A packed head is a copy of its own where the checkpoint ties it to the embedding.
-        parameters = loader.num_parameters(c) + (c.vocab_size * c.hidden_size if packs and c.tie_word_embeddings else 0)
+        # The largest matrix stands in memory twice while it is packed.
+        parameters = loader.num_parameters(c) + (c.vocab_size * c.hidden_size if packs else 0)
         needed, free = parameters * self.dtype.itemsize, free_bytes(self.device)
         if needed > free:
             raise ValueError(
@@ -232,27 +289,52 @@ class ModelRunner:
     def swap_space_bytes(self) -> int:
         return self.swap_space.numel()
 
-    def _compile(self, enforce_eager: bool) -> None:
+    def _compile(self, config: EngineConfig, enforce_eager: bool) -> None:
         """Compile and warm up every bucket, and a sampler for each number of rows, on steps that are all padding."""
-        buckets = tqdm(self.buckets, desc="compiling", unit="bucket", disable=None, leave=False)
+        keeps = self.device.type == "cpu" and not enforce_eager and torch._inductor.config.fx_graph_cache
+        cache = engine_cache(self.model_config, self.limits, self.dtype, self.cache_dtypes) if keeps else None
+        self._cache = cache
+        if cache is not None:
+            build_missing(cache, self._jobs(), config.compile_workers)
+        buckets = tqdm(self._recording_order(), desc="compiling", unit="bucket", disable=None, leave=False)
         for bucket in buckets:
             buckets.set_postfix_str(bucket.name)
             step = step_function(self.model_config, bucket.max_query_len)
-            self._steps[bucket] = CompiledFunction(step, bucket.name, self.device, enforce_eager)
+            self._steps[bucket] = CompiledFunction(
+                step, bucket.name, self.device, enforce_eager, self._graph_pool, cache
+            )
             self._steps[bucket].warm_up(functools.partial(self._step_arguments, bucket))
             sampler_arguments = functools.partial(self._sampler_arguments, bucket)
             if bucket.num_requests in self._samplers:
                 self._samplers[bucket.num_requests].record_again(sampler_arguments)
                 continue
-            sampler = CompiledFunction(sampler_function, f"sample_{bucket.num_requests}", self.device, enforce_eager)
+            name = f"sample_{bucket.num_requests}"
+            sampler = CompiledFunction(sampler_function, name, self.device, enforce_eager, self._graph_pool, cache)
             sampler.warm_up(sampler_arguments)
             self._samplers[bucket.num_requests] = sampler
 
+    def _jobs(self) -> list[Job]:
+        """Everything to compile, as other processes can do it. Logits are described, since no step has run yet."""
+        threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
+        jobs = []
+        for bucket in self.buckets:
+            recipe = functools.partial(step_function, self.model_config, bucket.max_query_len)
+            jobs.append(Job(bucket.name, recipe, self._step_arguments(bucket), threads))
+        for rows, bucket in {bucket.num_requests: bucket for bucket in self.buckets}.items():
+            logits = torch.empty(rows, vocab_size, dtype=self.dtype)
+            args = logits, self.buffers[bucket].sampling_input, self.last_tokens
+            jobs.append(Job(f"sample_{rows}", _sampler_function, args, threads))
+        return jobs
+
     def _record_again(self) -> None:
         """On a GPU: record every CUDA graph on the KV cache as it is now. Nothing is compiled."""
-        for bucket in self.buckets:
+        for bucket in self._recording_order():
             self._steps[bucket].record_again(functools.partial(self._step_arguments, bucket))
             self._samplers[bucket.num_requests].record_again(functools.partial(self._sampler_arguments, bucket))
+
+    def _recording_order(self) -> list[Bucket]:
+        """Graphs that share memory begin with the largest, so that the others fit into what it took."""
+        return self.buckets if self._graph_pool is None else self.buckets[::-1]
 
     def _run_largest(self) -> None:
         """Run the largest bucket of each kind, all padding: what a step allocates depends on its bucket alone."""
@@ -275,7 +357,7 @@ class ModelRunner:
 
     def _run(self, bucket: Bucket, samples: bool) -> None:
         """Run the step that stands in the bucket's buffers; its tokens are in ``last_tokens`` then."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and self._graph_pool is None:
             torch.compiler.cudagraph_mark_step_begin()
         logits = self._steps[bucket](*self._step_arguments(bucket))
         if samples:
@@ -327,6 +409,10 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter() - started
+
+
+def _sampler_function() -> Callable:
+    return sampler_function
 
 
 def _num_bytes(tree: Any) -> int:

@@ -18,6 +18,7 @@ class ServedRequest:
         prompt_token_ids: a list of the user's own, shared by all outputs of the request.
         text: None where nothing is decoded.
         num_read: output tokens that ``text`` has taken in.
+        last_token_time: as ``StepLog.record_token`` gave it; None before the first token that the log sees.
     """
 
     request: Request
@@ -25,6 +26,7 @@ class ServedRequest:
     prompt_token_ids: list[int]
     text: OutputText | None
     num_read: int = 0
+    last_token_time: float | None = None
 
     def read_new_tokens(self) -> str | None:
         """Decode what came since the last time. Returns the stop string that the text has met, if it has."""

@@ -9,13 +9,12 @@ tokens computed, and tokens found. Ends in one JSON line.
 
 import argparse
 import json
-import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from bench_throughput import SHAPES
+from workloads import SHAPES, shared_prefix, write_config
 
 from compiled_llm import CompiledEngine, SamplingParams, machine
 from compiled_llm.runner import resolve_device
@@ -57,13 +56,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
 
-    shape = SHAPES[args.shape]
-    rng = random.Random(0)
-    ids = range(shape["vocab_size"])
-    prefix = rng.choices(ids, k=args.prefix_len)
-    prompts = [prefix + rng.choices(ids, k=args.suffix_len) for _ in range(args.requests)]
+    requests = shared_prefix(
+        SHAPES[args.shape]["vocab_size"],
+        num_requests=args.requests,
+        prefix_len=args.prefix_len,
+        suffix_len=args.suffix_len,
+        output_len=args.output_len,
+    )
+    prompts = [request.prompt_token_ids for request in requests]
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(shape))
+        write_config(args.shape, Path(directory))
         engines = {
             enabled: CompiledEngine(
                 directory,

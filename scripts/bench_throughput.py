@@ -1,206 +1,215 @@
-"""The same requests through this engine and through ``transformers.generate``; prints the ratio.
+"""How fast many requests are served that are all there at the start, as ``vllm bench throughput`` measures it.
 
-    python scripts/bench_throughput.py                    # Qwen3-0.6B's shape, random weights, bfloat16
-    python scripts/bench_throughput.py --device cuda --shape qwen3-8b
+    python scripts/bench_throughput.py --workload W2          # Qwen3-0.6B's shape, random weights, bfloat16
+    python scripts/bench_throughput.py --model DIR --random-input-len 128 --random-output-len 64 --num-prompts 100
+    python scripts/bench_throughput.py --backend hf --hf-max-batch-size 32 --workload W2
 
-Two workloads, greedy with exact lengths: one stream (128 tokens in, 128 out), and 32 requests of mixed lengths (32 to
-512 in, 32 to 128 out) at once. ``transformers.generate`` runs the second as one left-padded batch until the longest is
-done, which is what it offers without a scheduler; only the tokens asked for count. Compilation is not in the times; the
-first run of each side is a warm-up. Ends in one JSON line.
+Every request generates exactly the tokens it asks for; the end-of-text token ends nothing. Compiling is not in the
+times, nor is encoding; a short run before the first is a warm-up, and the prefix cache is emptied before each run.
+``--backend hf`` is transformers.generate, ``--hf-max-batch-size`` requests at a time in the order given, padded to the
+longest prompt and run until the longest output is done; only the tokens asked for count. ``--output-json`` has vLLM's
+keys: ``elapsed_time`` (seconds, the median of ``--repeats`` runs), ``num_requests``, ``total_num_tokens``,
+``requests_per_second`` and ``tokens_per_second`` (prompt and output together). ``--report`` tells of the last run how
+near the machine's limits it was. Ends in one JSON line. Exit status: 0, or 2 for bad arguments.
 """
 
 import argparse
-import gc
-import json
-import random
+import dataclasses
 import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
+import bench_hf
+from bench_arguments import (
+    Model,
+    add_request_flags,
+    add_sampling_flags,
+    bench_parser,
+    check_sampling,
+    config_for,
+    described_model,
+    positive,
+    requests_of,
+    sampling_of,
+)
+from bench_results import (
+    add_report_flag,
+    check_lengths,
+    check_report,
+    check_target,
+    compiled_line,
+    engine_facts,
+    finish,
+    prepare_report,
+    print_table,
+    steps_between,
+    steps_line,
+    summary,
+    tpot,
+    ttft,
+    write_report,
+)
+from workloads import Requests
 
-from compiled_llm import CompiledEngine, SamplingParams, machine
+from compiled_llm import CompiledEngine, EngineConfig, machine
 from compiled_llm.runner import resolve_device
 
-_QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000.0,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _QWEN3
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": _QWEN3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "tiny": _QWEN3
-    | {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "vocab_size": 1000,
-        "tie_word_embeddings": True,
-    },
-}
-Request = tuple[list[int], int]  # prompt token ids, output tokens
+BACKENDS = ("compiled-llm", "hf")
+# Of the engine's flags, those that mean something to transformers too; and of the sampling's, none.
+_HF_FLAGS = ("model", "tokenizer", "dtype", "device", "seed")
+_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "disable_detokenize")
+_PERCENTILES = (50, 99)
 
 
-def workloads(vocab_size: int, num_requests: int, seed: int) -> dict[str, list[Request]]:
-    rng = random.Random(seed)
+def parse_arguments() -> argparse.Namespace:
+    parser = bench_parser(__doc__.split("\n")[0])
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
+    parser.add_argument("--hf-max-batch-size", type=int, help="most requests in a batch of --backend hf")
+    parser.add_argument("--repeats", type=int, default=3, help="runs, of which the median counts (default: 3)")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there too")
+    add_report_flag(parser)
+    add_request_flags(parser)
+    add_sampling_flags(parser)
+    args = parser.parse_args()
+    try:
+        check_arguments(args, parser)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
-    def request(input_len: int, output_len: int) -> Request:
-        return [rng.randrange(vocab_size) for _ in range(input_len)], output_len
 
-    return {
-        "one stream": [request(128, 128)],
-        "mixed": [request(rng.randint(32, 512), rng.randint(32, 128)) for _ in range(num_requests)],
+def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """``ValueError`` for what no model is needed to refuse."""
+    check_sampling(args)
+    positive("--repeats", args.repeats)
+    check_target("--output-json", args.output_json)
+    check_report(args.report)
+    if args.backend != "hf":
+        if args.hf_max_batch_size is not None:
+            raise ValueError(f"--hf-max-batch-size needs --backend hf, given {args.backend!r}")
+        return
+    if args.hf_max_batch_size is None:
+        raise ValueError("--backend hf needs --hf-max-batch-size, the most requests in a padded batch")
+    positive("--hf-max-batch-size", args.hf_max_batch_size)
+    engine_flags = {field.name for field in dataclasses.fields(EngineConfig)} - set(_HF_FLAGS)
+    for name in sorted(engine_flags | {"report", *_SAMPLING_FLAGS}):
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} means nothing to --backend hf: leave it out")
+
+
+def timed(run: Callable[[Requests], float], requests: Requests, repeats: int) -> list[float]:
+    """Seconds of each of ``repeats`` runs after a short warm-up."""
+    run([request._replace(output_len=min(2, request.output_len)) for request in requests[:1]])
+    return [run(requests) for _ in range(repeats)]
+
+
+def bench_engine(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
+    """(seconds of each run, what there is to know about the engine and its last run)."""
+    config = config_for(model, requests)
+    started = time.perf_counter()
+    with CompiledEngine.from_config(config) as engine:
+        start_seconds = time.perf_counter() - started
+        prepare_report(engine, args.report)
+        before, outputs = engine.stats(), []
+
+        def run(some: Requests) -> float:
+            nonlocal before, outputs
+            engine.reset_prefix_cache()  # the same prompts again must be computed again
+            engine.reset_report()
+            before = engine.stats()
+            params, prompts = sampling_of(args, some), [request.prompt_token_ids for request in some]
+            started = time.perf_counter()
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - started
+            check_lengths(outputs, [request.output_len for request in some])
+            return seconds
+
+        elapsed = timed(run, requests, args.repeats)
+        tpots = [value for output in outputs if (value := tpot(output)) is not None]
+        stats = engine.stats()
+        facts = {
+            **summary("ttft", [ttft(output) for output in outputs], _PERCENTILES),
+            **summary("tpot", tpots, _PERCENTILES),
+            "steps": steps_between(before, stats),
+            "peak_used_blocks": stats.peak_used_blocks,
+            "num_kv_blocks": stats.num_kv_blocks,
+            "engine": engine_facts(engine, start_seconds),
+        }
+        write_report(engine, args.report)
+        print(engine.compile_report())
+    return elapsed, facts
+
+
+def bench_hf_model(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
+    """The same of transformers."""
+    config_for(model, requests)  # requests too long for the model are refused
+    device = resolve_device(args.device)
+    random_weights = model.config.load_format == "dummy"
+    started = time.perf_counter()
+    hf = bench_hf.load(model.directory, model.config.dtype, device, args.seed, random_weights=random_weights)
+    start_seconds = time.perf_counter() - started
+    elapsed = timed(lambda some: bench_hf.run(hf, some, args.hf_max_batch_size), requests, args.repeats)
+    facts = {"start_seconds": start_seconds, "dtype": str(hf.module.dtype).removeprefix("torch.")}
+    return elapsed, {"hf_max_batch_size": args.hf_max_batch_size, "engine": facts}
+
+
+def rows_of(result: dict[str, Any]) -> dict[str, str]:
+    """The result for people."""
+    rows = {
+        "tokens": f"{result['total_prompt_tokens']} prompt, {result['total_output_tokens']} output",
+        "elapsed": f"{result['elapsed_time']:.3f} s, the median of "
+        + ", ".join(f"{seconds:.3f}" for seconds in result["elapsed_times"]),
+        "requests": f"{result['requests_per_second']:.3f} requests/s",
+        "throughput": f"{result['tokens_per_second']:.1f} tokens/s, {result['output_tokens_per_second']:.1f} output "
+        "tokens/s",
+    }
+    if result["backend"] == "hf":
+        return rows
+    return rows | {
+        "TTFT, TPOT of the last run": f"median {result['median_ttft_ms']:.1f} ms, {result['median_tpot_ms']:.2f} ms",
+        "steps of the last run": steps_line(result["steps"]),
+        "KV blocks": f"peak {result['peak_used_blocks']} of {result['num_kv_blocks']}",
+        "compiled": compiled_line(result["engine"]),
     }
 
 
-def sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(item) for item in text.split(","))
-
-
-def timed(run: Callable[[list[Request]], None], requests: list[Request], repeats: int) -> float:
-    """Median seconds of ``repeats`` runs after a short warm-up."""
-    run([(prompt, 2) for prompt, _ in requests[:1]])
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        run(requests)
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
-
-
-def bench_engine(directory: Path, args: argparse.Namespace, work: dict[str, list[Request]]) -> dict[str, Any]:
-    started = time.perf_counter()
-    with CompiledEngine(
-        str(directory),
-        load_format="dummy",
-        dtype=args.dtype,
-        device=args.device,
-        max_model_len=1024,
-        bucket_sizes=args.bucket_sizes,
-        token_bucket_sizes=args.token_bucket_sizes,
-    ) as engine:
-        start_seconds = time.perf_counter() - started
-
-        def run(requests: list[Request]) -> None:
-            engine.reset_prefix_cache()  # the same prompts again must be computed again
-            params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for _, n in requests]
-            outputs = engine.generate([prompt for prompt, _ in requests], params, use_tqdm=False)
-            counts = [len(output.outputs[0].token_ids) for output in outputs]
-            assert counts == [n for _, n in requests], "every request gets the tokens it asked for"
-
-        seconds = {name: timed(run, requests, args.repeats) for name, requests in work.items()}
-        report, stats = engine.compile_report(), engine.stats()
-        print(report)
-        print(stats)
-        return {
-            "seconds": seconds,
-            "start_seconds": start_seconds,
-            "graph_breaks": report.graph_breaks,
-            "recompiles": report.recompiles,
-            "host_microseconds_a_step": stats.host_seconds / stats.num_steps * 1e6,
-            "step_milliseconds": stats.execute_seconds / stats.num_steps * 1e3,
-        }
-
-
-def bench_transformers(
-    shape: dict[str, Any], args: argparse.Namespace, work: dict[str, list[Request]]
-) -> dict[str, Any]:
-    device = resolve_device(args.device)
-    fields = {key: value for key, value in shape.items() if key not in ("architectures", "model_type", "rope_theta")}
-    rope = {"rope_type": "default", "rope_theta": shape["rope_theta"]}
-    config = transformers.Qwen3Config(**fields, rope_parameters=rope, eos_token_id=None)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, args.dtype)).eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-
-    def run(requests: list[Request]) -> None:
-        longest = max(len(prompt) for prompt, _ in requests)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests], device=device)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p, _ in requests], device=device)
-        new_tokens = max(n for _, n in requests)
-        with torch.inference_mode():
-            output = model.generate(
-                ids, attention_mask=mask, max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False
-            )
-        assert output.shape == (len(requests), longest + new_tokens)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return {"seconds": {name: timed(run, requests, args.peer_repeats) for name, requests in work.items()}}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--bucket-sizes", type=sizes, default=(1, 8, 16, 32))
-    parser.add_argument("--token-bucket-sizes", type=sizes, help="default: the engine's")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of this engine, of which the median counts")
-    parser.add_argument("--peer-repeats", type=int, default=1, help="runs of transformers.generate")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skip-transformers", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the result there too")
-    args = parser.parse_args()
-    if min(args.num_requests, args.repeats, args.peer_repeats) < 1:
-        parser.error("--num-requests, --repeats and --peer-repeats must be at least 1")
-
-    shape = SHAPES[args.shape]
-    work = workloads(shape["vocab_size"], args.num_requests, args.seed)
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(shape))
-        engine = bench_engine(Path(directory), args, work)
-    gc.collect()
-    peer = None if args.skip_transformers else bench_transformers(shape, args, work)
-
-    result: dict[str, Any] = {"benchmark": "throughput", "shape": args.shape, "dtype": args.dtype, "workloads": {}}
-    print(
-        f"{'workload':<12} {'requests':>8} {'in':>7} {'out':>6} {'engine tok/s':>13} {'transformers':>13} {'ratio':>6}"
-    )
-    for name, requests in work.items():
-        tokens_in, tokens_out = sum(len(prompt) for prompt, _ in requests), sum(n for _, n in requests)
-        ours = tokens_out / engine["seconds"][name]
-        theirs = tokens_out / peer["seconds"][name] if peer else None
-        row = {"requests": len(requests), "input_tokens": tokens_in, "output_tokens": tokens_out}
-        row |= {"engine_tokens_per_second": ours, "transformers_tokens_per_second": theirs}
-        row["ratio"] = ours / theirs if theirs else None
-        result["workloads"][name] = row
-        cells = (f"{theirs:13.1f}", f"{ours / theirs:6.2f}") if theirs else (f"{'skipped':>13}", f"{'':>6}")
-        print(f"{name:<12} {len(requests):>8} {tokens_in:>7} {tokens_out:>6} {ours:>13.1f} {cells[0]} {cells[1]}")
-    result |= {key: value for key, value in engine.items() if key != "seconds"}
-    result["machine"] = machine.describe(resolve_device(args.device))
-    line = json.dumps(result)
-    print(line)
-    if args.json:
-        args.json.write_text(line + "\n")
+def main() -> int:
+    args = parse_arguments()
+    bench = bench_engine if args.backend == "compiled-llm" else bench_hf_model
+    try:
+        with described_model(args) as model:
+            requests = requests_of(args, model)
+            elapsed, facts = bench(model, requests, args)
+    except (ValueError, OSError) as error:
+        print(f"bench_throughput: error: {error}", file=sys.stderr)
+        return 2
+    seconds = statistics.median(elapsed)
+    prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    output_tokens = sum(request.output_len for request in requests)
+    result = {
+        "benchmark": "throughput",
+        "backend": args.backend,
+        "model": model.name,
+        "workload": args.workload,
+        "elapsed_time": seconds,
+        "num_requests": len(requests),
+        "total_num_tokens": prompt_tokens + output_tokens,
+        "requests_per_second": len(requests) / seconds,
+        "tokens_per_second": (prompt_tokens + output_tokens) / seconds,
+        "output_tokens_per_second": output_tokens / seconds,
+        "total_prompt_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "elapsed_times": elapsed,
+        **facts,
+        "machine": machine.describe(resolve_device(args.device)),
+    }
+    print_table(f"{args.backend}, {model.name}, {result['engine']['dtype']}: {len(requests)} requests", rows_of(result))
+    finish(result, args.output_json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,24 +4,33 @@
     python scripts/gpu_validate.py --part e2e attention   # only these, in this order
     python scripts/gpu_validate.py --resume               # only what has no good result in --output yet
 
-Parts: ``limits`` (copy bandwidth and matrix peak), ``e2e`` (tokens against transformers, a CUDA graph replayed in every
-step, preemption, swapping), ``kernels`` (attention against the reference at real sizes), ``attention`` (the op alone
-with every KV dtype, beside SDPA, FlexAttention and transformers' paged attention), ``latency`` and ``throughput`` (the
-engine on random weights of real shapes, the second beside transformers.generate), ``prefix`` (requests that begin
-alike). ``tune`` runs when it is asked for by name: it writes the tiles that suit this GPU to ``ops/tiles``, a file to
-commit. Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to
-``--output`` when it ends, so a run that is cut off keeps what was done. It needs no installation, only a checkout and
-the packages.
+Parts, the most valuable first:
+
+- ``limits``: bandwidth and matrix peak, the yardsticks of everything else.
+- ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with both kinds of
+  CUDA graphs.
+- ``graphs`` and ``graphs-8b``: CUDA graph trees against graphs captured by hand, at batch 1 and 32.
+- ``latency`` and ``throughput``: the engine on random weights of real shapes; ``transformers``: the requests of
+  ``throughput`` through transformers.generate.
+- ``attention``: the op alone with every KV dtype, beside SDPA, FlexAttention and transformers' paged attention.
+- ``serve``: requests that arrive one by one; ``report``: where the time of a run went; ``phases``: prefill and decode
+  over lengths and batch sizes; ``prefix``: requests that begin alike.
+- ``kernels``: attention against the reference at real sizes.
+- ``tune`` runs when it is asked for by name: it writes the tiles that suit this GPU to ``ops/tiles``, a file to commit.
+
+Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when
+it ends, so a run that is cut off keeps what was done, and ``--resume`` goes on behind it. It needs no installation,
+only a checkout and the packages.
 
 Exit status: 0 when every part passed, 1 when one failed or was left out for lack of time, 2 without a CUDA GPU.
 """
 
 import argparse
+import dataclasses
 import importlib.util
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tarfile
@@ -34,57 +43,54 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # machines with a GPU are not always ours to install on
 
-from compiled_llm import machine  # noqa: E402
+from compiled_llm import machine, machine_limits  # noqa: E402
 
 # With many cores the kernels' hundreds of variants compile side by side. pytest-benchmark warns there, an error to us.
 _PARALLEL = "-n 12" if importlib.util.find_spec("xdist") else ""
 _PYTEST = "-m pytest -v -W default -p no:benchmark -p no:cacheprovider"
 
-# Part -> (seconds it may take, arguments of Python); {json} is where it writes its result, if it writes one itself.
+# Part -> (seconds it may take, arguments of Python). {json} is where it writes its result, if it writes one itself, and
+# {folder} a folder for more.
 PARTS = {
     "limits": (60, "scripts/gpu_validate.py --measure-limits {json}"),
     "e2e": (300, f"{_PYTEST} -m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py"),
-    "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/test_attention_gpu.py"),
-    "attention": (240, "scripts/bench_attention.py --device cuda --seconds 1 --json {json}"),
+    "graphs": (200, "scripts/bench_cuda_graphs.py --shape qwen3-0.6b --json {json}"),
     "latency": (
         240,
-        "scripts/bench_throughput.py --device cuda --shape qwen3-8b --skip-transformers "
-        "--bucket-sizes 1 --token-bucket-sizes 128 --num-requests 1",
+        "scripts/bench_throughput.py --backend compiled-llm --device cuda --shape qwen3-8b --workload W1 "
+        "--bucket-sizes 1 --token-bucket-sizes 128 --output-json {json}",
     ),
     "throughput": (
-        300,
-        "scripts/bench_throughput.py --device cuda --shape qwen3-0.6b --bucket-sizes 1,32 --token-bucket-sizes 512",
+        240,
+        "scripts/bench_throughput.py --backend compiled-llm --device cuda --shape qwen3-0.6b --workload W2 "
+        "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048 --output-json {json}",
     ),
+    "transformers": (
+        120,
+        "scripts/bench_throughput.py --backend hf --device cuda --shape qwen3-0.6b --workload W2 "
+        "--hf-max-batch-size 32 --output-json {json}",
+    ),
+    "attention": (240, "scripts/bench_attention.py --device cuda --seconds 1 --json {json}"),
+    "graphs-8b": (400, "scripts/bench_cuda_graphs.py --shape qwen3-8b --json {json}"),
+    "serve": (
+        240,
+        "scripts/bench_serve.py --device cuda --shape qwen3-0.6b --workload W2 --request-rate 16 "
+        "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048 --goodput ttft:200 tpot:20",
+    ),
+    "report": (120, "scripts/serve_offline.py --device cuda --quiet --report {folder}"),
+    "phases": (300, "scripts/bench_phases.py --device cuda --shape qwen3-0.6b"),
     "prefix": (120, "scripts/bench_prefix_caching.py --device cuda"),
+    "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/test_attention_gpu.py"),
     "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
 }
 
 
 def measure_limits(path: Path) -> None:
-    """Copy bandwidth and bf16 matrix peak, the yardsticks of everything else."""
+    """Bandwidth and bf16 matrix peak."""
     device = torch.device("cuda", 0)
-
-    def seconds(run, repeats: int = 20) -> float:
-        for _ in range(3):
-            run()
-        times = []
-        for _ in range(repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            run()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3)
-        return statistics.median(times)
-
-    source = torch.empty(2**30, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copy = 2 * source.numel() / seconds(lambda: target.copy_(source))
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
-    product = 2 * 8192**3 / seconds(lambda: a @ b)
-    result = {"copy_bytes_per_second": copy, "bf16_flops_per_second": product, "machine": machine.describe(device)}
-    path.write_text(json.dumps(result) + "\n")
-    print(f"copy {copy / 1e12:.2f} TB/s, bf16 matrix product {product / 1e12:.0f} TFLOP/s")
+    limits = machine_limits.measured(device, torch.bfloat16, remeasure=True)
+    path.write_text(json.dumps(dataclasses.asdict(limits) | {"machine": machine.describe(device)}) + "\n")
+    print(limits)
 
 
 def run_part(name: str, output: Path, seconds_left: float) -> dict[str, Any]:
@@ -95,7 +101,7 @@ def run_part(name: str, output: Path, seconds_left: float) -> dict[str, Any]:
     json_path.unlink(missing_ok=True)
     started = time.perf_counter()
     with log_path.open("w") as log:
-        full = [sys.executable, *(part.format(json=json_path) for part in command.split())]
+        full = [sys.executable, *(part.format(json=json_path, folder=output / name) for part in command.split())]
         process = subprocess.Popen(full, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
             status = process.wait(timeout=min(limit, seconds_left))
@@ -116,7 +122,7 @@ def run_part(name: str, output: Path, seconds_left: float) -> dict[str, Any]:
     record["command"] = f"python {command}"
     json_path.write_text(json.dumps(record, indent=1) + "\n")
     print(
-        f"{name:<11} {'passed' if status == 0 else f'FAILED ({status})':<13} {record['seconds']:>6.1f} s   {log_path}"
+        f"{name:<12} {'passed' if status == 0 else f'FAILED ({status})':<13} {record['seconds']:>6.1f} s   {log_path}"
     )
     tail = lines[-12:] if status == 0 else lines[-60:]
     print("\n".join(f"    {line[:220]}" for line in tail if not line.startswith("{")), flush=True)
@@ -153,8 +159,8 @@ def main() -> int:
     num_passed = 0
     for name in todo:
         seconds_left = end - time.perf_counter()
-        if seconds_left < 30:
-            print(f"{name:<11} left out: {max(0, seconds_left):.0f} s of the budget are left; go on with --resume")
+        if seconds_left < PARTS[name][0] / 2:  # it would hardly end; a shorter one may
+            print(f"{name:<12} left out: {max(0, seconds_left):.0f} s of the budget are left; go on with --resume")
             continue
         num_passed += run_part(name, args.output, seconds_left)["status"] == 0
         if args.archive:

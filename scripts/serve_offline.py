@@ -7,6 +7,9 @@ Without ``--input`` the bundled prompts run through the bundled model. ``--input
 ``prompt_token_ids``, and if wanted ``cache_salt`` and ``priority``) or .txt (a prompt a line). ``--output`` is written
 row by row, each row as soon as it is done; ``--resume`` serves only the rows that it does not hold yet.
 
+``--report DIR`` writes what the run did and how near the machine's limits it ran (``report.html``, ``report.json``; see
+docs/report.md), ``--trace FILE`` the shapes of its steps, which ``scripts/tune_buckets.py`` reads.
+
 Exit status: 0 when every row was served, 1 when some failed (each is named), 2 for bad arguments.
 """
 
@@ -14,7 +17,6 @@ import argparse
 import json
 import os
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -24,10 +26,11 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm import CompiledEngine, RequestOutput, SamplingParams, machine_limits
 from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
 from compiled_llm.engine import DEMO_MODEL
 from compiled_llm.kv_cache import describe
+from compiled_llm.report import RunReport
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -36,6 +39,17 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write a JSON row for each finished request")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --output, serve the missing ones")
     parser.add_argument("--quiet", action="store_true", help="print the summary only")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write a report of the run there, as HTML and JSON")
+    parser.add_argument(
+        "--report-profile-steps",
+        type=int,
+        metavar="N",
+        help="for the report, run N steps of each bucket a second time under torch's profiler (default: 4)",
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the shapes of all steps, for tune_buckets.py")
+    parser.add_argument(
+        "--remeasure-limits", action="store_true", help="measure the machine's limits anew, not once per machine"
+    )
     add_engine_arguments(parser)
     add_sampling_arguments(parser, max_tokens=64, temperature=0.7)
     args = parser.parse_args()
@@ -47,6 +61,14 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--output {args.output}: its directory is not there, or may not be written to")
     if args.input is not None and args.input.suffix not in (".jsonl", ".txt"):
         parser.error(f"--input must end in .jsonl or .txt, given {args.input}")
+    if args.report is None and args.report_profile_steps is not None:
+        parser.error("--report-profile-steps needs --report, the directory to write to")
+    if args.report_profile_steps is not None and not 0 <= args.report_profile_steps <= 1000:
+        parser.error(f"--report-profile-steps must be from 0 to 1000, given {args.report_profile_steps}")
+    if args.report is not None and args.report.exists() and not args.report.is_dir():
+        parser.error(f"--report {args.report} is a file: give a directory")
+    if args.trace is not None and (args.trace.is_dir() or not os.access(args.trace.parent, os.W_OK)):
+        parser.error(f"--trace {args.trace}: a directory, or one that is not there or may not be written to")
     return args
 
 
@@ -112,39 +134,45 @@ def row_of(index: int, output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def percentiles(values: list[float]) -> str:
-    if not values:
+def percentiles(summary: dict[str, float] | None) -> str:
+    if summary is None:
         return "none"
-    ordered = sorted(values)
-    p50, p99 = (ordered[min(len(ordered) - 1, int(len(ordered) * q))] for q in (0.5, 0.99))
-    return f"mean {statistics.mean(values) * 1e3:.1f} ms, p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms"
+    return ", ".join(f"{name} {summary[name] * 1e3:.1f} ms" for name in ("mean", "p50", "p99"))
+
+
+def of_the_limit(report: RunReport) -> str:
+    """The phases' shares of what the machine can do."""
+    if report.limits is None:
+        return "not measured on this machine yet: --report does"
+    phases = [
+        f"{phase.name} {phase.limit_share:.0%} ({phase.bytes_per_second / 1e9:.1f} GB/s, "
+        f"{phase.flops_per_second / 1e12:.2f} TFLOP/s)"
+        for phase in report.phases
+        if phase.limit_share is not None
+    ]
+    return f"{', '.join(phases) or 'no step'} of {report.limits}"
 
 
 def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds: float, start_seconds: float) -> None:
-    stats, report = engine.stats(), engine.compile_report()
+    stats, compiled, report = engine.stats(), engine.compile_report(), engine.report(measure_limits=False)
+    seconds -= report.profile_seconds
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    ttft, tpot = [], []
-    for output in outputs:
-        m, count = output.metrics, len(output.outputs[0].token_ids)
-        if m.first_token_time is not None and m.finished_time is not None:
-            ttft.append(m.first_token_time - m.arrival_time)
-            if count > 1:
-                tpot.append((m.finished_time - m.first_token_time) / (count - 1))
     padding = stats.num_padding_tokens / max(1, stats.num_padding_tokens + stats.num_computed_tokens)
     runner = engine.runner
     kv_cache = describe(engine.model_config, runner.cache_dtypes, runner.dtype)
     peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, engine.memory_report().start_peak_bytes)
-    hits, misses = report.cache_count("hit"), report.cache_count("miss")
+    hits, misses = compiled.cache_count("hit"), compiled.cache_count("miss")
     temperature = "uncompiled" if not hits + misses else "warm" if not misses else "cold" if not hits else "partly warm"
     whole = stats.host_seconds + stats.execute_seconds - stats.launch_seconds
     rows = {
         "requests": f"{len(outputs)} in {seconds:.2f} s",
         "tokens": f"{prompt_tokens} prompt, {output_tokens} output",
         "throughput": f"{output_tokens / seconds:.1f} output tokens/s, {len(outputs) / seconds:.2f} requests/s",
-        "TTFT": percentiles(ttft),
-        "TPOT": percentiles(tpot),
+        "TTFT": percentiles(report.latencies["ttft"]),
+        "TPOT": percentiles(report.latencies["tpot"]),
         "steps": f"{stats.num_steps}, padding {padding:.1%} of the buckets' rows",
+        "of the limit": of_the_limit(report),
         "KV cache": f"{kv_cache}; a pool of {runner.kv_cache_bytes / 2**20:.1f} MiB",
         "KV use": f"peak {stats.peak_used_blocks} of {stats.num_kv_blocks} blocks "
         f"({stats.peak_used_blocks / stats.num_kv_blocks:.1%})",
@@ -155,9 +183,10 @@ def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds:
         f"{stats.num_swapped_in_tokens} in)",
         "host time": f"{stats.host_seconds / max(1, stats.num_steps) * 1e6:.0f} us a step, "
         f"{stats.host_seconds / max(1e-9, whole):.1%} of it",
-        "compiled": f"{report.graphs} graphs, {report.graph_breaks} graph breaks, {report.recompiles} recompiles "
-        f"after ready, {report.compile_seconds:.1f} s, cache {hits} hits {misses} misses",
-        "start": f"{start_seconds:.1f} s ({temperature})",
+        "compiled": f"{compiled.graphs} graphs, {compiled.graph_breaks} graph breaks, {compiled.recompiles} recompiles "
+        f"after ready, {compiled.compile_seconds:.1f} s, cache {hits} hits {misses} misses",
+        "start": f"{start_seconds:.1f} s ({temperature}), of which kernels {runner.start_times.kernels:.1f}, weights "
+        f"{runner.start_times.weights:.1f}, compile {runner.start_times.compile:.1f} s",
         "peak memory": f"{peak / 2**20:.0f} MiB, of which weights {runner.weight_bytes / 2**20:.0f} MiB",
     }
     print("\nSummary")
@@ -176,6 +205,11 @@ def main() -> int:
         print(f"serve_offline: error: {error}", file=sys.stderr)
         return 2
     start_seconds = time.time() - psutil.Process().create_time()  # of the process: imports count
+    if args.report is not None or args.remeasure_limits:
+        machine_limits.measured(engine.runner.device, engine.runner.dtype, remeasure=args.remeasure_limits)
+    if args.report is not None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler writes its stages to the terminal otherwise
+        engine.reset_report(profile_steps=4 if args.report_profile_steps is None else args.report_profile_steps)
     if not args.quiet:
         print(engine.compile_report())
         print(f"\n{engine.memory_report()}")
@@ -204,6 +238,11 @@ def main() -> int:
     if done:
         print(f"\n{len(done)} rows were there already")
     print_summary(engine, outputs, max(seconds, 1e-9), start_seconds)
+    if args.report is not None:
+        engine.report().write(args.report)
+        print(f"\nReport: {args.report / 'report.html'}")
+    if args.trace is not None:
+        args.trace.write_text(json.dumps(engine.trace(), indent=1) + "\n")
     for index, reason in sorted(failed.items()):
         print(f"row {index} failed: {reason}", file=sys.stderr)
     return 1 if failed else 0

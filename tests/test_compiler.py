@@ -12,7 +12,8 @@ from torch._inductor.utils import run_and_get_code
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.batch import choose_bucket
-from compiled_llm.compiler import CompiledFunction
+from compiled_llm.compile_cache import CompileCache
+from compiled_llm.compiler import CompiledFunction, CompileReport
 from compiled_llm.step import step_function
 from tests.families import CONFIGS, checkpoint
 
@@ -118,9 +119,39 @@ def test_a_recompile_after_warm_up_is_an_error_and_is_counted() -> None:
         function(ones)
     with pytest.raises(RuntimeError, match="double would have to be compiled again"):
         function(torch.ones(5))
-    assert function.report().recompiles == 1, "refused calls count"
-    function._call(torch.ones(6))  # past the guard
-    assert function.report().recompiles == 2
+    with pytest.raises(RuntimeError, match=r"was of shape \(4,\) and is \(6,\)"):
+        function(torch.ones(6))
+    assert function.report().recompiles == 2, "refused calls count"
+    assert torch.equal(function(ones), torch.full((4,), 3.0))
+
+
+def test_what_is_kept_on_disk_gives_the_same_and_says_hit(tmp_path: Path) -> None:
+    def step(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        out[: x.shape[0]] = x.sin()
+        return x.cos() + 1
+
+    torch._dynamo.mark_static_address(out := torch.zeros(8))
+    x = torch.rand(4)
+    results = []
+    for outcome, reason in (("miss", "nothing of that name is stored"), ("hit", "")):
+        cache = CompileCache(tmp_path, {"block_size": 16})
+        function = CompiledFunction(step, "step", torch.device("cpu"), enforce_eager=False, cache=cache)
+        function.warm_up(lambda: (x, out))
+        report = function.report()
+        assert (report.cache, report.reason, report.graphs, report.graph_breaks) == (outcome, reason, 1, 0)
+        out.zero_()
+        results.append((function(x, out), out.clone()))
+        with pytest.raises(RuntimeError, match="step would have to be compiled again"):
+            function(torch.ones(5), out)
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert (results[1][1][:4] == x.sin()).all()
+    function = CompiledFunction(
+        step, "step", torch.device("cpu"), enforce_eager=False, cache=CompileCache(tmp_path, {"block_size": 32})
+    )
+    function.warm_up(lambda: (x, out))
+    assert (function.report().cache, function.report().reason) == ("miss", "block_size is 32 and was 16")
+    assert "block_size is 32 and was 16" in str(CompileReport((function.report(),)))
 
 
 def test_a_graph_break_is_an_error_at_warm_up() -> None:
@@ -159,12 +190,15 @@ def test_compiled_code_goes_to_the_users_own_cache_or_where_wished(wished: str |
     """In a process of its own: torch writes its default into the environment when it is imported."""
     code = """
 import compiled_llm.engine, torch
+from pathlib import Path
+from compiled_llm.compile_cache import CompileCache
 from compiled_llm.compiler import CompiledFunction, use_own_cache_directory
 use_own_cache_directory()
-function = CompiledFunction(lambda x: x * 3 + 1, "triple", torch.device("cpu"), enforce_eager=False)
+cache = CompileCache(Path({graphs!r}), {{}})
+function = CompiledFunction(lambda x: x * 3 + 1, "triple", torch.device("cpu"), enforce_eager=False, cache=cache)
 function.warm_up(lambda: (torch.ones(4),))
 assert function.report().cache == "miss"
-"""
+""".format(graphs=str(tmp_path / "graphs"))
     environment = {**os.environ, "COMPILED_LLM_CACHE": str(tmp_path / "own")}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     if wished:

@@ -24,9 +24,16 @@ def prompts() -> list[list[int]]:
     return [tokenizer(json.loads(row)["prompt"]).input_ids for row in rows]
 
 
+@pytest.fixture(scope="module", params=["trees", "manual"])
+def cuda_graphs(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def engine():
-    with CompiledEngine(device="cuda", dtype="float32", bucket_sizes=(1, 8, 32), check_invariants=True) as engine:
+def engine(cuda_graphs: str):
+    with CompiledEngine(
+        device="cuda", dtype="float32", bucket_sizes=(1, 8, 32), check_invariants=True, cuda_graphs=cuda_graphs
+    ) as engine:
         yield engine
 
 
@@ -63,7 +70,35 @@ def test_every_step_replays_a_cuda_graph(engine: CompiledEngine, prompts: list[l
     assert not {name: count for name, count in counts.items() if "LaunchKernel" in name}
 
 
-def test_preemption_on_the_gpu_changes_no_token(engine: CompiledEngine, prompts: list[list[int]]) -> None:
+def test_both_kinds_of_graphs_give_the_same_tokens_whatever_happens_to_other_memory(prompts: list[list[int]]) -> None:
+    """Greedy and sampled. Of graphs captured by hand, nothing may lie in memory that somebody else could be given.
+
+    Not the KV pool that they were captured on first, nor cuBLAS's workspaces, which anybody may clear.
+    """
+    greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    sampled = [SamplingParams(temperature=1.0, seed=n, max_tokens=NUM_TOKENS, ignore_eos=True) for n in range(9)]
+    tokens = {}
+    for mode in ("trees", "manual"):
+        with CompiledEngine(device="cuda", dtype="bfloat16", bucket_sizes=(1, 8, 32), cuda_graphs=mode) as engine:
+            torch._C._cuda_clearCublasWorkspaces()
+            others = [torch.full((n,), float("nan"), device="cuda") for n in (2**10, 2**18, 2**21, 2**24) * 8]
+            outputs = [
+                output.outputs[0].token_ids
+                for some in (prompts[:1], prompts[:9], prompts[9:])
+                for params in ([greedy] * len(some), (sampled * 4)[: len(some)])
+                for output in engine.generate(some, params, use_tqdm=False)
+            ]
+            assert all(other.isnan().all() for other in others)
+            report = engine.compile_report()
+            assert (report.graphs, report.graph_breaks, report.recompiles) == (len(report.reports), 0, 0)
+            assert sum(r.cuda_graph_bytes for r in report.reports) > 0
+            tokens[mode] = outputs
+    assert tokens["manual"] == tokens["trees"]
+
+
+def test_preemption_on_the_gpu_changes_no_token(
+    engine: CompiledEngine, prompts: list[list[int]], cuda_graphs: str
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in engine.generate(prompts, params, use_tqdm=False)]
     longest = max(map(len, prompts)) + NUM_TOKENS
@@ -75,6 +110,7 @@ def test_preemption_on_the_gpu_changes_no_token(engine: CompiledEngine, prompts:
         max_model_len=longest,
         num_kv_blocks=-(-longest // 16) + 6,
         check_invariants=True,
+        cuda_graphs=cuda_graphs,
     ) as small:
         outputs = small.generate(prompts, params, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == expected
@@ -83,7 +119,7 @@ def test_preemption_on_the_gpu_changes_no_token(engine: CompiledEngine, prompts:
 
 @pytest.mark.parametrize("async_scheduling", [None, False])
 def test_swapping_out_and_in_changes_no_token_and_every_step_is_one_graph(
-    engine: CompiledEngine, prompts: list[list[int]], async_scheduling: bool | None
+    engine: CompiledEngine, prompts: list[list[int]], cuda_graphs: str, async_scheduling: bool | None
 ) -> None:
     """Also with the next step launched before this one's tokens are known, which is the default here."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -100,6 +136,7 @@ def test_swapping_out_and_in_changes_no_token_and_every_step_is_one_graph(
         swap_space_bytes=2**26,
         async_scheduling=async_scheduling,
         check_invariants=True,
+        cuda_graphs=cuda_graphs,
     ) as small:
         small.add_request("first", prompts[0][:8], params)
         assert len(small.step()) == (0 if async_scheduling is None else 1)
@@ -191,10 +228,11 @@ def test_a_quantised_cache_replays_cuda_graphs_and_preemption_changes_no_token(
     assert tokens["small"] == tokens["large"]
 
 
-def test_closing_frees_the_device_memory() -> None:
+@pytest.mark.parametrize("mode", [{"enforce_eager": True}, {"cuda_graphs": "manual"}])
+def test_closing_frees_the_device_memory(mode: dict) -> None:
     torch._C._cuda_clearCublasWorkspaces()  # cuBLAS keeps its own, which are not the engine's to free
     before = torch.cuda.memory_allocated()
-    engine = CompiledEngine(device="cuda", bucket_sizes=(1,), num_kv_blocks=4096, enforce_eager=True)
+    engine = CompiledEngine(device="cuda", bucket_sizes=(1,), num_kv_blocks=4096, **mode)
     assert torch.cuda.memory_allocated() > before + engine.runner.kv_cache_bytes
     engine.close()
     del engine

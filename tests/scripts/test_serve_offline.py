@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from compiled_llm import machine_limits
+from compiled_llm.machine_limits import MachineLimits
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_offline.py"
 FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--temperature", "0"]
 
@@ -38,6 +41,7 @@ def test_bundled_prompts_and_the_summary(monkeypatch: pytest.MonkeyPatch, capsys
         "TTFT",
         "TPOT",
         "p99",
+        "of the limit",
         "KV use",
         "preemptions",
         "graph breaks",
@@ -63,6 +67,42 @@ def test_the_summary_says_what_the_kv_cache_takes(
     for arguments, summary in summaries.items():
         assert run(monkeypatch, *FAST, *pool, *arguments) == 0
         assert summary in capsys.readouterr().out
+
+
+LIMITS = MachineLimits("cpu", "bfloat16", 1e10, 1e11, "made up", "2026-01-01T00:00:00+00:00")
+
+
+def test_a_report_and_a_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine_limits, "cached", lambda device, dtype: LIMITS)
+    monkeypatch.setattr(machine_limits, "measured", lambda device, dtype, remeasure: LIMITS)
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
+    report, trace = tmp_path / "report", tmp_path / "trace.json"
+    assert run(monkeypatch, *FAST, "--quiet", "--report", str(report), "--trace", str(trace)) == 0
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.split("\n") if "of the limit" in line]
+    assert "decode" in line
+    assert "prefill" in line
+    assert "10.0 GB/s" in line
+    content = json.loads((report / "report.json").read_text())
+    assert content["stats"]["num_finished"] == content["num_finished"] == 32
+    assert content["device_shares"]["linears"] > 0, "--report profiles some steps"
+    assert content["trace"] == json.loads(trace.read_text()) == json.loads((report / "trace.json").read_text())
+    assert (report / "report.html").stat().st_size > 10_000
+
+
+def test_limits_are_measured_anew_when_asked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+    monkeypatch.setattr(machine_limits, "cached", lambda device, dtype: None)
+    monkeypatch.setattr(machine_limits, "measured", lambda device, dtype, remeasure: asked.append(remeasure))
+    assert run(monkeypatch, *FAST, "--quiet", "--remeasure-limits") == 0
+    assert asked == [True]
+    assert run(monkeypatch, *FAST, "--quiet") == 0
+    assert asked == [True]
+    assert "not measured on this machine yet" in capsys.readouterr().out
 
 
 def test_rows_survive_a_cut_and_resume_serves_the_rest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -131,6 +171,10 @@ def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (["--resume"], "--output"),
         (["--device", "tpu"], "device"),
         (["--output", "/no/such/directory/out.jsonl"], "/no/such/directory"),
+        (["--trace", "/no/such/directory/trace.json"], "/no/such/directory"),
+        (["--report", __file__], "is a file"),
+        (["--report-profile-steps", "2"], "needs --report"),
+        (["--report", "report", "--report-profile-steps=-1"], "0 to 1000"),
     ],
 )
 def test_bad_arguments_exit_with_2(

@@ -1,0 +1,34 @@
+"""A process that compiles what another one sends: ``python -m compiled_llm.compile_worker``, see compile_ahead.py."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+
+from compiled_llm.compile_ahead import Built, Job, receive, send
+from compiled_llm.compiler import build
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no reply
+    while True:
+        try:
+            job: Any = receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        send(replies, _run(job))
+
+
+def _run(job: Job) -> Built:
+    torch.set_num_threads(job.threads)
+    try:
+        _, payload, facts = build(job.recipe(), job.name, job.args)
+    except Exception as error:  # whatever it is, the other process compiles for itself then, and raises it
+        return Built(b"", {}, f"{type(error).__name__}: {error}")
+    return Built(payload, facts, "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""CUDA graphs captured by hand, one for each bucket: the alternative to the compiler's own CUDA graph trees.
+
+A bucket's weights, inputs and KV cache stay where they are from step to step, which is all that a graph needs. So a
+step here is one ``replay()``: no guards, no look at addresses, no copies of inputs. All graphs of an engine take their
+activations from one pool of memory, since only one of them runs at a time; what they return is never reused.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+class GraphPool:
+    """What the graphs of one engine share: a stream to capture on, and memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.handle = torch.cuda.graph_pool_handle()
+
+
+def graph_pool(cuda_graphs: str, device: torch.device) -> GraphPool | None:
+    """The pool for ``cuda_graphs="manual"``; None for "trees". ``ValueError`` for "manual" without a GPU."""
+    if cuda_graphs == "trees":
+        return None
+    if device.type != "cuda":
+        raise ValueError(f"cuda_graphs must be 'trees', the default, on a {device.type}, given {cuda_graphs!r}")
+    return GraphPool(device)
+
+
+class CapturedFunction:
+    """CUDA graphs of one function, a graph for each tuple of inputs that it was captured with.
+
+    The second argument tells the graphs apart: it holds a bucket's input buffers, which live as long as the bucket.
+    """
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
+        self._graphs: dict[int, _Graph] = {}  # by the id of the second argument, which the graph keeps alive
+
+    def capture(self, call: Callable, args: tuple) -> None:
+        """Run ``call`` once, capture it, and replay that from now on; a graph of the same inputs before it is dropped.
+
+        Args:
+            call: works on the device alone, and on the same memory at each replay: that of ``args``, and its own.
+            args: nested tuples of tensors. Tensors of another graph may be among them: it must be replayed before.
+        """
+        stream = self._pool.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call(*args)  # compiles, loads kernels: what must not happen while capturing
+        graph = torch.cuda.CUDAGraph()
+        # cuBLAS keeps a workspace for each stream, which anybody may clear, and the end of another graph may, too
+        # (pytorch #193402). With none to find and none to leave, this graph's comes from the pool, as activations do.
+        torch._C._cuda_clearCublasWorkspaces()
+        with torch.cuda.graph(graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local"):
+            output = call(*args)
+        torch._C._cuda_clearCublasWorkspaces()
+        self._graphs[id(args[1])] = _Graph(args, graph, output)
+
+    def __call__(self, *args: Any) -> Any:
+        """Replay the graph of these arguments on the current stream. Returns the same tensors each time."""
+        captured = self._graphs[id(args[1])]
+        assert _same(args, captured.args), "a CUDA graph must be replayed with the tensors that it was captured with"
+        captured.graph.replay()
+        return captured.output
+
+
+class _Graph(NamedTuple):
+    args: tuple
+    graph: torch.cuda.CUDAGraph
+    output: Any
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether nested tuples hold the very same tensors. Tuples that are one object are not looked into."""
+    if one is other:
+        return True
+    both = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)
+    return both and all(map(_same, one, other))

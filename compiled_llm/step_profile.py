@@ -1,0 +1,129 @@
+"""StepProfiler: what the device does in a step, by kind of work, from steps that are run a second time.
+
+A step that was just run is run again under torch's profiler, with the same inputs: it writes the same keys to the same
+slots. So the step that counts is never slowed down, and what profiling takes is known and left out of all times.
+"""
+
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+
+KINDS = ("attention", "linears", "sampling", "everything else")
+
+_SAMPLER = "compiled_llm::sampler"  # what we call the second graph in the profile
+_STEP = "compiled_llm::step"
+# Ops on a CPU, kernels on a GPU: the first pattern that is found in the name decides.
+_PATTERNS = [
+    ("attention", re.compile(r"paged_attention|attention|split_kernel|merge_kernel|prefill_kernel|write_kernel|flash")),
+    ("sampling", re.compile(r"argmax|sort|cumsum|topk|multinomial|philox")),
+    (
+        "linears",
+        re.compile(r"packed_linear|aten::(mm|addmm|linear|matmul|bmm)\b|linear|gemm|gemv|nvjet|cutlass|xmma|triton_mm"),
+    ),
+]
+_EVERY = 4  # the steps profiled of a bucket are number 1, 4, 16, ...: early and late ones of long runs
+
+
+class StepProfiler:
+    """Profiles up to ``steps_per_bucket`` steps of each bucket.
+
+    Attributes:
+        pauses: (begin, end) of each profile on ``time.monotonic``.
+        num_steps: profiled, by bucket name.
+    """
+
+    def __init__(self, steps_per_bucket: int, device: torch.device) -> None:
+        self.pauses: list[tuple[float, float]] = []
+        self.num_steps: dict[str, int] = {}
+        self._steps_per_bucket = steps_per_bucket
+        self._on_gpu = device.type == "cuda"
+        self._seen: dict[str, int] = {}
+        self._seconds: dict[str, list[dict[str, float]]] = {}
+
+    def is_due(self, bucket_name: str) -> bool:
+        """To be asked before each step: whether it is to be profiled."""
+        self._seen[bucket_name] = seen = self._seen.get(bucket_name, 0) + 1
+        done = self.num_steps.get(bucket_name, 0)
+        return done < self._steps_per_bucket and seen >= _EVERY**done
+
+    def profile(
+        self, bucket_name: str, step: Callable[[], tuple], sampler: Callable[..., object] | None, begun: float
+    ) -> None:
+        """Run ``step`` and, on what it gives, ``sampler``. ``begun``: when this extra work began (time.monotonic)."""
+        if self._on_gpu:
+            torch.compiler.cudagraph_mark_step_begin()
+        device = "cuda" if self._on_gpu else None
+        with torch.autograd.profiler.profile(use_device=device) as profile:
+            with torch.profiler.record_function(_STEP):
+                arguments = step()
+            if sampler is not None:
+                with torch.profiler.record_function(_SAMPLER):
+                    sampler(*arguments)
+            if self._on_gpu:
+                torch.cuda.synchronize()
+        seconds = seconds_by_kind(list(profile.function_events or ()), self._on_gpu)
+        self._seconds.setdefault(bucket_name, []).append(seconds)
+        self.num_steps[bucket_name] = self.num_steps.get(bucket_name, 0) + 1
+        self.pauses.append((begun, time.monotonic()))
+
+    def shares(self, bucket_name: str) -> dict[str, float] | None:
+        """Of a bucket's steps, each kind's share of the time, by medians; None where none was profiled."""
+        profiles = self._seconds.get(bucket_name)
+        if not profiles:
+            return None
+        seconds = {kind: statistics.median(profile[kind] for profile in profiles) for kind in KINDS}
+        whole = sum(seconds.values())
+        return {kind: value / whole for kind, value in seconds.items()} if whole > 0 else None
+
+
+def seconds_by_kind(events: list[FunctionEvent], on_gpu: bool) -> dict[str, float]:
+    """Seconds of each kind in a profile of one step. What has no name, or lies between kernels, is everything else."""
+    return _by_kernels(events) if on_gpu else _by_ops(events)
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of work that an op or a kernel of this name does; None for any other."""
+    return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), None)
+
+
+def _by_ops(events: list[FunctionEvent]) -> dict[str, float]:
+    seconds = dict.fromkeys(KINDS, 0.0)
+
+    def walk(event: Any) -> None:
+        kind = "sampling" if event.name == _SAMPLER else kind_of(event.name)
+        if kind is None:
+            for child in event.cpu_children:
+                walk(child)
+        else:  # what it calls is part of it
+            seconds[kind] += event.cpu_time_total / 1e6
+
+    roots = [event for event in events if event.name in (_STEP, _SAMPLER)]
+    for root in roots:
+        walk(root)
+    whole = sum(root.cpu_time_total for root in roots) / 1e6
+    seconds["everything else"] = max(0.0, whole - sum(seconds.values()))
+    return seconds
+
+
+def _by_kernels(events: Iterable[FunctionEvent]) -> dict[str, float]:
+    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    # The sampler's range stands among the kernels, and as long as them.
+    samplers = [event.time_range for event in on_device if event.name == _SAMPLER]
+    kernels = [event for event in on_device if not event.name.startswith("compiled_llm::")]
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for event in kernels:
+        begin = event.time_range.start
+        samples = any(span.start <= begin < span.end for span in samplers)
+        seconds["sampling" if samples else kind_of(event.name) or "everything else"] += (
+            event.time_range.elapsed_us() / 1e6
+        )
+    if kernels:
+        first = min(event.time_range.start for event in kernels)
+        last = max(event.time_range.end for event in kernels)
+        seconds["everything else"] += max(0.0, (last - first) / 1e6 - sum(seconds.values()))
+    return seconds

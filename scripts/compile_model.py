@@ -1,0 +1,88 @@
+"""Compile a model's buckets ahead of serving, and carry what was compiled to other machines of the same kind.
+
+    python scripts/compile_model.py --model DIR --bucket-sizes 1,8,32 --export model.bundle
+    python scripts/compile_model.py --model DIR --bucket-sizes 1,8,32 --import model.bundle
+
+Without ``--export`` it fills this user's cache, so that the next start with the same flags compiles nothing.
+``--import`` takes a bundle in first, and then starts on it. A bundle is a program: import only those of people whose
+programs you would run.
+
+Exit status: 0 when done, 1 when an imported bundle did not spare all compiling, 2 for bad arguments.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from workloads import add_model_arguments, model_of
+
+from compiled_llm import CompiledEngine
+from compiled_llm.arguments import add_engine_arguments, engine_config
+from compiled_llm.compile_bundle import export_bundle, import_bundle
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], conflict_handler="resolve")
+    add_engine_arguments(parser)
+    add_model_arguments(parser)  # its --model takes the place of the engine's
+    parser.add_argument("--export", type=Path, metavar="FILE", help="write a bundle of what this model's start uses")
+    parser.add_argument("--import", type=Path, metavar="FILE", dest="imported", help="take a bundle in before starting")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
+    args = parser.parse_args()
+    if args.enforce_eager:
+        parser.error("--enforce-eager compiles nothing: leave it out")
+    for path in (args.export, args.json):
+        if path is not None and not os.access(path.parent, os.W_OK):
+            parser.error(f"{path}: its directory is not there, or may not be written to")
+    return args
+
+
+def compile_model(args: argparse.Namespace) -> dict[str, Any]:
+    """Start the engine that the flags describe, and say what its start found and made."""
+    result: dict[str, Any] = {}
+    if args.imported is not None:
+        result["imported_files"] = import_bundle(args.imported)
+    with contextlib.ExitStack() as stack:
+        arguments = stack.enter_context(model_of(args))
+        config = engine_config(argparse.Namespace(**{**vars(args), **arguments}))
+        started = time.perf_counter()
+        engine = stack.enter_context(CompiledEngine.from_config(config))
+        seconds = time.perf_counter() - started
+        report = engine.compile_report()
+        print(report)
+        if args.export is not None:
+            result["exported_files"] = export_bundle(args.export, engine.runner.compiled_files())
+            result["bundle_bytes"] = args.export.stat().st_size
+    graphs = [
+        {"name": r.name, "seconds": round(r.compile_seconds, 3), "cache": r.cache, "reason": r.reason}
+        for r in report.reports
+    ]
+    return result | {
+        "seconds": round(seconds, 3),
+        "hits": report.cache_count("hit"),
+        "misses": report.cache_count("miss"),
+        "graphs": graphs,
+    }
+
+
+def main() -> int:
+    args = parse_arguments()
+    try:
+        result = compile_model(args)
+    except (ValueError, OSError) as error:
+        print(f"compile_model: error: {error}", file=sys.stderr)
+        return 2
+    line = json.dumps(result)
+    if args.json is not None:
+        args.json.write_text(line + "\n")
+    print(line)
+    return 1 if args.imported is not None and result["misses"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

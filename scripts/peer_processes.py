@@ -1,0 +1,223 @@
+"""The engines that bench_peers.py runs, each a process of its own: how they are started, sent requests and stopped."""
+
+import contextlib
+import ctypes.util
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+import transformers
+from workloads import SHAPES, Requests
+
+WORKER = Path(__file__).with_name("bench_peers_worker.py")
+ENGINE = {"max_model_len": 2304, "bucket_sizes": [1, 8, 16, 32], "dtype": "bfloat16"}
+VLLM = {
+    "max_model_len": 2304,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 2048,
+    "enable_prefix_caching": True,
+    "dtype": "bfloat16",
+}
+OPENVINO: dict[str, dict[str, Any]] = {
+    "scheduler": {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": True, "cache_size": 2},
+    "properties": {"INFERENCE_PRECISION_HINT": "bf16"},
+}
+TRANSFORMERS = {"dtype": "bfloat16"}
+
+
+class PeerFailed(Exception):
+    """A peer could not be started, died, gave no answer in time, or generated other lengths than asked for."""
+
+
+class Peer(NamedTuple):
+    """How an engine is started: bench_peers_worker.py in its Python, with these options and environment variables."""
+
+    name: str
+    python: str
+    directory: Path
+    options: dict[str, Any]
+    env: dict[str, str]
+    single_requests_only: bool = False  # serves no workload of several requests
+    repeats: int | None = None  # fewer than the others run
+
+
+class Worker:
+    """A running engine. It is stopped (SIGSTOP) whenever it has nothing to do, so its threads cannot spin.
+
+    Args:
+        log: gets what the engine prints.
+        timeout: most seconds that loading the model, or one list of requests, may take.
+
+    Raises:
+        PeerFailed: it does not come up.
+    """
+
+    def __init__(self, peer: Peer, log: Path, timeout: float) -> None:
+        self.peer, self._log, self._timeout = peer, log, timeout
+        started = time.perf_counter()
+        with log.open("w") as stderr:
+            self._process = subprocess.Popen(
+                [peer.python, str(WORKER), peer.name, str(peer.directory), json.dumps(peer.options)],
+                env=os.environ | peer.env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            self.versions: dict[str, str] = self._answer()["versions"]
+        except BaseException:
+            self.close()
+            raise
+        self.start_seconds = time.perf_counter() - started
+        self._signal(signal.SIGSTOP)
+
+    def run(self, requests: Requests) -> dict[str, Any]:
+        """Answer of bench_peers_worker.py to these requests, its output lengths checked."""
+        self._signal(signal.SIGCONT)
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # _answer says why
+            self._process.stdin.write(json.dumps(requests) + "\n")
+            self._process.stdin.flush()
+        answer = self._answer()
+        self._signal(signal.SIGSTOP)
+        if answer["output_lens"] != [output_len for _, output_len in requests]:
+            raise PeerFailed(
+                f"{self.peer.name}: generated {answer['output_lens']} tokens, other lengths than asked for"
+            )
+        return answer
+
+    def peak_memory_bytes(self) -> int:
+        """Most resident memory (VmHWM, mapped files included), added up over the processes of the engine."""
+        tree = [self._process.pid]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            tree += [child.pid for child in psutil.Process(self._process.pid).children(recursive=True)]
+        return sum(_peak_memory_bytes(pid) for pid in tree)
+
+    def close(self) -> None:
+        """Ends the engine's processes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        self._process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):  # dead: the next answer is missing
+            os.killpg(self._process.pid, number)
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], self._timeout)[0]:
+            raise PeerFailed(f"{self.peer.name}: no answer in {self._timeout:g} s")
+        line = self._process.stdout.readline()
+        if not line:
+            last = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
+            raise PeerFailed(f"{self.peer.name}: ended with status {self._process.wait()}; its last lines:\n{last}")
+        return json.loads(line)
+
+
+def _peak_memory_bytes(pid: int) -> int:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0  # it ended meanwhile
+
+
+def engine(directory: Path, options: dict[str, Any], threads: int) -> Peer:
+    return Peer("engine", sys.executable, directory, ENGINE | options, _threads(threads))
+
+
+def transformers_generate(directory: Path, threads: int, repeats: int) -> Peer:
+    return Peer("transformers", sys.executable, directory, TRANSFORMERS, _threads(threads), repeats=repeats)
+
+
+def vllm(python: str, directory: Path, options: dict[str, Any], threads: int, preload: str | None) -> Peer:
+    """vLLM, its threads bound to cores, in one process; environment variables that are set already are left alone."""
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
+    env = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # What vLLM sets for processes that it starts itself.
+        "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
+        "KMP_BLOCKTIME": "5",
+        "KMP_TPAUSE": "0",
+    }
+    env = {name: value for name, value in env.items() if name not in os.environ} | _threads(threads)
+    libraries = vllm_preload(python) if preload is None else preload
+    return Peer("vllm", python, directory, VLLM | options, env | {"LD_PRELOAD": libraries})
+
+
+def vllm_preload(python: str) -> str:
+    """The libraries that vLLM's manual wants preloaded, tcmalloc and Intel's OpenMP, for LD_PRELOAD.
+
+    Raises:
+        PeerFailed: one is not installed.
+    """
+    tcmalloc = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
+    openmp = next(Path(python).absolute().parents[1].rglob("libiomp5.so"), None)
+    if tcmalloc is None or openmp is None:
+        missing = "libtcmalloc" if tcmalloc is None else "libiomp5 (pip install intel-openmp)"
+        raise PeerFailed(f"vllm: {missing} was not found: install it, or name what is to be preloaded: --vllm-preload")
+    return f"{tcmalloc}:{openmp}"
+
+
+def openvino(python: str, directory: Path, options: dict[str, Any], threads: int) -> Iterator[Peer]:
+    """OpenVINO GenAI's two pipelines, of the model that ``export`` wrote."""
+    properties = {"INFERENCE_NUM_THREADS": threads} | OPENVINO["properties"] | options.get("properties", {})
+    merged = {"scheduler": OPENVINO["scheduler"] | options.get("scheduler", {}), "properties": properties}
+    yield Peer("openvino", python, directory, merged, {})
+    yield Peer("openvino-stateful", python, directory, {"properties": properties}, {}, single_requests_only=True)
+
+
+def export(python: str, checkpoint: Path, directory: Path) -> None:
+    """Writes a checkpoint as OpenVINO wants it, float16 weights, unless it is there."""
+    if (directory / "openvino_model.xml").is_file():
+        return
+    tool = Path(python).absolute().with_name("optimum-cli")
+    arguments = ["--model", str(checkpoint), "--task", "text-generation-with-past", "--weight-format", "fp16"]
+    unfinished = directory.with_suffix(".unfinished")
+    done = subprocess.run(
+        [str(tool), "export", "openvino", *arguments, str(unfinished)], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = "\n".join(done.stderr.splitlines()[-15:])
+        raise PeerFailed(f"openvino: its export ended with status {done.returncode}; its last lines:\n{last}")
+    unfinished.rename(directory)
+
+
+def write_checkpoint(shape: str, directory: Path) -> None:
+    """Random bfloat16 weights of a shape (std 0.02, as its family starts training), unless they are there."""
+    if directory.is_dir():
+        return
+    fields = {key: value for key, value in SHAPES[shape].items() if key not in ("architectures", "model_type")}
+    rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
+    config = transformers.Qwen3Config(**fields, rope_parameters=rope, bos_token_id=None, eos_token_id=None)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    unfinished = directory.with_suffix(".unfinished")
+    model.save_pretrained(unfinished)
+    unfinished.rename(directory)
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _threads(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads)}

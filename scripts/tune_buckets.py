@@ -1,0 +1,382 @@
+"""Propose the buckets that fit the work: --bucket-sizes and --token-bucket-sizes from what runs have met.
+
+    python scripts/serve_offline.py --input prompts.jsonl --trace trace.json
+    python scripts/tune_buckets.py --trace trace.json
+    python scripts/tune_buckets.py --trace monday.json tuesday.json --runs-per-start 20 --max-buckets 6
+
+A step takes the time of the bucket that it falls into, padding included, and each bucket costs its compiling at every
+start. The proposal is the set of buckets, at most ``--max-buckets`` of each kind, with the least
+
+    --runs-per-start x (the sum of all steps' times) + (the sum of compile seconds),
+
+found by dynamic programming over the sizes that the traces met; no other set does better. Several traces count
+together as one run; they must be of the same model on the same machine.
+
+A bucket's time is its median where the trace has it. In between it is interpolated, in straight lines over the size; it
+never falls as the size grows. Below the smallest and above the largest size measured, the nearest line is extended, but
+below no further than to the smallest's time per token. Where a kind has one measured size only, its time is taken for
+all. The output says where either was done. Compiling a bucket costs the mean of its kind, whatever its size; decode
+buckets count their sampling graph with them.
+
+The engine keeps its capacity: the largest decode bucket is max_num_seqs, the largest token bucket
+max_num_batched_tokens. ``--shrink`` gives up what was never used of both. Steps are then cut differently, so what it
+would save is an estimate, while without it the padding is exact for the same requests arriving in the same way (but
+``target_itl_ms``, too, cuts steps by the buckets there are).
+
+Exit status: 0, or 2 for traces that cannot be read or do not belong together.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from compiled_llm import machine
+
+FORMAT = 1
+KINDS = ("decode", "tokens")
+FLAGS = {"decode": "--bucket-sizes", "tokens": "--token-bucket-sizes"}
+_HISTOGRAM_ROWS = 16
+
+
+@dataclasses.dataclass
+class Work:
+    """Steps of one kind, of all traces together.
+
+    Attributes:
+        counts: number of tokens in a step -> number of such steps.
+        times: size of a bucket -> median seconds of its steps.
+        compile_seconds: to compile a bucket of this kind, the mean of all that the traces' starts compiled.
+        capacity: smallest size that the largest bucket may have.
+        present: (sizes of the buckets, number of tokens -> number of steps) of each trace.
+        measured_seconds: of all steps, as they were measured.
+    """
+
+    counts: Counter[int]
+    times: dict[int, float]
+    compile_seconds: float
+    capacity: int
+    present: list[tuple[list[int], Counter[int]]]
+    measured_seconds: float
+
+    def step_time(self) -> Callable[[int], float]:
+        return interpolated(self.times)
+
+    def candidates(self) -> list[int]:
+        """Sizes among which the best set of buckets is."""
+        met = {size for size in self.counts if size < self.capacity}
+        return sorted(met | {self.capacity})
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a set of buckets costs: seconds of one run's steps, of compiling, and tokens of padding."""
+
+    step_seconds: float
+    compile_seconds: float
+    padding_tokens: int
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """A trace as ``serve_offline --trace`` writes it. ``ValueError`` with what is wrong."""
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(trace, dict) or trace.get("format") != FORMAT:
+        raise ValueError(f"{path} is no trace of format {FORMAT}, as serve_offline.py --trace writes it")
+    try:
+        for kind in KINDS:
+            largest = max(trace["buckets"][kind])
+            steps = steps_of(trace, kind)
+            if any(row["num_tokens"] > largest for row in steps):
+                raise ValueError(f"{path} holds a step that is larger than the largest {kind} bucket, {largest}")
+            if steps and not any(name.startswith(f"{kind}_") for name in trace["step_seconds"]):
+                raise ValueError(f"{path} holds {kind} steps, but step_seconds has no time of any {kind} bucket")
+        _ = trace["max_num_seqs"], trace["max_num_batched_tokens"], trace["model"], trace["machine"]
+        _ = trace["compile_seconds"], trace["step_seconds"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no whole trace: {error!r} is missing or of another kind") from error
+    if not trace["steps"]:
+        raise ValueError(f"{path} holds no step: serve something with --trace first")
+    return trace
+
+
+def steps_of(trace: dict[str, Any], kind: str) -> list[dict[str, Any]]:
+    return [row for row in trace["steps"] if row["kind"] == kind]
+
+
+def check_that_traces_belong_together(traces: Sequence[dict[str, Any]]) -> None:
+    """``ValueError`` where step times of one trace say nothing about the other's."""
+    for what, found in {
+        "model": {trace["model"] for trace in traces},
+        "machine": {(trace["machine"].get("cpu"), trace["machine"].get("gpu")) for trace in traces},
+    }.items():
+        if len(found) > 1:
+            raise ValueError(
+                f"--trace: all traces must be of one {what}, given {sorted(map(str, found))}: step times of one say "
+                "nothing about another. Tune for each by itself"
+            )
+
+
+def work_of(traces: Sequence[dict[str, Any]], kind: str, shrink: bool) -> Work:
+    """What the traces say about one kind of step."""
+    counts: Counter[int] = Counter()
+    times: dict[int, list[tuple[float, int]]] = {}
+    compiled: list[float] = []
+    present, measured = [], 0.0
+    for trace in traces:
+        sizes = sorted(trace["buckets"][kind])
+        own: Counter[int] = Counter()
+        in_bucket: Counter[int] = Counter()
+        for row in steps_of(trace, kind):
+            own[row["num_tokens"]] += row["count"]
+            in_bucket[bucket_of(row["num_tokens"], sizes)] += row["count"]
+            measured += row["seconds"]
+        for size in sizes:
+            name = f"{kind}_{size}"
+            if name in trace["step_seconds"]:
+                times.setdefault(size, []).append((trace["step_seconds"][name], max(1, in_bucket[size])))
+            if name in trace["compile_seconds"]:
+                sampler = trace["compile_seconds"].get(f"sample_{size}", 0.0) if kind == "decode" else 0.0
+                compiled.append(trace["compile_seconds"][name] + sampler)
+        counts += own
+        present.append((sizes, own))
+    limit = "max_num_seqs" if kind == "decode" else "max_num_batched_tokens"
+    capacity = max(trace[limit] for trace in traces)
+    if shrink:
+        most_requests = max(row["num_requests"] for trace in traces for row in trace["steps"])
+        # A step has a token for each running request at least, whatever its kind.
+        capacity = max(most_requests, *counts) if counts else most_requests
+    return Work(
+        counts=counts,
+        times={size: sum(t * n for t, n in found) / sum(n for _, n in found) for size, found in times.items()},
+        compile_seconds=statistics.mean(compiled) if compiled else 0.0,
+        capacity=capacity,
+        present=present,
+        measured_seconds=measured,
+    )
+
+
+def bucket_of(num_tokens: int, sizes: Sequence[int]) -> int:
+    """The smallest of the sorted ``sizes`` that holds a step."""
+    return next(size for size in sizes if size >= num_tokens)
+
+
+def interpolated(times: dict[int, float]) -> Callable[[int], float]:
+    """Seconds of a bucket of any size from those measured: straight lines in between and beyond, never falling.
+
+    Of a smaller size than measured, a token takes no less than in the smallest.
+    """
+    if not times:
+        return lambda size: 0.0
+    sizes = np.array(sorted(times), dtype=float)
+    seconds = np.maximum.accumulate([times[size] for size in sorted(times)])
+    if len(sizes) == 1:
+        return lambda size: float(seconds[0])
+    slopes = np.diff(seconds) / np.diff(sizes)
+
+    def time_of(size: int) -> float:
+        piece = min(max(int(np.searchsorted(sizes, size)) - 1, 0), len(slopes) - 1)
+        line = float(seconds[piece] + slopes[piece] * (size - sizes[piece]))
+        return max(line, float(seconds[0] * size / sizes[0])) if size < sizes[0] else line
+
+    return time_of
+
+
+def best_buckets(
+    counts: dict[int, int],
+    candidates: Sequence[int],
+    step_time: Callable[[int], float],
+    compile_seconds: float,
+    max_buckets: int,
+    runs_per_start: float,
+) -> list[int]:
+    """At most ``max_buckets`` of the sorted ``candidates``, the last one among them, with the least cost.
+
+    Cost is ``runs_per_start`` times the sum over all steps of the time of the smallest bucket that holds them, and
+    ``compile_seconds`` for each bucket. Dynamic programming: ``costs[k][j]`` is the least for all steps up to candidate
+    j, which is the largest of k + 1 buckets; what stands below the second largest, i, does not change what the steps
+    in between cost.
+    """
+    sizes = np.array(candidates)
+    steps = np.zeros(len(sizes) + 1)  # steps up to each candidate, beginning with none
+    for num_tokens, count in counts.items():
+        steps[int(np.searchsorted(sizes, num_tokens)) + 1] += count
+    steps = steps.cumsum()
+    time = np.array([step_time(size) for size in candidates]) * runs_per_start
+    costs = [steps[1:] * time + compile_seconds]
+    second_largest: list[np.ndarray] = []
+    for _ in range(1, min(max_buckets, len(sizes))):
+        cost, choice = np.full(len(sizes), np.inf), np.zeros(len(sizes), dtype=int)
+        for j in range(1, len(sizes)):
+            below = costs[-1][:j] + (steps[j + 1] - steps[1 : j + 1]) * time[j]
+            choice[j] = below.argmin()
+            cost[j] = below[choice[j]] + compile_seconds
+        costs.append(cost)
+        second_largest.append(choice)
+    number = int(np.argmin([cost[-1] for cost in costs]))
+    chosen = [len(sizes) - 1]
+    for choice in reversed(second_largest[:number]):
+        chosen.append(int(choice[chosen[-1]]))
+    return [int(sizes[j]) for j in reversed(chosen)]
+
+
+def outcome(work: Work, buckets: Sequence[tuple[Sequence[int], Counter[int]]]) -> Outcome:
+    """What steps cost: ``buckets`` pairs the sizes of a start with the steps that run in them. Of starts, the mean."""
+    step_time = work.step_time()
+    seconds, padding = 0.0, 0
+    for sizes, counts in buckets:
+        for num_tokens, count in counts.items():
+            size = bucket_of(num_tokens, sizes)
+            seconds += count * step_time(size)
+            padding += count * (size - num_tokens)
+    return Outcome(seconds, statistics.mean(len(sizes) for sizes, _ in buckets) * work.compile_seconds, padding)
+
+
+def histogram(work: Work) -> list[str]:
+    """What was met, in at most ``_HISTOGRAM_ROWS`` rows: sizes, steps, a bar."""
+    sizes = sorted(work.counts)
+    rows = np.array_split(np.array(sizes), min(len(sizes), _HISTOGRAM_ROWS))
+    counts = [sum(work.counts[int(size)] for size in row) for row in rows]
+    lines = []
+    for row, count in zip(rows, counts, strict=True):
+        name = f"{row[0]}" if row[0] == row[-1] else f"{row[0]}..{row[-1]}"
+        lines.append(f"  {name:>12} {count:>9}  {'#' * -(-40 * count // max(counts))}".rstrip())
+    return lines
+
+
+def tune(traces: Sequence[dict[str, Any]], max_buckets: int, runs_per_start: float, shrink: bool) -> dict[str, Any]:
+    """The proposal and what it would change, for each kind. ``work`` in it is what it follows from."""
+    check_that_traces_belong_together(traces)
+    result: dict[str, Any] = {}
+    for kind in KINDS:
+        work = work_of(traces, kind, shrink)
+        present = sorted({size for sizes, _ in work.present for size in sizes})
+        proposed = best_buckets(
+            work.counts, work.candidates(), work.step_time(), work.compile_seconds, max_buckets, runs_per_start
+        )
+        result[kind] = {
+            "work": work,
+            "tokens": sum(size * count for size, count in work.counts.items()),
+            "present": present,
+            "proposed": proposed,
+            "before": outcome(work, work.present),
+            "after": outcome(work, [(proposed, work.counts)]),
+        }
+    return result
+
+
+def share(padding: int, tokens: int) -> float:
+    return padding / max(1, padding + tokens)
+
+
+def rounded_steps(traces: Sequence[dict[str, Any]]) -> int:
+    """Steps that stand in the traces with the size of their bucket: an engine keeps so many different shapes only."""
+    return sum(trace.get("rounded_steps", 0) for trace in traces)
+
+
+def print_result(result: dict[str, Any], runs_per_start: float, rounded: int) -> None:
+    for kind in KINDS:
+        part, work = result[kind], result[kind]["work"]
+        before, after, tokens = part["before"], part["after"], part["tokens"]
+        print(f"{kind}: {work.counts.total()} steps, {tokens} tokens, measured {work.measured_seconds:.2f} s")
+        if not work.counts:
+            print(f"  no such step was met: only the capacity counts, {work.capacity}\n")
+            continue
+        print(f"  {'tokens':>12} {'steps':>9}")
+        print("\n".join(histogram(work)))
+        if len(work.times) == 1:
+            size = next(iter(work.times))
+            print(f"  only {kind}_{size} ran: its time is taken for all sizes. A trace with more buckets tells more")
+        outside = [size for size in part["proposed"] if size < min(work.times) or size > max(work.times)]
+        if outside and len(work.times) > 1:
+            print(f"  the time of {outside} is extended from sizes that ran: {sorted(work.times)}")
+        print(f"  {'':<12} {'present':>24} {'proposed':>24}")
+        for name, one, other in (
+            ("buckets", ",".join(map(str, part["present"])), ",".join(map(str, part["proposed"]))),
+            ("padding", f"{share(before.padding_tokens, tokens):.1%}", f"{share(after.padding_tokens, tokens):.1%}"),
+            ("step seconds", f"{before.step_seconds:.3f}", f"{after.step_seconds:.3f}"),
+            ("compile s", f"{before.compile_seconds:.1f}", f"{after.compile_seconds:.1f}"),
+        ):
+            print(f"  {name:<12} {one:>24} {other:>24}")
+        print()
+    saved = {
+        name: sum(getattr(result[kind]["before"], name) - getattr(result[kind]["after"], name) for kind in KINDS)
+        for name in ("step_seconds", "compile_seconds")
+    }
+    before = sum(result[kind]["before"].step_seconds for kind in KINDS)
+    print(
+        f"it would have saved {saved['step_seconds']:.3f} of {before:.3f} s in steps a run, and costs "
+        f"{-saved['compile_seconds']:+.1f} s of compiling a start, weighed at {runs_per_start:g} runs a start"
+    )
+    if rounded:
+        print(f"{rounded} steps stand in the traces with their bucket's size: their padding is not seen here")
+    print("\n" + flags(result))
+
+
+def flags(result: dict[str, Any]) -> str:
+    """To paste behind serve_offline.py or anything else that takes the engine's flags."""
+    return " ".join(f"{FLAGS[kind]} {','.join(map(str, result[kind]['proposed']))}" for kind in KINDS)
+
+
+def to_json(result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    kinds = {
+        kind: {
+            "present": part["present"],
+            "proposed": part["proposed"],
+            "steps": part["work"].counts.total(),
+            "tokens": part["tokens"],
+            "before": dataclasses.asdict(part["before"])
+            | {"padding_share": share(part["before"].padding_tokens, part["tokens"])},
+            "after": dataclasses.asdict(part["after"])
+            | {"padding_share": share(part["after"].padding_tokens, part["tokens"])},
+        }
+        for kind, part in result.items()
+    }
+    settings = {"max_buckets": args.max_buckets, "runs_per_start": args.runs_per_start, "shrink": args.shrink}
+    return {"flags": flags(result), **kinds, **settings, "machine": machine.describe(torch.device("cpu"))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="what runs have met")
+    parser.add_argument("--max-buckets", type=int, default=8, metavar="N", help="most buckets of a kind (default: 8)")
+    parser.add_argument(
+        "--runs-per-start",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="how many such runs one start serves (default: 1)",
+    )
+    parser.add_argument("--shrink", action="store_true", help="give up capacity that was never used")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
+    args = parser.parse_args()
+    if args.max_buckets < 1:
+        parser.error(f"--max-buckets must be 1 or more, given {args.max_buckets}")
+    if not args.runs_per_start > 0:
+        parser.error(f"--runs-per-start must be above 0, given {args.runs_per_start}")
+    try:
+        traces = [read_trace(path) for path in args.trace]
+        result = tune(traces, args.max_buckets, args.runs_per_start, args.shrink)
+    except (ValueError, OSError) as error:
+        print(f"tune_buckets: error: {error}", file=sys.stderr)
+        return 2
+    print_result(result, args.runs_per_start, rounded_steps(traces))
+    line = json.dumps(to_json(result, args) | {"rounded_steps": rounded_steps(traces)})
+    if args.json:
+        args.json.write_text(line + "\n", encoding="utf-8")
+    print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

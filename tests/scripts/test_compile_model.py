@@ -1,0 +1,58 @@
+"""compile_model: what one process exports, a fresh one with an empty cache imports, and then compiles nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from compiled_llm.ops import native
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_model.py"
+ONE_BUCKET_EACH = ["--shape", "tiny", "--bucket-sizes", "1", "--token-bucket-sizes", "8"]
+SMALL = [*ONE_BUCKET_EACH, "--max-num-batched-tokens", "8", "--max-model-len", "64", "--num-kv-blocks", "8"]
+
+
+def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "COMPILED_LLM_CACHE": str(cache)}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_bundle_spares_another_cache_all_compiling(tmp_path: Path) -> None:
+    for name in ("attention_cpu", "linear_cpu"):
+        native.load(name)
+    shutil.copytree(native.cache_directory() / "kernels", tmp_path / "from" / "kernels")  # or they are built again
+    bundle, report = tmp_path / "bundle", tmp_path / "report.json"
+    exported = run(tmp_path / "from", *SMALL, "--export", str(bundle))
+    assert exported.returncode == 0, exported.stderr
+    result = json.loads(exported.stdout.splitlines()[-1])
+    assert (result["hits"], result["misses"]) == (0, 3)
+    reason = "compile cache: miss, because nothing of that name is stored (decode_1, tokens_8, sample_1)"
+    assert reason in exported.stdout
+
+    imported = run(tmp_path / "to", *SMALL, "--import", str(bundle), "--json", str(report))
+    assert imported.returncode == 0, imported.stderr
+    result = json.loads(report.read_text())
+    assert json.loads(imported.stdout.splitlines()[-1]) == result
+    assert (result["hits"], result["misses"]) == (3, 0)
+    assert {graph["name"] for graph in result["graphs"]} == {"decode_1", "tokens_8", "sample_1"}
+    # Nothing was built: all libraries are those of the bundle.
+    libraries = {file.name for file in (tmp_path / "to").rglob("*.so")}
+    assert libraries
+    assert libraries <= {file.name for file in (tmp_path / "from").rglob("*.so")}
+    assert result["imported_files"] == len(libraries) + 6
+
+    other = run(tmp_path / "to", *SMALL, "--block-size", "32", "--max-num-seqs", "0")
+    assert other.returncode == 2
+    assert "compile_model: error: max_num_seqs" in other.stderr
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    assert "compiles nothing" in run(tmp_path, "--enforce-eager").stderr
+    assert "its directory is not there" in run(tmp_path, "--export", str(tmp_path / "no" / "file")).stderr
+    no_bundle = run(tmp_path, *SMALL, "--import", str(SCRIPT))
+    assert no_bundle.returncode == 2
+    assert "is no bundle" in no_bundle.stderr

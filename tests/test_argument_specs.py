@@ -1,0 +1,86 @@
+"""ArgumentCheck: what later arguments may differ in, and what not."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.argument_specs import ArgumentCheck, spec_of, specs_of
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None
+
+
+def dynamic(size: int) -> Tensor:
+    tensor = torch.zeros(size, 4)
+    torch._dynamo.mark_dynamic(tensor, 0)
+    return tensor
+
+
+def arguments(**changed) -> tuple:
+    parts = {"a": torch.zeros(2, 3), "caches": (dynamic(3), dynamic(3)), "number": 7} | changed
+    return Pair(parts["a"], None), parts["caches"], parts["number"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"a": torch.ones(2, 3)},
+        {"caches": (torch.zeros(9, 4), torch.zeros(9, 4))},
+    ],
+)
+def test_other_contents_and_another_dynamic_size_are_no_difference(changed: dict) -> None:
+    check = ArgumentCheck(arguments())
+    assert check.difference(arguments(**changed)) is None
+    assert check.difference(arguments()) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"a": torch.zeros(2, 4)}, r"argument\[0\]\[0\] was of shape \(2, 3\) and is \(2, 4\)"),
+        ({"a": torch.zeros(3, 2).T}, "was of strides"),
+        ({"a": torch.zeros(2, 3, dtype=torch.float64)}, "was torch.float32 on cpu and is torch.float64"),
+        ({"a": torch.zeros(2, 3, requires_grad=True)}, "requires gradients"),
+        ({"a": None}, "was a tensor and is None"),
+        ({"caches": (torch.zeros(9, 4), torch.zeros(8, 4))}, "dynamic sizes were equal"),
+        ({"caches": (torch.zeros(1, 4), torch.zeros(1, 4))}, "a dynamic size was above 1 and is 1"),
+        ({"caches": (torch.zeros(9, 4),)}, "was a tuple of 2"),
+        ({"number": 8}, "was 7 and is 8"),
+        ({"number": True}, "was 7 and is True"),
+    ],
+)
+def test_a_difference_is_named_and_again_at_the_next_call(changed: dict, said: str) -> None:
+    check = ArgumentCheck(arguments())
+    others = arguments(**changed)
+    for _ in range(2):
+        with pytest.raises(AssertionError, match=said):
+            raise AssertionError(check.difference(others))
+    assert check.difference(arguments()) is None
+
+
+def test_torchs_state_counts_even_when_the_arguments_are_the_same_objects() -> None:
+    args = arguments()
+    check = ArgumentCheck(args)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert check.difference(args) == f"torch's number of threads was {threads} and is {threads + 1}"
+    finally:
+        torch.set_num_threads(threads)
+    with torch.autocast("cpu"):
+        assert check.difference(args) == "autocast was False and is True"
+    assert check.difference(args) is None
+
+
+def test_a_spec_makes_a_tensor_of_its_own_kind() -> None:
+    marked = dynamic(3)
+    torch._dynamo.mark_static_address(marked, guard=False)
+    for tensor in (torch.zeros(3, 2).T, torch.zeros(0), marked):
+        made = spec_of(tensor).make(dynamic_size=3)
+        assert made.shape == tensor.shape
+        assert specs_of((made,)) == specs_of((tensor,))

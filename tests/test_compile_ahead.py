@@ -1,0 +1,64 @@
+"""Compiling in other processes: the same result as here, one message for what fails, and nothing left behind."""
+
+import functools
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_llm.compile_ahead import Job, _worth, build_missing
+from compiled_llm.compile_cache import CompileCache
+from compiled_llm.compiler import CompiledFunction
+from compiled_llm.sampler import SamplingInput
+from compiled_llm.step import sampler_function
+
+
+def make_sampler():
+    return sampler_function
+
+
+def job(name: str, tensors: int = 0) -> Job:
+    params = SamplingInput(
+        torch.ones(2), torch.ones(2), torch.full((2,), 5, dtype=torch.int32), torch.arange(2), torch.zeros(2).int()
+    )
+    args = torch.rand(2, 5), params, torch.zeros(2, dtype=torch.int64), *[torch.zeros(1)] * tensors
+    return Job(name, make_sampler, args, torch.get_num_threads())
+
+
+def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> None:
+    built = job("sample_2")
+    cache = CompileCache(tmp_path, {})
+    build_missing(cache, [built], num_workers=1)
+    assert cache.built.keys() == {"sample_2"}
+    function = CompiledFunction(sampler_function, "sample_2", torch.device("cpu"), enforce_eager=False, cache=cache)
+    function.warm_up(lambda: built.args)
+    report = function.report()
+    assert (report.cache, report.reason, report.graphs) == ("miss", "nothing of that name is stored", 1)
+    assert report.compile_seconds > cache.built["sample_2"][1]
+    logits, params, tokens = built.args
+    function(logits, params, tokens)
+    expected = torch.zeros(2, dtype=torch.int64)
+    sampler_function(logits, params, expected)
+    assert torch.equal(tokens, expected)
+
+    again = CompileCache(tmp_path, {})
+    build_missing(again, [built], num_workers=1)
+    assert not again.built, "what is there is not compiled again"
+
+
+def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path, {})
+    gone = Job("gone", functools.partial(make_sampler), (torch.ones(1),), 1)  # too few arguments
+    with pytest.warns(UserWarning, match="gone could not be compiled beside others"):
+        build_missing(cache, [gone], num_workers=1)
+    assert isinstance(cache.find(cache.key_of("gone", sampler_function, gone.args)), str)
+    assert not cache.built
+
+
+def test_processes_are_started_for_several_deep_graphs_only() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert _worth([]) == 0
+    assert _worth([job("a")] * 5) == 0
+    assert _worth([job("a", tensors=200)]) == 0
+    assert _worth([job("a", tensors=200)] * 2 + [job("b")] * 9) == min(cores, 11)

@@ -1,0 +1,105 @@
+"""Bundles: what goes in comes out on a machine of the same kind, and nothing else gets into the cache directory."""
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compiled_llm.compile_bundle import export_bundle, import_bundle
+
+
+@pytest.fixture
+def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bundle of one function's two files, and an empty cache directory to import it into."""
+    use(monkeypatch, tmp_path / "from")
+    graphs = tmp_path / "from" / "graphs"
+    graphs.mkdir(parents=True)
+    files = [graphs / "step-0.bin", graphs / "step-0.json"]
+    for file in files:
+        file.write_text(file.name)
+    assert export_bundle(tmp_path / "bundle", files) == 2
+    use(monkeypatch, tmp_path / "to")
+    return tmp_path / "bundle"
+
+
+def use(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(cache))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+
+
+def rewritten(bundle: Path, change: Callable[[dict, dict[str, bytes]], None]) -> Path:
+    """A copy of a bundle; ``change`` may alter its manifest and its contents."""
+    with zipfile.ZipFile(bundle) as source:
+        contents = {name: source.read(name) for name in source.namelist()}
+    manifest = json.loads(contents.pop("manifest.json"))
+    change(manifest, contents)
+    path = bundle.with_name("rewritten")
+    with zipfile.ZipFile(path, "w") as target:
+        target.writestr("manifest.json", json.dumps(manifest))
+        for name, content in contents.items():
+            target.writestr(name, content)
+    return path
+
+
+def test_a_bundle_is_taken_in_whole(bundle: Path, tmp_path: Path) -> None:
+    assert import_bundle(bundle) == 2
+    assert {file.name: file.read_text() for file in (tmp_path / "to" / "graphs").iterdir()} == {
+        "step-0.bin": "step-0.bin",
+        "step-0.json": "step-0.json",
+    }
+
+
+def test_a_bundle_of_another_kind_of_machine_is_refused_with_the_fields_that_differ(bundle: Path) -> None:
+    def change(manifest: dict, contents: dict[str, bytes]) -> None:
+        manifest["machine"] |= {"torch": "1.0", "cpu": "Z80"}
+
+    with pytest.raises(
+        ValueError, match=r"another kind of machine.*cpu is .* and was 'Z80'; torch is .* and was '1.0'"
+    ):
+        import_bundle(rewritten(bundle, change))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../outside.so", "/tmp/outside.so", "graphs/../../outside.so", "graphs/./step.so", "elsewhere/step.so", "graphs"],
+)
+def test_a_name_outside_of_the_cache_is_refused_and_nothing_is_written(bundle: Path, tmp_path: Path, name: str) -> None:
+    def change(manifest: dict, contents: dict[str, bytes]) -> None:
+        contents[name] = b""
+        manifest["files"][name] = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+
+    with pytest.raises(ValueError, match="which is no file of a bundle"):
+        import_bundle(rewritten(bundle, change))
+    assert not list((tmp_path / "to").rglob("*.*"))
+
+
+def test_a_damaged_bundle_is_refused_and_nothing_is_written(bundle: Path, tmp_path: Path) -> None:
+    def another_byte(manifest: dict, contents: dict[str, bytes]) -> None:
+        contents["graphs/step-0.bin"] = b"other"
+
+    def unlisted(manifest: dict, contents: dict[str, bytes]) -> None:
+        contents["graphs/step-1.bin"] = b""
+
+    def missing(manifest: dict, contents: dict[str, bytes]) -> None:
+        del contents["graphs/step-0.bin"]
+
+    for change, said in (
+        (another_byte, "damaged: graphs/step-0.bin"),
+        (unlisted, "which is no file of a bundle"),
+        (missing, "no bundle of compile_model.py, or is damaged"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            import_bundle(rewritten(bundle, change))
+    bundle.write_bytes(b"PK")
+    with pytest.raises(ValueError, match="no bundle"):
+        import_bundle(bundle)
+    assert not list((tmp_path / "to").rglob("*.*"))
+
+
+def test_a_cache_of_torchs_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, tmp_path / "from")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
+    with pytest.raises(ValueError, match="TORCHINDUCTOR_CACHE_DIR must be unset"):
+        export_bundle(tmp_path / "bundle", [])

@@ -1,0 +1,25 @@
+"""EngineStats: counts since a moment, states as of now."""
+
+import dataclasses
+
+from compiled_llm.outputs import EngineStats
+
+STATES = {
+    "num_waiting",
+    "num_running",
+    "num_kv_blocks",
+    "used_blocks",
+    "cached_blocks",
+    "peak_used_blocks",
+    "num_swap_blocks",
+    "used_swap_blocks",
+}
+
+
+def test_since_subtracts_counts_and_keeps_states() -> None:
+    names = [field.name for field in dataclasses.fields(EngineStats)]
+    earlier = EngineStats(**{name: 10 + place for place, name in enumerate(names)})
+    later = EngineStats(**{name: 100 + 3 * place for place, name in enumerate(names)})
+    since = dataclasses.asdict(later.since(earlier))
+    for place, name in enumerate(names):
+        assert since[name] == (100 + 3 * place if name in STATES else 90 + 2 * place)
