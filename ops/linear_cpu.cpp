@@ -105,24 +105,25 @@ INLINE void multiply_widened(const Work& work) {
   std::memcpy(work.sums, sums, sizeof(sums));
 }
 
-// Adds the bias and rounds to nearest even, for `rows` rows of `columns` (at most TILE) outputs.
+// Adds the bias and rounds to nearest even, for `rows` rows of `columns` outputs, which lie in `sums` without gaps. Row
+// by row, since rows of the output are often whole pages apart: a cache line left half written would be gone from the
+// caches when its other half comes.
 template <int W>
 INLINE void finish_rows(const float* sums, int64_t sums_stride, const float* bias, int64_t rows, int64_t columns,
                         uint16_t* out, int64_t out_stride) {
   using u32 = typename Lanes<W>::u32;
-  for (int64_t row = 0; row < rows; ++row) {
-    typename Lanes<W>::u16 result[TILE / W];
-    for (int64_t i = 0; i < TILE / W; ++i) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < columns; i += W) {
       typename Lanes<W>::f32 sum, offset;
-      std::memcpy(&sum, sums + row * sums_stride + i * W, sizeof(sum));
-      std::memcpy(&offset, bias + i * W, sizeof(offset));
+      std::memcpy(&sum, sums + row * sums_stride + i, sizeof(sum));
+      std::memcpy(&offset, bias + i, sizeof(offset));
       sum += offset;
       const u32 bits = (u32)sum, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-      result[i] = __builtin_convertvector(sum == sum ? rounded : (bits >> 16) | 0x40u, typename Lanes<W>::u16);
+      const auto result = __builtin_convertvector(sum == sum ? rounded : (bits >> 16) | 0x40u, typename Lanes<W>::u16);
+      uint16_t* to = out + row * out_stride + i;
+      if (columns - i >= W) std::memcpy(to, &result, sizeof(result));
+      else std::memcpy(to, &result, (columns - i) * sizeof(uint16_t));
     }
-    if (columns == TILE) std::memcpy(out + row * out_stride, result, sizeof(result));
-    else std::memcpy(out + row * out_stride, result, columns * sizeof(uint16_t));
-  }
 }
 
 #define FINISH_ARGS                                                                                            \
@@ -356,14 +357,11 @@ void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row,
       });
     }
   }
-  for (int64_t c = 0; c < cols; ++c) {
-    const int64_t column = (tile + c) * TILE, columns = std::min(TILE, problem.N - column);
-    float bias[TILE] = {};
-    for (int64_t j = 0; problem.bias && j < columns; ++j)
-      bias[j] = __builtin_bit_cast(float, static_cast<uint32_t>(problem.bias[column + j]) << 16);
-    uint16_t* out = problem.out + row * problem.N + column;
-    kernels.finish(sums + c * TILE, cols * TILE, bias, rows, columns, out, problem.N);
-  }
+  const int64_t column = tile * TILE, columns = std::min(cols * TILE, problem.N - column);
+  float bias[MAX_COLS * TILE] = {};
+  for (int64_t j = 0; problem.bias && j < columns; ++j)
+    bias[j] = __builtin_bit_cast(float, static_cast<uint32_t>(problem.bias[column + j]) << 16);
+  kernels.finish(sums, cols * TILE, bias, rows, columns, problem.out + row * problem.N + column, problem.N);
 }
 
 void check_inputs(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t N) {
