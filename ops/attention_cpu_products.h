@@ -172,24 +172,33 @@ TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, co
   const auto visible = [&](int64_t key) TARGET {
     return (lane >= static_cast<int32_t>(mask.first - key)) & (lane < static_cast<int32_t>(mask.end - key));
   };
+  // The usual case leaves the products as they are until their exponentials are taken, which need one scale only.
+  const bool plain = !kBytes && mask.k_scale == nullptr && scoring.soft_cap <= 0 && scoring.scale > 0;
+  const float scale = plain ? scoring.scale : 1.f;
   Vec largest = broadcast(-kInfinity);
-  for (int64_t key = 0; key < keys; key += kLanes) {
-    Vec x = load(scores + key);
-    if constexpr (kBytes) x = convert(reinterpret_cast<IntVec>(reinterpret_cast<UintVec>(x) - scoring.excess));
-    x *= scoring.scale;
-    if (mask.k_scale != nullptr) x *= load(mask.k_scale + key);
-    if (scoring.soft_cap > 0) x = tanh(x / scoring.soft_cap) * (scoring.soft_cap * kLog2E);
-    x = visible(key) ? x : broadcast(-kInfinity);
-    store(scores + key, x);
-    largest = max(x, largest);
+  if (plain && mask.first == 0 && mask.end == keys) {
+    for (int64_t key = 0; key < keys; key += kLanes) largest = max(load(scores + key), largest);
+  } else {
+    for (int64_t key = 0; key < keys; key += kLanes) {
+      Vec x = load(scores + key);
+      if (!plain) {
+        if constexpr (kBytes) x = convert(reinterpret_cast<IntVec>(reinterpret_cast<UintVec>(x) - scoring.excess));
+        x *= scoring.scale;
+        if (mask.k_scale != nullptr) x *= load(mask.k_scale + key);
+        if (scoring.soft_cap > 0) x = tanh(x / scoring.soft_cap) * (scoring.soft_cap * kLog2E);
+      }
+      x = visible(key) ? x : broadcast(-kInfinity);
+      store(scores + key, x);
+      largest = max(x, largest);
+    }
   }
-  const float maximum = std::max(state.maximum[row], largest_lane(largest));
+  const float maximum = std::max(state.maximum[row], largest_lane(largest) * scale);
   const float shift = maximum == -kInfinity ? 0.f : maximum;  // keys that are seen, with scores of -inf: no weight
 
   Vec sums = {}, check = {};
   largest = Vec{};
   for (int64_t key = 0; key < keys; key += kLanes) {
-    const Vec weight = exp2(load(scores + key) - shift);
+    const Vec weight = exp2(load(scores + key) * scale - shift);
     sums += weight;
     Vec scaled = weight;
     if (mask.v_scale != nullptr) {
