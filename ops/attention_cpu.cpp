@@ -236,18 +236,19 @@ void attend(const Problem& p, const Kernels& kernels, int64_t element) {
   const auto cost = [&](const Unit& unit) { return (unit.keys - unit.first_key) * (unit.tokens * p.group + 8); };
   int64_t total_cost = 0;
   const int64_t unit_tokens = std::max<int64_t>(kUnitRows / p.group, 1);
-  for (int64_t r = 0; r < p.requests; ++r) {
-    const int64_t tokens = p.starts[r + 1] - p.starts[r];
-    if (p.seq_lens[r] == 0) continue;
-    for (int64_t first = 0; first < tokens; first += unit_tokens) {
-      const int64_t count = std::min(unit_tokens, tokens - first), keys = p.seq_lens[r] - tokens + first + count;
-      const int64_t first_key = p.window > 0 ? std::max<int64_t>(keys - count - p.window + 1, 0) : 0;
-      for (int64_t h = 0; h < p.kv_heads; ++h) {
+  // Head by head: what several units read of a head's keys and values, the tiles of one prompt or requests that share a
+  // prefix, is then still in the caches.
+  for (int64_t h = 0; h < p.kv_heads; ++h)
+    for (int64_t r = 0; r < p.requests; ++r) {
+      const int64_t tokens = p.starts[r + 1] - p.starts[r];
+      if (p.seq_lens[r] == 0) continue;
+      for (int64_t first = 0; first < tokens; first += unit_tokens) {
+        const int64_t count = std::min(unit_tokens, tokens - first), keys = p.seq_lens[r] - tokens + first + count;
+        const int64_t first_key = p.window > 0 ? std::max<int64_t>(keys - count - p.window + 1, 0) : 0;
         units.push_back({r, h, first, count, first_key, keys});
         total_cost += cost(units.back());
       }
     }
-  }
 
   // The items: a unit whole, or cut into ranges of partitions where it is a large share of all.
   const int64_t threads = at::get_num_threads(), target = total_cost / (8 * threads) + 1;
