@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from compiled_llm.engine import CompiledEngine
     from compiled_llm.memory import MemoryLedger, MemoryRow
     from compiled_llm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from compiled_llm.report import RunReport
     from compiled_llm.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -27,6 +28,7 @@ _HOMES = {
     "MemoryRow": "memory",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "RunReport": "report",
     "SamplingParams": "sampling_params",
 }
 
@@ -41,6 +43,7 @@ __all__ = [
     "MemoryRow",
     "RequestMetrics",
     "RequestOutput",
+    "RunReport",
     "SamplingParams",
     "__version__",
 ]

@@ -20,14 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+import torch._inductor.config
 from torch import Tensor
-from torch._dynamo.aot_compile import AOTCompiledFunction
 from torch._inductor import cpu_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from tqdm import tqdm
 
 from compiled_llm.argument_specs import TensorSpec, spec_of
-from compiled_llm.compile_cache import CompileCache, Fields
+from compiled_llm.compile_cache import CompileCache, Fields, code_settings
 
+_OLDEST_TORCH = (2, 13)  # whose private parts this file was written against
 _LENGTH_BYTES = 8
 _DEEP = 100  # tensors of a model of some ten layers: a graph that takes longer than a process to start
 _DYNAMIC_SIZE = 3  # not 0 or 1, which the compiler takes for constants
@@ -50,27 +53,60 @@ class Built(NamedTuple):
     error: str
 
 
-class _Unguarded(AOTCompiledFunction):
-    """A function as it was kept. torch's class would make its guards anew, which takes longer than all the rest."""
-
-    def __post_init__(self) -> None:
-        artifacts = self._artifacts
-        artifacts.check_compatibility()
-        self.fn = artifacts.runtime_env.forward_callable(
-            artifacts.backend_id, artifacts.compiled_fn, extra_globals=self._extra_globals
-        )
+def unavailable() -> str | None:
+    """Why this torch cannot compile ahead of time; None where it can. Its own cache and guards serve then instead."""
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_TORCH:
+        return f"torch {torch.__version__} is older than {'.'.join(map(str, _OLDEST_TORCH))}"
+    if torch._inductor.config.force_disable_caches:
+        return "torch's caches are disabled (TORCHINDUCTOR_FORCE_DISABLE_CACHES)"
+    return None
 
 
-def to_bytes(compiled: AOTCompiledFunction) -> bytes:
-    """What ``from_bytes`` takes."""
-    unguarded = _Unguarded(dataclasses.replace(compiled._artifacts, guards_state=b""), False, compiled._extra_globals)
-    serialized = AOTCompiledFunction.serialize(unguarded)
-    return serialized if isinstance(serialized, bytes) else serialized.serialized_data  # bytes in torch 2.11
+@functools.cache
+def _unguarded() -> Any:
+    """The class of functions as they are kept. Imported and made when it is needed: a GPU never needs it."""
+    from torch._dynamo.aot_compile import AOTCompiledFunction
+
+    class Unguarded(AOTCompiledFunction):
+        """Without guards: torch's class would make them anew, which takes longer than all the rest."""
+
+        def __post_init__(self) -> None:
+            artifacts = self._artifacts
+            artifacts.check_compatibility()
+            self.fn = artifacts.runtime_env.forward_callable(
+                artifacts.backend_id, artifacts.compiled_fn, extra_globals=self._extra_globals
+            )
+
+    return Unguarded
+
+
+def to_bytes(compiled: Any) -> bytes:
+    """What ``from_bytes`` takes, of an ``AOTCompiledFunction``."""
+    kind = _unguarded()
+    unguarded = kind(dataclasses.replace(compiled._artifacts, guards_state=b""), False, compiled._extra_globals)
+    return kind.serialize(unguarded).serialized_data
 
 
 def from_bytes(payload: bytes, function: Callable) -> Callable:
     """The compiled form of ``function``. Runs what stands in ``payload``: only for what this user's cache holds."""
-    return _Unguarded.deserialize(payload, function.__globals__).fn
+    return _unguarded().deserialize(payload, function.__globals__).fn
+
+
+def libraries_built_since(moment: float) -> list[str]:
+    """Names of loaded libraries of torch's cache that were written after ``moment`` (``time.time``).
+
+    Torch builds again what is gone from its cache, and says nothing.
+    """
+    root = Path(cache_dir()).resolve()
+    return sorted(file.name for file in loaded_libraries(root) if file.stat().st_mtime >= moment)
+
+
+def loaded_libraries(root: Path) -> set[Path]:
+    """Shared libraries below ``root`` that this process has loaded, as Linux lists them."""
+    # A library that was deleted and built again stays marked as deleted.
+    maps = [line.removesuffix(" (deleted)") for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = {Path(line.split(maxsplit=5)[5]) for line in maps if line.endswith(".so")}
+    return {file for file in mapped if root in file.parents and file.exists()}
 
 
 def build_missing(cache: CompileCache, jobs: Sequence[Job], num_workers: int | None) -> None:
@@ -99,10 +135,11 @@ def build_missing(cache: CompileCache, jobs: Sequence[Job], num_workers: int | N
             processes.own = _start_worker()
             started.append(processes.own)
         try:
-            send(processes.own.stdin, job)
+            send(processes.own.stdin, (job, code_settings()))
             built = receive(processes.own.stdout)
         except (EOFError, OSError) as error:
             built = Built(b"", {}, f"the process that compiled it ended: {error!r}")
+            del processes.own  # another one takes the next
         if built.error:
             warnings.warn(f"{job.name} could not be compiled beside others: {built.error}", stacklevel=2)
         else:
@@ -134,7 +171,7 @@ def _start_worker() -> subprocess.Popen:
     root = str(Path(__file__).parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
-        [sys.executable, "-m", "compiled_llm.compile_worker"],
+        [sys.executable, "-P", "-m", "compiled_llm.compile_worker"],  # -P: no module of the working directory
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
@@ -166,7 +203,11 @@ def receive(stream: Any) -> Any:
     header = stream.read(_LENGTH_BYTES)
     if len(header) < _LENGTH_BYTES:
         raise EOFError("no more messages")
-    return pickle.Unpickler(io.BytesIO(stream.read(int.from_bytes(header, "little")))).load()
+    length = int.from_bytes(header, "little")
+    content = stream.read(length)
+    if len(content) < length:
+        raise EOFError(f"{length - len(content)} bytes of a message are missing")
+    return pickle.loads(content)
 
 
 def vec_isa() -> dict[str, Any]:

@@ -10,17 +10,25 @@ import json
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from compiled_llm.compile_ahead import loaded_libraries
 from compiled_llm.compile_cache import differences, machine_fields, write_whole
+from compiled_llm.compiler import use_own_cache_directory
 from compiled_llm.ops.native import cache_directory
 
-_FORMAT = 1
+_FORMAT = 2
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(graphs|inductor|kernels)(/[A-Za-z0-9_][A-Za-z0-9_.-]*)+")
-_MOST_BYTES = 2**32  # of one file, unpacked
+_MOST_BYTES = 2**32  # of all files, unpacked
+_MOST_MANIFEST_BYTES = 2**24
+_BROKEN = (
+    *(OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError),  # RuntimeError: encrypted
+    *(KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError),  # the manifest
+)
 
 
 def export_bundle(path: Path, entries: Iterable[Path]) -> int:
@@ -32,13 +40,8 @@ def export_bundle(path: Path, entries: Iterable[Path]) -> int:
     Raises:
         ValueError: torch keeps its libraries elsewhere (``TORCHINDUCTOR_CACHE_DIR``), so the bundle would lack them.
     """
-    root = cache_directory().resolve()
-    inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).resolve()
-    if inductor != root / "inductor":
-        raise ValueError(
-            f"TORCHINDUCTOR_CACHE_DIR must be unset to export a bundle, given {str(inductor)!r}: unset it, start again"
-        )
-    files = {file.resolve() for file in [*entries, *_loaded_libraries(root)]}
+    root = _root()
+    files = {file.resolve() for file in [*entries, *loaded_libraries(root)]}
     contents = {file.relative_to(root).as_posix(): file.read_bytes() for file in sorted(files)}
     manifest = {
         "format": _FORMAT,
@@ -53,24 +56,30 @@ def export_bundle(path: Path, entries: Iterable[Path]) -> int:
 
 
 def import_bundle(path: Path) -> int:
-    """Put a bundle's files into the cache directory, all or none. Returns their number.
+    """Put a bundle's files into the cache directory, once all of them are found to be whole. Returns their number.
 
     Raises:
-        ValueError: it is no bundle, is damaged, names a place outside of the cache, or is of another kind of machine.
+        ValueError: it is no bundle, is damaged, is larger than 4 GiB unpacked, names a place outside of the cache, or
+            is of another kind of machine; or ``TORCHINDUCTOR_CACHE_DIR`` is set, so torch would look elsewhere.
+        OSError: the cache directory cannot be written to.
     """
+    root = _root()
     try:
         with zipfile.ZipFile(path) as bundle:
+            size = sum(info.file_size for info in bundle.infolist())  # zipfile reads no more than these say
+            if size > _MOST_BYTES or bundle.getinfo(_MANIFEST).file_size > _MOST_MANIFEST_BYTES:
+                raise ValueError(f"{path} takes {size} bytes unpacked, which is too much for a bundle: do not use it")
             manifest = json.loads(bundle.read(_MANIFEST))
             _check_manifest(path, manifest, bundle)
             contents = {name: bundle.read(name) for name in manifest["files"]}
-    except (OSError, KeyError, TypeError, zipfile.BadZipFile, json.JSONDecodeError) as error:
+    except _BROKEN as error:
         raise ValueError(f"{path} is no bundle of compile_model.py, or is damaged: {error!r}") from error
     for name, content in contents.items():
         if hashlib.sha256(content).hexdigest() != manifest["files"][name]:
             raise ValueError(f"{path} is damaged: {name} is not what the manifest says. Export it again")
-    # A function's .json makes it an entry, so these come last.
-    for name in sorted(contents, key=lambda name: (name.endswith(".json"), name)):
-        target = cache_directory() / name
+    # Entries come last, so that none is found before the libraries that it loads.
+    for name in sorted(contents, key=lambda name: (name.startswith("graphs/"), name)):
+        target = root / name
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(target, contents[name])
         if target.suffix == ".so":
@@ -89,12 +98,17 @@ def _check_manifest(path: Path, manifest: Any, bundle: zipfile.ZipFile) -> None:
         if name == _MANIFEST:
             continue
         inside = _NAME.fullmatch(name) and ".." not in PurePosixPath(name).parts
-        if not inside or name not in manifest["files"] or info.file_size > _MOST_BYTES:
+        if not inside or name not in manifest["files"]:
             raise ValueError(f"{path} holds {name!r}, which is no file of a bundle: do not use it")
 
 
-def _loaded_libraries(root: Path) -> set[Path]:
-    """Shared libraries below ``root`` that this process has loaded, as Linux lists them."""
-    maps = Path("/proc/self/maps").read_text().splitlines()
-    mapped = {Path(line.split(maxsplit=5)[5]) for line in maps if line.endswith(".so")}
-    return {file for file in mapped if root in file.parents and file.exists()}
+def _root() -> Path:
+    """The cache directory, where torch keeps its libraries in a place below."""
+    use_own_cache_directory()
+    root = cache_directory().resolve()
+    inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).resolve()
+    if inductor != root / "inductor":
+        raise ValueError(
+            f"TORCHINDUCTOR_CACHE_DIR must be unset for a bundle, given {str(inductor)!r}: unset it, start again"
+        )
+    return root

@@ -1,27 +1,34 @@
 """Compiled functions kept on disk, each under a readable key of everything that its code depends on.
 
-An entry is two files: ``NAME-DIGEST.json`` with the key's fields, and ``NAME-DIGEST.bin``, which torch wrote and reads.
-A start that finds its entries neither traces nor compiles. One that does not can say which field was another the last
-time.
+An entry is one file ``NAME-DIGEST.graph``, so that it is there whole or not at all: a line with the SHA-256 of the
+rest, a line of JSON with the key's fields, and what torch wrote and reads. A start that finds its entries neither
+traces nor compiles. One that does not can say which field was another the last time. Entries that no start used for a
+month go.
 
-An entry is code. The directory belongs to the user alone, and nothing of another origin gets there but a bundle that
-the user names (see compile_bundle.py).
+An entry is code. The directory belongs to the user alone (``check_own``), and nothing of another origin gets there but
+a bundle that the user names (see compile_bundle.py).
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import stat
 import sys
 import tempfile
+import time
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+import torch._functorch.config
+import torch._inductor.config
 
-from compiled_llm.argument_specs import specs_of
+from compiled_llm.argument_specs import settings, specs_of
 from compiled_llm.config import Limits
 from compiled_llm.machine import hardware
 from compiled_llm.models.config import ModelConfig
@@ -42,6 +49,8 @@ _SOURCES = (
 )
 
 _DIGESTS = ("arguments", "code")  # they follow from other fields
+_SUFFIX = ".graph"
+_UNUSED_SECONDS = 30 * 24 * 3600
 
 Fields = Mapping[str, Any]
 
@@ -65,57 +74,86 @@ class CompileCache:
         self.built: dict[str, tuple[str, float]] = {}
         # Files of the entries that were found or stored.
         self.used: list[Path] = []
+        # Entries that the disk would not take, for this start alone.
+        self._unwritten: dict[Path, Entry] = {}
 
     def key_of(self, name: str, function: FunctionType, args: tuple) -> dict[str, Any]:
         """All fields of one function's key; its own code and the arguments' kinds go in as digests."""
-        code = function.__code__
         closed_over = [_text(cell.cell_contents) for cell in function.__closure__ or ()]
+        defaults = [
+            _text(value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
+        ]
+        code = {"code": _code(function.__code__), "closed_over": closed_over, "defaults": defaults}
         return {
             "function": name,
             **self.fields,
-            "code": digest({"code": code.co_code.hex(), "names": list(code.co_names), "closed_over": closed_over})[:16],
+            "code": digest(code)[:16],
             "arguments": hashlib.sha256(repr(specs_of(args)).encode()).hexdigest()[:16],
         }
 
     def find(self, key: Fields) -> Entry | str:
         """The entry of a key, or the reason why there is none."""
         path = self._path(key)
+        if path in self._unwritten:
+            return self._unwritten[path]
         try:
-            header = json.loads(path.with_suffix(".json").read_text())
-            payload = path.with_suffix(".bin").read_bytes()
-        except (OSError, ValueError):
+            content = path.read_bytes()
+        except FileNotFoundError:
             return self._reason(key)
-        if dict(key) != header.get("fields"):
-            return self._reason(key)
-        if hashlib.sha256(payload).hexdigest() != header.get("sha256"):
+        except OSError as error:
+            return f"the stored file cannot be read: {error}"
+        sha256, _, rest = content.partition(b"\n")
+        if hashlib.sha256(rest).hexdigest().encode() != sha256:
             return "the stored file is damaged"
+        line, _, payload = rest.partition(b"\n")
+        header = json.loads(line)
+        if dict(key) != header["fields"]:
+            return self._reason(key)
+        with contextlib.suppress(OSError):  # on a disk that is only read, nothing is dropped either
+            os.utime(path)
         self._note(path)
         return Entry(header["fields"], header["facts"], payload)
 
     def store(self, key: Fields, payload: bytes, facts: Fields) -> None:
-        """Keep what torch made. ``facts``: JSON values about it that are no part of the key."""
-        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Keep what torch made. ``facts``: JSON values about it that are no part of the key.
+
+        What the disk does not take serves this start, with a warning.
+        """
         path = self._path(key)
-        header = {"fields": dict(key), "facts": dict(facts), "sha256": hashlib.sha256(payload).hexdigest()}
-        write_whole(path.with_suffix(".bin"), payload)
-        write_whole(path.with_suffix(".json"), json.dumps(header, indent=1).encode())  # last: it makes the entry
+        line = json.dumps({"fields": dict(key), "facts": dict(facts)}).encode()
+        rest = line + b"\n" + payload
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._drop_unused()
+            write_whole(path, hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+        except OSError as error:
+            self._unwritten[path] = Entry(**json.loads(line), payload=payload)
+            warnings.warn(f"{key['function']} is not kept, the next start compiles it again: {error}", stacklevel=2)
+            return
         self._note(path)
 
+    def _drop_unused(self) -> None:
+        """Delete what no start used for long, and what a start left that ended while it wrote."""
+        oldest = time.time() - _UNUSED_SECONDS
+        for path in self.directory.iterdir():
+            with contextlib.suppress(OSError):  # another start deletes it too, or it is a directory
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
+
     def _note(self, path: Path) -> None:
-        files = [path.with_suffix(suffix) for suffix in (".json", ".bin")]
-        self.used.extend(file for file in files if file not in self.used)
+        if path not in self.used:
+            self.used.append(path)
 
     def _path(self, key: Fields) -> Path:
-        return self.directory / f"{key['function']}-{digest(key)[:16]}.any"
+        return self.directory / f"{key['function']}-{digest(key)[:16]}{_SUFFIX}"
 
     def _reason(self, key: Fields) -> str:
         """Why a key misses: what differs from the entry of the same function that differs least."""
         stored = []
-        for path in self.directory.glob(f"{key['function']}-*.json"):
-            try:
-                stored.append(json.loads(path.read_text())["fields"])
-            except (OSError, ValueError, KeyError):
-                continue
+        for path in self.directory.glob(f"{key['function']}-*{_SUFFIX}"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
+                file.readline()
+                stored.append(dict(json.loads(file.readline())["fields"]))
         if not stored:
             return "nothing of that name is stored"
         nearest = min((differences(fields, key) for fields in stored), key=len)
@@ -153,6 +191,7 @@ def machine_fields() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "compiler": native.compiler(),
         "sources": sources_digest(),
+        **code_settings(),
     }
     fields.pop("cpus")  # how many there are decides nothing: the number of threads does
     return fields
@@ -167,6 +206,33 @@ def sources_digest() -> str:
     return hashed.hexdigest()[:16]
 
 
+def code_settings() -> dict[str, Any]:
+    """What this process has set of torch that goes into compiled code, beside threads: JSON values.
+
+    ``torch_config`` is a digest of the compiler's settings: environment variables (``TORCHINDUCTOR_...``) and programs
+    change them.
+    """
+    values = [module.save_config_portable() for module in (torch._inductor.config, torch._functorch.config)]
+    text = repr([sorted(each.items()) for each in values])
+    return {
+        **settings(),
+        "default device": str(torch.get_default_device()),
+        "torch_config": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
+
+
+def check_own(directory: Path) -> None:
+    """``ValueError`` if others could have put code into ``directory``, which this process would run."""
+    status = directory.stat()
+    strange = status.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0  # in a container root has what users mount
+    if strange or status.st_mode & stat.S_IWOTH:
+        raise ValueError(
+            f"COMPILED_LLM_CACHE must be a directory of your own that not everybody may write to, since code is run "
+            f"from there, given {str(directory)!r} of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}: "
+            "choose another one, or chmod o-w"
+        )
+
+
 def digest(fields: Fields) -> str:
     """A digest of JSON values that does not depend on their order."""
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
@@ -177,8 +243,19 @@ def _text(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
 
 
+def _code(code: CodeType) -> list[Any]:
+    """What a code object does, without its name, file and lines."""
+    constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), constants]
+
+
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that no other process ever sees half of it."""
+    """Write a file so that no other process ever sees half of it. ``OSError`` leaves nothing behind."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

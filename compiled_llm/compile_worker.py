@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from compiled_llm.compile_ahead import Built, Job, receive, send
+from compiled_llm.compile_cache import code_settings, differences
 from compiled_llm.compiler import build
 
 
@@ -15,14 +16,18 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no reply
     while True:
         try:
-            job: Any = receive(sys.stdin.buffer)
+            job, settings = receive(sys.stdin.buffer)
         except EOFError:
             return
-        send(replies, _run(job))
+        send(replies, _run(job, settings))
 
 
-def _run(job: Job) -> Built:
+def _run(job: Job, settings: dict[str, Any]) -> Built:
+    """``settings``: those of the process that asks. Code of other ones would stand under the wrong key."""
     torch.set_num_threads(job.threads)
+    other = differences(settings, code_settings())
+    if other:
+        return Built(b"", {}, f"torch is set up otherwise here: {'; '.join(other)}")
     try:
         _, payload, facts = build(job.recipe(), job.name, job.args)
     except Exception as error:  # whatever it is, the other process compiles for itself then, and raises it

@@ -6,10 +6,12 @@ object, so every bucket has exactly one, found at once, and a second one is a re
 
 import dataclasses
 import os
+import tempfile
 import time
 import types
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -17,8 +19,15 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from compiled_llm.argument_specs import ArgumentCheck
-from compiled_llm.compile_ahead import from_bytes, to_bytes, trust_vec_isa, vec_isa
-from compiled_llm.compile_cache import CompileCache, Entry
+from compiled_llm.compile_ahead import (
+    from_bytes,
+    libraries_built_since,
+    to_bytes,
+    trust_vec_isa,
+    unavailable,
+    vec_isa,
+)
+from compiled_llm.compile_cache import CompileCache, Entry, check_own
 from compiled_llm.cuda_graphs import CapturedFunction, GraphPool
 from compiled_llm.ops.native import cache_directory
 
@@ -108,7 +117,8 @@ class CompiledFunction:
     """A pure function for one bucket. The first call must be ``warm_up``; after that a recompile is an error.
 
     On a GPU a call replays a CUDA graph: one of the compiler's own, or with ``graph_pool`` one captured by hand.
-    On a CPU the function is compiled ahead of time, and kept in ``cache`` if one is given.
+    On a CPU the function is compiled ahead of time, and kept in ``cache`` if one is given; where torch cannot do that
+    (``compile_ahead.unavailable``), it is compiled at the first call, with torch's own guards and cache.
     """
 
     def __init__(
@@ -123,7 +133,7 @@ class CompiledFunction:
         self.name = name
         self.device = device
         self._copy = _own_copy(function, name)
-        self._ahead = device.type == "cpu" and not enforce_eager and graph_pool is None
+        self._ahead = device.type == "cpu" and not enforce_eager and graph_pool is None and not unavailable()
         self._cache = cache
         self._check: ArgumentCheck | None = None
         self._call = (
@@ -167,17 +177,23 @@ class CompiledFunction:
 
     def _warm_up_ahead(self, args: tuple) -> None:
         """Take the code from disk or compile it, and call it once."""
-        started, waited, facts = time.perf_counter(), 0.0, {}
+        started, moment, waited, facts = time.perf_counter(), time.time(), 0.0, {}
         outcome, reason = "off", ""
         if self._cache is not None:
             key = self._cache.key_of(self.name, self._copy, args)
             found = self._cache.find(key)
+            outcome, reason = "miss", found if isinstance(found, str) else ""
             if isinstance(found, Entry):
-                trust_vec_isa(found.facts["vec_isa"])
-                self._call, facts, outcome = from_bytes(found.payload, self._copy), dict(found.facts), "hit"
-            else:
-                outcome, reason = "miss", found
-        if outcome != "hit":
+                try:
+                    trust_vec_isa(found.facts["vec_isa"])
+                    self._call, facts = from_bytes(found.payload, self._copy), dict(found.facts)
+                except Exception as error:  # whatever it is: made anew, the code raises it again or does without
+                    reason = f"the stored code does not load: {type(error).__name__}: {error}"
+                else:
+                    gone = libraries_built_since(moment)
+                    outcome = "miss" if gone else "hit"
+                    reason = f"built again, since it was gone from torch's cache: {', '.join(gone)}" if gone else ""
+        if not facts:
             self._call, payload, facts = build(self._copy, self.name, args)
             if self._cache is not None:
                 self._cache.store(key, payload, facts)
@@ -254,8 +270,22 @@ class CompiledFunction:
             difference = check.difference(args)
             if difference is None:
                 return self._call(*args)
+        self.refuse(difference)
+
+    def refuse(self, difference: str) -> NoReturn:
+        """Count a call that asked for another compiled version, and raise ``RuntimeError`` with the reason."""
         self._refused += 1
         raise RuntimeError(f"{self.name} would have to be compiled again: {difference}")
+
+    def unchecked(self) -> Callable:
+        """The compiled code, for a caller that turns gradients off, compares the arguments and ``refuse``s wrong ones.
+
+        The function itself is not to be called any more: it forgets what it knew of its arguments.
+        """
+        assert self._report is not None, f"{self.name} was not warmed up"
+        assert self._captured is None, f"{self.name} is replayed, not called"
+        self._check = None
+        return self._call
 
     def report(self) -> GraphReport:
         """What the warm-up gave, with the versions compiled since counted now."""
@@ -268,10 +298,16 @@ def use_own_cache_directory() -> None:
     """Keep compiled code in the user's own cache directory, unless ``TORCHINDUCTOR_CACHE_DIR`` says where.
 
     torch's default is a directory under /tmp that other users can foresee; it writes that into the environment when it
-    is imported, so a default found there is nobody's wish.
+    is imported, so a default found there is nobody's wish. ``ValueError`` if others may write to the user's own.
     """
+    own = cache_directory()
+    check_own(own)
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_directory() / "inductor")
+        if os.access(own, os.W_OK):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "inductor")
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled_llm_")
+            warnings.warn(f"{own} may not be written to: compiled code goes to a temporary directory", stacklevel=3)
 
 
 def _compile(function: Callable, cuda_graphs: bool) -> Callable:
@@ -283,7 +319,7 @@ def build(function: Callable, name: str, args: tuple) -> tuple[Callable, bytes, 
     """Compile ahead of time for a CPU: the compiled function, its bytes for ``from_bytes``, and facts about the two."""
     before = _snapshot(torch.device("cpu"))
     with torch.no_grad():
-        options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _drop_all}
+        options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _drop_all, "size_asserts": False}
         compiled: Any = torch.compile(_own_copy(function, name), fullgraph=True, dynamic=False, options=options)
         ahead = compiled.aot_compile((args, {}))
     after = _snapshot(torch.device("cpu"))

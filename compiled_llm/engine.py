@@ -10,15 +10,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from compiled_llm.block_pool import BlockPool
 from compiled_llm.compiler import CompileReport
 from compiled_llm.config import EngineConfig, integer
+from compiled_llm.engine_parts import load_tokenizer, make_scheduler
+from compiled_llm.engine_stats import EngineCounts
 from compiled_llm.invariants import check_scheduler, check_step
 from compiled_llm.loader import model_directory
 from compiled_llm.memory import MemoryLedger
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.outputs import EngineStats, RequestOutput
-from compiled_llm.prefix_cache import PrefixCache
 from compiled_llm.prompts import (
     Prompt,
     check_token_ids,
@@ -31,13 +31,12 @@ from compiled_llm.report import RunReport, make_report, make_trace
 from compiled_llm.request import Request, Status
 from compiled_llm.runner import LaunchedStep, ModelRunner
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduler import Scheduler
 from compiled_llm.scheduler_output import SchedulerOutput
 from compiled_llm.served_request import ServedRequest, error_output
 from compiled_llm.step_log import StepLog
 from compiled_llm.step_profile import StepProfiler
 from compiled_llm.stream import RequestStream
-from compiled_llm.tokenizer import OutputText, Tokenizer
+from compiled_llm.tokenizer import OutputText
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
@@ -65,9 +64,9 @@ class CompiledEngine:
         self.config = config
         directory = DEMO_MODEL if config.model is None else model_directory(config.model)
         self.model_config = ModelConfig.from_directory(directory)
-        self.tokenizer = _load_tokenizer(config, directory)
+        self.tokenizer = load_tokenizer(config, directory)
         self.runner = ModelRunner(config, self.model_config, directory)
-        self.scheduler = self._make_scheduler()
+        self.scheduler = make_scheduler(self.config, self.model_config, self.runner)
         # Steps that the device works on, oldest first: one, or with overlap one more while the host prepares it.
         self._launched: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
         overlaps = self.runner.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
@@ -79,9 +78,7 @@ class CompiledEngine:
         self._dropped: deque[str] = deque()  # streams that nobody holds any more
         self._advanced: deque[Request] = deque()  # whose outputs are to be made
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
-        self._num_requests = self._num_finished = self._num_steps = 0
-        self._num_prompt_tokens = self._num_output_tokens = self._num_computed_tokens = 0
-        self._schedule_seconds = self._output_seconds = 0.0
+        self._counts = EngineCounts()
         self.reset_report()
 
     def __enter__(self) -> "CompiledEngine":
@@ -228,8 +225,8 @@ class CompiledEngine:
         self._entries[request_id] = ServedRequest(request, text, list(token_ids), output_text)
         self.scheduler.add(request)
         self._log.arrive()
-        self._num_requests += 1
-        self._num_prompt_tokens += len(token_ids)
+        self._counts.num_requests += 1
+        self._counts.num_prompt_tokens += len(token_ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
@@ -251,7 +248,7 @@ class CompiledEngine:
             entry = self._entries.pop(name, None)
             if entry is not None:
                 self.scheduler.finish(entry.request, "abort")
-                self._num_finished += 1
+                self._counts.num_finished += 1
                 if name in self._streams:
                     self._streams[name].append(entry.output())
 
@@ -265,39 +262,7 @@ class CompiledEngine:
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and its state now."""
-        scheduler, times = self.scheduler, self.runner.times
-        pool, prefix_cache, counts = scheduler.pool, scheduler.prefix_cache, scheduler.counts
-        return EngineStats(
-            num_steps=self._num_steps,
-            num_requests=self._num_requests,
-            num_finished=self._num_finished,
-            num_waiting=scheduler.num_waiting,
-            num_running=len(scheduler.running),
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_output_tokens=self._num_output_tokens,
-            num_computed_tokens=self._num_computed_tokens,
-            num_padding_tokens=times.num_padding_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_recompute_preemptions=counts.num_recompute_preemptions,
-            num_swap_preemptions=counts.num_swap_preemptions,
-            num_recomputed_tokens=counts.num_recomputed_tokens,
-            num_swapped_out_tokens=counts.num_swapped_out_tokens,
-            num_swapped_in_tokens=counts.num_swapped_in_tokens,
-            prefix_queried_tokens=prefix_cache.num_queried_tokens,
-            prefix_hit_tokens=prefix_cache.num_hit_tokens,
-            num_evictions=pool.num_evictions,
-            num_kv_blocks=pool.num_blocks,
-            used_blocks=pool.num_used,
-            cached_blocks=pool.num_cached,
-            peak_used_blocks=pool.peak_used,
-            num_swap_blocks=scheduler.swap_pool.num_blocks,
-            used_swap_blocks=scheduler.swap_pool.num_used,
-            schedule_seconds=self._schedule_seconds,
-            prepare_seconds=times.prepare_seconds,
-            launch_seconds=times.launch_seconds,
-            execute_seconds=times.execute_seconds,
-            output_seconds=self._output_seconds,
-        )
+        return self._counts.stats(self.scheduler, self.runner.times)
 
     def compile_report(self) -> CompileReport:
         """Per compiled graph: graph breaks, recompiles since ready, seconds, cache hit or miss."""
@@ -340,27 +305,6 @@ class CompiledEngine:
 
     # -- Inside
 
-    def _make_scheduler(self) -> Scheduler:
-        config, runner = self.config, self.runner
-        pool = BlockPool(runner.num_blocks)
-        facts = (
-            str(self.model_config),
-            str(runner.dtype),
-            str(runner.cache_dtypes),
-            str(config.model),
-            str(config.seed),
-        )
-        return Scheduler(
-            runner.limits,
-            pool,
-            prefix_cache=PrefixCache(pool, runner.limits.block_size, enabled=config.enable_prefix_caching, facts=facts),
-            swap_pool=BlockPool(runner.num_swap_blocks),
-            preemption_mode=config.preemption_mode,
-            policy=config.scheduling_policy,
-            target_itl_ms=config.target_itl_ms,
-            costs=runner.costs,
-        )
-
     def _advance(self, only_finished: bool = False) -> list[RequestOutput]:
         """Run one step; outputs of streams go to them, the others are returned."""
         self._abort_dropped_streams()
@@ -386,7 +330,7 @@ class CompiledEngine:
         try:
             started = time.perf_counter()
             output = self.scheduler.schedule()
-            self._schedule_seconds += time.perf_counter() - started
+            self._counts.schedule_seconds += time.perf_counter() - started
             if self.config.check_invariants:
                 check_step(self.scheduler, output)
         except BaseException as error:
@@ -407,16 +351,16 @@ class CompiledEngine:
         try:
             started = time.perf_counter()
             advanced = self.scheduler.update(output, sampled)
-            self._schedule_seconds += time.perf_counter() - started
+            self._counts.schedule_seconds += time.perf_counter() - started
             if self.config.check_invariants:
                 check_scheduler(self.scheduler)
         except BaseException as error:
             self._fail_all(error)
             raise
         self._advanced += advanced
-        self._num_steps += 1
-        self._num_output_tokens += len(advanced)
-        self._num_computed_tokens += output.num_tokens
+        self._counts.num_steps += 1
+        self._counts.num_output_tokens += len(advanced)
+        self._counts.num_computed_tokens += output.num_tokens
         self._log.record_step(launched.bucket, output, launched.seconds)
         if self._log.series.is_due():
             scheduler, pool = self.scheduler, self.scheduler.pool
@@ -437,9 +381,9 @@ class CompiledEngine:
         output = entry.output() if finished or not only_finished else None
         if finished:
             del self._entries[request.request_id]
-            self._num_finished += 1
+            self._counts.num_finished += 1
             self._log.record_request(request)
-        self._output_seconds += time.perf_counter() - started
+        self._counts.output_seconds += time.perf_counter() - started
         return output
 
     def _fail_steps(self, error: BaseException) -> None:
@@ -452,7 +396,7 @@ class CompiledEngine:
         """Scheduling failed or was interrupted half-way: end all requests, and begin anew with an empty scheduler."""
         self._launched.clear()
         self.runner.rows.clear()
-        old, self.scheduler = self.scheduler, self._make_scheduler()
+        old, self.scheduler = self.scheduler, make_scheduler(self.config, self.model_config, self.runner)
         self.scheduler.take_over_counts(old)
         for entry in self._entries.values():
             request = entry.request
@@ -474,11 +418,5 @@ class CompiledEngine:
         return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._entries)
 
     def _seed_of_next_request(self) -> int:
-        text = f"{self.config.seed}/{self._num_requests}"
+        text = f"{self.config.seed}/{self._counts.num_requests}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-
-
-def _load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
-    if config.tokenizer is not None:
-        return Tokenizer(model_directory(config.tokenizer))
-    return Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None

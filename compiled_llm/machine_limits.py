@@ -10,9 +10,10 @@ import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import os
-import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import psutil
 import torch
 
 from compiled_llm import machine
+from compiled_llm.compile_cache import write_whole
 from compiled_llm.ops import native
 
 _READ_BYTES = 1 << 28  # and four times the last cache where that is more
@@ -62,9 +64,11 @@ def cached(device: torch.device, dtype: torch.dtype) -> MachineLimits | None:
     """The limits that an earlier ``measured`` left on disk for this hardware; None when there are none."""
     try:
         content = json.loads(_path(device, dtype).read_text())
-        return MachineLimits(**content["limits"])
+        limits = MachineLimits(**content["limits"])
+        sound = all(0 < rate < math.inf for rate in (limits.read_bytes_per_second, limits.flops_per_second))
     except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole: measured anew
         return None
+    return limits if sound else None
 
 
 def measured(device: torch.device, dtype: torch.dtype, *, remeasure: bool = False) -> MachineLimits:
@@ -80,21 +84,18 @@ def measured(device: torch.device, dtype: torch.dtype, *, remeasure: bool = Fals
     read, flops, instruction = measure(device, dtype)
     moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     limits = MachineLimits(device.type, str(dtype).removeprefix("torch."), read, flops, instruction, moment)
-    _write(_path(device, dtype), {"limits": dataclasses.asdict(limits), "hardware": machine.hardware(device)})
+    path, content = _path(device, dtype), {"limits": dataclasses.asdict(limits), "hardware": machine.hardware(device)}
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+    except OSError as error:
+        warnings.warn(f"the machine's limits are not kept, so they will be measured again: {error}", stacklevel=2)
     return limits
 
 
 def _path(device: torch.device, dtype: torch.dtype) -> Path:
     facts = json.dumps([machine.hardware(device), str(dtype)], sort_keys=True)
     return native.cache_directory() / "limits" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
-
-
-def _write(path: Path, content: dict) -> None:
-    """Written aside and moved into place whole, so that another process never reads half a file."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-    os.replace(file.name, path)
 
 
 def _buffer_bytes(wanted: int, free: int) -> int:

@@ -112,7 +112,8 @@ def _limits_note(report: "RunReport") -> str:
         f"{report.limits.read_bytes_per_second / 1e9:.1f} GB/s of memory, "
         f"{report.limits.flops_per_second / 1e12:.2f} TFLOP/s in {report.limits.dtype} "
         f"({_text(report.limits.instruction)}). On a virtual machine the bandwidth changes by the minute, so that a "
-        "share may pass 100%; <code>--remeasure-limits</code> measures anew. Bytes and operations are those that no "
+        "share may pass 100%, and so may that of a model whose weights a cache of the processor holds; "
+        "<code>--remeasure-limits</code> measures anew. Bytes and operations are those that no "
         "implementation can leave out; the share of the limit is the time that they need there over the time taken."
     )
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import statistics
 import time
 import warnings
@@ -17,7 +18,7 @@ from tqdm import tqdm
 
 from compiled_llm import loader
 from compiled_llm.batch import Bucket, RequestRows, StepBuffers, buckets_of, choose_bucket
-from compiled_llm.compile_ahead import Job, build_missing
+from compiled_llm.compile_ahead import Job, build_missing, unavailable
 from compiled_llm.compile_cache import engine_cache
 from compiled_llm.compiler import CompiledFunction, CompileReport, use_own_cache_directory
 from compiled_llm.config import EngineConfig, Limits
@@ -32,8 +33,9 @@ from compiled_llm.ops import kv_quant, native, swap
 from compiled_llm.sampler import SamplingInput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduler_output import SchedulerOutput
-from compiled_llm.step import Feedback, sampler_function, step_function
+from compiled_llm.step import Feedback, sampler_function
 from compiled_llm.step_profile import StepProfiler
+from compiled_llm.step_units import LayeredStep, check_unit, compiled_step, functions_of, step_jobs
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 _COST_RUNS, _COST_SWAP_BLOCKS = 3, 16
@@ -95,6 +97,7 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
         self.device = resolve_device(config.device)
         self._graph_pool = graph_pool(config.cuda_graphs, self.device)
+        check_unit(config.compile_unit, self.device, config.enforce_eager)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
         if self.device.type == "cuda":
@@ -144,8 +147,9 @@ class ModelRunner:
         self.times = RunnerTimes()
         self.costs = StepCosts()
         self.profiler: StepProfiler | None = None  # set from outside, for a report
-        self._steps: dict[Bucket, CompiledFunction] = {}
+        self._steps: dict[Bucket, CompiledFunction | LayeredStep] = {}
         self._samplers: dict[int, CompiledFunction] = {}
+        self._last_report: CompileReport | None = None  # once closed
         memory.before_compiling()
         started = time.perf_counter()
         self._compile(config, enforce_eager)
@@ -230,7 +234,8 @@ class ModelRunner:
         return step.tokens[: step.num_requests].tolist()
 
     def close(self) -> None:
-        """Free weights, KV cache and graphs."""
+        """Free weights, KV cache and graphs; ``compile_report`` stays as it is then."""
+        self._last_report = self.compile_report()
         self._steps.clear()
         self._samplers.clear()
         self.buffers.clear()
@@ -239,7 +244,9 @@ class ModelRunner:
             torch.cuda.empty_cache()
 
     def compile_report(self) -> CompileReport:
-        functions = [*self._steps.values(), *self._samplers.values()]
+        if self._last_report is not None:
+            return self._last_report
+        functions = [*itertools.chain(*map(functions_of, self._steps.values())), *self._samplers.values()]
         return CompileReport(tuple(function.report() for function in functions))
 
     def compiled_files(self) -> list[Path]:
@@ -292,34 +299,44 @@ class ModelRunner:
     def _compile(self, config: EngineConfig, enforce_eager: bool) -> None:
         """Compile and warm up every bucket, and a sampler for each number of rows, on steps that are all padding."""
         keeps = self.device.type == "cpu" and not enforce_eager and torch._inductor.config.fx_graph_cache
+        reason = unavailable() if keeps else None
+        if reason is not None:
+            keeps = False
+            warnings.warn(
+                f"compiled functions are not kept on disk: {reason}. torch's own cache is used instead, where it is "
+                "on, and each start traces everything again",
+                stacklevel=5,
+            )
         cache = engine_cache(self.model_config, self.limits, self.dtype, self.cache_dtypes) if keeps else None
         self._cache = cache
         if cache is not None:
-            build_missing(cache, self._jobs(), config.compile_workers)
+            build_missing(cache, self._jobs(config.compile_unit), config.compile_workers)
+        make = functools.partial(
+            CompiledFunction,
+            device=self.device,
+            enforce_eager=enforce_eager,
+            graph_pool=self._graph_pool,
+            cache=cache,
+        )
         buckets = tqdm(self._recording_order(), desc="compiling", unit="bucket", disable=None, leave=False)
         for bucket in buckets:
             buckets.set_postfix_str(bucket.name)
-            step = step_function(self.model_config, bucket.max_query_len)
-            self._steps[bucket] = CompiledFunction(
-                step, bucket.name, self.device, enforce_eager, self._graph_pool, cache
-            )
+            self._steps[bucket] = compiled_step(config.compile_unit, self.model_config, bucket, make)
             self._steps[bucket].warm_up(functools.partial(self._step_arguments, bucket))
             sampler_arguments = functools.partial(self._sampler_arguments, bucket)
             if bucket.num_requests in self._samplers:
                 self._samplers[bucket.num_requests].record_again(sampler_arguments)
                 continue
-            name = f"sample_{bucket.num_requests}"
-            sampler = CompiledFunction(sampler_function, name, self.device, enforce_eager, self._graph_pool, cache)
+            sampler = make(sampler_function, f"sample_{bucket.num_requests}")
             sampler.warm_up(sampler_arguments)
             self._samplers[bucket.num_requests] = sampler
 
-    def _jobs(self) -> list[Job]:
+    def _jobs(self, compile_unit: str) -> list[Job]:
         """Everything to compile, as other processes can do it. Logits are described, since no step has run yet."""
         threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
         jobs = []
         for bucket in self.buckets:
-            recipe = functools.partial(step_function, self.model_config, bucket.max_query_len)
-            jobs.append(Job(bucket.name, recipe, self._step_arguments(bucket), threads))
+            jobs += step_jobs(compile_unit, self.model_config, bucket, self._step_arguments(bucket), threads)
         for rows, bucket in {bucket.num_requests: bucket for bucket in self.buckets}.items():
             logits = torch.empty(rows, vocab_size, dtype=self.dtype)
             args = logits, self.buffers[bucket].sampling_input, self.last_tokens

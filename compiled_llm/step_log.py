@@ -173,12 +173,14 @@ class StepLog:
         """From the first arrival to the end of the last step, without pauses."""
         if self.began is None or self.ended is None:
             return 0.0
-        return self.ended - self.began - self.paused_seconds
+        return max(0.0, self.ended - self.began - self.paused_seconds)  # a step that fails has a pause and no end
 
     # -- Steps
 
     def record_step(self, bucket: BucketSize, output: SchedulerOutput, seconds: float) -> None:
-        """A step ran in ``bucket`` and took the device ``seconds``."""
+        """A step ran in ``bucket`` and took the device ``seconds``. What lies before the log began is cut off."""
+        if self.began is not None:
+            seconds = min(seconds, time.perf_counter() - self.began)
         requests, tokens = len(output.request_ids), len(output.token_ids)
         row = self._rows.get((bucket.kind, requests, tokens)) or self._new_row(bucket, requests, tokens)
         row.count += 1

@@ -60,15 +60,14 @@ def rope_table(config: ModelConfig, device: torch.device) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
 
 
-def rope_cos_sin(positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for each token, each ``[T, 1, H / 2]`` float32."""
-    cos, sin = F.embedding(positions, table)[:, None].chunk(2, dim=-1)
-    return cos, sin
+def rope_cos_sin(positions: Tensor, table: Tensor) -> Tensor:
+    """Cosines, then sines, for each token, ``[T, 1, H]`` float32."""
+    return F.embedding(positions, table)[:, None]
 
 
-def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     """Rotate ``x`` ``[T, heads, H]``: the first half of each head pairs with the second (Hugging Face's order)."""
-    cos, sin = cos_sin
+    cos, sin = cos_sin.chunk(2, dim=-1)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)], dim=-1)
 
@@ -76,7 +75,7 @@ def apply_rope(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
 def attention(
     x: Tensor,
     w: AttentionWeights,
-    cos_sin: tuple[Tensor, Tensor],
+    cos_sin: Tensor,
     cache: LayerCache,
     step: StepInput,
     config: ModelConfig,

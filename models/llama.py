@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.layers import (
     AnyLinear,
     AttentionWeights,
@@ -121,13 +121,48 @@ def assemble(
     )
 
 
+class Stream(NamedTuple):
+    """What runs from layer to layer.
+
+    The last projection is left to be added by the next norm, which reads both: one pass over memory instead of two, and
+    the same rounding, wherever one compiled graph ends and the next begins.
+    """
+
+    x: Tensor  # [T, D]
+    pending: Tensor  # [T, D], to be added to x
+
+
+def embed_step(weights: Weights, step: StepInput) -> tuple[Stream, Tensor]:
+    """What goes into the first layer, and the cosines and sines for all of them. ``weights.layers`` are not read."""
+    x = embed(step.input_ids, weights.embedding)
+    return Stream(x, torch.zeros_like(x)), rope_cos_sin(step.positions, weights.rope)
+
+
+def layer_step(
+    stream: Stream,
+    cos_sin: Tensor,
+    layer: LayerWeights,
+    cache: LayerCache,
+    step: StepInput,
+    config: ModelConfig,
+    max_query_len: int,
+) -> Stream:
+    """One decoder layer; the step's keys and values go to ``cache``."""
+    x = stream.x + stream.pending
+    normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+    x = x + attention(normed, layer.attention, cos_sin, cache, step, config, max_query_len)
+    return Stream(x, gated_mlp(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.mlp))
+
+
+def head_step(weights: Weights, stream: Stream, step: StepInput, config: ModelConfig) -> Tensor:
+    """Logits ``[R, V]`` of the tokens at ``step.logits_indices``. ``weights.layers`` are not read."""
+    last = torch.index_select(stream.x + stream.pending, 0, step.logits_indices)
+    return linear(rms_norm(last, weights.final_norm, config.rms_norm_eps), weights.lm_head)
+
+
 def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: ModelConfig, max_query_len: int) -> Tensor:
     """Logits ``[R, V]`` of the tokens at ``step.logits_indices``; the step's keys and values go to ``kv_cache``."""
-    x = embed(step.input_ids, weights.embedding)
-    cos_sin = rope_cos_sin(step.positions, weights.rope)
+    stream, cos_sin = embed_step(weights, step)
     for layer, cache in zip(weights.layers, kv_cache, strict=True):
-        normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-        x = x + attention(normed, layer.attention, cos_sin, cache, step, config, max_query_len)
-        x = x + gated_mlp(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.mlp)
-    last = torch.index_select(x, 0, step.logits_indices)
-    return linear(rms_norm(last, weights.final_norm, config.rms_norm_eps), weights.lm_head)
+        stream = layer_step(stream, cos_sin, layer, cache, step, config, max_query_len)
+    return head_step(weights, stream, step, config)

@@ -6,10 +6,20 @@ from torch import Tensor
 
 from compiled_llm.models import llama
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.llama import LayerWeights, Weights, forward
+from compiled_llm.models.llama import LayerWeights, Stream, Weights, embed_step, forward, head_step, layer_step
 from compiled_llm.models.weights import Convert
 
-__all__ = ["HF_CONFIG", "Weights", "assemble", "checkpoint_shapes", "forward"]
+__all__ = [
+    "HF_CONFIG",
+    "Stream",
+    "Weights",
+    "assemble",
+    "checkpoint_shapes",
+    "embed_step",
+    "forward",
+    "head_step",
+    "layer_step",
+]
 
 HF_CONFIG = "Qwen3Config"
 

@@ -26,16 +26,15 @@ import json
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import bench_hf
 import bench_phases_plots
 import torch
-import transformers
 import workloads
+from bench_phases_sides import Engine, Served, Transformers, in_static_batches, step_seconds, ttft
 from workloads import Requests, WorkloadRequest
 
 from compiled_llm import CompiledEngine, SamplingParams, kv_cache, machine, machine_limits
@@ -53,101 +52,6 @@ CHECKED_REQUESTS = 4
 LEAST = dict.fromkeys(("prompt_lens", "batch_sizes", "request_lens", "bucket_sizes", "token_bucket_sizes"), 1)
 LEAST |= {"prompt_len": 1, "output_len": 3, "decode_steps": 2, "num_requests": 1, "seats": 1, "repeats": 1}
 LEAST["kv_memory"] = 2**-10
-
-
-class Served(NamedTuple):
-    """One run of requests. Times in seconds since it began.
-
-    Attributes:
-        starts: when each request got its seat.
-        token_times: when each token of each request was there.
-        row_steps: rows of all steps' batches, whatever they held: padding, a finished request, a prompt in computation.
-    """
-
-    starts: list[float]
-    token_times: list[list[float]]
-    row_steps: int
-
-
-class Side(Protocol):
-    name: str
-
-    def run(self, requests: Requests) -> Served:
-        """Serve requests that all start at once."""
-        ...
-
-
-class Engine:
-    """This engine."""
-
-    name = "engine"
-
-    def __init__(self, engine: CompiledEngine) -> None:
-        self.engine = engine
-        self.limits = engine.runner.limits
-
-    def run(self, requests: Requests, seats: int | None = None) -> Served:
-        """With ``seats``, no more requests at once: whenever one ends, the next one gets its seat."""
-        seats = seats or len(requests)
-        served, row_steps, num_running = Served([], [[] for _ in requests], 0), 0, 0
-        started = time.perf_counter()
-        while len(served.starts) < len(requests) or num_running:
-            while len(served.starts) < len(requests) and num_running < seats:
-                prompt, output_len = requests[len(served.starts)]
-                params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-                self.engine.add_request(str(len(served.starts)), prompt, params)
-                served.starts.append(time.perf_counter() - started)
-                num_running += 1
-            row_steps += min(size for size in self.limits.decode_bucket_sizes if size >= num_running)
-            outputs, now = self.engine.step(), time.perf_counter() - started
-            for output in outputs:
-                completion, times = output.outputs[0], served.token_times[int(output.request_id)]
-                if completion.finish_reason == "error":
-                    raise RuntimeError(f"the engine failed: {completion.stop_reason}")
-                times += [now] * (len(completion.token_ids) - len(times))
-                num_running -= output.finished
-        return served._replace(row_steps=row_steps)
-
-
-class Transformers:
-    """``transformers.generate``: one left-padded batch that runs until its longest output is there."""
-
-    name = "transformers"
-
-    def __init__(self, model: bench_hf.HuggingFaceModel) -> None:
-        self.model = model
-
-    def run(self, requests: Requests) -> Served:
-        return self.generate(requests)[0]
-
-    def generate(self, requests: Requests) -> tuple[Served, Any]:
-        """The run, and the KV cache that it leaves."""
-        device, lengths = self.model.device, [len(request.prompt_token_ids) for request in requests]
-        longest, new_tokens = max(lengths), max(request.output_len for request in requests)
-        rows = [[0] * (longest - len(request.prompt_token_ids)) + request.prompt_token_ids for request in requests]
-        ids = torch.tensor(rows, device=device)
-        mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths], device=device)
-        never = torch.zeros(len(requests), dtype=torch.bool, device=device)
-        times: list[float] = []
-
-        def note_time(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - started)
-            return never
-
-        started = time.perf_counter()
-        with torch.inference_mode():
-            generated = self.model.module.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=new_tokens,
-                stopping_criteria=transformers.StoppingCriteriaList([note_time]),
-                return_dict_in_generate=True,
-            )
-        assert generated.sequences.shape == (len(requests), longest + new_tokens)
-        served = Served([0.0] * len(requests), [times[: r.output_len] for r in requests], len(requests) * new_tokens)
-        return served, generated.past_key_values
 
 
 @dataclasses.dataclass
@@ -180,20 +84,6 @@ class Study:
         for _, side in itertools.product(range(self.args.repeats), (self.engine, self.peer)):
             runs[side.name].append(side.run(requests))
         return runs
-
-
-def ttft(runs: list[Served]) -> float:
-    """Seconds until every request has its first token, median of the runs."""
-    return statistics.median(max(times[0] for times in run.token_times) for run in runs)
-
-
-def step_seconds(runs: list[Served]) -> list[float]:
-    """Of each step in which all requests decode, median of the runs."""
-    gaps = []
-    for run in runs:
-        begun, ended = max(times[0] for times in run.token_times), min(times[-1] for times in run.token_times)
-        gaps.append([b - a for a, b in itertools.pairwise(t for t in run.token_times[0] if begun <= t <= ended)])
-    return [statistics.median(step) for step in zip(*gaps, strict=True)]
 
 
 def compare(rows: list[Row], key: str, time_name: str) -> None:
@@ -283,19 +173,6 @@ def batching(study: Study) -> Row:
     for row in rows:
         row["seconds_ratio"] = rows[0]["seconds"] / row["seconds"]
     return {"num_requests": len(requests), "seats": args.seats, "timelines_s": timelines, "rows": rows}
-
-
-def in_static_batches(side: Side, requests: Requests, seats: int) -> Served:
-    """``seats`` requests start together, and the next ones when the longest of them is done."""
-    starts, token_times, row_steps, now = [], [], 0, 0.0
-    for group in (requests[first : first + seats] for first in range(0, len(requests), seats)):
-        longest = max(request.output_len for request in group)
-        served = side.run([request._replace(output_len=longest) for request in group])
-        starts += [now] * len(group)
-        token_times += [[now + seconds for seconds in times] for times in served.token_times]
-        row_steps += served.row_steps
-        now = max(times[-1] for times in token_times)
-    return Served(starts, token_times, row_steps)
 
 
 def intensity(study: Study) -> Row:

@@ -31,7 +31,13 @@ def parse_arguments() -> argparse.Namespace:
     add_engine_arguments(parser)
     add_model_arguments(parser)  # its --model takes the place of the engine's
     parser.add_argument("--export", type=Path, metavar="FILE", help="write a bundle of what this model's start uses")
-    parser.add_argument("--import", type=Path, metavar="FILE", dest="imported", help="take a bundle in before starting")
+    parser.add_argument(
+        "--import",
+        type=Path,
+        metavar="FILE",
+        dest="imported",
+        help="take a bundle in before starting: a program, so only of those whose programs you would run",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
     args = parser.parse_args()
     if args.enforce_eager:
@@ -46,6 +52,7 @@ def compile_model(args: argparse.Namespace) -> dict[str, Any]:
     """Start the engine that the flags describe, and say what its start found and made."""
     result: dict[str, Any] = {}
     if args.imported is not None:
+        print(f"taking in {args.imported}, which is a program: its code runs from now on", file=sys.stderr)
         result["imported_files"] = import_bundle(args.imported)
     with contextlib.ExitStack() as stack:
         arguments = stack.enter_context(model_of(args))

@@ -1,13 +1,15 @@
 """Compiling in other processes: the same result as here, one message for what fails, and nothing left behind."""
 
 import functools
+import io
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from compiled_llm.compile_ahead import Job, _worth, build_missing
+from compiled_llm.compile_ahead import Job, _worth, build_missing, receive, send, unavailable
 from compiled_llm.compile_cache import CompileCache
 from compiled_llm.compiler import CompiledFunction
 from compiled_llm.sampler import SamplingInput
@@ -45,6 +47,43 @@ def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> No
     again = CompileCache(tmp_path, {})
     build_missing(again, [built], num_workers=1)
     assert not again.built, "what is there is not compiled again"
+
+
+def test_code_of_other_settings_is_not_taken_from_another_process(tmp_path: Path) -> None:
+    cache, built = CompileCache(tmp_path, {}), job("sample_2")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.warns(UserWarning, match=r"torch is set up otherwise here: the default dtype is 'torch.float32'"):
+            build_missing(cache, [built], num_workers=1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not cache.built
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_message_cut_short_is_the_end_of_its_sender() -> None:
+    stream = io.BytesIO()
+    send(stream, ("a", 1))
+    whole = stream.getvalue()
+    assert receive(io.BytesIO(whole)) == ("a", 1)
+    for length in (0, 5, len(whole) - 1):
+        with pytest.raises(EOFError):
+            receive(io.BytesIO(whole[:length]))
+
+
+def test_an_older_torch_or_caches_that_are_off_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unavailable() is None
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert "torch's caches are disabled" in str(unavailable())
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    assert unavailable() == "torch 2.11.0+cpu is older than 2.13"
+    monkeypatch.setitem(sys.modules, "torch._dynamo.aot_compile", None)  # never asked for
+    function = CompiledFunction(lambda x: x * 2, "double", torch.device("cpu"), enforce_eager=False)
+    function.warm_up(lambda: (torch.ones(4),))
+    assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 6.0))
+    assert function.report().graphs == 1
+    with pytest.raises(RuntimeError, match="double would have to be compiled again"):
+        function(torch.ones(5))
 
 
 def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from compiled_llm import compile_bundle
 from compiled_llm.compile_bundle import export_bundle, import_bundle
 
 
@@ -16,7 +17,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     use(monkeypatch, tmp_path / "from")
     graphs = tmp_path / "from" / "graphs"
     graphs.mkdir(parents=True)
-    files = [graphs / "step-0.bin", graphs / "step-0.json"]
+    files = [graphs / "step-0.graph", graphs / "step-1.graph"]
     for file in files:
         file.write_text(file.name)
     assert export_bundle(tmp_path / "bundle", files) == 2
@@ -46,8 +47,8 @@ def rewritten(bundle: Path, change: Callable[[dict, dict[str, bytes]], None]) ->
 def test_a_bundle_is_taken_in_whole(bundle: Path, tmp_path: Path) -> None:
     assert import_bundle(bundle) == 2
     assert {file.name: file.read_text() for file in (tmp_path / "to" / "graphs").iterdir()} == {
-        "step-0.bin": "step-0.bin",
-        "step-0.json": "step-0.json",
+        "step-0.graph": "step-0.graph",
+        "step-1.graph": "step-1.graph",
     }
 
 
@@ -77,21 +78,30 @@ def test_a_name_outside_of_the_cache_is_refused_and_nothing_is_written(bundle: P
 
 def test_a_damaged_bundle_is_refused_and_nothing_is_written(bundle: Path, tmp_path: Path) -> None:
     def another_byte(manifest: dict, contents: dict[str, bytes]) -> None:
-        contents["graphs/step-0.bin"] = b"other"
+        contents["graphs/step-0.graph"] = b"other"
 
     def unlisted(manifest: dict, contents: dict[str, bytes]) -> None:
-        contents["graphs/step-1.bin"] = b""
+        contents["graphs/step-2.graph"] = b""
 
     def missing(manifest: dict, contents: dict[str, bytes]) -> None:
-        del contents["graphs/step-0.bin"]
+        del contents["graphs/step-0.graph"]
+
+    def no_machine(manifest: dict, contents: dict[str, bytes]) -> None:
+        manifest["machine"] = "x86"
 
     for change, said in (
-        (another_byte, "damaged: graphs/step-0.bin"),
+        (another_byte, "damaged: graphs/step-0.graph"),
         (unlisted, "which is no file of a bundle"),
         (missing, "no bundle of compile_model.py, or is damaged"),
+        (no_machine, "no bundle of compile_model.py, or is damaged"),
     ):
         with pytest.raises(ValueError, match=said):
             import_bundle(rewritten(bundle, change))
+    content = bytearray(bundle.read_bytes())
+    content[content.index(b"PK", 4) - 8] ^= 255  # in the first file's compressed bytes
+    bundle.write_bytes(content)
+    with pytest.raises(ValueError, match="no bundle"):
+        import_bundle(bundle)
     bundle.write_bytes(b"PK")
     with pytest.raises(ValueError, match="no bundle"):
         import_bundle(bundle)
@@ -103,3 +113,14 @@ def test_a_cache_of_torchs_elsewhere_is_refused(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
     with pytest.raises(ValueError, match="TORCHINDUCTOR_CACHE_DIR must be unset"):
         export_bundle(tmp_path / "bundle", [])
+    with pytest.raises(ValueError, match="TORCHINDUCTOR_CACHE_DIR must be unset"):
+        import_bundle(tmp_path / "bundle")
+
+
+def test_a_bundle_that_unpacks_to_too_much_is_refused_before_it_is_read(
+    bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compile_bundle, "_MOST_BYTES", 100)
+    monkeypatch.setattr(zipfile.ZipFile, "read", None)
+    with pytest.raises(ValueError, match="too much for a bundle"):
+        import_bundle(bundle)

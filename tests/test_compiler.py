@@ -4,16 +4,19 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.batch import choose_bucket
 from compiled_llm.compile_cache import CompileCache
-from compiled_llm.compiler import CompiledFunction, CompileReport
+from compiled_llm.compiler import CompiledFunction, CompileReport, use_own_cache_directory
 from compiled_llm.step import step_function
 from tests.families import CONFIGS, checkpoint
 
@@ -154,6 +157,39 @@ def test_what_is_kept_on_disk_gives_the_same_and_says_hit(tmp_path: Path) -> Non
     assert "block_size is 32 and was 16" in str(CompileReport((function.report(),)))
 
 
+def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return (x + 71).sin() * 3
+
+    def start() -> tuple[str, str]:
+        PyCodeCache.cache_clear()  # as if the process were a fresh one
+        CppPythonBindingsCodeCache.cache_clear()
+        function = CompiledFunction(
+            add, "add", torch.device("cpu"), enforce_eager=False, cache=CompileCache(tmp_path / "graphs", {})
+        )
+        function.warm_up(lambda: (torch.ones(40),))
+        assert torch.allclose(function(torch.zeros(40)), torch.full((40,), 71.0).sin() * 3)
+        return function.report().cache, function.report().reason
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    assert start() == ("miss", "nothing of that name is stored")
+    assert start() == ("hit", "")
+    libraries = list((tmp_path / "inductor").rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        library.unlink()
+    outcome, reason = start()
+    assert outcome == "miss"
+    assert re.fullmatch(r"built again, since it was gone from torch's cache: [\w.]+\.so", reason)
+    cache = CompileCache(tmp_path / "graphs", {})
+    cache.store(cache.key_of("add", add, (torch.ones(40),)), b"no pickle", {"vec_isa": {"name": "", "attributes": {}}})
+    outcome, reason = start()
+    assert (outcome, "the stored code does not load: UnpicklingError" in reason) == ("miss", True)
+    assert start() == ("hit", "")
+
+
 def test_a_graph_break_is_an_error_at_warm_up() -> None:
     def breaks(x: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
@@ -183,6 +219,24 @@ def test_eager_runs_the_same_function_and_says_so() -> None:
     function.warm_up(lambda: (torch.ones(2),))
     assert function(torch.ones(7)).shape == (7,)
     assert (function.report().cache, function.report().graphs) == ("eager", 0)
+
+
+def test_where_the_own_cache_may_not_be_written_to_a_temporary_directory_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.warns(UserWarning, match="own may not be written to: compiled code goes to a temporary directory"):
+        use_own_cache_directory()
+    chosen = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert Path(chosen).parent == tmp_path
+    use_own_cache_directory()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == chosen
+    (tmp_path / "own").chmod(0o777)
+    with pytest.raises(ValueError, match="COMPILED_LLM_CACHE must be a directory of your own"):
+        use_own_cache_directory()
 
 
 @pytest.mark.parametrize("wished", [None, "wished"])

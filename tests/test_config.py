@@ -34,6 +34,8 @@ def limits(**arguments) -> Limits:
         ("max_num_seqs", -1),
         ("max_num_batched_tokens", 1.5),
         ("block_size", 0),
+        ("compile_unit", "block"),
+        ("compile_unit", None),
         ("compile_workers", -1),
         ("compile_workers", 1.5),
         ("num_kv_blocks", 0),

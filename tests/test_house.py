@@ -16,15 +16,22 @@ WITHOUT_TORCH = [
     "block_pool",
     "config",
     "costs",
+    "engine_stats",
     "invariants",
     "outputs",
     "prefix_cache",
     "request",
     "request_queue",
+    "roofline",
     "sampling_params",
     "scheduler",
     "scheduler_output",
+    "step_log",
 ]
+
+RUNS_CODE = ("eval", "exec", "torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler")
+# Messages through a pipe, from a process that this program started.
+UNPICKLES_ITS_OWN = [("compile_ahead.py", "pickle.loads")]
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -70,7 +77,7 @@ def test_nothing_runs_code_of_a_checkpoint(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
-            assert called not in ("eval", "exec", "torch.load", "pickle.load", "pickle.loads"), f"{path}: {called}"
+            assert called not in RUNS_CODE or (path.name, called) in UNPICKLES_ITS_OWN, f"{path}: {called}"
         if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
             assert isinstance(node.value, ast.Constant)
             assert node.value.value is False

@@ -1,5 +1,8 @@
 """The machine's limits: measured once, found again, measured anew when asked or when the file is broken."""
 
+import dataclasses
+import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -46,7 +49,14 @@ def test_measured_once_and_kept_for_this_hardware_and_dtype(monkeypatch: pytest.
     assert machine_limits.cached(CPU, torch.bfloat16) is None, "other hardware"
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"limits": {"device": "cpu"}}'])
+def entry(rate: float) -> str:
+    """A file with this rate of reading, which may be none."""
+    return json.dumps({"limits": dataclasses.asdict(MachineLimits("cpu", "float32", rate, 1.0, "", ""))})
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"limits": {"device": "cpu"}}', entry(0.0), entry(-1.0), entry(float("nan"))]
+)
 def test_a_file_that_is_not_whole_is_measured_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str
 ) -> None:
@@ -58,6 +68,17 @@ def test_a_file_that_is_not_whole_is_measured_again(
     assert machine_limits.cached(CPU, torch.float32) is None
     again = machine_limits.measured(CPU, torch.float32)
     assert (again, again.device, again.dtype) == (machine_limits.cached(CPU, torch.float32), "cpu", "float32")
+
+
+def test_a_disk_that_takes_nothing_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def read_only(*args) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path))
+    monkeypatch.setattr(machine_limits, "_measure_cpu", lambda device, dtype: (1.0, 2.0, "fake"))
+    monkeypatch.setattr(machine_limits, "write_whole", read_only)
+    with pytest.warns(UserWarning, match="limits are not kept.*Read-only file system"):
+        assert machine_limits.measured(CPU, torch.float32).instruction == "fake"
 
 
 def test_too_little_memory_says_what_to_do() -> None:

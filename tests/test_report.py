@@ -13,6 +13,7 @@ import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams, machine_limits
 from compiled_llm.machine_limits import MachineLimits
+from compiled_llm.report import RunReport
 from compiled_llm.report_page import page
 
 LIMITS = MachineLimits("cpu", "float32", 1e10, 1e11, "made up", "2026-01-01T00:00:00+00:00")
@@ -105,6 +106,62 @@ def test_a_reset_in_the_middle_of_a_run(engine: CompiledEngine) -> None:
     assert report.stats.num_output_tokens == 8
     assert report.latencies["itl"] is not None
     assert report.latencies["itl"]["count"] == 7, "the gap that the reset fell into is in no report"
+
+
+def plausible(report: RunReport) -> None:
+    """No share below 0, no part above the whole, and JSON that every reader takes."""
+    assert sum(report.time.values()) == pytest.approx(report.seconds)
+    assert min(*report.time.values(), *report.host_parts.values()) >= 0
+    for steps in (*report.phases, *report.buckets):
+        assert 0 <= steps.padding_share < 1
+        assert 0 <= steps.seconds <= report.seconds
+    json.dumps(report.to_dict(), allow_nan=False)
+    page(report)
+
+
+def test_reports_in_the_middle_of_a_run_with_overlap_and_after_close() -> None:
+    sizes = {"bucket_sizes": (1, 4), "token_bucket_sizes": (64,), "max_model_len": 128}
+    with CompiledEngine(enforce_eager=True, dtype="float32", async_scheduling=True, **sizes) as engine:
+        plausible(engine.report())
+        stream = engine.stream(PROMPTS[0], PARAMS)
+        for _ in range(3):
+            next(stream)
+            plausible(engine.report())
+            engine.reset_report()  # the next step is launched already, so some of its time lies before
+        assert engine._launched
+        next(stream)
+        report = engine.report()
+        plausible(report)
+        assert report.stats.num_steps == 1
+        stream.close()  # aborts its request, whose step is in flight
+        engine.reset_report()
+        plausible(engine.report())
+        serve(engine)
+        before = engine.report()
+        plausible(before)
+    after = engine.report()
+    plausible(after)
+    assert (after.seconds, after.compile_report) == (before.seconds, before.compile_report)
+    assert after.compile_report.reports
+
+
+def test_a_run_of_errors_and_aborts_alone(monkeypatch: pytest.MonkeyPatch, engine: CompiledEngine) -> None:
+    engine.reset_report()
+    assert engine.generate([[10**9]], use_tqdm=False)[0].outputs[0].finish_reason == "error"
+    engine.add_request("aborted", PROMPTS[0])
+    engine.abort("aborted")
+    plausible(engine.report())
+
+    def broken(output: object) -> None:
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(engine.runner, "launch", broken)
+    for output in engine.generate(PROMPTS, PARAMS, use_tqdm=False):
+        assert output.outputs[0].finish_reason == "error"
+    report = engine.report()
+    plausible(report)
+    assert report.seconds > 0
+    assert (report.phases, set(report.latencies.values())) == ((), {None})
 
 
 def test_time_without_requests_is_waiting(engine: CompiledEngine) -> None:

@@ -129,3 +129,15 @@ def test_waiting_is_time_outside_with_nothing_launched() -> None:
     log.leave()
     log.enter(device_is_busy=False)
     assert 0 < log.waiting_seconds <= log.wall_seconds + 1
+
+
+def test_what_a_step_took_before_the_log_began_is_cut_off_and_no_time_is_negative() -> None:
+    pauses: list[tuple[float, float]] = []
+    log = StepLog(pauses)
+    log.arrive()
+    log.record_step(DECODE, step([(9, 1)]), seconds=1000.0)
+    log.leave()
+    (row,) = log.rows()
+    assert 0 < row.seconds <= log.wall_seconds
+    pauses.append((0.0, 5.0))  # of a step that then failed: nothing was left behind it
+    assert log.wall_seconds == 0

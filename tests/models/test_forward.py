@@ -89,7 +89,7 @@ def test_rope_table_holds_the_angles_of_every_position() -> None:
     config = ModelConfig.from_directory(checkpoint("llama-rope3-tied"))
     table, positions = rope_table(config, torch.device("cpu")), torch.tensor([0, 1, 17, 255], dtype=torch.int32)
     assert table.shape == (config.max_position_embeddings, config.head_dim)
-    cos, sin = rope_cos_sin(positions, table)
+    cos, sin = rope_cos_sin(positions, table).chunk(2, dim=-1)
     angles = positions[:, None, None].double() * rope_inv_freq(config).double()
     torch.testing.assert_close(cos.double(), angles.cos(), atol=2e-5, rtol=0)  # of float32 angles up to 255
     torch.testing.assert_close(sin.double(), angles.sin(), atol=2e-5, rtol=0)

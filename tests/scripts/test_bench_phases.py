@@ -114,13 +114,6 @@ def test_batch_counts_all_requests_tokens(results: Row) -> None:
         assert row["tokens_per_s"] == pytest.approx(row["batch"] * row["tokens_per_s_each"])
 
 
-def test_only_steps_in_which_all_requests_decode_count(script: ModuleType) -> None:
-    """The second request's prompt delays a token of the first, which later ends while the second goes on."""
-    served = script.Served([0.0, 0.0], [[1, 5, 6, 8], [5, 6, 8, 11]], 8)
-    assert script.step_seconds([served]) == [1, 2]
-    assert script.ttft([served]) == 5
-
-
 def test_batching_takes_the_same_requests_three_ways(script: ModuleType, results: Row) -> None:
     result = results["batching"]
     requests = script.workloads.mixed(1000, 0, num_requests=4)
@@ -142,23 +135,6 @@ def test_batching_takes_the_same_requests_three_ways(script: ModuleType, results
         free = min(earlier) if way == "engine, continuous" else max(earlier)
         assert spans[2]["start"] >= free
     assert all(span["wanted"] == span["end"] for span in result["timelines_s"]["engine, continuous"])
-
-
-def test_static_batches_start_together_and_wait_for_their_longest(script: ModuleType) -> None:
-    class Side:
-        """A step takes a second, and so does a batch's prefill."""
-
-        name = "engine"
-
-        def run(self, requests: Any) -> Any:
-            times = [[1.0 + n for n in range(request.output_len)] for request in requests]
-            return script.Served([0.0] * len(requests), times, sum(map(len, times)))
-
-    requests = [script.WorkloadRequest([1], length) for length in (2, 5, 3)]
-    served = script.in_static_batches(Side(), requests, 2)
-    assert served.starts == [0, 0, 5]
-    assert [times[-1] for times in served.token_times] == [5, 5, 8]
-    assert served.row_steps == 2 * 5 + 3
 
 
 def test_intensity_counts_by_hand(results: Row) -> None:

@@ -1,0 +1,42 @@
+"""The parts of an engine that are made from its arguments: the tokenizer and the scheduler."""
+
+from pathlib import Path
+
+from compiled_llm.block_pool import BlockPool
+from compiled_llm.config import EngineConfig
+from compiled_llm.loader import model_directory
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.prefix_cache import PrefixCache
+from compiled_llm.runner import ModelRunner
+from compiled_llm.scheduler import Scheduler
+from compiled_llm.tokenizer import Tokenizer
+
+
+def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
+    """The tokenizer that ``config`` names, else that of the model in ``directory``, if it has one."""
+    if config.tokenizer is not None:
+        return Tokenizer(model_directory(config.tokenizer))
+    return Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+
+
+def make_scheduler(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> Scheduler:
+    """An empty scheduler for the sizes of ``runner`` and its pools of blocks."""
+    pool = BlockPool(runner.num_blocks)
+    # What a block's content depends on besides its tokens.
+    facts = (
+        str(model_config),
+        str(runner.dtype),
+        str(runner.cache_dtypes),
+        str(config.model),
+        str(config.seed),
+    )
+    return Scheduler(
+        runner.limits,
+        pool,
+        prefix_cache=PrefixCache(pool, runner.limits.block_size, enabled=config.enable_prefix_caching, facts=facts),
+        swap_pool=BlockPool(runner.num_swap_blocks),
+        preemption_mode=config.preemption_mode,
+        policy=config.scheduling_policy,
+        target_itl_ms=config.target_itl_ms,
+        costs=runner.costs,
+    )
