@@ -52,11 +52,14 @@
 #include <immintrin.h>
 #endif
 
+#include "cpu_tiles.h"
+
 namespace {
 
 constexpr int64_t kTile = 128;       // keys; with 64, storing sums costs prefill a tenth
 constexpr int64_t kPartition = 512;  // keys
 constexpr int64_t kUnitRows = 96;    // query rows (tokens times heads) of a unit, about
+constexpr int64_t kTiledUnitRows = 256, kTiledRows = 64;  // the same with tile registers, and rows that are multiplied at a time
 constexpr int64_t kLanes = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
@@ -111,6 +114,8 @@ struct Unit {
   int64_t state = -1;                             // where the states of its partitions begin, if they are kept
 
   int64_t first_partition() const { return first_key / kPartition; }
+  int64_t rows(const Problem& p) const { return tokens * p.group; }
+  int64_t room(const Problem& p) const { return ceil_div(rows(p), kLanes) * kLanes; }  // in memory
   int64_t partitions() const { return ceil_div(keys, kPartition) - first_partition(); }
 };
 
@@ -140,6 +145,7 @@ struct Kernels {
   void (*write)(const Problem&, int64_t token);
   void (*attend)(const Problem&, const Unit&, const Item&, float* states);
   void (*merge)(const Problem&, const Unit&, const float* states);
+  int64_t unit_rows;
 };
 
 }  // namespace
@@ -169,18 +175,35 @@ struct Kernels {
 #define WIDTH 512
 #define DOT 1
 #include "attention_cpu_kernels.h"
+
+#define ISA amx
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,f16c")))
+#define WIDTH 512
+#define DOT 1
+#define TILES HardwareTiles
+#include "attention_cpu_kernels.h"
+
+#define ISA amx_in_software
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,fma,f16c")))
+#define WIDTH 512
+#define DOT 1
+#define TILES SoftwareTiles
+#include "attention_cpu_kernels.h"
 #endif  // __x86_64__
 
 namespace {
 
-#define KERNELS(isa, T, C) {isa::write<T, C>, isa::attend<T, C>, isa::merge<T>}
-// By the dtype of the queries (float32, bfloat16, float16) and the cache's (the same, int8, fp8).
-#define ALL_KERNELS(isa)                                                                                \
-  {                                                                                                     \
-    {KERNELS(isa, float, float), KERNELS(isa, float, int8_t), KERNELS(isa, float, Fp8)},                \
-    {KERNELS(isa, at::BFloat16, at::BFloat16), KERNELS(isa, at::BFloat16, int8_t),                      \
-     KERNELS(isa, at::BFloat16, Fp8)},                                                                  \
-    {KERNELS(isa, at::Half, at::Half), KERNELS(isa, at::Half, int8_t), KERNELS(isa, at::Half, Fp8)}     \
+#define KERNELS(isa, T, C, unit_rows) {isa::write<T, C>, isa::attend<T, C>, isa::merge<T>, unit_rows}
+// By the dtype of the queries (float32, bfloat16, float16) and the cache's (the same, int8, fp8). Those of `pairs`, an
+// instruction set too, take what is multiplied as pairs of bf16.
+#define ALL_KERNELS(isa, pairs, rows)                                                                             \
+  {                                                                                                               \
+    {KERNELS(isa, float, float, kUnitRows), KERNELS(isa, float, int8_t, kUnitRows),                               \
+     KERNELS(isa, float, Fp8, kUnitRows)},                                                                        \
+    {KERNELS(pairs, at::BFloat16, at::BFloat16, rows), KERNELS(isa, at::BFloat16, int8_t, kUnitRows),             \
+     KERNELS(pairs, at::BFloat16, Fp8, rows)},                                                                    \
+    {KERNELS(isa, at::Half, at::Half, kUnitRows), KERNELS(isa, at::Half, int8_t, kUnitRows),                      \
+     KERNELS(isa, at::Half, Fp8, kUnitRows)}                                                                      \
   }
 
 struct InstructionSet {
@@ -198,11 +221,15 @@ const std::vector<InstructionSet>& instruction_sets() {
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     const bool dot = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-    all.push_back({"avx512_dot", dot, ALL_KERNELS(avx512_dot)});
-    all.push_back({"avx512", avx512, ALL_KERNELS(avx512)});
-    all.push_back({"avx2", avx2, ALL_KERNELS(avx2)});
+    all.push_back({"amx", dot && HardwareTiles::supported(), ALL_KERNELS(avx512_dot, amx, kTiledUnitRows)});
+    all.push_back({"avx512_dot", dot, ALL_KERNELS(avx512_dot, avx512_dot, kUnitRows)});
+    all.push_back({"avx512", avx512, ALL_KERNELS(avx512, avx512, kUnitRows)});
+    all.push_back({"avx2", avx2, ALL_KERNELS(avx2, avx2, kUnitRows)});
 #endif
-    all.push_back({"portable", true, ALL_KERNELS(portable)});
+    all.push_back({"portable", true, ALL_KERNELS(portable, portable, kUnitRows)});
+#if defined(__x86_64__)
+    all.push_back({"amx_in_software", dot, ALL_KERNELS(avx512_dot, amx_in_software, kTiledUnitRows)});
+#endif
     std::erase_if(all, [](const InstructionSet& set) { return !set.available; });
     return all;
   }();
@@ -235,7 +262,7 @@ void attend(const Problem& p, const Kernels& kernels, int64_t element) {
   std::vector<Unit> units;
   const auto cost = [&](const Unit& unit) { return (unit.keys - unit.first_key) * (unit.tokens * p.group + 8); };
   int64_t total_cost = 0;
-  const int64_t unit_tokens = std::max<int64_t>(kUnitRows / p.group, 1);
+  const int64_t unit_tokens = std::max<int64_t>(kernels.unit_rows / p.group, 1);
   // Head by head: what several units read of a head's keys and values, the tiles of one prompt or requests that share a
   // prefix, is then still in the caches.
   for (int64_t h = 0; h < p.kv_heads; ++h)
@@ -262,7 +289,7 @@ void attend(const Problem& p, const Kernels& kernels, int64_t element) {
     if (pieces > 1) {
       cut.push_back(u);
       unit.state = states;
-      states += partitions * State::size(unit.tokens * p.group, p.padded_dim());
+      states += partitions * State::size(unit.room(p), p.padded_dim());
     }
     const int64_t start = unit.first_partition();
     for (int64_t i = 0; i < pieces; ++i)

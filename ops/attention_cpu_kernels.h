@@ -4,11 +4,15 @@
 //   TARGET  the attribute of every function
 //   WIDTH   bits of the registers
 //   DOT     whether it multiplies pairs of bf16, and groups of four bytes, and adds them to one number
+//   TILES   the tile registers that multiply pairs of bf16, or not defined
 //
 // Hence no include guard, here and in the two parts it is made of. The types and constants are those of the including
 // file.
 
 #include "attention_cpu_vectors.h"
+#ifdef TILES
+#include "attention_cpu_amx.h"
+#endif
 #include "attention_cpu_products.h"
 
 namespace {
@@ -185,10 +189,12 @@ TARGET void copy_tile(const Problem& p, const Unit& unit, int64_t first, Tile<C>
   }
 }
 
-// Replaces the values of keys that no row sees, before the first `skipped` and from `count` on, by zeros: they may be
-// infinite or NaN, and weights of zero would not help. Quantised values are numbers whatever the codes.
+// Replaces the values of keys that no row sees, before the first `skipped` and from `count` to the last lane of `depth`,
+// by zeros: they may be infinite or NaN, and weights of zero would not help. Quantised values are numbers whatever the
+// codes.
 template <class O, class C>
-TARGET void hide_values(int64_t skipped, int64_t count, int64_t dim, Operands<O, C>& operands) {
+TARGET void hide_values(int64_t skipped, int64_t count, int64_t depth, int64_t dim, Operands<O, C>& operands) {
+  for (int64_t i = ceil_div(count, kPerLane<O>); i < depth; ++i) operands.values[i] = operands.edges + 2 * dim;
   if constexpr (std::is_same_v<C, int8_t> || std::is_same_v<C, Fp8>) return;
   for (int64_t i = 0; i < skipped / kPerLane<O>; ++i) operands.values[i] = operands.edges + 2 * dim;
   if constexpr (std::is_same_v<O, Pairs>) {
@@ -200,6 +206,23 @@ TARGET void hide_values(int64_t skipped, int64_t count, int64_t dim, Operands<O,
     if (count % 2 != 0) hide_half(count / 2, 0xffff, operands.edges + dim);
   }
 }
+
+#ifdef TILES
+// Copies lanes of values where 16 of them do not lie at one distance, as a tile is loaded.
+template <class O, class C>
+TARGET void gather_values(int64_t depth, int64_t dim, Operands<O, C>& operands) {
+  for (int64_t i = 0; i < depth; i += kTileLanes) {
+    const float** values = operands.values + i;
+    bool apart = false;
+    for (int64_t j = 1; j < kTileLanes; ++j) apart |= values[j] != values[0] + j * dim;
+    for (int64_t j = 0; apart && j < kTileLanes; ++j) {
+      float* to = operands.value_memory + (i + j) * dim;
+      for (int64_t column = 0; column < dim; column += kLanes) store(to + column, load(values[j] + column));
+      values[j] = to;
+    }
+  }
+}
+#endif
 
 // ---------------------------------------------------------------------------------------------------- items
 
@@ -238,14 +261,15 @@ template <class T, class C>
 TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* states) {
   using O = Operand<T, C>;
   constexpr bool kBytes = std::is_same_v<O, Bytes>;
-  const int64_t rows = unit.tokens * p.group, dim = p.padded_dim(), state_size = State::size(rows, dim);
+  const int64_t rows = unit.rows(p), room = unit.room(p), dim = p.padded_dim(), state_size = State::size(room, dim);
   const int64_t lanes = ceil_div(p.head_dim, kPerLane<O>);
+  const bool tiled = kTiled<O> && lanes % kLanes == 0;
   const int64_t first_position = unit.keys - unit.tokens;
   const bool in_runs = p.in_runs(), raw = in_runs && kRaw<O, C>;
 
   using Memory = Operands<O, C>;
-  const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), 3 * dim, rows * kTile, rows * kRowsOf<O> * lanes,
-                           rows * kRowsOf<O> * kWeightsRow<O>, rows, rows * 4, state_size, state_size};
+  const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), 3 * dim, room * kTile, room * kRowsOf<O> * lanes,
+                           room * kRowsOf<O> * kWeightsRow<O>, room, room * 4, state_size, state_size};
   int64_t total_size = 0;
   for (const int64_t size : sizes) total_size += ceil_div(size, kLanes) * kLanes;
   float* memory = scratch(total_size);
@@ -258,13 +282,17 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
   float *scores = take(), *queries = take(), *codes = take(), *weight_scale = take();
   static_assert(sizeof(Scoring) <= 4 * sizeof(float));
   Scoring* scoring = reinterpret_cast<Scoring*>(take());
-  const State total(take(), rows, dim);
+  const State total(take(), room, dim);
   float* partition_memory = take();
 
   load_queries<O, T>(p, unit, lanes, queries, scoring);
   clear(total, rows, dim);
   operands.stride = raw ? p.block_size : kLanes;
   std::memset(operands.edges + 2 * dim, 0, dim * sizeof(float));
+#ifdef TILES
+  if (tiled) TILES::begin(std::min(rows, kLanes));
+#endif
+  const int64_t block_rows = tiled ? kTiledRows : rows;
 
   Tile<C> tiles[2];
   int64_t now = 0;
@@ -273,7 +301,7 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
   for (int64_t partition = item.first_partition; partition < item.last_partition; ++partition) {
     const bool kept = unit.state >= 0;
     const State state(kept ? states + unit.state + (partition - unit.first_partition()) * state_size : partition_memory,
-                      rows, dim);
+                      room, dim);
     clear(state, rows, dim);
     const int64_t end = std::min(unit.keys, (partition + 1) * kPartition);
     for (int64_t first = std::max(first_tile, partition * kPartition); first < end; first += kTile) {
@@ -293,37 +321,55 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
         copy_tile(p, unit, first, tile, operands);
       }
       if (!raw || next->count == 0) next = nullptr;
-      const int64_t groups = ceil_div(tile.count, kLanes), depth = ceil_div(tile.count, kPerLane<O>);
       if (!raw) {
         for (int64_t g = 0; g < Tile<C>::kGroups; ++g) operands.keys[g] = operands.key_memory + g * lanes * kLanes;
         for (int64_t i = 0; i < operands.kDepth; ++i) operands.values[i] = operands.value_memory + i * dim;
       }
-      hide_values(std::max<int64_t>(unit.first_key - first, 0), tile.count, dim, operands);
+      // What the last row sees, in lanes of keys as the products take them.
+      const auto seen = [&](int64_t row) TARGET {
+        const int64_t count = std::min(first_position + row / p.group - first + 1, tile.count);
+        return tiled ? ceil_div(count, 2 * kLanes) * kLanes : ceil_div(count, kPerLane<O>);
+      };
+      hide_values(std::max<int64_t>(unit.first_key - first, 0), tile.count, seen(rows - 1), dim, operands);
+#ifdef TILES
+      if (tiled) gather_values(seen(rows - 1), dim, operands);
+#endif
 
-      all_scores<O>(rows, queries, lanes, groups, operands.keys, operands.stride,
-                    next == nullptr ? nullptr : next->keys, scores);
-      for (int64_t row = 0; row < rows; ++row) {
-        const int64_t position = first_position + row / p.group - first;  // of the query, in the tile
-        const Mask mask{p.window > 0 ? std::max<int64_t>(position - p.window + 1, 0) : 0, std::min(position + 1, tile.count),
-                        p.k_scale == nullptr ? nullptr : tile.k_scale, p.k_scale == nullptr ? nullptr : tile.v_scale};
-        weight_scale[row] = softmax_row<O>(scores + row * kTile, groups * kLanes, scoring[row], mask, state, row, dim,
-                                           reinterpret_cast<uint8_t*>(codes) + row * 2 * kTile);
+      for (int64_t begin = 0; begin < rows; begin += block_rows) {
+        const int64_t end = std::min(begin + block_rows, rows), depth = seen(end - 1);
+        if (depth <= 0) continue;
+        const int64_t groups = ceil_div(depth * kPerLane<O>, kLanes);
+        const bool ahead = next != nullptr && begin == 0;
+        all_scores<O>(tiled, end - begin, queries + begin * kRowsOf<O> * lanes, lanes, groups, operands.keys,
+                      operands.stride, ahead ? next->keys : nullptr, scores + begin * kTile);
+        for (int64_t row = begin; row < end; ++row) {
+          const int64_t position = first_position + row / p.group - first;  // of the query, in the tile
+          const Mask mask{p.window > 0 ? std::max<int64_t>(position - p.window + 1, 0) : 0,
+                          std::min(position + 1, tile.count), p.k_scale == nullptr ? nullptr : tile.k_scale,
+                          p.k_scale == nullptr ? nullptr : tile.v_scale};
+          weight_scale[row] = softmax_row<O>(scores + row * kTile, groups * kLanes, scoring[row], mask, state, row, dim,
+                                             reinterpret_cast<uint8_t*>(codes) + row * 2 * kTile);
+        }
+        all_values<O>(tiled, end - begin, kBytes ? codes + begin * kRowsOf<O> * kWeightsRow<O> : scores + begin * kTile,
+                      weight_scale + begin, depth, operands.values, ahead ? next->values : nullptr, dim,
+                      state.values + begin * dim);
       }
-      all_values<O>(rows, kBytes ? codes : scores, weight_scale, depth, operands.values,
-                    next == nullptr ? nullptr : next->values, dim, state.values);
     }
     if (!kept) fold(total, state, rows, dim);
   }
+#ifdef TILES
+  if (tiled) TILES::end();
+#endif
   if (unit.state < 0) write_out<T>(p, unit, total);
 }
 
 template <class T>
 TARGET void merge(const Problem& p, const Unit& unit, const float* states) {
-  const int64_t rows = unit.tokens * p.group, dim = p.padded_dim(), state_size = State::size(rows, dim);
-  const State total(scratch(state_size), rows, dim);
+  const int64_t rows = unit.rows(p), room = unit.room(p), dim = p.padded_dim(), state_size = State::size(room, dim);
+  const State total(scratch(state_size), room, dim);
   clear(total, rows, dim);
   for (int64_t i = 0; i < unit.partitions(); ++i)
-    fold(total, State(const_cast<float*>(states) + unit.state + i * state_size, rows, dim), rows, dim);
+    fold(total, State(const_cast<float*>(states) + unit.state + i * state_size, room, dim), rows, dim);
   write_out<T>(p, unit, total);
 }
 
@@ -335,3 +381,4 @@ TARGET void merge(const Problem& p, const Unit& unit, const float* states) {
 #undef TARGET
 #undef WIDTH
 #undef DOT
+#undef TILES

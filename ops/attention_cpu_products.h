@@ -6,8 +6,6 @@ namespace ISA {
 
 // ---------------------------------------------------------------------------------------------------- products
 
-INLINE void prefetch(const void* at) { __builtin_prefetch(at, 0, 2); }  // into L2: in L1 it would push out what is in use
-
 // The high and the low bytes' sums as one, modulo 2^32.
 INLINE IntVec join(LongVec high, LongVec low) {
   return reinterpret_cast<IntVec>((reinterpret_cast<UintVec>(high) << 8) + reinterpret_cast<UintVec>(low));
@@ -127,16 +125,33 @@ TARGET void value_blocks(int64_t rows, const float* weights, const float* weight
 // by memory, and blocks are shaped so that keys and values are read in the order of their addresses.
 constexpr int64_t kFewRows = 8;
 
+#ifdef TILES
 template <class O>
-TARGET void all_scores(int64_t rows, const float* queries, int64_t depth, int64_t groups, const float* const* keys,
+constexpr bool kTiled = std::is_same_v<O, Pairs>;
+#else
+template <class O>
+constexpr bool kTiled = false;
+#endif
+
+// Both products, `tiled` or of vectors.
+template <class O>
+TARGET void all_scores(bool tiled, int64_t rows, const float* queries, int64_t depth, int64_t groups, const float* const* keys,
                        int64_t stride, const float* const* next, float* scores) {
+#ifdef TILES
+  if constexpr (kTiled<O>)
+    if (tiled) return tile_scores(rows, queries, depth, groups, keys, stride, next, scores);
+#endif
   const auto blocks = rows <= kFewRows ? score_blocks<O, kMaxRows<O>, 1> : score_blocks<O, kMaxRows<O>, kMaxVecs>;
   blocks(rows, queries, depth, groups, keys, stride, next, scores);
 }
 
 template <class O>
-TARGET void all_values(int64_t rows, const float* weights, const float* weight_scale, int64_t depth,
+TARGET void all_values(bool tiled, int64_t rows, const float* weights, const float* weight_scale, int64_t depth,
                        const float* const* values, const float* const* next, int64_t columns, float* out) {
+#ifdef TILES
+  if constexpr (kTiled<O>)
+    if (tiled) return tile_values(rows, weights, depth, values, next, columns, out);
+#endif
   constexpr int kRows = std::max(kMaxRows<O> / 3, 1);
   const auto blocks = rows <= kFewRows ? value_blocks<O, kRows, 2 * kMaxVecs> : value_blocks<O, kMaxRows<O>, kMaxVecs>;
   blocks(rows, weights, weight_scale, depth, values, next, 0, columns, out);

@@ -239,7 +239,7 @@ Kernels kernels_of(const char* name, bool supported, bool for_users = true) {
 template <class Tiles>
 Kernels amx_kernels_of(const char* name, bool supported, bool for_users) {
   Kernels kernels = kernels_of<Amx<Tiles>>(name, supported, for_users);
-  kernels.begin = &Tiles::begin;
+  kernels.begin = [] { Tiles::begin(); };
   kernels.end = &Tiles::end;
   return kernels;
 }

@@ -15,6 +15,7 @@ import importlib.util
 import math
 import mmap
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -58,7 +59,7 @@ def load(name: str) -> ModuleType | None:
 
 
 def load_source(source: Path) -> ModuleType | None:
-    """The same for any source file; files beside it whose names begin like its own are taken for its headers."""
+    """The same for any source file; the headers it includes by ``#include "NAME"`` lie beside it."""
     found = compiler()
     if found is None:
         warnings.warn(
@@ -68,13 +69,22 @@ def load_source(source: Path) -> ModuleType | None:
             stacklevel=3,
         )
         return None
-    texts = [path.read_text() for path in sorted(source.parent.glob(f"{source.stem}*"))]
-    key = hashlib.sha256("\n".join([*texts, torch.__version__, sys.version, found, *_FLAGS]).encode()).hexdigest()
+    key = hashlib.sha256("\n".join([*_texts(source), torch.__version__, sys.version, found, *_FLAGS]).encode()).hexdigest()
     library = cache_directory() / "kernels" / f"compiled_llm_{source.stem}_{key[:16]}.so"
     if library.exists():
         with contextlib.suppress(ImportError):  # a file that does not load is built again
             return _import(library)
     return _build(source, library)
+
+
+def _texts(source: Path) -> list[str]:
+    """``source`` and all headers that it includes from beside it, directly or not."""
+    texts, found = [], [source]
+    for path in found:
+        texts.append(path.read_text())
+        headers = [path.parent / name for name in re.findall(r'^#include "(.+)"', texts[-1], re.MULTILINE)]
+        found += [header for header in headers if header not in found]
+    return texts
 
 
 def _import(library: Path) -> ModuleType:

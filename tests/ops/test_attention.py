@@ -152,7 +152,7 @@ def test_quantised_cache(attend: Attend, name: str, kv_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ALL_KV_DTYPES)
-@pytest.mark.parametrize("instruction_set", ["avx512_dot", "avx512", "avx2", "portable"], indirect=True)
+@pytest.mark.parametrize("instruction_set", ["amx", "amx_in_software", "avx512_dot", "avx512", "avx2", "portable"], indirect=True)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", EVERY_SET)
 @pytest.mark.usefixtures("instruction_set")
@@ -235,7 +235,7 @@ def test_rows_of_odd_data(attend: Attend, kv_dtype: str) -> None:
         assert scale[block, :, offset].isnan().sum() == 1
 
 
-@pytest.mark.parametrize("instruction_set", ["avx512_dot", "avx512", "avx2", "portable"], indirect=True)
+@pytest.mark.parametrize("instruction_set", ["amx", "amx_in_software", "avx512_dot", "avx512", "avx2", "portable"], indirect=True)
 @pytest.mark.usefixtures("instruction_set")
 def test_numbers_at_the_edges(attend: Attend) -> None:
     case = make_case([70], [0], head_dim=16, sm_scale=1.0)
@@ -294,7 +294,7 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
 
 @EXACT
 @pytest.mark.parametrize("group", [1, 2, 5])
-@pytest.mark.parametrize("instruction_set", ["avx512_dot", "avx512", "avx2", "portable"], indirect=True)
+@pytest.mark.parametrize("instruction_set", ["amx", "amx_in_software", "avx512_dot", "avx512", "avx2", "portable"], indirect=True)
 @pytest.mark.usefixtures("instruction_set")
 def test_chunking_changes_no_bit(attend: Attend, group: int, options: dict) -> None:
     """A prompt in one step, in chunks, or token by token at its end: the same output for every token."""

@@ -1,0 +1,104 @@
+// Tile registers of AMX, for the kernels of linear_cpu.cpp and attention_cpu.cpp: those of the CPU, or a model of them.
+//
+// A tile register holds up to 16 rows of 64 bytes. One instruction multiplies 16 rows of 32 activations by 32 x 16 weights,
+// which lie as 16 rows of 16 pairs, and adds to 16 x 16 float32 sums. What it adds to a sum depends on nothing but the row
+// and the column of that sum.
+//
+// `SoftwareTiles` does the same in plain C++, so that what is built on tiles is tested on any machine.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+namespace {
+
+constexpr int64_t TILE_ROWS = 16, TILE_WORDS = 16;  // of 32 bits: pairs of bfloat16, or float32
+
+// The CPU's tiles. A thread may use them between `begin` and `end`. Tiles 0 to 5, for sums and activations, have `rows`
+// rows (1 to 16), tiles 6 and 7, for weights, have 16.
+struct HardwareTiles {
+  struct alignas(64) Config {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  };
+
+  static void begin(int64_t rows = TILE_ROWS) {
+    Config config;
+    for (int i = 0; i < 6; ++i) config.rows[i] = static_cast<uint8_t>(rows);
+    asm volatile("ldtilecfg %0" ::"m"(config));
+  }
+  static void end() { asm volatile("tilerelease" ::); }
+
+  template <int I>
+  [[gnu::always_inline]] void zero() { asm volatile("tilezero %%tmm%c0" ::"i"(I)); }
+  template <int I>
+  [[gnu::always_inline]] void load(const void* from, int64_t stride) {  // bytes from row to row
+    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(I) : "memory");
+  }
+  template <int I>
+  [[gnu::always_inline]] void store(void* to, int64_t stride) {
+    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(I) : "memory");
+  }
+  template <int SUMS, int A, int B>
+  [[gnu::always_inline]] void multiply() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
+  }
+
+  // Whether CPU and system have them. Linux gives a process the large registers only when it asks.
+  static bool supported() {
+    unsigned a, b, c, d;
+    constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16) || !(d & AMX_TILE)) return false;
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return __builtin_cpu_supports("avx512f") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+  }
+};
+
+// The same operations by their definition (Intel's instruction set reference, TDPBF16PS): 16 products of even and 16 of
+// odd elements are summed apart before both are added. For tests only.
+struct SoftwareTiles {
+  inline static thread_local int64_t configured = TILE_ROWS;
+  uint32_t tiles[8][TILE_ROWS][TILE_WORDS];
+
+  static void begin(int64_t rows = TILE_ROWS) { configured = rows; }
+  static void end() {}
+  static int64_t rows_of(int tile) { return tile < 6 ? configured : TILE_ROWS; }
+
+  template <int I>
+  void zero() { std::memset(tiles[I], 0, sizeof(tiles[I])); }
+  template <int I>
+  void load(const void* from, int64_t stride) {
+    for (int64_t row = 0; row < rows_of(I); ++row)
+      std::memcpy(tiles[I][row], static_cast<const char*>(from) + row * stride, sizeof(tiles[I][row]));
+  }
+  template <int I>
+  void store(void* to, int64_t stride) {
+    for (int64_t row = 0; row < rows_of(I); ++row)
+      std::memcpy(static_cast<char*>(to) + row * stride, tiles[I][row], sizeof(tiles[I][row]));
+  }
+  template <int SUMS, int A, int B>
+  void multiply() {
+    const auto even = [](uint32_t pair) { return __builtin_bit_cast(float, pair << 16); };
+    const auto odd = [](uint32_t pair) { return __builtin_bit_cast(float, pair & 0xffff0000u); };
+    for (int64_t row = 0; row < rows_of(SUMS); ++row)
+      for (int column = 0; column < TILE_WORDS; ++column) {
+        float evens = 0, odds = 0;
+        for (int p = 0; p < TILE_ROWS; ++p) {
+          evens += even(tiles[A][row][p]) * even(tiles[B][p][column]);
+          odds += odd(tiles[A][row][p]) * odd(tiles[B][p][column]);
+        }
+        uint32_t& sum = tiles[SUMS][row][column];
+        sum = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, sum) + (evens + odds));
+      }
+  }
+};
+
+}  // namespace
+#endif
