@@ -44,8 +44,10 @@ namespace {
 
 constexpr int64_t TILE = 16;        // columns in a tile: a 512-bit register of float32, or of bfloat16 pairs
 constexpr int64_t MAX_COLS = 3;     // column tiles in a micro kernel, at most
-constexpr int64_t CHUNK = 256;      // pairs: 3 tiles x 256 x 64 bytes = 48 KiB, in L2; half of that is 2% slower
+constexpr int64_t CHUNK = 128;      // pairs
 constexpr int64_t ROW_BLOCK = 256;  // rows: a chunk of them (256 KiB) and their sums (48 KiB) stay in L2
+constexpr int64_t TILED_BLOCK_BYTES = 1 << 20, MAX_ROW_BLOCK = 384;  // with AMX, all of their K stays in L2
+constexpr int64_t STREAM_BYTES = 1 << 20;  // of output: more is not in the caches when it is read
 constexpr int64_t FEW_ROWS = 4;     // up to here memory is the limit even without any prefetch of ours
 constexpr int64_t AHEAD = 64;       // pairs from a product to the prefetch of its weights: more than 100 ns of work
 constexpr int64_t GRAIN_FLOPS = 1 << 18;  // a thread is not worth waking for less
@@ -60,7 +62,8 @@ struct Lanes {
 
 // What a micro kernel works on. A uint32_t is a pair of bfloat16: even k in the low half, odd k in the high half.
 struct Work {
-  const uint32_t* x;       // activations, as the kernels' `pack` has put them: [pairs, M], or whole tiles for AMX
+  const uint32_t* x;       // activations, as the kernels' `pack` has put them: [pairs, M], or whole tiles for AMX;
+  int64_t x_stride;        // AMX: or rows as they are, so far apart, if not 0
   const uint32_t* w;       // [C, pairs, TILE] weights, with `w_stride` from tile to tile
   int64_t w_stride;
   int64_t pairs;
@@ -68,6 +71,8 @@ struct Work {
   bool first;              // the sums start at zero, and are not read
   bool prefetch;           // fetch the weights AHEAD of these into L2,
   int64_t left;            // which are in the next C tiles from the `left`-th pair on
+  const uint32_t* later;   // AMX: weights to fetch into L2 meanwhile, in C tiles,
+  int64_t later_lines;     // so many cache lines, or pairs, of each
 };
 
 // A prefetch never faults, so it may point past the end of the weights.
@@ -128,7 +133,7 @@ INLINE void finish_rows(const float* sums, int64_t sums_stride, const float* bia
 
 #define FINISH_ARGS                                                                                            \
   const float *sums, int64_t sums_stride, const float *bias, int64_t rows, int64_t columns, uint16_t *out, \
-      int64_t out_stride
+      int64_t out_stride, [[maybe_unused]] bool stream
 
 struct Baseline {
   static constexpr int rows = 4, cols = 1, align = 1;
@@ -198,11 +203,21 @@ struct Amx {
   static constexpr int rows = 2 * TILE, cols = 2, align = TILE;
   template <int M, int C>
   static void multiply(const Work& work) {
-    multiply_tiles<Tiles, M, C>(work.x, work.w, work.w_stride, work.pairs, work.sums, work.first,
-                                work.prefetch ? AHEAD * TILE : 0);
+    multiply_tiles<Tiles, M, C>(work.x, work.x_stride, work.w, work.w_stride, work.pairs, work.sums, work.first, work.later,
+                                work.later_lines);
   }
-  TARGET("avx512f") static void finish(FINISH_ARGS) {
-    finish_rows<16>(sums, sums_stride, bias, rows, columns, out, out_stride);
+  // Two tiles are a cache line of the output. Where it is too large for the caches, lines are written past them, which
+  // saves reading them first.
+  TARGET("avx512f,avx512bf16") static void finish(FINISH_ARGS) {
+    if (columns != 2 * TILE) return finish_rows<16>(sums, sums_stride, bias, rows, columns, out, out_stride);
+    const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + TILE);
+    const bool past = stream && reinterpret_cast<uintptr_t>(out) % 64 == 0 && out_stride % (2 * TILE) == 0;
+    for (int64_t row = 0; row < rows; ++row, sums += sums_stride, out += out_stride) {
+      const auto line = (__m512i)_mm512_cvtne2ps_pbh(_mm512_add_ps(_mm512_loadu_ps(sums + TILE), high),
+                                                     _mm512_add_ps(_mm512_loadu_ps(sums), low));
+      if (past) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), line);
+      else _mm512_storeu_si512(out, line);
+    }
   }
 };
 #endif
@@ -217,7 +232,7 @@ struct Kernels {
   int64_t align;    // activations are packed with rows and pairs filled up to this with zeros: 1 or TILE
   void (*const* multiply)(const Work&);  // [rows / align, cols]: entry [m - 1, c - 1] does m * align rows and c tiles
   void (*finish)(FINISH_ARGS);
-  void (*begin)() = [] {};  // in a thread, before its first product, and after its last
+  void (*begin)(int64_t rows) = [](int64_t) {};  // in a thread, before its first product, and after its last
   void (*end)() = [] {};
 
   int64_t aligned(int64_t count) const { return (count + align - 1) / align * align; }
@@ -239,7 +254,7 @@ Kernels kernels_of(const char* name, bool supported, bool for_users = true) {
 template <class Tiles>
 Kernels amx_kernels_of(const char* name, bool supported, bool for_users) {
   Kernels kernels = kernels_of<Amx<Tiles>>(name, supported, for_users);
-  kernels.begin = [] { Tiles::begin(); };
+  kernels.begin = [](int64_t rows) { Tiles::begin(std::min(rows, TILE)); };
   kernels.end = &Tiles::end;
   return kernels;
 }
@@ -309,44 +324,68 @@ void tile_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t K, ui
   for (int64_t k = 0; k < K; k += 2 * TILE)
     for (int64_t row = 0; row < row_tiles * TILE; ++row, to += TILE) {
       const int64_t count = row < rows ? std::min(2 * TILE, K - k) : 0;
+      if (count == 2 * TILE) {
+        std::memcpy(to, from + row * stride + k, 2 * TILE * sizeof(uint16_t));
+        continue;
+      }
       if (count != 0) std::memcpy(to, from + row * stride + k, count * sizeof(uint16_t));
-      if (count < 2 * TILE) std::memset(reinterpret_cast<uint16_t*>(to) + count, 0, (2 * TILE - count) * sizeof(uint16_t));
+      std::memset(reinterpret_cast<uint16_t*>(to) + count, 0, (2 * TILE - count) * sizeof(uint16_t));
     }
 }
 
-// x [T, K] -> groups of `kernels.rows` rows, each as the micro kernel takes it, whatever the strides of x.
-void pack_rows(const Kernels& kernels, const at::Tensor& x, uint32_t* packed) {
+// Rows of x [T, K] from `first` on -> groups of `kernels.rows` rows, each as the micro kernel takes it, whatever the
+// strides of x.
+void pack_rows(const Kernels& kernels, const at::Tensor& x, int64_t first, uint32_t* packed) {
   const int64_t T = x.size(0), K = x.size(1), stride = x.stride(0), group = kernels.rows;
   const int64_t pairs = kernels.aligned((K + 1) / 2);
   const auto* data = static_cast<const uint16_t*>(x.const_data_ptr());
   const auto pack = kernels.align == 1 ? interleave_rows : tile_rows;
-  at::parallel_for(0, (T + group - 1) / group, 1 + (1 << 17) / (pairs * group), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin * group; row < std::min(T, end * group); row += group)
-      pack(data + row * stride, stride, std::min(group, T - row), K, packed + row * pairs);
+  const int64_t groups = (T - first + group - 1) / group;
+  at::parallel_for(0, groups, 1 + (1 << 17) / (pairs * group), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin * group; row < std::min(T - first, end * group); row += group)
+      pack(data + (first + row) * stride, stride, std::min(group, T - first - row), K, packed + row * pairs);
   });
+}
+
+// The first row that has to be packed, a multiple of `kernels.rows`, or T: tiles are loaded from x itself where they are whole.
+int64_t first_packed_row(const Kernels& kernels, const at::Tensor& x) {
+  const int64_t T = x.size(0), align = kernels.align;
+  if (align == 1 || x.size(1) % (2 * align) != 0 || x.stride(0) % 2 != 0) return 0;
+  return T < align || T % align == 0 ? T : T / kernels.rows * kernels.rows;
 }
 
 struct Problem {
   int64_t T, N, pairs;
-  const uint32_t* x;     // what pack_rows made, with room for `x_pairs` pairs a row
+  const uint32_t* x;     // the rows before `first_packed`, `x_stride` words apart,
+  int64_t x_stride, first_packed;
+  const uint32_t* x_packed;  // and the others as pack_rows made them, with room for `x_pairs` pairs each
   int64_t x_pairs;
   const uint32_t* w;     // [tiles, pairs, TILE]
   const uint16_t* bias;  // or null
   uint16_t* out;         // [T, N]
+  bool stream;           // past the caches
 };
 
 // Rows [row, row + rows) of column tiles [tile, tile + cols).
 void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row, int64_t rows, int64_t tile,
                     int64_t cols) {
-  alignas(64) float sums[ROW_BLOCK * MAX_COLS * TILE];
+  alignas(64) float sums[std::max(ROW_BLOCK * MAX_COLS, MAX_ROW_BLOCK * 2) * TILE];
   const int64_t groups = (rows + kernels.rows - 1) / kernels.rows, w_stride = problem.pairs * TILE;
   const uint32_t* w = problem.w + tile * w_stride;
   for (int64_t pair = 0; pair < problem.pairs; pair += CHUNK) {
     const int64_t pairs = std::min(CHUNK, problem.pairs - pair);
+    // The weights wanted next, of the next chunk or the next tiles: each row group fetches a part.
+    const bool last = pair + pairs == problem.pairs;
+    const uint32_t* later = last ? w + cols * w_stride : w + (pair + pairs) * TILE;
+    const int64_t later_pairs = last ? std::min(CHUNK, problem.pairs) : std::min(CHUNK, problem.pairs - pair - pairs);
+    const int64_t later_lines = (later_pairs + groups - 1) / groups;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t m = std::min(kernels.rows, rows - g * kernels.rows), start = row + g * kernels.rows;
+      const bool direct = start < problem.first_packed;
       kernels.multiply[((m - 1) / kernels.align) * kernels.cols + cols - 1]({
-          .x = problem.x + start * problem.x_pairs + pair * kernels.aligned(m),
+          .x = direct ? problem.x + start * problem.x_stride + pair
+                      : problem.x_packed + (start - problem.first_packed) * problem.x_pairs + pair * kernels.aligned(m),
+          .x_stride = direct ? problem.x_stride : 0,
           .w = w + pair * TILE,
           .w_stride = w_stride,
           .pairs = pairs,
@@ -354,6 +393,8 @@ void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row,
           .first = pair == 0,
           .prefetch = g == 0 && problem.T > FEW_ROWS,
           .left = problem.pairs - pair,
+          .later = later + g * later_lines * TILE,
+          .later_lines = later_lines,
       });
     }
   }
@@ -361,7 +402,8 @@ void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row,
   float bias[MAX_COLS * TILE] = {};
   for (int64_t j = 0; problem.bias && j < columns; ++j)
     bias[j] = __builtin_bit_cast(float, static_cast<uint32_t>(problem.bias[column + j]) << 16);
-  kernels.finish(sums, cols * TILE, bias, rows, columns, problem.out + row * problem.N + column, problem.N);
+  kernels.finish(sums, cols * TILE, bias, rows, columns, problem.out + row * problem.N + column, problem.N,
+                 problem.stream);
 }
 
 void check_inputs(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t N) {
@@ -388,27 +430,33 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   at::Tensor out = at::empty({T, out_features}, x.options());
   if (T == 0) return out;
   const int64_t x_pairs = kernels.aligned(pairs);
-  at::Tensor x_packed = at::empty({kernels.aligned(T), x_pairs, 2}, x.options());
-  auto* x_data = static_cast<uint32_t*>(x_packed.mutable_data_ptr());
-  pack_rows(kernels, x, x_data);
+  const int64_t first_packed = first_packed_row(kernels, x);
+  at::Tensor x_packed = at::empty({kernels.aligned(T - first_packed), x_pairs, 2}, x.options());
+  if (first_packed < T) pack_rows(kernels, x, first_packed, static_cast<uint32_t*>(x_packed.mutable_data_ptr()));
   const Problem problem = {
       .T = T,
       .N = out_features,
       .pairs = pairs,
-      .x = x_data,
+      .x = static_cast<const uint32_t*>(x.const_data_ptr()),
+      .x_stride = x.stride(0) / 2,
+      .first_packed = first_packed,
+      .x_packed = static_cast<const uint32_t*>(x_packed.const_data_ptr()),
       .x_pairs = x_pairs,
       .w = static_cast<const uint32_t*>(packed.const_data_ptr()),
       .bias = bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
       .out = static_cast<uint16_t*>(out.mutable_data_ptr()),
+      .stream = T * out_features * 2 > STREAM_BYTES,
   };
   // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
   // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
-  const int64_t cols = T <= FEW_ROWS ? 1 : kernels.cols;
+  const int64_t cols = T <= FEW_ROWS && kernels.align == 1 ? 1 : kernels.cols;
+  const int64_t block = kernels.align == 1 ? ROW_BLOCK
+      : std::clamp(TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows, kernels.rows, MAX_ROW_BLOCK);
   at::parallel_for(0, tiles, 1 + GRAIN_FLOPS / (T * pairs * TILE), [&](int64_t begin, int64_t end) {
-    kernels.begin();
-    for (int64_t row = 0; row < T; row += ROW_BLOCK)
+    kernels.begin(T);
+    for (int64_t row = 0; row < T; row += block)
       for (int64_t tile = begin; tile < end; tile += cols)
-        multiply_block(kernels, problem, row, std::min(ROW_BLOCK, T - row), tile, std::min(cols, end - tile));
+        multiply_block(kernels, problem, row, std::min(block, T - row), tile, std::min(cols, end - tile));
     kernels.end();
   });
   return out;
