@@ -350,7 +350,7 @@ void pack_rows(const Kernels& kernels, const at::Tensor& x, int64_t first, uint3
 // The first row that has to be packed, a multiple of `kernels.rows`, or T: tiles are loaded from x itself where they are whole.
 int64_t first_packed_row(const Kernels& kernels, const at::Tensor& x) {
   const int64_t T = x.size(0), align = kernels.align;
-  if (align == 1 || x.size(1) % (2 * align) != 0 || x.stride(0) % 2 != 0) return 0;
+  if (align == 1 || x.size(1) % (2 * align) != 0 || x.stride(0) % 2 != 0 || x.stride(0) == 0) return 0;
   return T < align || T % align == 0 ? T : T / kernels.rows * kernels.rows;
 }
 
