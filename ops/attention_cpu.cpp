@@ -3,7 +3,7 @@
 // The keys are cut by their positions alone, never by the batch, the way a prompt was chunked or the number of threads.
 // So the output of a token, of finite keys and values, is bitwise the same whatever runs beside it:
 //
-//   tile       64 keys. Scores and values of a tile are two small matrix products, with the online softmax between them.
+//   tile       128 keys, or 256. Scores and values of a tile are two small matrix products, with the online softmax between them.
 //   partition  512 keys. Has its own softmax state (maximum, sum, weighted values), started from nothing.
 //   unit       some query tokens of one request times the query heads of one KV head, so a key is read once for all of
 //              them. Its result is the states of its partitions, folded in the order of their positions.
@@ -56,10 +56,9 @@
 
 namespace {
 
-constexpr int64_t kTile = 128;       // keys; with 64, storing sums costs prefill a tenth
 constexpr int64_t kPartition = 512;  // keys
 constexpr int64_t kUnitRows = 96;    // query rows (tokens times heads) of a unit, about
-constexpr int64_t kTiledUnitRows = 256, kTiledRows = 64;  // the same with tile registers, and rows that are multiplied at a time
+constexpr int64_t kTiledUnitRows = 256, kTiledRows = 32;  // the same with tile registers, and rows that are multiplied at a time
 constexpr int64_t kLanes = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;

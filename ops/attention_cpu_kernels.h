@@ -65,7 +65,10 @@ TARGET float write_row(const Problem& p, const T* from, bool is_key, int64_t off
     row = codes;
   }
   const int64_t size = p.block_size, k_width = p.key_width<C>(), v_width = p.value_width<C>();
-  if (is_key) {
+  if (is_key && k_width == kCacheWidth<C>) {  // the same with a constant width
+    for (int64_t i = 0, at = offset * k_width; i < p.head_dim; i += k_width, at += size * k_width)
+      std::memcpy(static_cast<void*>(block + at), row + i, kCacheWidth<C> * sizeof(C));
+  } else if (is_key) {
     for (int64_t i = 0, at = offset * k_width; i < p.head_dim; i += k_width, at += size * k_width)
       for (int64_t j = 0; j < k_width; ++j) block[at + j] = row[i + j];
   } else {
@@ -251,6 +254,8 @@ TARGET void load_queries(const Problem& p, const Unit& unit, int64_t lanes, floa
         sum += code;
       }
       for (int i = 0; i < kLanes; ++i) scoring[row].excess += 128 * static_cast<uint32_t>(sum[i]);
+    } else if constexpr (std::is_same_v<O, Pairs> && std::is_same_v<T, at::BFloat16>) {
+      std::memcpy(x, from, p.head_dim * sizeof(T));
     } else {
       for (int64_t i = 0; i < p.head_dim; ++i) x[i] = to_operand<O>(from[i]);
     }

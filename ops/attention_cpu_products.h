@@ -286,7 +286,7 @@ TARGET void write_out(const Problem& p, const Unit& unit, const State& state) {
       const float shrink = exp2(state.maximum[row] - maximum);
       scale = shrink / (state.sum[row] * shrink + exp2(sink - maximum));
     }
-    for (int64_t i = 0; i < p.head_dim; ++i) to[i] = static_cast<T>(from[i] * scale);
+    for (int64_t i = 0; i < p.head_dim; i += kLanes) store_as(to + i, load(from + i) * scale, p.head_dim - i);
   }
 }
 

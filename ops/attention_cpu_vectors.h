@@ -5,6 +5,13 @@
 namespace {
 namespace ISA {
 
+// Keys of a tile. Half as many cost prefill a tenth, for what is done once for each row and tile.
+#ifdef TILES
+constexpr int64_t kTile = 256;
+#else
+constexpr int64_t kTile = 128;
+#endif
+
 // ---------------------------------------------------------------------------------------------------- vectors
 
 INLINE Vec broadcast(float x) { return x - Vec{}; }
@@ -70,8 +77,37 @@ INLINE Vec load_floats(const T* from, int64_t count) {
   return load_floats(copy);
 }
 
+// The first `count` lanes as T, to the nearest, ties to even.
+template <class T>
+INLINE void store_as(T* to, Vec x, int64_t count) {
+  T all[kLanes];
+  if constexpr (std::is_same_v<T, float>) {
+    store(all, x);
+  } else if constexpr (std::is_same_v<T, at::BFloat16>) {
+    const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
+    *reinterpret_cast<HalfVec*>(all) = __builtin_convertvector(x == x ? rounded : UintVec{} + 0x7fc0u, HalfVec);
+  } else {
+    for (int64_t i = 0; i < kLanes; ++i) all[i] = static_cast<T>(x[i]);
+  }
+  if (count >= kLanes) std::memcpy(static_cast<void*>(to), all, sizeof(all));
+  else std::memcpy(static_cast<void*>(to), all, count * sizeof(T));
+}
+
 // 2 to the power of x, for x <= 0 (with -inf) or NaN, which stays NaN; 0 below the normal numbers. Relative error 2e-7.
 INLINE Vec exp2(Vec x) {
+#if WIDTH == 512
+  // x less its floor, in [0, 1); a polynomial of the least largest relative error there, 1 at 0; scaled by 2 to the floor.
+  const auto f = reinterpret_cast<Vec>(_mm512_reduce_ps(reinterpret_cast<__m512>(x), 0x09));
+  Vec p = broadcast(1.86713005e-3f);
+  p = p * f + 9.01703071e-3f;
+  p = p * f + 5.57999127e-2f;
+  p = p * f + 2.40164444e-1f;
+  p = p * f + 6.93151295e-1f;
+  p = p * f + 1.f;
+  return reinterpret_cast<Vec>(_mm512_maskz_scalef_ps(
+      _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-126.f), _CMP_NLT_UQ),
+      reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(x)));
+#else
   const Vec magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
   const Vec clamped = max(broadcast(-126.f), x);
   const Vec shifted = clamped + magic;
@@ -84,6 +120,7 @@ INLINE Vec exp2(Vec x) {
   y = y * f + 6.93147181e-1f;
   y = y * f + 1.f;
   return x < -126.f ? Vec{} : y * floats((bits(shifted) << 23) + 0x3f800000);  // a product, so that NaN stays NaN
+#endif
 }
 
 INLINE float exp2(float x) { return exp2(broadcast(x))[0]; }

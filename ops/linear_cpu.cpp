@@ -24,6 +24,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <optional>
 #include <string>
@@ -44,13 +45,15 @@ namespace {
 
 constexpr int64_t TILE = 16;        // columns in a tile: a 512-bit register of float32, or of bfloat16 pairs
 constexpr int64_t MAX_COLS = 3;     // column tiles in a micro kernel, at most
-constexpr int64_t CHUNK = 128;      // pairs
+constexpr int64_t CHUNK = 256;      // pairs: 3 tiles x 256 x 64 bytes = 48 KiB, in L2; half of that is 2% slower
+constexpr int64_t TILED_CHUNK = 128;  // with AMX: 2 x 128 x 64 bytes = 16 KiB, a third of L1
 constexpr int64_t ROW_BLOCK = 256;  // rows: a chunk of them (256 KiB) and their sums (48 KiB) stay in L2
 constexpr int64_t TILED_BLOCK_BYTES = 1 << 20, MAX_ROW_BLOCK = 384;  // with AMX, all of their K stays in L2
 constexpr int64_t STREAM_BYTES = 1 << 20;  // of output: more is not in the caches when it is read
 constexpr int64_t FEW_ROWS = 4;     // up to here memory is the limit even without any prefetch of ours
 constexpr int64_t AHEAD = 64;       // pairs from a product to the prefetch of its weights: more than 100 ns of work
 constexpr int64_t GRAIN_FLOPS = 1 << 18;  // a thread is not worth waking for less
+constexpr int64_t PIECES = 8;       // of the columns, for each thread
 
 // W lanes of 32 bits: a register of the instruction set, since GCC splits wider ones through memory.
 template <int W>
@@ -230,6 +233,7 @@ struct Kernels {
   bool for_users;   // or only for tests, by its name
   int64_t rows, cols;
   int64_t align;    // activations are packed with rows and pairs filled up to this with zeros: 1 or TILE
+  int64_t chunk;    // pairs that are multiplied with all rows before the next; twice as many with few rows
   void (*const* multiply)(const Work&);  // [rows / align, cols]: entry [m - 1, c - 1] does m * align rows and c tiles
   void (*finish)(FINISH_ARGS);
   void (*begin)(int64_t rows) = [](int64_t) {};  // in a thread, before its first product, and after its last
@@ -246,8 +250,9 @@ constexpr std::array<void (*)(const Work&), sizeof...(I)> table_of(std::index_se
 template <class Isa>
 Kernels kernels_of(const char* name, bool supported, bool for_users = true) {
   static constexpr auto table = table_of<Isa>(std::make_index_sequence<Isa::rows / Isa::align * Isa::cols>());
-  static_assert(Isa::cols <= MAX_COLS && ROW_BLOCK % Isa::rows == 0 && CHUNK % Isa::align == 0);
-  return {name, supported, for_users, Isa::rows, Isa::cols, Isa::align, table.data(), &Isa::finish};
+  constexpr int64_t chunk = Isa::align == 1 ? CHUNK : TILED_CHUNK;
+  static_assert(Isa::cols <= MAX_COLS && ROW_BLOCK % Isa::rows == 0 && chunk % Isa::align == 0);
+  return {name, supported, for_users, Isa::rows, Isa::cols, Isa::align, chunk, table.data(), &Isa::finish};
 }
 
 #if defined(__x86_64__)
@@ -364,24 +369,30 @@ struct Problem {
   const uint16_t* bias;  // or null
   uint16_t* out;         // [T, N]
   bool stream;           // past the caches
+  int64_t chunk;         // pairs
 };
 
-// Rows [row, row + rows) of column tiles [tile, tile + cols).
+// Rows [row, row + rows) of column tiles [tile, tile + cols). The thread's next ones begin at `next_tile`.
 void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row, int64_t rows, int64_t tile,
-                    int64_t cols) {
+                    int64_t cols, int64_t next_tile) {
   alignas(64) float sums[std::max(ROW_BLOCK * MAX_COLS, MAX_ROW_BLOCK * 2) * TILE];
   const int64_t groups = (rows + kernels.rows - 1) / kernels.rows, w_stride = problem.pairs * TILE;
   const uint32_t* w = problem.w + tile * w_stride;
-  for (int64_t pair = 0; pair < problem.pairs; pair += CHUNK) {
-    const int64_t pairs = std::min(CHUNK, problem.pairs - pair);
+  const int64_t column = tile * TILE, columns = std::min(cols * TILE, problem.N - column);
+  float bias[MAX_COLS * TILE] = {};
+  for (int64_t j = 0; problem.bias && j < columns; ++j)
+    bias[j] = __builtin_bit_cast(float, static_cast<uint32_t>(problem.bias[column + j]) << 16);
+  for (int64_t pair = 0, pairs; pair < problem.pairs; pair += pairs) {
+    pairs = std::min(problem.chunk, problem.pairs - pair);
     // The weights wanted next, of the next chunk or the next tiles: each row group fetches a part.
     const bool last = pair + pairs == problem.pairs;
-    const uint32_t* later = last ? w + cols * w_stride : w + (pair + pairs) * TILE;
-    const int64_t later_pairs = last ? std::min(CHUNK, problem.pairs) : std::min(CHUNK, problem.pairs - pair - pairs);
+    const uint32_t* later = last ? problem.w + next_tile * w_stride : w + (pair + pairs) * TILE;
+    const int64_t later_pairs = std::min(problem.chunk, last ? problem.pairs : problem.pairs - pair - pairs);
     const int64_t later_lines = (later_pairs + groups - 1) / groups;
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t m = std::min(kernels.rows, rows - g * kernels.rows), start = row + g * kernels.rows;
       const bool direct = start < problem.first_packed;
+      float* group_sums = sums + g * kernels.rows * cols * TILE;
       kernels.multiply[((m - 1) / kernels.align) * kernels.cols + cols - 1]({
           .x = direct ? problem.x + start * problem.x_stride + pair
                       : problem.x_packed + (start - problem.first_packed) * problem.x_pairs + pair * kernels.aligned(m),
@@ -389,21 +400,18 @@ void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row,
           .w = w + pair * TILE,
           .w_stride = w_stride,
           .pairs = pairs,
-          .sums = sums + g * kernels.rows * cols * TILE,
+          .sums = group_sums,
           .first = pair == 0,
           .prefetch = g == 0 && problem.T > FEW_ROWS,
           .left = problem.pairs - pair,
           .later = later + g * later_lines * TILE,
           .later_lines = later_lines,
       });
+      if (last)  // while the sums are in L1
+        kernels.finish(group_sums, cols * TILE, bias, m, columns, problem.out + start * problem.N + column, problem.N,
+                       problem.stream);
     }
   }
-  const int64_t column = tile * TILE, columns = std::min(cols * TILE, problem.N - column);
-  float bias[MAX_COLS * TILE] = {};
-  for (int64_t j = 0; problem.bias && j < columns; ++j)
-    bias[j] = __builtin_bit_cast(float, static_cast<uint32_t>(problem.bias[column + j]) << 16);
-  kernels.finish(sums, cols * TILE, bias, rows, columns, problem.out + row * problem.N + column, problem.N,
-                 problem.stream);
 }
 
 void check_inputs(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t N) {
@@ -446,17 +454,27 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
       .bias = bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
       .out = static_cast<uint16_t*>(out.mutable_data_ptr()),
       .stream = T * out_features * 2 > STREAM_BYTES,
+      .chunk = T <= kernels.rows ? 2 * kernels.chunk : kernels.chunk,
   };
   // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
   // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
   const int64_t cols = T <= FEW_ROWS && kernels.align == 1 ? 1 : kernels.cols;
   const int64_t block = kernels.align == 1 ? ROW_BLOCK
       : std::clamp(TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows, kernels.rows, MAX_ROW_BLOCK);
-  at::parallel_for(0, tiles, 1 + GRAIN_FLOPS / (T * pairs * TILE), [&](int64_t begin, int64_t end) {
+  // A piece of the columns and a block of rows at a time goes to whichever thread is free: cores need not be equally fast.
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), T * pairs * tiles * TILE / GRAIN_FLOPS + 1);
+  const int64_t piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols;
+  const int64_t pieces = (tiles + piece - 1) / piece, items = pieces * ((T + block - 1) / block);
+  std::atomic<int64_t> free = 0;
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     kernels.begin(T);
-    for (int64_t row = 0; row < T; row += block)
-      for (int64_t tile = begin; tile < end; tile += cols)
-        multiply_block(kernels, problem, row, std::min(block, T - row), tile, std::min(cols, end - tile));
+    for (int64_t item = free++, next; item < items; item = next) {
+      next = free++;
+      const int64_t row = item / pieces * block, end = std::min((item % pieces + 1) * piece, tiles);
+      for (int64_t tile = item % pieces * piece; tile < end; tile += cols)
+        multiply_block(kernels, problem, row, std::min(block, T - row), tile, std::min(cols, end - tile),
+                       tile + cols < end ? tile + cols : next % pieces * piece);
+    }
     kernels.end();
   });
   return out;
