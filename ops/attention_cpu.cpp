@@ -10,7 +10,8 @@
 //
 // Decode is a unit with one token, prefill one with many (max_query_len is of no use here); both sum in the same order. A
 // thread takes an item, a range of a unit's partitions. A unit that is one item folds as it goes; the states of one cut
-// into several are kept and folded afterwards.
+// into several are kept and folded afterwards. Where the tables of several requests begin with the same blocks, an item
+// takes the rows of all of them through a partition of these blocks, so a shared prefix is read once for all.
 //
 // The products take one vector of 16 keys, or of 16 columns of values, at a time, and 32 bits of each: a float, two bf16,
 // two fp8 or four int8 that are neighbours along the summed dimension; W below is their number. So that nothing has to
@@ -45,6 +46,7 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -110,16 +112,20 @@ struct Problem {
 struct Unit {
   int64_t request, kv_head, first_token, tokens;  // first_token counts from the request's first
   int64_t first_key, keys;                        // that its tokens see: from the one to before the other
+  int64_t shared = 0;                             // partitions that are taken together with other requests
   int64_t state = -1;                             // where the states of its partitions begin, if they are kept
 
   int64_t first_partition() const { return first_key / kPartition; }
   int64_t rows(const Problem& p) const { return tokens * p.group; }
   int64_t room(const Problem& p) const { return ceil_div(rows(p), kLanes) * kLanes; }  // in memory
-  int64_t partitions() const { return ceil_div(keys, kPartition) - first_partition(); }
+  int64_t last_partition() const { return ceil_div(keys, kPartition); }  // one past it
+  int64_t partitions() const { return last_partition() - first_partition(); }
 };
 
+// A range of partitions, of one unit or of several that share them.
 struct Item {
-  int64_t unit, first_partition, last_partition;
+  const Unit* const* units;
+  int64_t count, first_partition, last_partition;
 };
 
 // The softmax state of some rows over a range of keys: the maximum of the scores, the sum of exp2(score - maximum), and
@@ -142,7 +148,7 @@ float* scratch(int64_t floats) {
 // What one instruction set offers, for one dtype of the queries and one of the cache.
 struct Kernels {
   void (*write)(const Problem&, int64_t token);
-  void (*attend)(const Problem&, const Unit&, const Item&, float* states);
+  void (*attend)(const Problem&, const Item&, float* states);
   void (*merge)(const Problem&, const Unit&, const float* states);
   int64_t unit_rows;
 };
@@ -256,12 +262,58 @@ void write_cache(const Problem& p, const Kernels& kernels) {
   });
 }
 
+// Requests whose tables begin with the same blocks, for so many whole partitions that all their rows see.
+struct SharedPrefix {
+  std::vector<int64_t> requests;
+  int64_t partitions, rows;
+};
+
+std::vector<SharedPrefix> shared_prefixes(const Problem& p, int64_t most_rows) {
+  std::vector<SharedPrefix> prefixes;
+  if (p.window > 0 || kPartition % p.block_size != 0) return prefixes;
+  const int64_t blocks = kPartition / p.block_size;
+  std::unordered_multimap<int32_t, int64_t> by_first_block;
+  for (int64_t r = 0; r < p.requests; ++r) {
+    const int64_t tokens = p.starts[r + 1] - p.starts[r], rows = tokens * p.group;
+    const int64_t partitions = (p.seq_lens[r] - tokens + 1) / kPartition;
+    if (p.seq_lens[r] == 0 || tokens == 0 || partitions == 0 || 2 * rows > most_rows) continue;
+    const int32_t* table = p.table + r * p.table_width;
+    bool found = false;
+    for (auto [at, end] = by_first_block.equal_range(table[0]); at != end && !found; ++at) {
+      SharedPrefix& prefix = prefixes[at->second];
+      const int64_t most = std::min(prefix.partitions, partitions);
+      const int32_t* other = p.table + prefix.requests[0] * p.table_width;
+      const int64_t common = (std::mismatch(table, table + most * blocks, other).first - table) / blocks;
+      // One that shares little is not let in, since it would take the rest from the others.
+      found = common > 0 && 2 * common >= prefix.partitions && prefix.rows + rows <= most_rows;
+      if (!found) continue;
+      prefix.requests.push_back(r);
+      prefix.partitions = common;
+      prefix.rows += rows;
+    }
+    if (found) continue;
+    by_first_block.emplace(table[0], prefixes.size());
+    prefixes.push_back({{r}, partitions, rows});
+  }
+  std::erase_if(prefixes, [](const SharedPrefix& prefix) { return prefix.requests.size() < 2; });
+  return prefixes;
+}
+
 void attend(const Problem& p, const Kernels& kernels, int64_t element) {
   // The units, and their cost: a key of a unit is read once, at the cost of 8 rows, and multiplied with every row.
   std::vector<Unit> units;
-  const auto cost = [&](const Unit& unit) { return (unit.keys - unit.first_key) * (unit.tokens * p.group + 8); };
+  const auto cost = [&](const Unit& unit) {
+    return (unit.keys - std::max(unit.first_key, unit.shared * kPartition)) * (unit.tokens * p.group + 8);
+  };
   int64_t total_cost = 0;
   const int64_t unit_tokens = std::max<int64_t>(kernels.unit_rows / p.group, 1);
+  const std::vector<SharedPrefix> prefixes = shared_prefixes(p, kernels.unit_rows);
+  std::vector<int64_t> shared(p.requests);  // partitions
+  for (const SharedPrefix& prefix : prefixes) {
+    total_cost += p.kv_heads * prefix.partitions * kPartition * (prefix.rows + 8);
+    for (const int64_t r : prefix.requests) shared[r] = prefix.partitions;
+  }
+  std::vector<int64_t> unit_of(p.kv_heads * p.requests, -1);  // the last of a request and head: the only one if it shares
   // Head by head: what several units read of a head's keys and values, the tiles of one prompt or requests that share a
   // prefix, is then still in the caches.
   for (int64_t h = 0; h < p.kv_heads; ++h)
@@ -271,28 +323,38 @@ void attend(const Problem& p, const Kernels& kernels, int64_t element) {
       for (int64_t first = 0; first < tokens; first += unit_tokens) {
         const int64_t count = std::min(unit_tokens, tokens - first), keys = p.seq_lens[r] - tokens + first + count;
         const int64_t first_key = p.window > 0 ? std::max<int64_t>(keys - count - p.window + 1, 0) : 0;
-        units.push_back({r, h, first, count, first_key, keys});
+        unit_of[h * p.requests + r] = static_cast<int64_t>(units.size());
+        units.push_back({r, h, first, count, first_key, keys, shared[r]});
         total_cost += cost(units.back());
       }
     }
 
-  // The items: a unit whole, or cut into ranges of partitions where it is a large share of all.
+  // The items: what is shared, then a unit whole, or cut into ranges of partitions where it is a large share of all.
   const int64_t threads = at::get_num_threads(), target = total_cost / (8 * threads) + 1;
   std::vector<Item> items;
-  std::vector<int64_t> cut;
+  std::vector<const Unit*> members, cut;
+  members.reserve(2 * units.size());  // each once alone, and once with others; items point into it
   int64_t states = 0;
   for (int64_t u = 0; u < static_cast<int64_t>(units.size()); ++u) {
     Unit& unit = units[u];
-    const int64_t partitions = unit.partitions();
-    const int64_t pieces = threads == 1 ? 1 : std::min(ceil_div(cost(unit), 2 * target), partitions);
-    if (pieces > 1) {
-      cut.push_back(u);
+    if (u == 0 || unit.kv_head != units[u - 1].kv_head)
+      for (const SharedPrefix& prefix : prefixes) {
+        const Unit* const* first = members.data() + members.size();
+        for (const int64_t r : prefix.requests) members.push_back(&units[unit_of[unit.kv_head * p.requests + r]]);
+        for (int64_t i = 0; i < prefix.partitions; ++i)
+          items.push_back({first, static_cast<int64_t>(prefix.requests.size()), i, i + 1});
+      }
+    const int64_t start = std::max(unit.first_partition(), unit.shared), partitions = unit.last_partition() - start;
+    const int64_t pieces = threads == 1 ? std::min<int64_t>(partitions, 1)
+                                        : std::min(ceil_div(cost(unit), 2 * target), partitions);
+    if (pieces > 1 || unit.shared > 0) {
+      cut.push_back(&unit);
       unit.state = states;
-      states += partitions * State::size(unit.room(p), p.padded_dim());
+      states += unit.partitions() * State::size(unit.room(p), p.padded_dim());
     }
-    const int64_t start = unit.first_partition();
+    members.push_back(&unit);
     for (int64_t i = 0; i < pieces; ++i)
-      items.push_back({u, start + partitions * i / pieces, start + partitions * (i + 1) / pieces});
+      items.push_back({&members.back(), 1, start + partitions * i / pieces, start + partitions * (i + 1) / pieces});
   }
   const auto kept = std::make_unique_for_overwrite<float[]>(states);
 
@@ -304,8 +366,8 @@ void attend(const Problem& p, const Kernels& kernels, int64_t element) {
       for (int64_t i = next++; i < count; i = next++) work(i);
     });
   };
-  for_each(items.size(), [&](int64_t i) { kernels.attend(p, units[items[i].unit], items[i], kept.get()); });
-  for_each(cut.size(), [&](int64_t i) { kernels.merge(p, units[cut[i]], kept.get()); });
+  for_each(items.size(), [&](int64_t i) { kernels.attend(p, items[i], kept.get()); });
+  for_each(cut.size(), [&](int64_t i) { kernels.merge(p, *cut[i], kept.get()); });
 }
 
 const int32_t* int32_data(const at::Tensor& x, const char* name, at::IntArrayRef shape) {

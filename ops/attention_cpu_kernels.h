@@ -262,14 +262,31 @@ TARGET void load_queries(const Problem& p, const Unit& unit, int64_t lanes, floa
   }
 }
 
+// Copies what several units have of a partition to where each of them keeps it.
+TARGET void keep_states(const Problem& p, const Item& item, int64_t partition, const State& from, float* states) {
+  const int64_t dim = p.padded_dim();
+  for (int64_t i = 0, row = 0; i < item.count; row += item.units[i++]->rows(p)) {
+    const Unit& unit = *item.units[i];
+    const int64_t rows = unit.rows(p), room = unit.room(p), at = partition - unit.first_partition();
+    const State to(states + unit.state + at * State::size(room, dim), room, dim);
+    std::copy_n(from.values + row * dim, rows * dim, to.values);
+    std::copy_n(from.maximum + row, rows, to.maximum);
+    std::copy_n(from.sum + row, rows, to.sum);
+  }
+}
+
 template <class T, class C>
-TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* states) {
+TARGET void attend(const Problem& p, const Item& item, float* states) {
   using O = Operand<T, C>;
   constexpr bool kBytes = std::is_same_v<O, Bytes>;
-  const int64_t rows = unit.rows(p), room = unit.room(p), dim = p.padded_dim(), state_size = State::size(room, dim);
+  const Unit& unit = *item.units[0];
+  const bool shared = item.count > 1;  // then all rows of all units see all keys
+  int64_t rows = 0;
+  for (int64_t i = 0; i < item.count; ++i) rows += item.units[i]->rows(p);
+  const int64_t room = ceil_div(rows, kLanes) * kLanes, dim = p.padded_dim(), state_size = State::size(room, dim);
   const int64_t lanes = ceil_div(p.head_dim, kPerLane<O>);
   const bool tiled = kTiled<O> && lanes % kLanes == 0;
-  const int64_t first_position = unit.keys - unit.tokens;
+  const int64_t first_position = shared ? item.last_partition * kPartition : unit.keys - unit.tokens;
   const bool in_runs = p.in_runs(), raw = in_runs && kRaw<O, C>;
 
   using Memory = Operands<O, C>;
@@ -290,7 +307,8 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
   const State total(take(), room, dim);
   float* partition_memory = take();
 
-  load_queries<O, T>(p, unit, lanes, queries, scoring);
+  for (int64_t i = 0, row = 0; i < item.count; row += item.units[i++]->rows(p))
+    load_queries<O, T>(p, *item.units[i], lanes, queries + row * kRowsOf<O> * lanes, scoring + row);
   clear(total, rows, dim);
   operands.stride = raw ? p.block_size : kLanes;
   std::memset(operands.edges + 2 * dim, 0, dim * sizeof(float));
@@ -304,7 +322,7 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
   const int64_t first_tile = unit.first_key / kTile * kTile;
   if (in_runs) find_tile(p, unit, std::max(first_tile, item.first_partition * kPartition), tiles[now]);
   for (int64_t partition = item.first_partition; partition < item.last_partition; ++partition) {
-    const bool kept = unit.state >= 0;
+    const bool kept = unit.state >= 0 && !shared;
     const State state(kept ? states + unit.state + (partition - unit.first_partition()) * state_size : partition_memory,
                       room, dim);
     clear(state, rows, dim);
@@ -360,7 +378,8 @@ TARGET void attend(const Problem& p, const Unit& unit, const Item& item, float* 
                       state.values + begin * dim);
       }
     }
-    if (!kept) fold(total, state, rows, dim);
+    if (shared) keep_states(p, item, partition, state, states);
+    else if (!kept) fold(total, state, rows, dim);
   }
 #ifdef TILES
   if (tiled) TILES::end();

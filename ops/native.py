@@ -69,7 +69,9 @@ def load_source(source: Path) -> ModuleType | None:
             stacklevel=3,
         )
         return None
-    key = hashlib.sha256("\n".join([*_texts(source), torch.__version__, sys.version, found, *_FLAGS]).encode()).hexdigest()
+    key = hashlib.sha256(
+        "\n".join([*_texts(source), torch.__version__, sys.version, found, *_FLAGS]).encode()
+    ).hexdigest()
     library = cache_directory() / "kernels" / f"compiled_llm_{source.stem}_{key[:16]}.so"
     if library.exists():
         with contextlib.suppress(ImportError):  # a file that does not load is built again

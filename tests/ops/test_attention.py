@@ -35,6 +35,7 @@ EVERY_SET = [
     "window-soft-cap-sinks-h128",
     "short-queries",
 ]
+INSTRUCTION_SETS = ["amx", "amx_in_software", "avx512_dot", "avx512", "avx2", "portable"]
 ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
 
 
@@ -152,7 +153,7 @@ def test_quantised_cache(attend: Attend, name: str, kv_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ALL_KV_DTYPES)
-@pytest.mark.parametrize("instruction_set", ["amx", "amx_in_software", "avx512_dot", "avx512", "avx2", "portable"], indirect=True)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", EVERY_SET)
 @pytest.mark.usefixtures("instruction_set")
@@ -235,7 +236,7 @@ def test_rows_of_odd_data(attend: Attend, kv_dtype: str) -> None:
         assert scale[block, :, offset].isnan().sum() == 1
 
 
-@pytest.mark.parametrize("instruction_set", ["amx", "amx_in_software", "avx512_dot", "avx512", "avx2", "portable"], indirect=True)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
 @pytest.mark.usefixtures("instruction_set")
 def test_numbers_at_the_edges(attend: Attend) -> None:
     case = make_case([70], [0], head_dim=16, sm_scale=1.0)
@@ -254,19 +255,24 @@ def test_unused_table_entries_are_not_read(attend: Attend) -> None:
 
 
 # The dtypes of queries and cache, and a window, for what must not change a bit.
-EXACT = pytest.mark.parametrize(
-    "options",
-    [
-        {"dtype": torch.float32},
-        {"dtype": torch.bfloat16},
-        {"dtype": torch.float16},
-        {"dtype": torch.bfloat16, "window": 100, "soft_cap": 5.0, "sinks": True},
-        {"dtype": torch.bfloat16, "kv_dtype": torch.int8},
-        {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
-        {"dtype": torch.float32, "kv_dtype": torch.int8, "window": 600},
-    ],
-    ids=lambda options: "-".join(str(value).removeprefix("torch.") for value in options.values()),
-)
+EXACT_OPTIONS: list[dict] = [
+    {"dtype": torch.float32},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16},
+    {"dtype": torch.bfloat16, "window": 100, "soft_cap": 5.0, "sinks": True},
+    {"dtype": torch.bfloat16, "kv_dtype": torch.int8},
+    {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
+    {"dtype": torch.float32, "kv_dtype": torch.int8, "window": 600},
+]
+
+
+def exact(options: list[dict]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "options", options, ids=lambda one: "-".join(str(value).removeprefix("torch.") for value in one.values())
+    )
+
+
+EXACT = exact(EXACT_OPTIONS)
 
 
 @EXACT
@@ -292,9 +298,39 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
         assert torch.equal(attend(*alone.args()), together[rows])
 
 
+# A window hides the beginning, so nothing is shared.
+@exact([{**options, "window": 0} for options in EXACT_OPTIONS])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
+@pytest.mark.usefixtures("instruction_set", "two_threads")
+def test_a_shared_prefix_changes_no_bit(attend: Attend, options: dict) -> None:
+    """The first two requests share three partitions, the next two one and a half; the last, less than it pays for."""
+    query_lens, context_lens = [1, 3, 1, 2, 1], [1700, 1690, 800, 1100, 600]
+    case = make_case(query_lens, context_lens, num_heads=8, head_dim=64, **options)
+    block_size = case.k_cache.shape[2]
+    table = case.block_table.clone()
+    for request, other, tokens in ((1, 0, 1536), (3, 2, 768), (4, 0, 512)):
+        table[request, : tokens // block_size] = table[other, : tokens // block_size]
+    case = replace(case, block_table=table)
+    together = attend(*case.args())
+    for request in range(len(query_lens)):
+        rows = case.rows(request)
+        alone = replace(
+            case,
+            q=case.q[rows],
+            k=case.k[rows],
+            v=case.v[rows],
+            slot_mapping=case.slot_mapping[rows],
+            block_table=table[request : request + 1],
+            query_start_loc=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
+            seq_lens=case.seq_lens[request : request + 1],
+        )
+        assert torch.equal(attend(*alone.args()), together[rows])
+    check(case, attend)
+
+
 @EXACT
 @pytest.mark.parametrize("group", [1, 2, 5])
-@pytest.mark.parametrize("instruction_set", ["amx", "amx_in_software", "avx512_dot", "avx512", "avx2", "portable"], indirect=True)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
 @pytest.mark.usefixtures("instruction_set")
 def test_chunking_changes_no_bit(attend: Attend, group: int, options: dict) -> None:
     """A prompt in one step, in chunks, or token by token at its end: the same output for every token."""
