@@ -4,13 +4,17 @@
 //
 // Three loops around a micro kernel:
 //
-//   threads     each takes a run of column tiles (16 outputs each), so that no two ever read the same weights
+//   threads     each takes pieces of the column tiles (16 outputs each), so that no two read the same weights
 //   columns     `cols` tiles at a time ...
-//   K chunks    ... of which CHUNK pairs are read from memory once, ...
+//   K chunks    ... of which `chunk` pairs are read from memory once for a block of rows, ...
 //   row groups  ... and used from the caches by every group of `rows` rows
 //
 // The micro kernel holds rows x cols sums of 16 columns in registers and walks through a chunk pair by pair, or with AMX
 // (linear_cpu_amx.h) 16 pairs at a time.
+//
+// AMX multiplies faster than L2 delivers: of each product's operands one has to be in L1 (the weights' chunk), the other
+// in L2 (the block of rows), and what comes from farther away has to be on its way all the time. So every row group
+// fetches its part of the weights wanted next, and large outputs are written past the caches.
 //
 // Batch invariance: every output has one float32 sum, which takes its pairs in order, whatever the number of rows, the
 // place of its row, or the number of threads. Chunks do not change that: between two of them a sum rests in memory as
@@ -46,9 +50,9 @@ namespace {
 constexpr int64_t TILE = 16;        // columns in a tile: a 512-bit register of float32, or of bfloat16 pairs
 constexpr int64_t MAX_COLS = 3;     // column tiles in a micro kernel, at most
 constexpr int64_t CHUNK = 256;      // pairs: 3 tiles x 256 x 64 bytes = 48 KiB, in L2; half of that is 2% slower
-constexpr int64_t TILED_CHUNK = 128;  // with AMX: 2 x 128 x 64 bytes = 16 KiB, a third of L1
 constexpr int64_t ROW_BLOCK = 256;  // rows: a chunk of them (256 KiB) and their sums (48 KiB) stay in L2
-constexpr int64_t TILED_BLOCK_BYTES = 1 << 20, MAX_ROW_BLOCK = 384;  // with AMX, all of their K stays in L2
+// The same with AMX: 2 tiles x 128 x 64 bytes = 16 KiB, a third of L1; all pairs of a block's rows stay in L2.
+constexpr int64_t TILED_CHUNK = 128, TILED_ROW_BLOCK = 384, TILED_BLOCK_BYTES = 1 << 20;
 constexpr int64_t STREAM_BYTES = 1 << 20;  // of output: more is not in the caches when it is read
 constexpr int64_t FEW_ROWS = 4;     // up to here memory is the limit even without any prefetch of ours
 constexpr int64_t AHEAD = 64;       // pairs from a product to the prefetch of its weights: more than 100 ns of work
@@ -260,7 +264,10 @@ template <class Tiles>
 Kernels amx_kernels_of(const char* name, bool supported, bool for_users) {
   Kernels kernels = kernels_of<Amx<Tiles>>(name, supported, for_users);
   kernels.begin = [](int64_t rows) { Tiles::begin(std::min(rows, TILE)); };
-  kernels.end = &Tiles::end;
+  kernels.end = [] {
+    Tiles::end();
+    _mm_sfence();  // `finish` may have written past the caches
+  };
   return kernels;
 }
 #endif
@@ -375,7 +382,7 @@ struct Problem {
 // Rows [row, row + rows) of column tiles [tile, tile + cols). The thread's next ones begin at `next_tile`.
 void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row, int64_t rows, int64_t tile,
                     int64_t cols, int64_t next_tile) {
-  alignas(64) float sums[std::max(ROW_BLOCK * MAX_COLS, MAX_ROW_BLOCK * 2) * TILE];
+  alignas(64) float sums[std::max(ROW_BLOCK * MAX_COLS, TILED_ROW_BLOCK * 2) * TILE];
   const int64_t groups = (rows + kernels.rows - 1) / kernels.rows, w_stride = problem.pairs * TILE;
   const uint32_t* w = problem.w + tile * w_stride;
   const int64_t column = tile * TILE, columns = std::min(cols * TILE, problem.N - column);
@@ -460,7 +467,7 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
   const int64_t cols = T <= FEW_ROWS && kernels.align == 1 ? 1 : kernels.cols;
   const int64_t block = kernels.align == 1 ? ROW_BLOCK
-      : std::clamp(TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows, kernels.rows, MAX_ROW_BLOCK);
+      : std::clamp(TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows, kernels.rows, TILED_ROW_BLOCK);
   // A piece of the columns and a block of rows at a time goes to whichever thread is free: cores need not be equally fast.
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), T * pairs * tiles * TILE / GRAIN_FLOPS + 1);
   const int64_t piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols;

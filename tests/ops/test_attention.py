@@ -298,6 +298,20 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
         assert torch.equal(attend(*alone.args()), together[rows])
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
+def test_software_tiles_are_those_of_the_cpu(kernels: ModuleType, attend: Attend, kv_dtype: torch.dtype | None) -> None:
+    """Bit for bit, so what holds for the one holds for the other."""
+    if "amx" not in kernels.instruction_sets():
+        pytest.skip("this machine has no AMX")
+    case = make_case(**MIXED, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    of_the_cpu = attend(*case.args())
+    kernels.select_instruction_set("amx_in_software")
+    try:
+        assert torch.equal(attend(*case.args()), of_the_cpu)
+    finally:
+        kernels.select_instruction_set(kernels.instruction_sets()[0])
+
+
 # A window hides the beginning, so nothing is shared.
 @exact([{**options, "window": 0} for options in EXACT_OPTIONS])
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)

@@ -64,6 +64,18 @@ def test_matches_float(run: Callable[..., Tensor], n: int, k: int, with_bias: bo
         assert_rounded_once(run(x, linear.pack_weight(weight), offset, n), x, weight, offset)
 
 
+@pytest.mark.parametrize(("t", "n", "k"), [(1, 64, 256), (33, 100, 700), (500, 96, 1024)])
+def test_software_tiles_are_those_of_the_cpu(t: int, n: int, k: int) -> None:
+    """Bit for bit, so what holds for the one holds for the other."""
+    kernels = native.load("linear_cpu")
+    if kernels is None or "amx" not in kernels.supported_isas():
+        pytest.skip("this CPU has no AMX")
+    x, weight, bias = problem(t, n, k)
+    packed = linear.pack_weight(weight)
+    of_the_cpu, in_software = (kernels.packed_linear(x, packed, bias, n, isa) for isa in ("amx", "amx_in_software"))
+    assert torch.equal(of_the_cpu, in_software)
+
+
 @pytest.mark.parametrize("k", [64, 65])
 def test_strided_rows(run: Callable[..., Tensor], k: int) -> None:
     wide, weight, bias = torch.randn(20, 150).bfloat16(), torch.randn(33, k).bfloat16(), torch.randn(33).bfloat16()

@@ -80,6 +80,14 @@ def test_built_once_and_again_when_changed_or_corrupt(monkeypatch: pytest.Monkey
     assert (module.answer, len(builds)) == (42, 3)
 
 
+def test_a_changed_header_is_a_new_build(tmp_path: Path) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text('#include <vector>\n#include "b.h"\n#include "c.h"\n')
+    (tmp_path / "b.h").write_text('#include "c.h"\n')
+    (tmp_path / "c.h").write_text("// c\n")
+    assert [text.splitlines()[0] for text in native._texts(source)] == ["#include <vector>", '#include "c.h"', "// c"]
+
+
 def test_a_broken_source_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "broken.cpp").write_text("this is no C++")
