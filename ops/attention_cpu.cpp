@@ -3,7 +3,8 @@
 // The keys are cut by their positions alone, never by the batch, the way a prompt was chunked or the number of threads.
 // So the output of a token, of finite keys and values, is bitwise the same whatever runs beside it:
 //
-//   tile       128 keys, or 256. Scores and values of a tile are two small matrix products, with the online softmax between them.
+//   tile       128 keys, with tile registers 256. Scores and values of a tile are two small matrix products, with the
+//              online softmax between them.
 //   partition  512 keys. Has its own softmax state (maximum, sum, weighted values), started from nothing.
 //   unit       some query tokens of one request times the query heads of one KV head, so a key is read once for all of
 //              them. Its result is the states of its partitions, folded in the order of their positions.
@@ -28,7 +29,8 @@
 //
 // attention_cpu_kernels.h is included once for each instruction set, with TARGET as the attribute of every function; the
 // best set the machine has is chosen at run time. The vectors are the compiler's own, of 16 floats, and it splits them
-// where registers are narrower. AMX would be one more set: its tiles are rows of lanes, as the cache has them.
+// where registers are narrower. AMX (attention_cpu_amx.h) multiplies lanes as the cache has them, one query row or many by
+// the same instruction.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -60,7 +62,8 @@ namespace {
 
 constexpr int64_t kPartition = 512;  // keys
 constexpr int64_t kUnitRows = 96;    // query rows (tokens times heads) of a unit, about
-constexpr int64_t kTiledUnitRows = 256, kTiledRows = 32;  // the same with tile registers, and rows that are multiplied at a time
+// The same with tile registers, and how many of them are multiplied at a time.
+constexpr int64_t kTiledUnitRows = 256, kTiledRows = 32;
 constexpr int64_t kLanes = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.44269504f;
@@ -270,7 +273,7 @@ struct SharedPrefix {
 
 std::vector<SharedPrefix> shared_prefixes(const Problem& p, int64_t most_rows) {
   std::vector<SharedPrefix> prefixes;
-  if (p.window > 0 || kPartition % p.block_size != 0) return prefixes;
+  if (p.requests < 2 || p.window > 0 || kPartition % p.block_size != 0) return prefixes;
   const int64_t blocks = kPartition / p.block_size;
   std::unordered_multimap<int32_t, int64_t> by_first_block;
   for (int64_t r = 0; r < p.requests; ++r) {

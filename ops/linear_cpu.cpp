@@ -336,12 +336,8 @@ void tile_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t K, ui
   for (int64_t k = 0; k < K; k += 2 * TILE)
     for (int64_t row = 0; row < row_tiles * TILE; ++row, to += TILE) {
       const int64_t count = row < rows ? std::min(2 * TILE, K - k) : 0;
-      if (count == 2 * TILE) {
-        std::memcpy(to, from + row * stride + k, 2 * TILE * sizeof(uint16_t));
-        continue;
-      }
       if (count != 0) std::memcpy(to, from + row * stride + k, count * sizeof(uint16_t));
-      std::memset(reinterpret_cast<uint16_t*>(to) + count, 0, (2 * TILE - count) * sizeof(uint16_t));
+      if (count < 2 * TILE) std::memset(reinterpret_cast<uint16_t*>(to) + count, 0, (2 * TILE - count) * sizeof(uint16_t));
     }
 }
 

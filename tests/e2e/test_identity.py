@@ -38,8 +38,10 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
     return outputs
 
 
-def tokens_of(engine: CompiledEngine, prompts: list[list[int]]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in engine.generate(prompts, GREEDY, use_tqdm=False)]
+def tokens_of(
+    engine: CompiledEngine, prompts: list[list[int]], sampling_params: SamplingParams = GREEDY
+) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in engine.generate(prompts, sampling_params, use_tqdm=False)]
 
 
 def test_buckets_1_8_and_32(prompts: list[list[int]], expected: list[list[int]]) -> None:
@@ -82,3 +84,19 @@ def test_eager_and_other_block_sizes(prompts: list[list[int]], expected: list[li
             bucket_sizes=(16,),
         ) as engine:
             assert tokens_of(engine, prompts[:16]) == expected[:16]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_requests_that_begin_alike_get_the_tokens_that_each_gets_alone(
+    prompts: list[list[int]], kv_cache_dtype: str
+) -> None:
+    """600 tokens in common: on a CPU, attention reads the first 512 keys of them once for all."""
+    common = [token for prompt in prompts for token in prompt][:600]
+    requests = [common + prompt[: 5 + n] for n, prompt in enumerate(prompts[:5])]
+    arguments = {"dtype": "bfloat16", "kv_cache_dtype": kv_cache_dtype, "enforce_eager": True, "num_kv_blocks": 400}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with CompiledEngine(bucket_sizes=(1, 8), **arguments) as engine:
+        together = tokens_of(engine, requests, params)
+        assert engine.stats().prefix_hit_tokens >= 4 * 592
+    with CompiledEngine(bucket_sizes=(1,), enable_prefix_caching=False, **arguments) as engine:
+        assert [tokens_of(engine, [request], params)[0] for request in requests] == together

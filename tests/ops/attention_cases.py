@@ -5,7 +5,7 @@ and infinities, so that a kernel which reads (or multiplies by zero) what it sho
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -249,6 +249,24 @@ def grid() -> Iterator[tuple[str, dict]]:
     yield "window-of-one", {"query_lens": [1, 40], "context_lens": [530, 30], "window": 1, "num_heads": 8}
     yield "short-queries", {"query_lens": [2, 16, 3, 1, 8], "context_lens": [700, 1000, 255, 511, 0], "num_heads": 8}
     yield "only-padding", {"query_lens": [], "context_lens": [], "padding_query_lens": [1, 1, 1], "trailing_rows": 2}
+
+
+def alone(case: AttentionCase, request: int) -> AttentionCase:
+    """One request of a case by itself, its table no wider than it must be."""
+    rows = case.rows(request)
+    seq_len = int(case.seq_lens[request])
+    blocks = max(1, -(-seq_len // case.k_cache.shape[2]))
+    return replace(
+        case,
+        q=case.q[rows],
+        k=case.k[rows],
+        v=case.v[rows],
+        slot_mapping=case.slot_mapping[rows],
+        block_table=case.block_table[request : request + 1, :blocks].contiguous(),
+        query_start_loc=case.query_start_loc[request : request + 2] - case.query_start_loc[request],
+        seq_lens=case.seq_lens[request : request + 1],
+        max_query_len=rows.stop - rows.start,
+    )
 
 
 def check(case: AttentionCase, op: Callable[..., Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss
 
 from compiled_llm.ops import native
 from compiled_llm.ops.attention import paged_attention, paged_attention_reference
-from tests.ops.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, check, grid, make_case
+from tests.ops.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, alone, check, grid, make_case
 
 CASES = dict(grid())
 MIXED = {"query_lens": [1, 40, 1], "context_lens": [700, 33, 0], "num_heads": 8, "padding_query_lens": [1, 2]}
@@ -284,18 +284,7 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
     case = make_case(query_lens, context_lens, num_heads=8, head_dim=128, trailing_rows=3, **options)
     together = attend(*case.args())
     for request in range(len(query_lens)):
-        rows = case.rows(request)
-        alone = replace(
-            case,
-            q=case.q[rows],
-            k=case.k[rows],
-            v=case.v[rows],
-            slot_mapping=case.slot_mapping[rows],
-            block_table=case.block_table[request : request + 1],
-            query_start_loc=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-            seq_lens=case.seq_lens[request : request + 1],
-        )
-        assert torch.equal(attend(*alone.args()), together[rows])
+        assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
@@ -327,18 +316,7 @@ def test_a_shared_prefix_changes_no_bit(attend: Attend, options: dict) -> None:
     case = replace(case, block_table=table)
     together = attend(*case.args())
     for request in range(len(query_lens)):
-        rows = case.rows(request)
-        alone = replace(
-            case,
-            q=case.q[rows],
-            k=case.k[rows],
-            v=case.v[rows],
-            slot_mapping=case.slot_mapping[rows],
-            block_table=table[request : request + 1],
-            query_start_loc=torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-            seq_lens=case.seq_lens[request : request + 1],
-        )
-        assert torch.equal(attend(*alone.args()), together[rows])
+        assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
     check(case, attend)
 
 

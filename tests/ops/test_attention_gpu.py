@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.attention import paged_attention_reference
-from tests.ops.attention_cases import CACHES, KV_DTYPES, PADDING_BLOCK, AttentionCase, check, grid, make_case
-from tests.ops.test_attention_triton import EXTRA, MORE, alone, interpreted
+from tests.ops.attention_cases import CACHES, KV_DTYPES, PADDING_BLOCK, AttentionCase, alone, check, grid, make_case
+from tests.ops.test_attention_triton import EXTRA, MORE, interpreted
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ import torch
 
 from compiled_llm.ops import kv_quant
 from compiled_llm.ops.attention_tiles import default_config
-from tests.ops.attention_cases import CACHES, KV_DTYPES, AttentionCase, check, grid, make_case
+from tests.ops.attention_cases import CACHES, KV_DTYPES, alone, check, grid, make_case
 
 triton = pytest.importorskip("triton")
 
@@ -30,24 +30,6 @@ ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = {(8, 0): 164 * 1024, (9, 0): 228 * 1024}  # of an SM; a program takes 1 KB more than it asks for
 REGISTERS = 65536  # of an SM, given out to each warp in multiples of 256
 OP = attention_triton.paged_attention
-
-
-def alone(case: AttentionCase, request: int) -> AttentionCase:
-    """One request of a case by itself, its table no wider than it must be."""
-    rows = case.rows(request)
-    seq_len = int(case.seq_lens[request])
-    blocks = max(1, -(-seq_len // case.k_cache.shape[2]))
-    return replace(
-        case,
-        q=case.q[rows],
-        k=case.k[rows],
-        v=case.v[rows],
-        slot_mapping=case.slot_mapping[rows],
-        block_table=case.block_table[request : request + 1, :blocks].contiguous(),
-        query_start_loc=case.query_start_loc[request : request + 2] - case.query_start_loc[request],
-        seq_lens=case.seq_lens[request : request + 1],
-        max_query_len=rows.stop - rows.start,
-    )
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
