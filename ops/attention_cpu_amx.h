@@ -8,13 +8,12 @@ namespace ISA {
 
 constexpr int64_t kTileLanes = 16;  // of the summed dimension, in one instruction
 
-// Adds to (or, if not `kAdd`, sets) the sums of kRows tiles of 16 rows by kCols tiles of 16 columns:
+// Adds to (or, if not `add`, sets) the sums of kRows tiles of 16 rows by kCols tiles of 16 columns:
 //   x          [kRows * 16][depth] lanes, `x_row` floats from row to row
 //   operand    (column tile, lane) -> where 16 lanes of 16 columns begin; `stride` floats from lane to lane
-//   next       the same of what will be wanted next
 //   sums       `sums_row` floats from row to row
-template <int kRows, int kCols, bool kAdd, class Operand, class Next>
-INLINE void multiply_tiles(const float* x, int64_t x_row, int64_t depth, Operand&& operand, int64_t stride, Next&& next,
+template <int kRows, int kCols, class Operand>
+INLINE void multiply_tiles(const float* x, int64_t x_row, int64_t depth, Operand&& operand, int64_t stride, bool add,
                            float* sums, int64_t sums_row) {
   static_assert(kRows * kCols <= 4);
   constexpr int64_t kBytes = sizeof(float);
@@ -30,7 +29,7 @@ INLINE void multiply_tiles(const float* x, int64_t x_row, int64_t depth, Operand
     each.template operator()<3>();
   };
   for_sums([&]<int I>(float* at) __attribute__((always_inline)) TARGET {
-    if constexpr (kAdd) tiles.template load<I>(at, sums_row * kBytes);
+    if (add) tiles.template load<I>(at, sums_row * kBytes);
     else tiles.template zero<I>();
   });
   for (int64_t k = 0; k < depth; k += kTileLanes) {
@@ -40,7 +39,6 @@ INLINE void multiply_tiles(const float* x, int64_t x_row, int64_t depth, Operand
       if constexpr (J < kCols) {
         constexpr int kWeights = 6 + J % 2;
         tiles.template load<kWeights>(operand(J, k), stride * kBytes);
-        next(J, k);
         tiles.template multiply<J, 4, kWeights>();
         if constexpr (kRows > 1) tiles.template multiply<kCols + J, 5, kWeights>();
       }
@@ -74,30 +72,43 @@ INLINE void for_tile_blocks(int64_t rows, int64_t columns, F&& f) {
 
 // As all_scores(), of `depth` lanes, a multiple of 16.
 TARGET void tile_scores(int64_t rows, const float* queries, int64_t depth, int64_t groups, const float* const* keys,
-                        int64_t stride, const float* const* next, float* scores) {
+                        int64_t stride, float* scores) {
   for_tile_blocks(rows, groups, [&]<int kRows, int kCols>(int64_t row, int64_t group) TARGET {
     const auto keys_at = [&](int j, int64_t k) TARGET { return keys[group + j] + k * stride; };
-    const auto fetch = [&](int j, int64_t k) __attribute__((always_inline)) TARGET {
-      if (next == nullptr || row > 0) return;
-      for (int64_t i = 0; i < kTileLanes; ++i) prefetch(next[group + j] + (k + i) * stride);
-    };
-    multiply_tiles<kRows, kCols, false>(queries + row * depth, depth, depth, keys_at, stride, fetch,
-                                        scores + row * kTile + group * kLanes, kTile);
+    multiply_tiles<kRows, kCols>(queries + row * depth, depth, depth, keys_at, stride, false,
+                                 scores + row * kTile + group * kLanes, kTile);
   });
 }
 
-// As all_values(). Of `depth` lanes, a multiple of 16, each 16 lie `columns` floats apart.
-TARGET void tile_values(int64_t rows, const float* weights, int64_t depth, const float* const* values,
-                        const float* const* next, int64_t columns, float* out) {
+// As all_values(), of `depth` lanes, a multiple of 16, of which each 16 lie `columns` floats apart.
+TARGET void tile_values(int64_t rows, const float* weights, int64_t depth, const float* const* values, bool add,
+                        int64_t columns, float* out) {
   for_tile_blocks(rows, columns / kLanes, [&]<int kRows, int kCols>(int64_t row, int64_t tile) TARGET {
     const auto values_at = [&](int j, int64_t k) TARGET { return values[k] + (tile + j) * kLanes; };
-    const auto fetch = [&](int j, int64_t k) __attribute__((always_inline)) TARGET {
-      if (next == nullptr || row > 0) return;
-      for (int64_t i = 0; i < kTileLanes; ++i) prefetch(next[k + i] + (tile + j) * kLanes);
-    };
-    multiply_tiles<kRows, kCols, true>(weights + row * kTile, kTile, depth, values_at, columns, fetch,
-                                       out + row * columns + tile * kLanes, columns);
+    multiply_tiles<kRows, kCols>(weights + row * kTile, kTile, depth, values_at, columns, add,
+                                 out + row * columns + tile * kLanes, columns);
   });
+}
+
+// The same for up to 16 rows and an even number of column tiles, with lanes anywhere: two tiles of values at a time are
+// copied into L1, one step ahead of their product, so that memory is read all the time.
+TARGET void few_tile_values(const float* weights, int64_t depth, const float* const* values, bool add, int64_t columns,
+                            float* out) {
+  constexpr int64_t kCols = 2;
+  alignas(64) float copies[2][kTileLanes * kCols * kLanes];
+  for (int64_t column = 0; column < columns; column += kCols * kLanes) {
+    const auto copy = [&](int64_t k) __attribute__((always_inline)) TARGET {
+      float* to = copies[k / kTileLanes % 2];
+      for (int64_t i = 0; i < kTileLanes; ++i)
+        for (int64_t j = 0; j < kCols; ++j) store(to + (i * kCols + j) * kLanes, load(values[k + i] + column + j * kLanes));
+    };
+    copy(0);
+    const auto values_at = [&](int j, int64_t k) __attribute__((always_inline)) TARGET {
+      if (j == 0 && k + kTileLanes < depth) copy(k + kTileLanes);
+      return copies[k / kTileLanes % 2] + j * kLanes;
+    };
+    multiply_tiles<1, kCols>(weights, kTile, depth, values_at, kCols * kLanes, add, out + column, columns);
+  }
 }
 
 }  // namespace ISA

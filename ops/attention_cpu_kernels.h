@@ -101,7 +101,7 @@ struct Tile {
   int64_t count = 0;          // of keys; the rest is not there
   const float* keys[kGroups];  // the first lane of 16 keys
   const float* values[kRows];  // one lane of keys, all columns
-  float k_scale[kTile] = {}, v_scale[kTile] = {};
+  float k_scale[kTile], v_scale[kTile];
 };
 
 template <class C>
@@ -309,11 +309,11 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
 
   for (int64_t i = 0, row = 0; i < item.count; row += item.units[i++]->rows(p))
     load_queries<O, T>(p, *item.units[i], lanes, queries + row * kRowsOf<O> * lanes, scoring + row);
-  clear(total, rows, dim);
+  clear(total, rows);
   operands.stride = raw ? p.block_size : kLanes;
   std::memset(operands.edges + 2 * dim, 0, dim * sizeof(float));
 #ifdef TILES
-  if (tiled) TILES::begin(std::min(rows, kLanes));
+  if (tiled) TILES::begin(std::min(rows, kTileLanes));
 #endif
   const int64_t block_rows = tiled ? kTiledRows : rows;
 
@@ -323,11 +323,14 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
   if (in_runs) find_tile(p, unit, std::max(first_tile, item.first_partition * kPartition), tiles[now]);
   for (int64_t partition = item.first_partition; partition < item.last_partition; ++partition) {
     const bool kept = unit.state >= 0 && !shared;
-    const State state(kept ? states + unit.state + (partition - unit.first_partition()) * state_size : partition_memory,
-                      room, dim);
-    clear(state, rows, dim);
+    const bool folded = !kept && !shared && partition > item.first_partition;  // the first is the total so far
+    const State state = kept                ? State(states + unit.state + (partition - unit.first_partition()) * state_size, room, dim)
+                        : folded || shared ? State(partition_memory, room, dim)
+                                           : total;
+    clear(state, rows);
+    const int64_t start = std::max(first_tile, partition * kPartition);
     const int64_t end = std::min(unit.keys, (partition + 1) * kPartition);
-    for (int64_t first = std::max(first_tile, partition * kPartition); first < end; first += kTile) {
+    for (int64_t first = start; first < end; first += kTile) {
       Tile<C>& tile = tiles[now];
       const Tile<C>* next = nullptr;
       if (in_runs) {
@@ -355,7 +358,7 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
       };
       hide_values(std::max<int64_t>(unit.first_key - first, 0), tile.count, seen(rows - 1), dim, operands);
 #ifdef TILES
-      if (tiled) gather_values(seen(rows - 1), dim, operands);
+      if (tiled && rows > kTileLanes) gather_values(seen(rows - 1), dim, operands);
 #endif
 
       for (int64_t begin = 0; begin < rows; begin += block_rows) {
@@ -374,12 +377,12 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
                                              reinterpret_cast<uint8_t*>(codes) + row * 2 * kTile);
         }
         all_values<O>(tiled, end - begin, kBytes ? codes + begin * kRowsOf<O> * kWeightsRow<O> : scores + begin * kTile,
-                      weight_scale + begin, depth, operands.values, ahead ? next->values : nullptr, dim,
+                      weight_scale + begin, depth, operands.values, ahead ? next->values : nullptr, first > start, dim,
                       state.values + begin * dim);
       }
     }
     if (shared) keep_states(p, item, partition, state, states);
-    else if (!kept) fold(total, state, rows, dim);
+    else if (folded) fold(total, state, rows, dim);
   }
 #ifdef TILES
   if (tiled) TILES::end();
@@ -391,7 +394,7 @@ template <class T>
 TARGET void merge(const Problem& p, const Unit& unit, const float* states) {
   const int64_t rows = unit.rows(p), room = unit.room(p), dim = p.padded_dim(), state_size = State::size(room, dim);
   const State total(scratch(state_size), room, dim);
-  clear(total, rows, dim);
+  clear(total, rows);
   for (int64_t i = 0; i < unit.partitions(); ++i)
     fold(total, State(const_cast<float*>(states) + unit.state + i * state_size, room, dim), rows, dim);
   write_out<T>(p, unit, total);

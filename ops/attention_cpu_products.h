@@ -51,17 +51,18 @@ TARGET void multiply_keys(const float* queries, int64_t depth, const float* cons
     }
 }
 
-// Out[rows][kVecs * 16 columns] += weights[rows][depth] * values[depth][columns], for Bytes times weight_scale[rows].
+// Out[rows][kVecs * 16 columns] = weights[rows][depth] * values[depth][columns], for Bytes times weight_scale[rows]; or
+// `add`s that.
 template <class O, int kRows, int kVecs>
 TARGET void multiply_values(const float* weights, const float* weight_scale, int64_t depth, const float* const* values,
-                            const float* const* next, int64_t column, float* out, int64_t out_row) {
+                            const float* const* next, bool add, int64_t column, float* out, int64_t out_row) {
   constexpr int kParts = kRowsOf<O>;
   typename O::Sum sum[kRows * kParts][kVecs];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows * kParts; ++i)
 #pragma GCC unroll 8
     for (int j = 0; j < kVecs; ++j)
-      if constexpr (kParts == 1) sum[i][j] = load(out + i * out_row + column + j * kLanes);
+      if constexpr (kParts == 1) sum[i][j] = add ? load(out + i * out_row + column + j * kLanes) : Vec{};
       else sum[i][j] = typename O::Sum{};
   for (int64_t k = 0; k < depth; ++k) {
     Vec row[kVecs];
@@ -82,8 +83,8 @@ TARGET void multiply_values(const float* weights, const float* weight_scale, int
 #pragma GCC unroll 8
     for (int j = 0; j < kVecs; ++j) {
       Vec& to = *reinterpret_cast<Vec*>(out + i * out_row + column + j * kLanes);
-      if constexpr (kParts == 2) to += convert(join(sum[2 * i][j], sum[2 * i + 1][j])) * weight_scale[i];
-      else to = sum[i][j];
+      if constexpr (kParts == 1) to = sum[i][j];
+      else to = (add ? to : Vec{}) + convert(join(sum[2 * i][j], sum[2 * i + 1][j])) * weight_scale[i];
     }
 }
 
@@ -109,16 +110,16 @@ TARGET void score_blocks(int64_t rows, const float* queries, int64_t depth, int6
 
 template <class O, int kRows, int kVecs>
 TARGET void value_blocks(int64_t rows, const float* weights, const float* weight_scale, int64_t depth,
-                         const float* const* values, const float* const* next, int64_t column, int64_t columns,
+                         const float* const* values, const float* const* next, bool add, int64_t column, int64_t columns,
                          float* out) {
   for (; column + kVecs * kLanes <= columns; column += kVecs * kLanes)
     for_row_blocks<kRows>(rows, 0, [&]<int kBlock>(int64_t i) TARGET {
       multiply_values<O, kBlock, kVecs>(weights + i * kRowsOf<O> * kWeightsRow<O>, weight_scale + i, depth, values,
-                                        i == 0 ? next : nullptr, column, out + i * columns, columns);
+                                        i == 0 ? next : nullptr, add, column, out + i * columns, columns);
     });
   if constexpr (kVecs > 1)
     if (column < columns)
-      value_blocks<O, kRows, kVecs / 2>(rows, weights, weight_scale, depth, values, next, column, columns, out);
+      value_blocks<O, kRows, kVecs / 2>(rows, weights, weight_scale, depth, values, next, add, column, columns, out);
 }
 
 // With many rows a product is bound by arithmetic, and blocks are as large as the registers allow. With few it is bound
@@ -133,13 +134,13 @@ template <class O>
 constexpr bool kTiled = false;
 #endif
 
-// Both products, `tiled` or of vectors.
+// Both products, `tiled` or of vectors, which also fetch what is next.
 template <class O>
 TARGET void all_scores(bool tiled, int64_t rows, const float* queries, int64_t depth, int64_t groups, const float* const* keys,
                        int64_t stride, const float* const* next, float* scores) {
 #ifdef TILES
   if constexpr (kTiled<O>)
-    if (tiled) return tile_scores(rows, queries, depth, groups, keys, stride, next, scores);
+    if (tiled) return tile_scores(rows, queries, depth, groups, keys, stride, scores);
 #endif
   const auto blocks = rows <= kFewRows ? score_blocks<O, kMaxRows<O>, 1> : score_blocks<O, kMaxRows<O>, kMaxVecs>;
   blocks(rows, queries, depth, groups, keys, stride, next, scores);
@@ -147,14 +148,16 @@ TARGET void all_scores(bool tiled, int64_t rows, const float* queries, int64_t d
 
 template <class O>
 TARGET void all_values(bool tiled, int64_t rows, const float* weights, const float* weight_scale, int64_t depth,
-                       const float* const* values, const float* const* next, int64_t columns, float* out) {
+                       const float* const* values, const float* const* next, bool add, int64_t columns, float* out) {
 #ifdef TILES
   if constexpr (kTiled<O>)
-    if (tiled) return tile_values(rows, weights, depth, values, next, columns, out);
+    if (tiled)
+      return rows <= kTileLanes ? few_tile_values(weights, depth, values, add, columns, out)
+                                : tile_values(rows, weights, depth, values, add, columns, out);
 #endif
   constexpr int kRows = std::max(kMaxRows<O> / 3, 1);
   const auto blocks = rows <= kFewRows ? value_blocks<O, kRows, 2 * kMaxVecs> : value_blocks<O, kMaxRows<O>, kMaxVecs>;
-  blocks(rows, weights, weight_scale, depth, values, next, 0, columns, out);
+  blocks(rows, weights, weight_scale, depth, values, next, add, 0, columns, out);
 }
 
 // ---------------------------------------------------------------------------------------------------- softmax
@@ -232,10 +235,12 @@ TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, co
   }
 
   if (maximum > state.maximum[row]) {
-    const float shrink = exp2(state.maximum[row] - maximum);
-    float* values = state.values + row * padded_dim;
-    for (int64_t i = 0; i < padded_dim; i += kLanes) store(values + i, load(values + i) * shrink);
-    state.sum[row] *= shrink;
+    if (state.sum[row] != 0) {
+      const float shrink = exp2(state.maximum[row] - maximum);
+      float* values = state.values + row * padded_dim;
+      for (int64_t i = 0; i < padded_dim; i += kLanes) store(values + i, load(values + i) * shrink);
+      state.sum[row] *= shrink;
+    }
     state.maximum[row] = maximum;
   }
   state.sum[row] += sum_of_lanes(sums);
@@ -258,6 +263,12 @@ TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, co
 __attribute__((noinline)) TARGET void fold(const State& into, const State& from, int64_t rows, int64_t padded_dim) {
   for (int64_t row = 0; row < rows; ++row) {
     if (from.sum[row] == 0) continue;  // it saw no key
+    if (into.sum[row] == 0) {          // it had seen none
+      std::copy_n(from.values + row * padded_dim, padded_dim, into.values + row * padded_dim);
+      into.sum[row] = from.sum[row];
+      into.maximum[row] = from.maximum[row];
+      continue;
+    }
     const float maximum = std::max(into.maximum[row], from.maximum[row]);
     const float keep = exp2(into.maximum[row] - maximum), add = exp2(from.maximum[row] - maximum);
     for (int64_t i = row * padded_dim; i < (row + 1) * padded_dim; i += kLanes)
@@ -267,8 +278,8 @@ __attribute__((noinline)) TARGET void fold(const State& into, const State& from,
   }
 }
 
-TARGET void clear(const State& state, int64_t rows, int64_t padded_dim) {
-  std::memset(state.values, 0, rows * padded_dim * sizeof(float));
+// Of a row whose sum is zero, values are not read.
+TARGET void clear(const State& state, int64_t rows) {
   std::memset(state.sum, 0, rows * sizeof(float));
   std::fill_n(state.maximum, rows, -kInfinity);
 }
