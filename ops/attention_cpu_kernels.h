@@ -286,12 +286,14 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
   const int64_t room = ceil_div(rows, kLanes) * kLanes, dim = p.padded_dim(), state_size = State::size(room, dim);
   const int64_t lanes = ceil_div(p.head_dim, kPerLane<O>);
   const bool tiled = kTiled<O> && lanes % kLanes == 0;
+  // Rows are taken by blocks, whose scores stay in L1.
+  const int64_t block_rows = tiled ? kTiledRows : rows, block_room = std::min(block_rows, room);
   const int64_t first_position = shared ? item.last_partition * kPartition : unit.keys - unit.tokens;
   const bool in_runs = p.in_runs(), raw = in_runs && kRaw<O, C>;
 
   using Memory = Operands<O, C>;
-  const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), 3 * dim, room * kTile, room * kRowsOf<O> * lanes,
-                           room * kRowsOf<O> * kWeightsRow<O>, room, room * 4, state_size, state_size};
+  const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), 3 * dim, room * kRowsOf<O> * lanes, room * 4,
+                           block_room * kTile, block_room * kRowsOf<O> * kWeightsRow<O>, block_room, state_size, state_size};
   int64_t total_size = 0;
   for (const int64_t size : sizes) total_size += ceil_div(size, kLanes) * kLanes;
   float* memory = scratch(total_size);
@@ -301,9 +303,10 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
   operands.key_memory = take();
   operands.value_memory = take();
   operands.edges = take();
-  float *scores = take(), *queries = take(), *codes = take(), *weight_scale = take();
+  float* queries = take();
   static_assert(sizeof(Scoring) <= 4 * sizeof(float));
   Scoring* scoring = reinterpret_cast<Scoring*>(take());
+  float *scores = take(), *codes = take(), *weight_scale = take();
   const State total(take(), room, dim);
   float* partition_memory = take();
 
@@ -315,7 +318,6 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
 #ifdef TILES
   if (tiled) TILES::begin(std::min(rows, kTileLanes));
 #endif
-  const int64_t block_rows = tiled ? kTiledRows : rows;
 
   Tile<C> tiles[2];
   int64_t now = 0;
@@ -367,17 +369,17 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
         const int64_t groups = ceil_div(depth * kPerLane<O>, kLanes);
         const bool ahead = next != nullptr && begin == 0;
         all_scores<O>(tiled, end - begin, queries + begin * kRowsOf<O> * lanes, lanes, groups, operands.keys,
-                      operands.stride, ahead ? next->keys : nullptr, scores + begin * kTile);
+                      operands.stride, ahead ? next->keys : nullptr, scores);
         for (int64_t row = begin; row < end; ++row) {
           const int64_t position = first_position + row / p.group - first;  // of the query, in the tile
           const Mask mask{p.window > 0 ? std::max<int64_t>(position - p.window + 1, 0) : 0,
                           std::min(position + 1, tile.count), p.k_scale == nullptr ? nullptr : tile.k_scale,
                           p.k_scale == nullptr ? nullptr : tile.v_scale};
-          weight_scale[row] = softmax_row<O>(scores + row * kTile, groups * kLanes, scoring[row], mask, state, row, dim,
-                                             reinterpret_cast<uint8_t*>(codes) + row * 2 * kTile);
+          const int64_t at = row - begin;
+          weight_scale[at] = softmax_row<O>(scores + at * kTile, groups * kLanes, scoring[row], mask, state, row, dim,
+                                            reinterpret_cast<uint8_t*>(codes) + at * 2 * kTile);
         }
-        all_values<O>(tiled, end - begin, kBytes ? codes + begin * kRowsOf<O> * kWeightsRow<O> : scores + begin * kTile,
-                      weight_scale + begin, depth, operands.values, ahead ? next->values : nullptr, first > start, dim,
+        all_values<O>(tiled, end - begin, kBytes ? codes : scores, weight_scale, depth, operands.values, ahead ? next->values : nullptr, first > start, dim,
                       state.values + begin * dim);
       }
     }

@@ -175,6 +175,19 @@ struct Scoring {
   uint32_t excess;          // Bytes: what the unsigned keys added, modulo 2^32; without it sums fit 32 bits
 };
 
+// Weights of 32 keys as operands of the values' product: pairs are written over the scores, behind the reading.
+template <class O>
+INLINE void store_weights(const Vec* weights, float* row, int64_t key) {
+#if DOT
+  if constexpr (std::is_same_v<O, Pairs>) {
+    const auto pairs = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(weights[1]), reinterpret_cast<__m512>(weights[0]));
+    return store(row + key / 2, reinterpret_cast<Vec>(pairs));
+  }
+#endif
+  store(row + key, weights[0]);
+  store(row + key + kLanes, weights[1]);
+}
+
 // A row of a tile's products becomes weights, and its softmax state moves on. Weights are written as operands of the
 // values' product: to `scores` itself, or for Bytes to `codes` (two rows), in which case their scale is returned.
 template <class O>
@@ -213,26 +226,29 @@ TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, co
   const float maximum = std::max(state.maximum[row], largest_lane(largest) * scale);
   const float shift = maximum == -kInfinity ? 0.f : maximum;  // keys that are seen, with scores of -inf: no weight
 
-  Vec sums = {}, check = {};
+  // 32 keys at a time, as one vector of pairs holds them; there is memory for so many.
+  Vec sums[2] = {}, check = {};
   largest = Vec{};
-  for (int64_t key = 0; key < keys; key += kLanes) {
-    const Vec weight = exp2(load(scores + key) * scale - shift);
-    sums += weight;
-    Vec scaled = weight;
-    if (mask.v_scale != nullptr) {
-      scaled = visible(key) ? weight * load(mask.v_scale + key) : Vec{};
-      largest = max(scaled, largest);
-      check += scaled;
+  const auto weigh = [&]<bool kScaled>() __attribute__((always_inline)) TARGET {
+    for (int64_t key = 0; key < keys; key += 2 * kLanes) {
+      Vec weights[2];
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const int64_t at = key + i * kLanes;
+        const Vec weight = at < keys ? exp2(load(scores + at) * scale - shift) : Vec{};
+        sums[i] += weight;
+        weights[i] = weight;
+        if constexpr (kScaled) {
+          weights[i] = visible(at) ? weight * load(mask.v_scale + at) : Vec{};
+          largest = max(weights[i], largest);
+          check += weights[i];
+        }
+      }
+      store_weights<O>(weights, scores, key);
     }
-#if DOT
-    if constexpr (std::is_same_v<O, Pairs>) {  // written over the scores, behind the reading
-      const auto pairs = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(scaled));
-      *reinterpret_cast<HalfVec*>(scores + key / 2) = reinterpret_cast<HalfVec>(pairs);
-      continue;
-    }
-#endif
-    store(scores + key, scaled);
-  }
+  };
+  if (mask.v_scale != nullptr) weigh.template operator()<true>();
+  else weigh.template operator()<false>();
 
   if (maximum > state.maximum[row]) {
     if (state.sum[row] != 0) {
@@ -243,7 +259,7 @@ TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, co
     }
     state.maximum[row] = maximum;
   }
-  state.sum[row] += sum_of_lanes(sums);
+  state.sum[row] += sum_of_lanes(sums[0] + sums[1]);
 
   if constexpr (kBytes) {
     const float most = largest_lane(largest), total = sum_of_lanes(check);
