@@ -1,99 +1,66 @@
 // The two products of a tile on AMX's registers, for pairs of bf16; part of attention_cpu_products.h, where TILES names
 // the registers (cpu_tiles.h). The cache holds keys and values as 16 rows of 16 pairs, as the instruction takes them.
 //
-// Few rows and many are multiplied by the same instruction, whose sums depend on their own row and column alone.
+// Few rows and many are multiplied by the same instruction, whose sums depend on their own row and column alone. Few wait
+// for memory: what matters is that it is read all the time. Many are bound by arithmetic: the tiles multiply beside the
+// vector units, which take the softmax of other rows meanwhile.
 
 namespace {
 namespace ISA {
 
 constexpr int64_t kTileLanes = 16;  // of the summed dimension, in one instruction
 
-// Adds to (or, if not `add`, sets) the sums of kRows tiles of 16 rows by kCols tiles of 16 columns:
-//   x          [kRows * 16][depth] lanes, `x_row` floats from row to row
+// ---------------------------------------------------------------------------------------------------- up to 16 rows
+
+// Adds to (or, if not `add`, sets) the sums of 16 rows by kCols tiles of 16 columns:
+//   x          [16][depth] lanes, `x_row` floats from row to row
 //   operand    (column tile, lane) -> where 16 lanes of 16 columns begin; `stride` floats from lane to lane
 //   sums       `sums_row` floats from row to row
-template <int kRows, int kCols, class Operand>
-INLINE void multiply_tiles(const float* x, int64_t x_row, int64_t depth, Operand&& operand, int64_t stride, bool add,
-                           float* sums, int64_t sums_row) {
-  static_assert(kRows * kCols <= 4);
+template <int kCols, class Operand>
+INLINE void multiply_few(const float* x, int64_t x_row, int64_t depth, Operand&& operand, int64_t stride, bool add,
+                         float* sums, int64_t sums_row) {
+  static_assert(kCols <= 4);
   constexpr int64_t kBytes = sizeof(float);
   TILES tiles;
-  const auto for_sums = [&](auto&& f) __attribute__((always_inline)) TARGET {
-    const auto each = [&]<int I>() __attribute__((always_inline)) TARGET {
-      if constexpr (I < kRows * kCols)
-        f.template operator()<I>(sums + I / kCols * kTileLanes * sums_row + I % kCols * kLanes);
-    };
-    each.template operator()<0>();
-    each.template operator()<1>();
-    each.template operator()<2>();
-    each.template operator()<3>();
+  const auto for_columns = [&](auto&& f) __attribute__((always_inline)) TARGET {
+    f.template operator()<0>();
+    if constexpr (kCols > 1) f.template operator()<1>();
+    if constexpr (kCols > 2) f.template operator()<2>();
+    if constexpr (kCols > 3) f.template operator()<3>();
   };
-  for_sums([&]<int I>(float* at) __attribute__((always_inline)) TARGET {
-    if (add) tiles.template load<I>(at, sums_row * kBytes);
-    else tiles.template zero<I>();
+  for_columns([&]<int J>() __attribute__((always_inline)) TARGET {
+    if (add) tiles.template load<J>(sums + J * kLanes, sums_row * kBytes);
+    else tiles.template zero<J>();
   });
   for (int64_t k = 0; k < depth; k += kTileLanes) {
     tiles.template load<4>(x + k, x_row * kBytes);
-    if constexpr (kRows > 1) tiles.template load<5>(x + kTileLanes * x_row + k, x_row * kBytes);
-    const auto column = [&]<int J>() __attribute__((always_inline)) TARGET {
-      if constexpr (J < kCols) {
-        constexpr int kWeights = 6 + J % 2;
-        tiles.template load<kWeights>(operand(J, k), stride * kBytes);
-        tiles.template multiply<J, 4, kWeights>();
-        if constexpr (kRows > 1) tiles.template multiply<kCols + J, 5, kWeights>();
-      }
-    };
-    column.template operator()<0>();
-    column.template operator()<1>();
-    column.template operator()<2>();
-    column.template operator()<3>();
+    for_columns([&]<int J>() __attribute__((always_inline)) TARGET {
+      constexpr int kOperand = 6 + J % 2;
+      tiles.template load<kOperand>(operand(J, k), stride * kBytes);
+      tiles.template multiply<J, 4, kOperand>();
+    });
   }
-  for_sums([&]<int I>(float* at) __attribute__((always_inline)) TARGET {
-    tiles.template store<I>(at, sums_row * kBytes);
+  for_columns([&]<int J>() __attribute__((always_inline)) TARGET {
+    tiles.template store<J>(sums + J * kLanes, sums_row * kBytes);
   });
 }
 
-// f.template operator()<kRows, kCols>(first row, first column tile) for blocks of tiles that cover `rows` rows, of which
-// memory has whole tiles, and `columns` column tiles.
-template <class F>
-INLINE void for_tile_blocks(int64_t rows, int64_t columns, F&& f) {
-  int64_t column = 0;
-  if (rows <= kTileLanes)
-    for (; column + 4 <= columns; column += 4) f.template operator()<1, 4>(0, column);
-  for (; column < columns; column += 2)
-    for (int64_t row = 0; row < rows; row += 2 * kTileLanes) {
-      const bool tall = rows - row > kTileLanes, wide = columns - column > 1;
-      if (tall && wide) f.template operator()<2, 2>(row, column);
-      else if (tall) f.template operator()<2, 1>(row, column);
-      else if (wide) f.template operator()<1, 2>(row, column);
-      else f.template operator()<1, 1>(row, column);
-    }
-}
-
-// As all_scores(), of `depth` lanes, a multiple of 16.
-TARGET void tile_scores(int64_t rows, const float* queries, int64_t depth, int64_t groups, const float* const* keys,
-                        int64_t stride, float* scores) {
-  for_tile_blocks(rows, groups, [&]<int kRows, int kCols>(int64_t row, int64_t group) TARGET {
+// As all_scores(), of `depth` lanes, a multiple of 16, and an even number of groups.
+TARGET void few_scores(const float* queries, int64_t depth, int64_t groups, const float* const* keys, int64_t stride,
+                       float* scores) {
+  const auto multiply = [&]<int kCols>(int64_t group) __attribute__((always_inline)) TARGET {
     const auto keys_at = [&](int j, int64_t k) TARGET { return keys[group + j] + k * stride; };
-    multiply_tiles<kRows, kCols>(queries + row * depth, depth, depth, keys_at, stride, false,
-                                 scores + row * kTile + group * kLanes, kTile);
-  });
+    multiply_few<kCols>(queries, depth, depth, keys_at, stride, false, scores + group * kLanes, kScoresRow);
+  };
+  int64_t group = 0;
+  for (; group + 4 <= groups; group += 4) multiply.template operator()<4>(group);
+  if (group < groups) multiply.template operator()<2>(group);
 }
 
-// As all_values(), of `depth` lanes, a multiple of 16, of which each 16 lie `columns` floats apart.
-TARGET void tile_values(int64_t rows, const float* weights, int64_t depth, const float* const* values, bool add,
-                        int64_t columns, float* out) {
-  for_tile_blocks(rows, columns / kLanes, [&]<int kRows, int kCols>(int64_t row, int64_t tile) TARGET {
-    const auto values_at = [&](int j, int64_t k) TARGET { return values[k] + (tile + j) * kLanes; };
-    multiply_tiles<kRows, kCols>(weights + row * kTile, kTile, depth, values_at, columns, add,
-                                 out + row * columns + tile * kLanes, columns);
-  });
-}
-
-// The same for up to 16 rows and an even number of column tiles, with lanes anywhere: two tiles of values at a time are
-// copied into L1, one step ahead of their product, so that memory is read all the time.
-TARGET void few_tile_values(const float* weights, int64_t depth, const float* const* values, bool add, int64_t columns,
-                            float* out) {
+// As all_values(), of an even number of column tiles; lanes may lie anywhere. Two tiles of values at a time are copied into
+// L1, one step ahead of their product, so that memory is read all the time.
+TARGET void few_values(const float* weights, int64_t depth, const float* const* values, bool add, int64_t columns,
+                       float* out) {
   constexpr int64_t kCols = 2;
   alignas(64) float copies[2][kTileLanes * kCols * kLanes];
   for (int64_t column = 0; column < columns; column += kCols * kLanes) {
@@ -107,9 +74,67 @@ TARGET void few_tile_values(const float* weights, int64_t depth, const float* co
       if (j == 0 && k + kTileLanes < depth) copy(k + kTileLanes);
       return copies[k / kTileLanes % 2] + j * kLanes;
     };
-    multiply_tiles<1, kCols>(weights, kTile, depth, values_at, kCols * kLanes, add, out + column, columns);
+    multiply_few<kCols>(weights, kScoresRow, depth, values_at, kCols * kLanes, add, out + column, columns);
   }
 }
+
+// ---------------------------------------------------------------------------------------------------- up to 32 rows
+
+// One of the products of a block of rows, made step by step: a step multiplies 16 lanes of all rows by those of two tiles
+// of columns. Between two steps the sums stay in tile registers 0 to 3, so one product ends before the next begins.
+struct Product {
+  const float* x = nullptr;           // [rows][lanes], `x_row` floats from row to row
+  int64_t x_row = 0;
+  bool tall = false;                  // more than 16 rows
+  const float* const* keys = nullptr;    // of 16 columns each, `stride` floats from lane to lane; or
+  const float* const* values = nullptr;  // one lane of all columns, each 16 of them `stride` floats apart
+  int64_t stride = 0;
+  float* sums = nullptr;              // `sums_row` floats from row to row
+  int64_t sums_row = 0;
+  bool add = false;                   // to what is there
+  int64_t steps = 1, pairs = 0;       // of lanes, for each pair of column tiles
+  int64_t step = 0, pair = 0;         // the next
+
+  int64_t left() const { return (pairs - pair) * steps - step; }
+  TARGET void advance(TILES& tiles) { tall ? advance_rows<2>(tiles) : advance_rows<1>(tiles); }
+
+  template <int kRows>
+  TARGET void advance_rows(TILES& tiles) {
+    constexpr int64_t kBytes = sizeof(float);
+    float *at = sums + pair * 2 * kLanes, *below = at + kTileLanes * sums_row;
+    if (step == 0 && add) {
+      tiles.template load<0>(at, sums_row * kBytes);
+      tiles.template load<1>(at + kLanes, sums_row * kBytes);
+      if constexpr (kRows > 1) tiles.template load<2>(below, sums_row * kBytes);
+      if constexpr (kRows > 1) tiles.template load<3>(below + kLanes, sums_row * kBytes);
+    } else if (step == 0) {
+      tiles.template zero<0>();
+      tiles.template zero<1>();
+      if constexpr (kRows > 1) tiles.template zero<2>();
+      if constexpr (kRows > 1) tiles.template zero<3>();
+    }
+    const int64_t k = step * kTileLanes;
+    const float* first = keys != nullptr ? keys[2 * pair] + k * stride : values[k] + 2 * pair * kLanes;
+    const float* second = keys != nullptr ? keys[2 * pair + 1] + k * stride : first + kLanes;
+    tiles.template load<4>(x + k, x_row * kBytes);
+    tiles.template load<6>(first, stride * kBytes);
+    tiles.template multiply<0, 4, 6>();
+    tiles.template load<7>(second, stride * kBytes);
+    tiles.template multiply<1, 4, 7>();
+    if constexpr (kRows > 1) {
+      tiles.template load<5>(x + kTileLanes * x_row + k, x_row * kBytes);
+      tiles.template multiply<2, 5, 6>();
+      tiles.template multiply<3, 5, 7>();
+    }
+    if (++step < steps) return;
+    tiles.template store<0>(at, sums_row * kBytes);
+    tiles.template store<1>(at + kLanes, sums_row * kBytes);
+    if constexpr (kRows > 1) tiles.template store<2>(below, sums_row * kBytes);
+    if constexpr (kRows > 1) tiles.template store<3>(below + kLanes, sums_row * kBytes);
+    step = 0;
+    ++pair;
+  }
+};
 
 }  // namespace ISA
 }  // namespace

@@ -227,6 +227,51 @@ TARGET void gather_values(int64_t depth, int64_t dim, Operands<O, C>& operands) 
 }
 #endif
 
+#ifdef TILES
+// The products of a tile and the softmax between them for more than 16 rows, by blocks of 32. While the rows of one are
+// weighed, the tile registers multiply the values of the block before and the keys of the block behind it.
+//   seen(row)                                 lanes of keys that matter to this row and those before it
+//   largest(row, depth, scores)               the first part of its softmax
+//   weigh(row, depth, largest, scores, null)  the second
+template <class Seen, class Largest, class Weigh>
+TARGET void attend_blocks(int64_t rows, int64_t lanes, int64_t dim, const float* queries, const float* const* keys,
+                          const float* const* values, int64_t keys_stride, float* scores, float* out, bool add,
+                          Seen&& seen, Largest&& largest, Weigh&& weigh) {
+  const auto end_of = [&](int64_t begin) { return std::min(begin + kTiledRows, rows); };
+  const auto depth_of = [&](int64_t begin) TARGET { return seen(end_of(begin) - 1); };
+  const auto scores_of = [&](int64_t begin) { return scores + begin / kTiledRows % 2 * kTiledRows * kScoresRow; };
+  const auto score = [&](int64_t begin) TARGET {
+    return Product{.x = queries + begin * lanes, .x_row = lanes, .tall = end_of(begin) - begin > kTileLanes, .keys = keys,
+                   .stride = keys_stride, .sums = scores_of(begin), .sums_row = kScoresRow, .steps = lanes / kTileLanes,
+                   .pairs = depth_of(begin) / kTileLanes};
+  };
+  const auto weighted = [&](int64_t begin) TARGET {
+    return Product{.x = scores_of(begin), .x_row = kScoresRow, .tall = end_of(begin) - begin > kTileLanes, .values = values,
+                   .stride = dim, .sums = out + begin * dim, .sums_row = dim, .add = add,
+                   .steps = depth_of(begin) / kTileLanes, .pairs = dim / (2 * kLanes)};
+  };
+  TILES tiles;
+  int64_t begin = 0;
+  while (begin < rows && depth_of(begin) <= 0) begin += kTiledRows;
+  Product before, behind;
+  if (begin < rows)
+    for (before = score(begin); before.left() > 0;) before.advance(tiles);
+  for (; begin < rows; begin += kTiledRows) {
+    behind = begin + kTiledRows < rows ? score(begin + kTiledRows) : Product{};
+    const int64_t end = end_of(begin), count = end - begin, depth = depth_of(begin), steps = before.left() + behind.left();
+    float* of_row = scores_of(begin);
+    float most = largest(begin, depth, of_row);
+    for (int64_t row = begin, made = 0; row < end; ++row, of_row += kScoresRow) {
+      const float most_of_next = row + 1 < end ? largest(row + 1, depth, of_row + kScoresRow) : 0;
+      weigh(row, depth, std::exchange(most, most_of_next), of_row, nullptr);
+      for (; made * count < (row - begin + 1) * steps; ++made) (before.left() > 0 ? before : behind).advance(tiles);
+    }
+    before = weighted(begin);
+  }
+  while (before.left() > 0) before.advance(tiles);
+}
+#endif
+
 // ---------------------------------------------------------------------------------------------------- items
 
 // The rows of a unit's queries as operands. For Bytes a row is two, of the high and low bytes of 16 bits.
@@ -286,14 +331,14 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
   const int64_t room = ceil_div(rows, kLanes) * kLanes, dim = p.padded_dim(), state_size = State::size(room, dim);
   const int64_t lanes = ceil_div(p.head_dim, kPerLane<O>);
   const bool tiled = kTiled<O> && lanes % kLanes == 0;
-  // Rows are taken by blocks, whose scores stay in L1.
-  const int64_t block_rows = tiled ? kTiledRows : rows, block_room = std::min(block_rows, room);
+  const bool blocks = tiled && rows > kLanes;  // of kTiledRows, of which two have scores at a time
+  const int64_t score_rows = blocks ? 2 * kTiledRows : room;
   const int64_t first_position = shared ? item.last_partition * kPartition : unit.keys - unit.tokens;
   const bool in_runs = p.in_runs(), raw = in_runs && kRaw<O, C>;
 
   using Memory = Operands<O, C>;
   const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), 3 * dim, room * kRowsOf<O> * lanes, room * 4,
-                           block_room * kTile, block_room * kRowsOf<O> * kWeightsRow<O>, block_room, state_size, state_size};
+                           score_rows * kScoresRow, room * kRowsOf<O> * kWeightsRow<O>, room, state_size, state_size};
   int64_t total_size = 0;
   for (const int64_t size : sizes) total_size += ceil_div(size, kLanes) * kLanes;
   float* memory = scratch(total_size);
@@ -360,28 +405,41 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
       };
       hide_values(std::max<int64_t>(unit.first_key - first, 0), tile.count, seen(rows - 1), dim, operands);
 #ifdef TILES
-      if (tiled && rows > kTileLanes) gather_values(seen(rows - 1), dim, operands);
+      if (blocks) gather_values(seen(rows - 1), dim, operands);
 #endif
 
-      for (int64_t begin = 0; begin < rows; begin += block_rows) {
-        const int64_t end = std::min(begin + block_rows, rows), depth = seen(end - 1);
-        if (depth <= 0) continue;
-        const int64_t groups = ceil_div(depth * kPerLane<O>, kLanes);
-        const bool ahead = next != nullptr && begin == 0;
-        all_scores<O>(tiled, end - begin, queries + begin * kRowsOf<O> * lanes, lanes, groups, operands.keys,
-                      operands.stride, ahead ? next->keys : nullptr, scores);
-        for (int64_t row = begin; row < end; ++row) {
-          const int64_t position = first_position + row / p.group - first;  // of the query, in the tile
-          const Mask mask{p.window > 0 ? std::max<int64_t>(position - p.window + 1, 0) : 0,
-                          std::min(position + 1, tile.count), p.k_scale == nullptr ? nullptr : tile.k_scale,
-                          p.k_scale == nullptr ? nullptr : tile.v_scale};
-          const int64_t at = row - begin;
-          weight_scale[at] = softmax_row<O>(scores + at * kTile, groups * kLanes, scoring[row], mask, state, row, dim,
-                                            reinterpret_cast<uint8_t*>(codes) + at * 2 * kTile);
+      const auto mask_of = [&](int64_t row) TARGET {
+        const int64_t position = first_position + row / p.group - first;  // of the query, in the tile
+        return Mask{p.window > 0 ? std::max<int64_t>(position - p.window + 1, 0) : 0, std::min(position + 1, tile.count),
+                    p.k_scale == nullptr ? nullptr : tile.k_scale, p.k_scale == nullptr ? nullptr : tile.v_scale};
+      };
+      const auto keys_of = [](int64_t depth) { return ceil_div(depth * kPerLane<O>, kLanes) * kLanes; };
+      const auto largest = [&](int64_t row, int64_t depth, float* scores) TARGET {
+        return largest_score<O>(scores, keys_of(depth), scoring[row], mask_of(row));
+      };
+      const auto weigh = [&](int64_t row, int64_t depth, float largest, float* scores, float* codes) TARGET {
+        return weigh_row<O>(scores, keys_of(depth), scoring[row], mask_of(row), largest, state, row, dim,
+                            reinterpret_cast<uint8_t*>(codes));
+      };
+      const bool add = first > start;
+#ifdef TILES
+      if constexpr (kTiled<O>)
+        if (blocks) {
+          attend_blocks(rows, lanes, dim, queries, operands.keys, operands.values, operands.stride, scores, state.values, add,
+                        seen, largest, weigh);
+          continue;
         }
-        all_values<O>(tiled, end - begin, kBytes ? codes : scores, weight_scale, depth, operands.values, ahead ? next->values : nullptr, first > start, dim,
-                      state.values + begin * dim);
+#endif
+      const int64_t depth = seen(rows - 1);
+      all_scores<O>(tiled, rows, queries, lanes, keys_of(depth) / kLanes, operands.keys, operands.stride,
+                    next == nullptr ? nullptr : next->keys, scores);
+      for (int64_t row = 0; row < rows; ++row) {
+        float* of_row = scores + row * kScoresRow;
+        weight_scale[row] =
+            weigh(row, depth, largest(row, depth, of_row), of_row, codes + row * kRowsOf<O> * kWeightsRow<O>);
       }
+      all_values<O>(tiled, rows, kBytes ? codes : scores, weight_scale, depth, operands.values,
+                    next == nullptr ? nullptr : next->values, add, dim, state.values);
     }
     if (shared) keep_states(p, item, partition, state, states);
     else if (folded) fold(total, state, rows, dim);

@@ -45,7 +45,7 @@ TARGET void multiply_keys(const float* queries, int64_t depth, const float* cons
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
     for (int j = 0; j < kVecs; ++j) {
-      Vec& to = *reinterpret_cast<Vec*>(scores + i * kTile + j * kLanes);
+      Vec& to = *reinterpret_cast<Vec*>(scores + i * kScoresRow + j * kLanes);
       if constexpr (kParts == 2) to = floats(join(sum[2 * i][j], sum[2 * i + 1][j]));
       else to = sum[i][j];
     }
@@ -102,7 +102,7 @@ TARGET void score_blocks(int64_t rows, const float* queries, int64_t depth, int6
   for (; groups >= kVecs; groups -= kVecs, keys += kVecs, next += next == nullptr ? 0 : kVecs, scores += kVecs * kLanes)
     for_row_blocks<kRows>(rows, 0, [&]<int kBlock>(int64_t i) TARGET {
       multiply_keys<O, kBlock, kVecs>(queries + i * kRowsOf<O> * depth, depth, keys, stride, i == 0 ? next : nullptr,
-                                      scores + i * kTile);
+                                      scores + i * kScoresRow);
     });
   if constexpr (kVecs > 1)
     if (groups > 0) score_blocks<O, kRows, kVecs - 1>(rows, queries, depth, groups, keys, stride, next, scores);
@@ -134,13 +134,13 @@ template <class O>
 constexpr bool kTiled = false;
 #endif
 
-// Both products, `tiled` or of vectors, which also fetch what is next.
+// Both products: of up to 16 rows by tiles, or of vectors, which also fetch what is next.
 template <class O>
 TARGET void all_scores(bool tiled, int64_t rows, const float* queries, int64_t depth, int64_t groups, const float* const* keys,
                        int64_t stride, const float* const* next, float* scores) {
 #ifdef TILES
   if constexpr (kTiled<O>)
-    if (tiled) return tile_scores(rows, queries, depth, groups, keys, stride, scores);
+    if (tiled) return few_scores(queries, depth, groups, keys, stride, scores);
 #endif
   const auto blocks = rows <= kFewRows ? score_blocks<O, kMaxRows<O>, 1> : score_blocks<O, kMaxRows<O>, kMaxVecs>;
   blocks(rows, queries, depth, groups, keys, stride, next, scores);
@@ -151,9 +151,7 @@ TARGET void all_values(bool tiled, int64_t rows, const float* weights, const flo
                        const float* const* values, const float* const* next, bool add, int64_t columns, float* out) {
 #ifdef TILES
   if constexpr (kTiled<O>)
-    if (tiled)
-      return rows <= kTileLanes ? few_tile_values(weights, depth, values, add, columns, out)
-                                : tile_values(rows, weights, depth, values, add, columns, out);
+    if (tiled) return few_values(weights, depth, values, add, columns, out);
 #endif
   constexpr int kRows = std::max(kMaxRows<O> / 3, 1);
   const auto blocks = rows <= kFewRows ? value_blocks<O, kRows, 2 * kMaxVecs> : value_blocks<O, kMaxRows<O>, kMaxVecs>;
@@ -188,47 +186,68 @@ INLINE void store_weights(const Vec* weights, float* row, int64_t key) {
   store(row + key + kLanes, weights[1]);
 }
 
-// A row of a tile's products becomes weights, and its softmax state moves on. Weights are written as operands of the
-// values' product: to `scores` itself, or for Bytes to `codes` (two rows), in which case their scale is returned.
+// Whether products stay as they are until their exponentials are taken, which is the usual case: they need one scale only.
 template <class O>
-TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, const Mask& mask, const State& state,
-                         int64_t row, int64_t padded_dim, uint8_t* codes) {
+INLINE bool is_plain(const Scoring& scoring, const Mask& mask) {
+  return !std::is_same_v<O, Bytes> && mask.k_scale == nullptr && scoring.soft_cap <= 0 && scoring.scale > 0;
+}
+
+INLINE IntVec visible(const Mask& mask, int64_t key) {
+  const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return (lane >= static_cast<int32_t>(mask.first - key)) & (lane < static_cast<int32_t>(mask.end - key));
+}
+
+// The softmax of a row of a tile's products, in two parts. The first hides what the row does not see and returns the
+// largest score, to powers of 2. Apart, since it ends in a chain of instructions that wait for one another: the second part
+// of one row is best taken after the first part of the next.
+template <class O>
+TARGET float largest_score(float* scores, int64_t keys, const Scoring& scoring, const Mask& mask) {
+  Vec largest = broadcast(-kInfinity);
+  if (mask.first >= mask.end) return -kInfinity;
+  const bool plain = is_plain<O>(scoring, mask);
+  if (plain && mask.first == 0 && mask.end == keys) {
+    Vec most[4] = {largest, largest, largest, largest};  // four chains
+    int64_t key = 0;
+    for (; key + 4 * kLanes <= keys; key += 4 * kLanes)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) most[i] = max(load(scores + key + i * kLanes), most[i]);
+    for (; key < keys; key += kLanes) most[0] = max(load(scores + key), most[0]);
+    largest = max(max(most[0], most[1]), max(most[2], most[3]));
+  } else {
+    for (int64_t key = 0; key < keys; key += kLanes) {
+      Vec x = load(scores + key);
+      if (!plain) {
+        if constexpr (std::is_same_v<O, Bytes>)
+          x = convert(reinterpret_cast<IntVec>(reinterpret_cast<UintVec>(x) - scoring.excess));
+        x *= scoring.scale;
+        if (mask.k_scale != nullptr) x *= load(mask.k_scale + key);
+        if (scoring.soft_cap > 0) x = tanh(x / scoring.soft_cap) * (scoring.soft_cap * kLog2E);
+      }
+      x = visible(mask, key) ? x : broadcast(-kInfinity);
+      store(scores + key, x);
+      largest = max(x, largest);
+    }
+  }
+  return largest_lane(largest) * (plain ? scoring.scale : 1.f);
+}
+
+// The second: the row becomes weights, and its softmax state moves on. Weights are written as operands of the values'
+// product: to `scores` itself, or for Bytes to `codes` (two rows), in which case their scale is returned.
+template <class O>
+TARGET float weigh_row(float* scores, int64_t keys, const Scoring& scoring, const Mask& mask, float largest_of_row,
+                       const State& state, int64_t row, int64_t padded_dim, uint8_t* codes) {
   constexpr bool kBytes = std::is_same_v<O, Bytes>;
   if (mask.first >= mask.end) {
     if constexpr (kBytes) std::memset(codes, 0, 2 * kTile);
     else std::memset(scores, 0, keys * sizeof(float));
     return 0;
   }
-  const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const auto visible = [&](int64_t key) TARGET {
-    return (lane >= static_cast<int32_t>(mask.first - key)) & (lane < static_cast<int32_t>(mask.end - key));
-  };
-  // The usual case leaves the products as they are until their exponentials are taken, which need one scale only.
-  const bool plain = !kBytes && mask.k_scale == nullptr && scoring.soft_cap <= 0 && scoring.scale > 0;
-  const float scale = plain ? scoring.scale : 1.f;
-  Vec largest = broadcast(-kInfinity);
-  if (plain && mask.first == 0 && mask.end == keys) {
-    for (int64_t key = 0; key < keys; key += kLanes) largest = max(load(scores + key), largest);
-  } else {
-    for (int64_t key = 0; key < keys; key += kLanes) {
-      Vec x = load(scores + key);
-      if (!plain) {
-        if constexpr (kBytes) x = convert(reinterpret_cast<IntVec>(reinterpret_cast<UintVec>(x) - scoring.excess));
-        x *= scoring.scale;
-        if (mask.k_scale != nullptr) x *= load(mask.k_scale + key);
-        if (scoring.soft_cap > 0) x = tanh(x / scoring.soft_cap) * (scoring.soft_cap * kLog2E);
-      }
-      x = visible(key) ? x : broadcast(-kInfinity);
-      store(scores + key, x);
-      largest = max(x, largest);
-    }
-  }
-  const float maximum = std::max(state.maximum[row], largest_lane(largest) * scale);
+  const float scale = is_plain<O>(scoring, mask) ? scoring.scale : 1.f;
+  const float maximum = std::max(state.maximum[row], largest_of_row);
   const float shift = maximum == -kInfinity ? 0.f : maximum;  // keys that are seen, with scores of -inf: no weight
 
   // 32 keys at a time, as one vector of pairs holds them; there is memory for so many.
-  Vec sums[2] = {}, check = {};
-  largest = Vec{};
+  Vec sums[2] = {}, check = {}, largest = {};
   const auto weigh = [&]<bool kScaled>() __attribute__((always_inline)) TARGET {
     for (int64_t key = 0; key < keys; key += 2 * kLanes) {
       Vec weights[2];
@@ -239,7 +258,7 @@ TARGET float softmax_row(float* scores, int64_t keys, const Scoring& scoring, co
         sums[i] += weight;
         weights[i] = weight;
         if constexpr (kScaled) {
-          weights[i] = visible(at) ? weight * load(mask.v_scale + at) : Vec{};
+          weights[i] = visible(mask, at) ? weight * load(mask.v_scale + at) : Vec{};
           largest = max(weights[i], largest);
           check += weights[i];
         }
