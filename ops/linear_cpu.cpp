@@ -239,7 +239,7 @@ struct Kernels {
   bool for_users;   // or only for tests, by its name
   int64_t rows, cols;
   int64_t align;    // activations are packed with rows and pairs filled up to this with zeros: 1 or TILE
-  int64_t chunk;    // pairs that are multiplied with all rows before the next; twice as many with few rows
+  int64_t chunk;    // pairs that are multiplied with all rows before the next; with few rows other numbers
   void (*const* multiply)(const Work&);  // [rows / align, cols]: entry [m - 1, c - 1] does m * align rows and c tiles
   void (*finish)(FINISH_ARGS);
   void (*begin)(int64_t rows) = [](int64_t) {};  // in a thread, before its first product, and after its last
@@ -343,10 +343,9 @@ void tile_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t K, ui
     }
 }
 
-// Rows of x [T, K] from `first` on -> groups of `kernels.rows` rows, each as the micro kernel takes it, whatever the
-// strides of x.
-void pack_rows(const Kernels& kernels, const at::Tensor& x, int64_t first, uint32_t* packed) {
-  const int64_t T = x.size(0), K = x.size(1), stride = x.stride(0), group = kernels.rows;
+// Rows of x [T, K] from `first` on -> groups of `group` rows, each as the micro kernel takes it, whatever the strides of x.
+void pack_rows(const Kernels& kernels, const at::Tensor& x, int64_t first, int64_t group, uint32_t* packed) {
+  const int64_t T = x.size(0), K = x.size(1), stride = x.stride(0);
   const int64_t pairs = kernels.aligned((K + 1) / 2);
   const auto* data = static_cast<const uint16_t*>(x.const_data_ptr());
   const auto pack = kernels.align == 1 ? interleave_rows : tile_rows;
@@ -357,11 +356,11 @@ void pack_rows(const Kernels& kernels, const at::Tensor& x, int64_t first, uint3
   });
 }
 
-// The first row that has to be packed, a multiple of `kernels.rows`, or T: tiles are loaded from x itself where they are whole.
-int64_t first_packed_row(const Kernels& kernels, const at::Tensor& x) {
+// The first row that has to be packed, a multiple of `group`, or T: tiles are loaded from x itself where they are whole.
+int64_t first_packed_row(const Kernels& kernels, const at::Tensor& x, int64_t group) {
   const int64_t T = x.size(0), align = kernels.align;
   if (align == 1 || x.size(1) % (2 * align) != 0 || x.stride(0) % 2 != 0 || x.stride(0) == 0) return 0;
-  return T < align || T % align == 0 ? T : T / kernels.rows * kernels.rows;
+  return T < align || T % align == 0 ? T : T / group * group;
 }
 
 struct Problem {
@@ -375,13 +374,14 @@ struct Problem {
   uint16_t* out;         // [T, N]
   bool stream;           // past the caches
   int64_t chunk;         // pairs
+  int64_t rows;          // of a row group
 };
 
 // Rows [row, row + rows) of column tiles [tile, tile + cols). The thread's next ones begin at `next_tile`.
 void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row, int64_t rows, int64_t tile,
                     int64_t cols, int64_t next_tile) {
   alignas(64) float sums[std::max(ROW_BLOCK * MAX_COLS, TILED_ROW_BLOCK * 2) * TILE];
-  const int64_t groups = (rows + kernels.rows - 1) / kernels.rows, w_stride = problem.pairs * TILE;
+  const int64_t groups = (rows + problem.rows - 1) / problem.rows, w_stride = problem.pairs * TILE;
   const uint32_t* w = problem.w + tile * w_stride;
   const int64_t column = tile * TILE, columns = std::min(cols * TILE, problem.N - column);
   float bias[MAX_COLS * TILE] = {};
@@ -395,9 +395,9 @@ void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row,
     const int64_t later_pairs = std::min(problem.chunk, last ? problem.pairs : problem.pairs - pair - pairs);
     const int64_t later_lines = (later_pairs + groups - 1) / groups;
     for (int64_t g = 0; g < groups; ++g) {
-      const int64_t m = std::min(kernels.rows, rows - g * kernels.rows), start = row + g * kernels.rows;
+      const int64_t m = std::min(problem.rows, rows - g * problem.rows), start = row + g * problem.rows;
       const bool direct = start < problem.first_packed;
-      float* group_sums = sums + g * kernels.rows * cols * TILE;
+      float* group_sums = sums + g * problem.rows * cols * TILE;
       kernels.multiply[((m - 1) / kernels.align) * kernels.cols + cols - 1]({
           .x = direct ? problem.x + start * problem.x_stride + pair
                       : problem.x_packed + (start - problem.first_packed) * problem.x_pairs + pair * kernels.aligned(m),
@@ -443,9 +443,14 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   at::Tensor out = at::empty({T, out_features}, x.options());
   if (T == 0) return out;
   const int64_t x_pairs = kernels.aligned(pairs);
-  const int64_t first_packed = first_packed_row(kernels, x);
+  const bool tiled = kernels.align > 1;
+  const int64_t block =
+      tiled ? std::clamp(TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows, kernels.rows, TILED_ROW_BLOCK) : ROW_BLOCK;
+  // A single row tile at a time waits less for weights that come from memory, and takes fewer rows of a large stride.
+  const int64_t group = tiled && (T <= 2 * kernels.rows || block < TILED_ROW_BLOCK) ? kernels.align : kernels.rows;
+  const int64_t first_packed = first_packed_row(kernels, x, group);
   at::Tensor x_packed = at::empty({kernels.aligned(T - first_packed), x_pairs, 2}, x.options());
-  if (first_packed < T) pack_rows(kernels, x, first_packed, static_cast<uint32_t*>(x_packed.mutable_data_ptr()));
+  if (first_packed < T) pack_rows(kernels, x, first_packed, group, static_cast<uint32_t*>(x_packed.mutable_data_ptr()));
   const Problem problem = {
       .T = T,
       .N = out_features,
@@ -459,13 +464,13 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
       .bias = bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
       .out = static_cast<uint16_t*>(out.mutable_data_ptr()),
       .stream = T * out_features * 2 > STREAM_BYTES,
-      .chunk = T <= kernels.rows ? 2 * kernels.chunk : kernels.chunk,
+      // One group reads longer runs of memory; with two, the second finds the first one's weights in L1.
+      .chunk = T <= group ? 2 * kernels.chunk : tiled && T <= 2 * group ? kernels.chunk / 2 : kernels.chunk,
+      .rows = group,
   };
   // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
   // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
-  const int64_t cols = T <= FEW_ROWS && kernels.align == 1 ? 1 : kernels.cols;
-  const int64_t block = kernels.align == 1 ? ROW_BLOCK
-      : std::clamp(TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows, kernels.rows, TILED_ROW_BLOCK);
+  const int64_t cols = T <= FEW_ROWS && !tiled ? 1 : kernels.cols;
   // A piece of the columns and a block of rows at a time goes to whichever thread is free: cores need not be equally fast.
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), T * pairs * tiles * TILE / GRAIN_FLOPS + 1);
   const int64_t piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols;
