@@ -446,8 +446,8 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   const bool tiled = kernels.align > 1;
   const int64_t block =
       tiled ? std::clamp(TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows, kernels.rows, TILED_ROW_BLOCK) : ROW_BLOCK;
-  // A single row tile at a time waits less for weights that come from memory, and takes fewer rows of a large stride.
-  const int64_t group = tiled && (T <= 2 * kernels.rows || block < TILED_ROW_BLOCK) ? kernels.align : kernels.rows;
+  // With few rows a single row tile at a time: it waits less for weights that come from memory.
+  const int64_t group = tiled && T <= 2 * kernels.rows ? kernels.align : kernels.rows;
   const int64_t first_packed = first_packed_row(kernels, x, group);
   at::Tensor x_packed = at::empty({kernels.aligned(T - first_packed), x_pairs, 2}, x.options());
   if (first_packed < T) pack_rows(kernels, x, first_packed, group, static_cast<uint32_t*>(x_packed.mutable_data_ptr()));
