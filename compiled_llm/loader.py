@@ -37,13 +37,15 @@ def load_weights(
     """
     shapes = family(config.architecture).checkpoint_shapes(config)
     locations = _locate(directory)
-    handles = {path: _open(path) for path in sorted(set(locations.values()))}
-    _check(config, shapes, locations, handles)
+    _check(config, shapes, locations, {path: _open(path) for path in sorted(set(locations.values()))})
     with tqdm(total=len(shapes), desc="weights", unit="tensor", disable=None, leave=False) as bar:
 
         def take(name: str) -> Tensor:
             bar.update()
-            return handles[locations[name]].get_tensor(name).to(device=device, dtype=dtype)
+            # A tensor lies in a map of its file. It is opened for that tensor alone and small ones are copied, so that the
+            # map goes when a matrix is packed. Else all that was read of the file would stay in this process's memory.
+            tensor = _open(locations[name]).get_tensor(name)
+            return tensor.to(device=device, dtype=dtype, copy=tensor.dim() == 1)
 
         return family(config.architecture).assemble(config, take, convert)
 

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from compiled_llm import loader
 from compiled_llm.loader import CheckpointError
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.weights import Linear
 from tests.families import checkpoint, transformers_model
 
 CPU = torch.device("cpu")
@@ -41,6 +43,17 @@ def test_sharded_equals_whole(directory: Path, tmp_path_factory: pytest.TempPath
     for a, b in zip(one.layers, other.layers, strict=True):
         assert torch.equal(a.attention.qkv.weight, b.attention.qkv.weight)
         assert torch.equal(a.mlp.down.weight, b.mlp.down.weight)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux lists a process's maps")
+def test_nothing_of_the_file_stays_mapped_once_matrices_are_converted(directory: Path) -> None:
+    change(directory, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    config = ModelConfig.from_directory(directory)
+    layers = loader.load_weights(
+        directory, config, torch.bfloat16, CPU, lambda linear: Linear(linear.weight.clone(), linear.bias)
+    ).layers
+    assert layers[0].mlp_norm.dtype == torch.bfloat16
+    assert str(directory) not in Path("/proc/self/maps").read_text()
 
 
 def test_missing_extra_and_misshaped_tensors_are_all_listed(directory: Path) -> None:
