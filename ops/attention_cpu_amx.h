@@ -67,7 +67,8 @@ TARGET void few_values(const float* weights, int64_t depth, const float* const* 
     const auto copy = [&](int64_t k) __attribute__((always_inline)) TARGET {
       float* to = copies[k / kTileLanes % 2];
       for (int64_t i = 0; i < kTileLanes; ++i)
-        for (int64_t j = 0; j < kCols; ++j) store(to + (i * kCols + j) * kLanes, load(values[k + i] + column + j * kLanes));
+        for (int64_t j = 0; j < kCols; ++j)
+          store(to + (i * kCols + j) * kLanes, load(values[k + i] + column + j * kLanes));
     };
     copy(0);
     const auto values_at = [&](int j, int64_t k) __attribute__((always_inline)) TARGET {

@@ -246,8 +246,8 @@ TARGET void attend_blocks(int64_t rows, int64_t lanes, int64_t dim, const float*
                    .pairs = depth_of(begin) / kTileLanes};
   };
   const auto weighted = [&](int64_t begin) TARGET {
-    return Product{.x = scores_of(begin), .x_row = kScoresRow, .tall = end_of(begin) - begin > kTileLanes, .values = values,
-                   .stride = dim, .sums = out + begin * dim, .sums_row = dim, .add = add,
+    return Product{.x = scores_of(begin), .x_row = kScoresRow, .tall = end_of(begin) - begin > kTileLanes,
+                   .values = values, .stride = dim, .sums = out + begin * dim, .sums_row = dim, .add = add,
                    .steps = depth_of(begin) / kTileLanes, .pairs = dim / (2 * kLanes)};
   };
   TILES tiles;
@@ -258,7 +258,8 @@ TARGET void attend_blocks(int64_t rows, int64_t lanes, int64_t dim, const float*
     for (before = score(begin); before.left() > 0;) before.advance(tiles);
   for (; begin < rows; begin += kTiledRows) {
     behind = begin + kTiledRows < rows ? score(begin + kTiledRows) : Product{};
-    const int64_t end = end_of(begin), count = end - begin, depth = depth_of(begin), steps = before.left() + behind.left();
+    const int64_t end = end_of(begin), count = end - begin, depth = depth_of(begin);
+    const int64_t steps = before.left() + behind.left();
     float* of_row = scores_of(begin);
     float most = largest(begin, depth, of_row);
     for (int64_t row = begin, made = 0; row < end; ++row, of_row += kScoresRow) {
@@ -371,9 +372,9 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
   for (int64_t partition = item.first_partition; partition < item.last_partition; ++partition) {
     const bool kept = unit.state >= 0 && !shared;
     const bool folded = !kept && !shared && partition > item.first_partition;  // the first is the total so far
-    const State state = kept                ? State(states + unit.state + (partition - unit.first_partition()) * state_size, room, dim)
-                        : folded || shared ? State(partition_memory, room, dim)
-                                           : total;
+    float* place = folded || shared ? partition_memory : total.values;
+    if (kept) place = states + unit.state + (partition - unit.first_partition()) * state_size;
+    const State state(place, room, dim);
     clear(state, rows);
     const int64_t start = std::max(first_tile, partition * kPartition);
     const int64_t end = std::min(unit.keys, (partition + 1) * kPartition);
@@ -425,8 +426,8 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
 #ifdef TILES
       if constexpr (kTiled<O>)
         if (blocks) {
-          attend_blocks(rows, lanes, dim, queries, operands.keys, operands.values, operands.stride, scores, state.values, add,
-                        seen, largest, weigh);
+          attend_blocks(rows, lanes, dim, queries, operands.keys, operands.values, operands.stride, scores, state.values,
+                        add, seen, largest, weigh);
           continue;
         }
 #endif

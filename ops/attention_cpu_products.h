@@ -136,8 +136,8 @@ constexpr bool kTiled = false;
 
 // Both products: of up to 16 rows by tiles, or of vectors, which also fetch what is next.
 template <class O>
-TARGET void all_scores(bool tiled, int64_t rows, const float* queries, int64_t depth, int64_t groups, const float* const* keys,
-                       int64_t stride, const float* const* next, float* scores) {
+TARGET void all_scores(bool tiled, int64_t rows, const float* queries, int64_t depth, int64_t groups,
+                       const float* const* keys, int64_t stride, const float* const* next, float* scores) {
 #ifdef TILES
   if constexpr (kTiled<O>)
     if (tiled) return few_scores(queries, depth, groups, keys, stride, scores);

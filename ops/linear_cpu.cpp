@@ -444,8 +444,8 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   if (T == 0) return out;
   const int64_t x_pairs = kernels.aligned(pairs);
   const bool tiled = kernels.align > 1;
-  const int64_t block =
-      tiled ? std::clamp(TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows, kernels.rows, TILED_ROW_BLOCK) : ROW_BLOCK;
+  const int64_t whole_groups = TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows;
+  const int64_t block = tiled ? std::clamp(whole_groups, kernels.rows, TILED_ROW_BLOCK) : ROW_BLOCK;
   // With few rows a single row tile at a time: it waits less for weights that come from memory.
   const int64_t group = tiled && T <= 2 * kernels.rows ? kernels.align : kernels.rows;
   const int64_t first_packed = first_packed_row(kernels, x, group);
