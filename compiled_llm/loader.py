@@ -44,7 +44,7 @@ def load_weights(
             bar.update()
             # A tensor lies in a map of its file. The file is opened for each and small ones are copied, so that the map
             # goes when a matrix is packed. Else all that was read of the file would stay in this process's memory.
-            tensor = _open(locations[name]).get_tensor(name)
+            tensor = safe_open(os.fspath(locations[name]), framework="pt").get_tensor(name)
             return tensor.to(device=device, dtype=dtype, copy=tensor.dim() == 1)
 
         return family(config.architecture).assemble(config, take, convert)

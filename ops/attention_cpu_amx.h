@@ -50,7 +50,7 @@ TARGET void few_scores(const float* queries, int64_t depth, int64_t groups, cons
                        float* scores) {
   const auto multiply = [&]<int kCols>(int64_t group) __attribute__((always_inline)) TARGET {
     const auto keys_at = [&](int j, int64_t k) TARGET { return keys[group + j] + k * stride; };
-    multiply_few<kCols>(queries, depth, depth, keys_at, stride, false, scores + group * kLanes, kScoresRow);
+    multiply_few<kCols>(queries, depth, depth, keys_at, stride, false, scores + group * kLanes, kTile);
   };
   int64_t group = 0;
   for (; group + 4 <= groups; group += 4) multiply.template operator()<4>(group);
@@ -75,7 +75,7 @@ TARGET void few_values(const float* weights, int64_t depth, const float* const* 
       if (j == 0 && k + kTileLanes < depth) copy(k + kTileLanes);
       return copies[k / kTileLanes % 2] + j * kLanes;
     };
-    multiply_few<kCols>(weights, kScoresRow, depth, values_at, kCols * kLanes, add, out + column, columns);
+    multiply_few<kCols>(weights, kTile, depth, values_at, kCols * kLanes, add, out + column, columns);
   }
 }
 

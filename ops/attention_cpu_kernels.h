@@ -239,14 +239,14 @@ TARGET void attend_blocks(int64_t rows, int64_t lanes, int64_t dim, const float*
                           Seen&& seen, Largest&& largest, Weigh&& weigh) {
   const auto end_of = [&](int64_t begin) { return std::min(begin + kTiledRows, rows); };
   const auto depth_of = [&](int64_t begin) TARGET { return seen(end_of(begin) - 1); };
-  const auto scores_of = [&](int64_t begin) { return scores + begin / kTiledRows % 2 * kTiledRows * kScoresRow; };
+  const auto scores_of = [&](int64_t begin) { return scores + begin / kTiledRows % 2 * kTiledRows * kTile; };
   const auto score = [&](int64_t begin) TARGET {
     return Product{.x = queries + begin * lanes, .x_row = lanes, .tall = end_of(begin) - begin > kTileLanes, .keys = keys,
-                   .stride = keys_stride, .sums = scores_of(begin), .sums_row = kScoresRow, .steps = lanes / kTileLanes,
+                   .stride = keys_stride, .sums = scores_of(begin), .sums_row = kTile, .steps = lanes / kTileLanes,
                    .pairs = depth_of(begin) / kTileLanes};
   };
   const auto weighted = [&](int64_t begin) TARGET {
-    return Product{.x = scores_of(begin), .x_row = kScoresRow, .tall = end_of(begin) - begin > kTileLanes,
+    return Product{.x = scores_of(begin), .x_row = kTile, .tall = end_of(begin) - begin > kTileLanes,
                    .values = values, .stride = dim, .sums = out + begin * dim, .sums_row = dim, .add = add,
                    .steps = depth_of(begin) / kTileLanes, .pairs = dim / (2 * kLanes)};
   };
@@ -262,8 +262,8 @@ TARGET void attend_blocks(int64_t rows, int64_t lanes, int64_t dim, const float*
     const int64_t steps = before.left() + behind.left();
     float* of_row = scores_of(begin);
     float most = largest(begin, depth, of_row);
-    for (int64_t row = begin, made = 0; row < end; ++row, of_row += kScoresRow) {
-      const float most_of_next = row + 1 < end ? largest(row + 1, depth, of_row + kScoresRow) : 0;
+    for (int64_t row = begin, made = 0; row < end; ++row, of_row += kTile) {
+      const float most_of_next = row + 1 < end ? largest(row + 1, depth, of_row + kTile) : 0;
       weigh(row, depth, std::exchange(most, most_of_next), of_row, nullptr);
       for (; made * count < (row - begin + 1) * steps; ++made) (before.left() > 0 ? before : behind).advance(tiles);
     }
@@ -339,7 +339,7 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
 
   using Memory = Operands<O, C>;
   const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), 3 * dim, room * kRowsOf<O> * lanes, room * 4,
-                           score_rows * kScoresRow, room * kRowsOf<O> * kWeightsRow<O>, room, state_size, state_size};
+                           score_rows * kTile, room * kRowsOf<O> * kWeightsRow<O>, room, state_size, state_size};
   int64_t total_size = 0;
   for (const int64_t size : sizes) total_size += ceil_div(size, kLanes) * kLanes;
   float* memory = scratch(total_size);
@@ -435,7 +435,7 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
       all_scores<O>(tiled, rows, queries, lanes, keys_of(depth) / kLanes, operands.keys, operands.stride,
                     next == nullptr ? nullptr : next->keys, scores);
       for (int64_t row = 0; row < rows; ++row) {
-        float* of_row = scores + row * kScoresRow;
+        float* of_row = scores + row * kTile;
         weight_scale[row] =
             weigh(row, depth, largest(row, depth, of_row), of_row, codes + row * kRowsOf<O> * kWeightsRow<O>);
       }

@@ -45,7 +45,7 @@ TARGET void multiply_keys(const float* queries, int64_t depth, const float* cons
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
     for (int j = 0; j < kVecs; ++j) {
-      Vec& to = *reinterpret_cast<Vec*>(scores + i * kScoresRow + j * kLanes);
+      Vec& to = *reinterpret_cast<Vec*>(scores + i * kTile + j * kLanes);
       if constexpr (kParts == 2) to = floats(join(sum[2 * i][j], sum[2 * i + 1][j]));
       else to = sum[i][j];
     }
@@ -102,7 +102,7 @@ TARGET void score_blocks(int64_t rows, const float* queries, int64_t depth, int6
   for (; groups >= kVecs; groups -= kVecs, keys += kVecs, next += next == nullptr ? 0 : kVecs, scores += kVecs * kLanes)
     for_row_blocks<kRows>(rows, 0, [&]<int kBlock>(int64_t i) TARGET {
       multiply_keys<O, kBlock, kVecs>(queries + i * kRowsOf<O> * depth, depth, keys, stride, i == 0 ? next : nullptr,
-                                      scores + i * kScoresRow);
+                                      scores + i * kTile);
     });
   if constexpr (kVecs > 1)
     if (groups > 0) score_blocks<O, kRows, kVecs - 1>(rows, queries, depth, groups, keys, stride, next, scores);
@@ -313,7 +313,7 @@ __attribute__((noinline)) TARGET void fold(const State& into, const State& from,
   }
 }
 
-// Of a row whose sum is zero, values are not read.
+// The values of a row whose sum is zero are not read.
 TARGET void clear(const State& state, int64_t rows) {
   std::memset(state.sum, 0, rows * sizeof(float));
   std::fill_n(state.maximum, rows, -kInfinity);
@@ -332,7 +332,8 @@ TARGET void write_out(const Problem& p, const Unit& unit, const State& state) {
       const float shrink = exp2(state.maximum[row] - maximum);
       scale = shrink / (state.sum[row] * shrink + exp2(sink - maximum));
     }
-    for (int64_t i = 0; i < p.head_dim; i += kLanes) store_as(to + i, load(from + i) * scale, p.head_dim - i);
+    for (int64_t i = 0; i < p.head_dim; i += kLanes)
+      store_as(to + i, (state.sum[row] == 0 ? Vec{} : load(from + i)) * scale, p.head_dim - i);
   }
 }
 

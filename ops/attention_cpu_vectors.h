@@ -11,8 +11,6 @@ constexpr int64_t kTile = 256;
 #else
 constexpr int64_t kTile = 128;
 #endif
-// Floats from a row of scores to the next: with a power of two, rows would be in the same few sets of the caches.
-constexpr int64_t kScoresRow = kTile + kLanes;
 
 // ---------------------------------------------------------------------------------------------------- vectors
 
@@ -196,7 +194,7 @@ constexpr int64_t kRowsOf = std::is_same_v<O, Bytes> ? 2 : 1;
 
 // Weights are written over the scores, but for Bytes, which get rows of their own.
 template <class O>
-constexpr int64_t kWeightsRow = std::is_same_v<O, Bytes> ? kTile / kPerLane<O> : kScoresRow;
+constexpr int64_t kWeightsRow = std::is_same_v<O, Bytes> ? kTile / kPerLane<O> : kTile;
 
 // The operands for queries of type T over a cache of type C.
 template <class T, class C>

@@ -301,6 +301,14 @@ def test_software_tiles_are_those_of_the_cpu(kernels: ModuleType, attend: Attend
         kernels.select_instruction_set(kernels.instruction_sets()[0])
 
 
+@pytest.mark.parametrize("query_lens", [[1], [20]])
+def test_scores_of_minus_infinity_leave_all_weight_to_the_sink(attend: Attend, query_lens: list[int]) -> None:
+    case = make_case(query_lens, [1200], dtype=torch.bfloat16, num_heads=8, sinks=True)
+    case = replace(case, q=case.q.abs() + 0.1, k=torch.full_like(case.k, -torch.inf))
+    case.k_cache.fill_(-torch.inf)
+    assert torch.equal(attend(*case.args()), torch.zeros_like(case.q))
+
+
 # A window hides the beginning, so nothing is shared.
 @exact([{**options, "window": 0} for options in EXACT_OPTIONS])
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
