@@ -7,44 +7,59 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from compiled_llm.async_engine import AsyncCompiledEngine
     from compiled_llm.compiler import CompileReport, GraphReport
     from compiled_llm.config import EngineConfig
     from compiled_llm.engine import CompiledEngine
+    from compiled_llm.logits import Field, LogitsContext, LogitsTransform
     from compiled_llm.memory import MemoryLedger, MemoryRow
-    from compiled_llm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+    from compiled_llm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from compiled_llm.report import RunReport
     from compiled_llm.sampling_params import SamplingParams
+    from compiled_llm.structured_outputs import StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AsyncCompiledEngine": "async_engine",
     "CompiledEngine": "engine",
     "CompileReport": "compiler",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
     "EngineStats": "outputs",
+    "Field": "logits",
     "GraphReport": "compiler",
+    "LogitsContext": "logits",
+    "LogitsTransform": "logits",
+    "Logprob": "outputs",
     "MemoryLedger": "memory",
     "MemoryRow": "memory",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
     "RunReport": "report",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 __all__ = [
+    "AsyncCompiledEngine",
     "CompileReport",
     "CompiledEngine",
     "CompletionOutput",
     "EngineConfig",
     "EngineStats",
+    "Field",
     "GraphReport",
+    "LogitsContext",
+    "LogitsTransform",
+    "Logprob",
     "MemoryLedger",
     "MemoryRow",
     "RequestMetrics",
     "RequestOutput",
     "RunReport",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

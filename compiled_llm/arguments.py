@@ -19,7 +19,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """A flag for every sampling parameter; ``seed`` is ``--sampling-seed``, as ``--seed`` is the engine's."""
+    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name."""
     _add(parser.add_argument_group("sampling"), SamplingParams, defaults)
 
 
@@ -31,14 +31,19 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The SamplingParams that the flags say. ``ValueError`` as the parameters themselves raise it."""
     names = [field.name for field in dataclasses.fields(SamplingParams)]
-    values = {name: getattr(args, "sampling_seed" if name == "seed" else name) for name in names}
+    values = {name: getattr(args, _flag_name(SamplingParams, name)) for name in names}
     return SamplingParams(**values)
+
+
+def _flag_name(cls: type, name: str) -> str:
+    of_both = name in {field.name for field in dataclasses.fields(EngineConfig)}
+    return f"sampling_{name}" if cls is SamplingParams and of_both else name
 
 
 def _add(group: Any, cls: type, defaults: dict[str, Any]) -> None:
     hints, docs = typing.get_type_hints(cls), _attribute_docs(cls)
     for field in dataclasses.fields(cls):
-        name = "sampling_seed" if (cls is SamplingParams and field.name == "seed") else field.name
+        name = _flag_name(cls, field.name)
         default = defaults.get(field.name, field.default)
         text = docs.get(field.name, "").replace("%", "%%")
         shown = ",".join(map(str, default)) or None if isinstance(default, tuple) else default
@@ -60,6 +65,8 @@ def _options(hint: Any) -> dict[str, Any]:
         return {"type": _integers, "metavar": "INT[,INT...]"}
     if kind == tuple[str, ...]:
         return {"action": "append", "metavar": "STR"}
+    if kind == tuple[Any, ...]:
+        return {"type": lambda text: tuple(text.split(",")), "metavar": "MODULE:NAME[,...]"}
     return {"type": json.loads, "metavar": "JSON"}
 
 

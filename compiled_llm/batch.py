@@ -1,8 +1,7 @@
 """SchedulerOutput -> StepInput and SamplingInput, in buffers of fixed size and address, padded to a bucket.
 
 What lives as long as a request (its row of the block table, its sampling parameters) stands in ``RequestRows`` and is
-written once. What lives for a step is written into a bucket's ``StepBuffers``: one block of host memory with a view for
-each field, so that filling is numpy and a GPU gets the whole step by one copy.
+written once. What lives for a step is written into a bucket's ``StepBuffers``.
 """
 
 import dataclasses
@@ -12,12 +11,11 @@ import torch
 
 from compiled_llm.block_pool import SINK_BLOCK
 from compiled_llm.config import Limits
+from compiled_llm.field_buffers import Arrays, FieldBuffers
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.sampler import SamplingInput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduler_output import SchedulerOutput
-
-_ALIGNMENT = 64  # bytes; Inductor copies inputs that are not aligned to 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +59,10 @@ class RequestRows:
         self.temperature = np.zeros(rows, dtype=np.float32)
         self.top_p = np.ones(rows, dtype=np.float32)
         self.top_k = np.full(rows, vocab_size, dtype=np.int32)
+        self.min_p = np.zeros(rows, dtype=np.float32)
         self.seed = np.zeros(rows, dtype=np.int64)
+        self.changes_logits = np.zeros(rows, dtype=bool)
+        self.wants_logprobs = np.zeros(rows, dtype=bool)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(rows - 1, -1, -1))
 
@@ -70,15 +71,19 @@ class RequestRows:
         row_of = self._row_of
         for request_id in output.released_request_ids:
             self._free_rows.append(row_of.pop(request_id))
-        for request_id, params, seed in output.admissions:
-            row_of[request_id] = row = self._free_rows.pop()
-            self._admit(row, params, seed)
+        for admission in output.admissions:
+            row_of[admission.request_id] = row = self._free_rows.pop()
+            self._admit(row, admission.sampling_params, admission.seed)
         for request_id, start, blocks in output.table_updates:
             row, end = row_of[request_id], start + len(blocks)
             assert start <= self.num_blocks[row], "a block table has a hole"
             self.block_table[row, start:end] = blocks
             self.num_blocks[row] = end
         return [row_of[request_id] for request_id in output.request_ids]
+
+    def row_of(self, request_id: str) -> int:
+        """The row of a running request."""
+        return self._row_of[request_id]
 
     def clear(self) -> None:
         """Forget all requests."""
@@ -90,14 +95,14 @@ class RequestRows:
         self.temperature[row] = params.temperature
         self.top_p[row] = params.top_p
         self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
+        self.min_p[row] = params.min_p
         self.seed[row] = seed
+        self.changes_logits[row] = params.changes_logits
+        self.wants_logprobs[row] = params.logprobs is not None
 
 
 class StepBuffers:
-    """The inputs of one bucket: a host array, its copy on the device, and the views that the graph reads.
-
-    Where a GPU runs a step while the host prepares the next one, the first may not have been copied yet when the host
-    writes the second: so there are two host arrays, used in turns.
+    """The inputs of one bucket, as the host fills them and the graph reads them.
 
     Attributes:
         step_input, sampling_input: views on the device at fixed addresses.
@@ -121,44 +126,32 @@ class StepBuffers:
             "temperature": ((rows,), torch.float32),
             "top_p": ((rows,), torch.float32),
             "top_k": ((rows,), torch.int32),
+            "min_p": ((rows,), torch.float32),
             "seed": ((rows,), torch.int64),
             "position": ((rows,), torch.int32),
         }
-        offsets, size = {}, 0
-        for name, (shape, dtype) in fields.items():
-            offsets[name] = size
-            size += -(-torch.Size(shape).numel() * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-        on_gpu = device.type == "cuda"
-        hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2 if on_gpu else 1)]
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else hosts[0]
-
-        def view(memory: torch.Tensor, name: str) -> torch.Tensor:
-            shape, dtype = fields[name]
-            num_bytes = torch.Size(shape).numel() * dtype.itemsize
-            return memory[offsets[name] : offsets[name] + num_bytes].view(dtype).view(shape)
-
-        self._hosts = [_HostArrays(host, {name: view(host, name).numpy() for name in fields}) for host in hosts]
-        device_views = {name: view(self._device, name) for name in fields}
-        for tensor in device_views.values():
-            torch._dynamo.mark_static_address(tensor)
-        self.step_input = StepInput(**{name: device_views[name] for name in StepInput._fields})
-        self.sampling_input = SamplingInput(**{name: device_views[name] for name in SamplingInput._fields})
-        self.feedback = device_views["feedback"]
+        self._buffers = FieldBuffers(fields, device)
+        views = self._buffers.tensors
+        self.step_input = StepInput(**{name: views[name] for name in StepInput._fields})
+        self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
+        self.feedback = views["feedback"]
         self.clear()
+
+    @property
+    def nbytes(self) -> int:
+        """On the device."""
+        return self._buffers.nbytes
 
     def clear(self) -> None:
         """All padding: a step on this writes to the sink block and means nothing."""
-        for host in self._hosts:
-            self._pad(host.fields, 0, 0)
-            host.fields["block_table"][:] = SINK_BLOCK
-            self._copy(host)
+        for fields in self._buffers.all_arrays():
+            self._pad(fields, 0, 0)
+            fields["block_table"][:] = SINK_BLOCK
+        self._buffers.copy()
 
     def fill(self, output: SchedulerOutput, rows: list[int], store: RequestRows) -> None:
         """Write a step: ``rows[i]`` is the row of ``output.request_ids[i]`` in ``store``."""
-        host = self._hosts[0]
-        self._hosts.reverse()
-        fields = host.fields
+        fields = self._buffers.next_arrays()
         n, total = len(rows), output.num_tokens
         counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
         starts = np.array(output.num_computed_tokens, dtype=np.int32)
@@ -188,12 +181,13 @@ class StepBuffers:
         fields["temperature"][:n] = store.temperature[rows]
         fields["top_p"][:n] = store.top_p[rows]
         fields["top_k"][:n] = store.top_k[rows]
+        fields["min_p"][:n] = store.min_p[rows]
         fields["seed"][:n] = store.seed[rows]
         fields["position"][:n] = fields["seq_lens"][:n]
         self._pad(fields, total, n)
-        self._copy(host)
+        self._buffers.copy()
 
-    def _pad(self, fields: dict[str, np.ndarray], num_tokens: int, num_requests: int) -> None:
+    def _pad(self, fields: Arrays, num_tokens: int, num_requests: int) -> None:
         """Make padding of everything past the step's tokens and requests."""
         fields["input_ids"][num_tokens:] = 0
         fields["positions"][num_tokens:] = 0
@@ -207,17 +201,6 @@ class StepBuffers:
         fields["temperature"][num_requests:] = 0.0
         fields["top_p"][num_requests:] = 1.0
         fields["top_k"][num_requests:] = 1
+        fields["min_p"][num_requests:] = 0.0
         fields["seed"][num_requests:] = 0
         fields["position"][num_requests:] = 0
-
-    def _copy(self, host: "_HostArrays") -> None:
-        if self._device is not host.memory:
-            self._device.copy_(host.memory, non_blocking=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _HostArrays:
-    """A bucket's fields in host memory: ``fields`` are views of ``memory``."""
-
-    memory: torch.Tensor
-    fields: dict[str, np.ndarray]

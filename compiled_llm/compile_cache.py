@@ -41,6 +41,8 @@ _SOURCES = (
     "ops/*.py",
     "step.py",
     "sampler.py",
+    "logits.py",
+    "logprobs.py",
     "kv_cache.py",
     "compiler.py",
     "argument_specs.py",

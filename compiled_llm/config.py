@@ -57,6 +57,9 @@ class EngineConfig:
             On a GPU "layer" is refused, since a CUDA graph holds a whole step.
         compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
+        max_logprobs: most likely tokens whose log-probabilities a request may ask for.
+        logits_transforms: changes of logits of one's own, compiled into the step: ``LogitsTransform`` objects, or
+            "module:name" of a class or object, for requests that ask for them by name.
         enforce_eager: run the same functions without compiling, for debugging.
         seed: of dummy weights and of requests that bring no seed of their own.
         check_invariants: verify the scheduler's and the KV pool's invariants after every step.
@@ -88,6 +91,8 @@ class EngineConfig:
     cuda_graphs: Literal["trees", "manual"] = "trees"
     compile_unit: Literal["model", "layer"] = "model"
     compile_workers: int | None = None
+    max_logprobs: int = 20
+    logits_transforms: tuple[Any, ...] = ()
     enforce_eager: bool = False
     seed: int = 0
     check_invariants: bool = False
@@ -134,6 +139,10 @@ class EngineConfig:
             integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
         if self.compile_workers is not None:
             integer("compile_workers", self.compile_workers, 0, 1024)
+        if isinstance(self.logits_transforms, str) or not isinstance(self.logits_transforms, Iterable):
+            raise ValueError(f"logits_transforms must be a list, given {self.logits_transforms!r}")
+        object.__setattr__(self, "logits_transforms", tuple(self.logits_transforms))
+        integer("max_logprobs", self.max_logprobs, 0, 1000)
         integer("block_size", self.block_size, 1, 1024)
         integer("seed", self.seed, 0, 2**63 - 1)
         share = self.gpu_memory_utilization

@@ -1,6 +1,5 @@
 """CompiledEngine: prompts in, outputs out. Ties tokenizer, scheduler and runner together."""
 
-import hashlib
 import itertools
 import time
 from collections import deque
@@ -10,33 +9,28 @@ from typing import Any
 
 from tqdm import tqdm
 
+from compiled_llm.beam_search import BeamGroup, check_beam_search
 from compiled_llm.compiler import CompileReport
 from compiled_llm.config import EngineConfig, integer
 from compiled_llm.engine_parts import load_tokenizer, make_scheduler
 from compiled_llm.engine_stats import EngineCounts
+from compiled_llm.intake import Intake
 from compiled_llm.invariants import check_scheduler, check_step
 from compiled_llm.loader import model_directory
 from compiled_llm.memory import MemoryLedger
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.outputs import EngineStats, RequestOutput
-from compiled_llm.prompts import (
-    Prompt,
-    check_token_ids,
-    encode_prompt,
-    pair_priorities,
-    pair_sampling_params,
-    prompt_list,
-)
+from compiled_llm.prompts import Prompt, pair_priorities, pair_sampling_params, prompt_list
 from compiled_llm.report import RunReport, make_report, make_trace
 from compiled_llm.request import Request, Status
 from compiled_llm.runner import LaunchedStep, ModelRunner
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduler_output import SchedulerOutput
-from compiled_llm.served_request import ServedRequest, error_output
+from compiled_llm.served_request import Completion, LogprobReader, ServedRequest, error_output
 from compiled_llm.step_log import StepLog
 from compiled_llm.step_profile import StepProfiler
 from compiled_llm.stream import RequestStream
-from compiled_llm.tokenizer import OutputText
+from compiled_llm.token_masks import allows_any
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
@@ -73,10 +67,22 @@ class CompiledEngine:
         self._most_launched = 2 if overlaps else 1
         self._closed = False
         self._entries: dict[str, ServedRequest] = {}
+        self._completions: dict[str, tuple[ServedRequest, Completion]] = {}  # by the id that the scheduler knows
+        self._beams: dict[str, BeamGroup] = {}  # likewise
+        self._intake = Intake(
+            config,
+            self.model_config,
+            self.tokenizer,
+            self.runner.transforms,
+            self.scheduler.request_capacity,
+            self.runner.limits.max_model_len,
+        )
+        self._logprob_reader = LogprobReader(self.tokenizer, config.max_logprobs)
         self._ids = itertools.count()
         self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
         self._dropped: deque[str] = deque()  # streams that nobody holds any more
-        self._advanced: deque[Request] = deque()  # whose outputs are to be made
+        self._advanced: deque[Request] = deque()  # who got a token or ended, and is to be looked at
+        self._touched: dict[str, None] = {}  # user's requests whose outputs are to be made
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         self._counts = EngineCounts()
         self.reset_report()
@@ -167,6 +173,77 @@ class CompiledEngine:
         self._streams[request_id] = stream.outputs
         return stream
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int,
+        max_tokens: int = 16,
+        length_penalty: float = 1.0,
+        *,
+        ignore_eos: bool = False,
+        raise_on_error: bool = False,
+    ) -> list[RequestOutput]:
+        """The likeliest continuations of every prompt, as transformers' ``generate(num_beams=beam_width)`` finds them.
+
+        Beams share the KV blocks of what they have in common, and copy the last one when they part. Other requests are
+        served meanwhile; ``step`` returns their outputs.
+
+        Args:
+            length_penalty: score = (sum of log-probabilities) / (number of tokens) ** length_penalty.
+            ignore_eos: go on after an end-of-text token.
+            raise_on_error: as in ``generate``.
+
+        Returns:
+            For each prompt the ``beam_width`` best in ``outputs``, best first, with their ``cumulative_logprob``.
+
+        Raises:
+            ValueError: an argument, with what is allowed; with ``raise_on_error`` also a bad prompt.
+        """
+        eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
+        check_beam_search(beam_width, max_tokens, length_penalty, eos_token_ids, self.config.max_logprobs)
+        groups: dict[str, BeamGroup] = {}
+        outputs: dict[str, RequestOutput] = {}
+        items = prompt_list(prompts)
+        request_ids = [self._unused_id("beam_search") for _ in items]
+        for request_id, prompt in zip(request_ids, items, strict=True):
+            try:
+                entry = self._intake.make(request_id, prompt, SamplingParams(max_tokens=max_tokens), 0, 0)
+            except ValueError as error:
+                if raise_on_error:
+                    raise
+                outputs[request_id] = error_output(request_id, prompt, str(error))
+                continue
+            request = entry.completions[0].request
+            groups[request_id] = BeamGroup(
+                request_id,
+                entry.prompt,
+                request.prompt_token_ids,
+                request.cache_salt,
+                beam_width=beam_width,
+                max_tokens=request.max_num_tokens - len(request.prompt_token_ids),
+                length_penalty=length_penalty,
+                eos_token_ids=eos_token_ids,
+            )
+        try:
+            for group in groups.values():
+                request = group.start()
+                self._beams[request.request_id] = group
+                self.scheduler.add(request)
+                self._log.arrive()
+                self._counts.num_requests += 1
+                self._counts.num_prompt_tokens += len(request.prompt_token_ids)
+            while groups:
+                self._undelivered += self._advance()
+                for request_id, group in list(groups.items()):
+                    if group.failure is not None or (group.has_all and not self._advance_beams(group)):
+                        outputs[request_id] = group.output(self.tokenizer)
+                        self._end_beams(group)
+                        del groups[request_id]
+        finally:
+            for group in groups.values():
+                self._end_beams(group)
+        return [outputs[request_id] for request_id in request_ids]
+
     # -- The loop that these run, for those who write their own
 
     def add_request(
@@ -184,8 +261,10 @@ class CompiledEngine:
         """
         if self._closed:
             raise RuntimeError("the engine is closed")
-        if not isinstance(request_id, str) or not request_id or request_id in self._entries:
-            raise ValueError(f"request_id must be a non-empty str that no unfinished request has, given {request_id!r}")
+        if not isinstance(request_id, str) or not request_id or "\0" in request_id or request_id in self._entries:
+            raise ValueError(
+                f"request_id must be a non-empty str without NUL that no unfinished request has, given {request_id!r}"
+            )
         integer("priority", priority, -(2**31), 2**31 - 1)
         if priority != 0 and self.config.scheduling_policy != "priority":
             raise ValueError(
@@ -194,44 +273,19 @@ class CompiledEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
-        capacity = self.scheduler.request_capacity
-        text, token_ids, cache_salt = encode_prompt(prompt, self.tokenizer, capacity)
-        check_token_ids("prompt_token_ids", token_ids, self.model_config.vocab_size)
-        check_token_ids("stop_token_ids", params.stop_token_ids or (), self.model_config.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the model has none: use stop_token_ids")
-        if len(token_ids) >= capacity:
-            limit = "max_model_len" if capacity == self.runner.limits.max_model_len else "size of the KV pool"
-            raise ValueError(
-                f"prompt must be shorter than {capacity} tokens (the {limit}; the output needs one at least), given "
-                f"{len(token_ids)}"
-            )
-
-        max_tokens = capacity if params.max_tokens is None else params.max_tokens
-        request = Request(
-            request_id=request_id,
-            prompt_token_ids=token_ids,
-            sampling_params=params,
-            seed=self._seed_of_next_request() if params.seed is None else params.seed,
-            stop_token_ids=frozenset(params.stop_token_ids or ())
-            | frozenset(() if params.ignore_eos else self.model_config.eos_token_ids),
-            max_num_tokens=min(len(token_ids) + max_tokens, capacity),
-            arrival_time=time.monotonic(),
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        decodes = self.tokenizer is not None and params.detokenize
-        output_text = OutputText(self.tokenizer, token_ids, params) if self.tokenizer and decodes else None
-        self._entries[request_id] = ServedRequest(request, text, list(token_ids), output_text)
-        self.scheduler.add(request)
+        entry = self._intake.make(request_id, prompt, params, priority, self._counts.num_requests)
+        self._entries[request_id] = entry
+        for completion in entry.completions:
+            self._completions[completion.request.request_id] = entry, completion
+        self.scheduler.add(entry.completions[0].request)
         self._log.arrive()
         self._counts.num_requests += 1
-        self._counts.num_prompt_tokens += len(token_ids)
+        self._counts.num_prompt_tokens += len(entry.prompt_token_ids)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
         self._abort_dropped_streams()
-        return self.scheduler.has_unfinished_requests() or bool(self._undelivered or self._advanced)
+        return self.scheduler.has_unfinished_requests() or bool(self._undelivered or self._advanced or self._touched)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out."""
@@ -245,10 +299,11 @@ class CompiledEngine:
         A stream gets a last output, with ``finish_reason="abort"``.
         """
         for name in [request_id] if isinstance(request_id, str) else request_id:
-            entry = self._entries.pop(name, None)
+            entry = self._entries.get(name)
             if entry is not None:
-                self.scheduler.finish(entry.request, "abort")
-                self._counts.num_finished += 1
+                for request in entry.requests:
+                    self.scheduler.finish(request, "abort")
+                self._forget(entry)
                 if name in self._streams:
                     self._streams[name].append(entry.output())
 
@@ -284,9 +339,10 @@ class CompiledEngine:
         self.runner.profiler = profiler
         self._log = StepLog(profiler.pauses if profiler else None)
         self._stats_before = self.stats()
-        for entry in self._entries.values():
-            entry.last_token_time = None
+        for _ in self._entries:
             self._log.arrive()
+        for _, completion in self._completions.values():
+            completion.last_token_time = None
 
     def report(self, *, measure_limits: bool = True) -> RunReport:
         """What was served since the start or ``reset_report``, and how near the machine's limits that was.
@@ -311,12 +367,16 @@ class CompiledEngine:
         self._log.enter(device_is_busy=bool(self._launched))
         if self.scheduler.has_unfinished_requests():
             self._step()
-        outputs = []
         while self._advanced:
-            output = self._next_output(self._advanced[0], only_finished)
+            self._look_at(self._advanced[0])
             self._advanced.popleft()
-            if output is not None and output.request_id in self._streams:
-                self._streams[output.request_id].append(output)
+        outputs = []
+        while self._touched:
+            request_id = next(iter(self._touched))
+            output = self._next_output(request_id, only_finished)
+            del self._touched[request_id]
+            if output is not None and request_id in self._streams:
+                self._streams[request_id].append(output)
             elif output is not None:
                 outputs.append(output)
         self._log.leave()
@@ -333,6 +393,7 @@ class CompiledEngine:
             self._counts.schedule_seconds += time.perf_counter() - started
             if self.config.check_invariants:
                 check_step(self.scheduler, output)
+            self._ask(output)
         except BaseException as error:
             self._fail_all(error)
             raise
@@ -351,6 +412,7 @@ class CompiledEngine:
         try:
             started = time.perf_counter()
             advanced = self.scheduler.update(output, sampled)
+            self._read_logprobs(output, launched, advanced)
             self._counts.schedule_seconds += time.perf_counter() - started
             if self.config.check_invariants:
                 check_scheduler(self.scheduler)
@@ -366,25 +428,141 @@ class CompiledEngine:
             scheduler, pool = self.scheduler, self.scheduler.pool
             self._log.record_state(pool.num_used, pool.num_cached, len(scheduler.running), scheduler.num_waiting)
 
-    def _next_output(self, request: Request, only_finished: bool) -> RequestOutput | None:
-        """What the user sees of a request that got a token or ended."""
+    def _ask(self, output: SchedulerOutput) -> None:
+        """Add to a scheduled step what its requests want besides: masks, and log-probabilities of prompts."""
+        for index, request_id in enumerate(output.request_ids):
+            entry, completion = self._completions.get(request_id, (None, None))
+            if entry is None or completion is None:  # a beam
+                continue
+            request, mask = completion.request, completion.mask
+            if mask is not None and output.samples[index]:
+                # The token to be chosen is counted in num_tokens already.
+                num_output_tokens = request.num_tokens - 1 - len(request.prompt_token_ids)
+                try:
+                    words = mask.words(request.output_token_ids, num_output_tokens)
+                except Exception as error:  # of a grammar's library: this request fails, and no other
+                    completion.failure = f"{type(error).__name__}: {error}"
+                    continue
+                output.masks.append((index, words))
+                if not allows_any(words, self.model_config.vocab_size):
+                    completion.failure = "bad_words and allowed_token_ids leave no token to go on with"
+            if entry.prompt_logprobs is not None and request is entry.completions[0].request:
+                start, count = output.num_computed_tokens[index], output.num_scheduled_tokens[index]
+                targets = entry.wanted_prompt_targets(start, count)
+                if targets:
+                    output.prompt_targets.append((index, targets))
+
+    def _read_logprobs(self, output: SchedulerOutput, launched: LaunchedStep, advanced: list[Request]) -> None:
+        """Hand out the log-probabilities of a step: of tokens that were chosen, and of prompts."""
+        if launched.logprobs is not None:
+            columns = [column.tolist() for column in launched.logprobs]
+            place_of = {request_id: index for index, request_id in enumerate(output.request_ids)}
+            for request in advanced:
+                wanted = request.sampling_params.logprobs
+                if wanted is None:
+                    continue
+                place = place_of[request.request_id]
+                logprob, rank, top_logprobs, top_ids = (column[place] for column in columns)
+                if request.request_id in self._completions:
+                    row = logprob, rank, top_logprobs, top_ids
+                    read = self._logprob_reader.read(row, request.output_token_ids[-1], wanted)
+                    self._completions[request.request_id][1].add_logprobs(read)
+                elif request.request_id in self._beams:
+                    self._beams[request.request_id].take(request, top_ids, top_logprobs)
+        if launched.prompt_logprobs is not None:
+            rows = zip(*(column.tolist() for column in launched.prompt_logprobs), strict=True)
+            for index, targets in output.prompt_targets:
+                found = [next(rows) for _ in targets]
+                entry = self._completions.get(output.request_ids[index], (None, None))[0]
+                if entry is not None and entry.params.prompt_logprobs is not None:
+                    count = entry.params.prompt_logprobs
+                    tokens = zip(found, targets, strict=True)
+                    read_all = [self._logprob_reader.read(row, token_id, count) for row, token_id in tokens]
+                    entry.add_prompt_logprobs(output.num_computed_tokens[index], read_all)
+
+    def _look_at(self, request: Request) -> None:
+        """A request got a token or ended: decode it, see whether it ends there, and set going who waits for it."""
         started = time.perf_counter()
-        entry = self._entries.get(request.request_id)
-        if entry is None or entry.request is not request:  # aborted meanwhile, or seen already
+        if request.request_id in self._beams and request.finish_reason == "error":
+            self._beams[request.request_id].failure = str(request.stop_reason)
+        entry, completion = self._completions.get(request.request_id, (None, None))
+        if entry is None or completion is None or completion.request is not request:  # aborted meanwhile
+            return
+        completion.last_token_time = self._log.record_token(started, completion.last_token_time)
+        if completion.failure is not None and request.finish_reason != "error":
+            del request.output_token_ids[-1]
+            self._end(request, "error", completion.failure)
+        try:
+            stop = completion.read_new_tokens()
+            if stop is not None:
+                self._end(request, "stop", stop)
+            elif completion.mask is not None and request.status is not Status.FINISHED:
+                completion.mask.accept(request.output_token_ids)
+                if completion.mask.is_finished:
+                    self._end(request, "stop", None)
+                    completion.read_new_tokens()
+        except Exception as error:  # of a tokenizer's or a grammar's library: this request ends, and no other
+            self._end(request, "error", f"{type(error).__name__}: {error}")
+        if not entry.is_forked and request is entry.completions[0].request:
+            self._fork(entry)
+        if request.status is Status.FINISHED:
+            self._log.record_request(request)
+        self._touched[entry.request_id] = None
+        self._counts.output_seconds += time.perf_counter() - started
+
+    def _end(self, request: Request, finish_reason: str, stop_reason: str | int | None) -> None:
+        """End a request, or give another reason to one that its last token ended."""
+        self.scheduler.finish(request, finish_reason, stop_reason)
+        request.finish_reason, request.stop_reason = finish_reason, stop_reason
+
+    def _fork(self, entry: ServedRequest) -> None:
+        """The first completion has computed the prompt: the others start from it; or they end as it did."""
+        entry.is_forked = True
+        parent, *children = entry.requests
+        for child in children:
+            if parent.finish_reason == "error":
+                self.scheduler.finish(child, "error", parent.stop_reason)
+            else:
+                self.scheduler.fork(parent, child)
+        self.scheduler.let_go(parent)
+
+    def _advance_beams(self, group: BeamGroup) -> bool:
+        """All continuations of a group are in: set the next beams going. False when its search is over."""
+        parents = group.requests
+        for parent, child in group.advance():
+            self._beams[child.request_id] = group
+            self.scheduler.fork(parent, child)
+        for parent in parents:
+            self.scheduler.let_go(parent)
+            del self._beams[parent.request_id]
+        return bool(group.requests)
+
+    def _end_beams(self, group: BeamGroup) -> None:
+        for request in group.requests:
+            self.scheduler.finish(request, "abort")
+            self.scheduler.let_go(request)
+            self._beams.pop(request.request_id, None)
+        self._counts.num_finished += 1
+
+    def _next_output(self, request_id: str, only_finished: bool) -> RequestOutput | None:
+        """What the user sees of a request that advanced."""
+        started = time.perf_counter()
+        entry = self._entries.get(request_id)
+        if entry is None:
             return None
-        entry.last_token_time = self._log.record_token(started, entry.last_token_time)
-        stop = entry.read_new_tokens()
-        if stop is not None:
-            self.scheduler.finish(request, "stop", stop)
-            request.finish_reason, request.stop_reason = "stop", stop
-        finished = request.status is Status.FINISHED
+        finished = entry.is_finished
         output = entry.output() if finished or not only_finished else None
         if finished:
-            del self._entries[request.request_id]
-            self._counts.num_finished += 1
-            self._log.record_request(request)
+            self._forget(entry)
         self._counts.output_seconds += time.perf_counter() - started
         return output
+
+    def _forget(self, entry: ServedRequest) -> None:
+        """A request has ended."""
+        del self._entries[entry.request_id]
+        for request in entry.requests:
+            del self._completions[request.request_id]
+        self._counts.num_finished += 1
 
     def _fail_steps(self, error: BaseException) -> None:
         """The device failed: the requests of the steps in flight end with the reason, and the others are served."""
@@ -398,10 +576,11 @@ class CompiledEngine:
         self.runner.rows.clear()
         old, self.scheduler = self.scheduler, make_scheduler(self.config, self.model_config, self.runner)
         self.scheduler.take_over_counts(old)
-        for entry in self._entries.values():
-            request = entry.request
-            request.status, request.finish_reason = Status.FINISHED, request.finish_reason or "error"
-            request.stop_reason = request.stop_reason or f"{type(error).__name__}: {error}"
+        for _, completion in self._completions.values():
+            request = completion.request
+            if request.finish_reason is None:
+                request.finish_reason, request.stop_reason = "error", f"{type(error).__name__}: {error}"
+            request.status = Status.FINISHED
             request.finished_time = request.finished_time or time.monotonic()
             self._advanced.append(request)
 
@@ -416,7 +595,3 @@ class CompiledEngine:
 
     def _unused_id(self, kind: str) -> str:
         return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._entries)
-
-    def _seed_of_next_request(self) -> int:
-        text = f"{self.config.seed}/{self._counts.num_requests}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

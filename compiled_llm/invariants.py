@@ -17,14 +17,16 @@ def check_scheduler(scheduler: Scheduler) -> None:
         _check_running(scheduler, request)
     for request in [*waiting, *held_back]:
         assert request.status is Status.WAITING
-        assert not request.block_ids
+        assert bool(request.block_ids) == (request in scheduler.forks.holders), "a waiting request has blocks"
         assert request.num_sent_blocks == request.num_published_blocks == 0
         blocks = -(-request.num_computed_tokens // scheduler.limits.block_size)
-        assert len(request.host_block_ids) == blocks, "what is swapped out is not what was computed"
-    scheduler.pool.check_invariants([request.block_ids for request in running])
+        there = request.block_ids or request.host_block_ids
+        assert len(there) == blocks, "what is swapped out, or held, is not what was computed"
+    assert all(request.status is Status.FINISHED for request in scheduler.forks.kept)
+    scheduler.pool.check_invariants([*(request.block_ids for request in running), *scheduler.forks.tables()])
     scheduler.swap_pool.check_invariants([request.host_block_ids for request in requests])
     scheduler.prefix_cache.check_invariants(running)
-    if not requests:
+    if not requests and not scheduler.forks.kept:
         assert scheduler.pool.num_used == 0, "blocks are used while nothing runs"
         assert scheduler.swap_pool.num_used == 0, "host blocks are used while nothing waits"
 
@@ -39,6 +41,7 @@ def check_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
     for request_id, start, count in zip(output.request_ids, output.num_computed_tokens, counts, strict=True):
         request = running[request_id]
         assert 0 < count == request.num_computed_tokens - start
+        assert not scheduler.forks.must_copy(request, start), "a block that others go on from is written to"
         for block in request.block_ids[start // limits.block_size : -(-(start + count) // limits.block_size)]:
             assert block not in written, "two requests write to one block"
             assert scheduler.pool.digest(block) is None, "a block that others may read is written to"
@@ -57,8 +60,8 @@ def _check_running(scheduler: Scheduler, request: Request) -> None:
     assert len(request.block_ids) <= -(-request.num_tokens // size)
     assert request.num_sent_blocks <= len(request.block_ids)
     num_full = request.num_computed_tokens // size
-    for block in request.block_ids[num_full:]:
-        assert pool.num_references(block) == 1, "a block that will be written to is shared"
+    for index, block in enumerate(request.block_ids[num_full:], num_full):
+        assert pool.num_references(block) == 1 or index == request.forked_index, "a block to be written to is shared"
         assert pool.digest(block) is None, "a block that is not full can be found"
     if scheduler.prefix_cache.enabled:
         assert request.num_published_blocks <= num_full

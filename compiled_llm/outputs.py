@@ -1,7 +1,6 @@
 """What the engine hands to its user: outputs, metrics, statistics. All frozen."""
 
 import dataclasses
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +23,28 @@ class RequestMetrics:
 
 
 @dataclasses.dataclass(frozen=True)
+class Logprob:
+    """How likely the model took a token to be.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 for the most likely token; 1 more for each that is more likely.
+        decoded_token: its text by itself; None without a tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class CompletionOutput:
     """One generated continuation.
 
     Attributes:
+        index: which of the ``n``.
+        cumulative_logprob: the sum over its tokens; None unless ``logprobs`` was asked for.
+        logprobs: for each token, by token id: its own ``Logprob`` and those of the most likely tokens; None likewise.
         text: decoded output so far, without the stop string unless asked for.
         token_ids: generated tokens, an ending token included.
         finish_reason: "stop" (end-of-text, a stop string or id), "length", "abort", "error"; None while it runs.
@@ -38,7 +55,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[Any] | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -49,6 +66,8 @@ class RequestOutput:
 
     Attributes:
         prompt: None when token ids were given.
+        prompt_logprobs: as ``CompletionOutput.logprobs``, for the tokens of the prompt; None for the first one, which
+            follows nothing. None as a whole unless asked for, or until all of it is computed.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
     """
 
@@ -58,7 +77,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
-    prompt_logprobs: list[Any] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
 
 

@@ -33,7 +33,7 @@ class PrefixCache:
 
         Never all of its tokens: the last one has to be computed for its logits.
         """
-        if not self.enabled:
+        if not self.enabled or not request.reads_cache:
             return [], None
         most = (request.num_tokens - 1) // self.block_size
         digests = self._digests(request, most)
@@ -110,6 +110,9 @@ class PrefixCache:
 
     def held_back(self) -> list[Request]:
         return list(self._awaited)
+
+    def holds_back(self, request: Request) -> bool:
+        return request in self._awaited
 
     def hold_back(self, request: Request, digest: bytes) -> None:
         """``request`` waits until a step fills the block of ``digest``, or until that is promised no more."""

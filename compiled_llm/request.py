@@ -22,6 +22,9 @@ class Request:
         max_num_tokens: prompt and output together never exceed this.
         priority: lower is served first, under the policy that asks for it.
         cache_salt: requests share cached blocks only with those of the same salt.
+        reads_cache: whether blocks that others computed will do; else all its tokens are computed.
+        waits_for_tokens: whether its next step needs to know the token of the last one on the host.
+        keeps_blocks: whether its blocks outlive it, to be forked.
 
         rank: where it stands among the others, lower first: (priority or 0, order of arrival).
         num_tokens: tokens known, and those that steps in flight are about to sample.
@@ -32,6 +35,7 @@ class Request:
         num_sent_blocks: how many entries of its block table the runner knows.
         block_digests: of its full blocks, as far as they were needed; see ``block_pool.block_digest``.
         num_published_blocks: how many of its blocks can be found by others.
+        forked_index: of the block, not full, that others were given too when it was forked; -1: there is none.
         last_step_index: its place in the step that samples the token in flight.
         num_cached_tokens: prompt tokens found in the cache when it was first admitted; -1 before.
         num_lost_tokens: computed tokens that its last preemption threw away.
@@ -46,6 +50,9 @@ class Request:
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
+    reads_cache: bool = True
+    waits_for_tokens: bool = False
+    keeps_blocks: bool = False
 
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     rank: tuple[int, int] = (0, 0)
@@ -57,6 +64,7 @@ class Request:
     num_sent_blocks: int = 0
     block_digests: list[bytes] = dataclasses.field(default_factory=list)
     num_published_blocks: int = 0
+    forked_index: int = -1
     last_step_index: int = -1
     status: Status = Status.WAITING
     finish_reason: str | None = None

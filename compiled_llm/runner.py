@@ -25,15 +25,17 @@ from compiled_llm.config import EngineConfig, Limits
 from compiled_llm.costs import StepCosts
 from compiled_llm.cuda_graphs import graph_pool
 from compiled_llm.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
+from compiled_llm.logits import load_transforms
+from compiled_llm.logprobs import LogprobRows
 from compiled_llm.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import keep, pack, tensors
 from compiled_llm.ops import kv_quant, native, swap
-from compiled_llm.sampler import SamplingInput
+from compiled_llm.samplers import Samplers, Wanted
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduler_output import SchedulerOutput
-from compiled_llm.step import Feedback, sampler_function
+from compiled_llm.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.step import Feedback
 from compiled_llm.step_profile import StepProfiler
 from compiled_llm.step_units import LayeredStep, check_unit, compiled_step, functions_of, step_jobs
 
@@ -79,12 +81,16 @@ class LaunchedStep:
 
     Attributes:
         tokens: [R] on the host, there once ``done`` is.
+        logprobs: of these tokens, likewise; None where no request wants them.
+        prompt_logprobs: of the step's ``prompt_targets``, on the host.
         seconds: what the device took, once the step is collected.
     """
 
     bucket: Bucket
     num_requests: int
     tokens: Tensor
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: LogprobRows | None = None
     seconds: float = 0.0
     begun: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
@@ -114,9 +120,9 @@ class ModelRunner:
         self.start_times = StartTimes()
         started = time.perf_counter()
         if self.device.type == "cpu":
-            # Without a compiler both are None and a warning said so; Inductor cannot compile for a CPU either.
+            # Without a compiler all are None and a warning said so; Inductor cannot compile for a CPU either.
             with ThreadPoolExecutor() as pool:  # where they are built first, the one waits for the other's compiler
-                list(pool.map(native.load, ("attention_cpu", "linear_cpu")))
+                list(pool.map(native.load, ("attention_cpu", "linear_cpu", "sampling_cpu")))
             enforce_eager = enforce_eager or native.compiler() is None
         self.start_times.kernels = time.perf_counter() - started
 
@@ -141,14 +147,26 @@ class ModelRunner:
         self.buffers = {bucket: StepBuffers(bucket, self.limits, self.device) for bucket in self.buckets}
         rows = self.limits.decode_bucket_sizes[-1]
         self.last_tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        torch._dynamo.mark_static_address(self.last_tokens)
+        shape = self.limits.token_bucket_sizes[-1], model_config.hidden_size
+        self._hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
+        for tensor in (self.last_tokens, self._hidden):
+            torch._dynamo.mark_static_address(tensor)
+        self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
+        self.samplers = Samplers(
+            model_config,
+            self.limits,
+            self.device,
+            last_tokens=self.last_tokens,
+            hidden=self._hidden,
+            transforms=self.transforms,
+            max_logprobs=config.max_logprobs,
+        )
         on_gpu = self.device.type == "cuda"
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=True) for _ in range(2 if on_gpu else 0)]
         self.times = RunnerTimes()
         self.costs = StepCosts()
         self.profiler: StepProfiler | None = None  # set from outside, for a report
         self._steps: dict[Bucket, CompiledFunction | LayeredStep] = {}
-        self._samplers: dict[int, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
         memory.before_compiling()
         started = time.perf_counter()
@@ -185,20 +203,26 @@ class ModelRunner:
         bucket = choose_bucket(self.buckets, output)
         rows = self.rows.update(output)
         self.buffers[bucket].fill(output, rows, self.rows)
+        self.samplers.admit(output.admissions, self.rows)
+        wanted = Wanted.of(rows, output.samples, self.rows)
+        if wanted.changes:
+            self.samplers.fill(rows, output, bucket.num_requests)
         prepared = time.perf_counter()
-        self._swap(output)
+        self._move_blocks(output)
         swapped = time.perf_counter()
         begun, done = self._event(), self._event()
-        samples = bool(self.rows.temperature[rows].any())
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
         before = None if profiler is None else self.last_tokens.clone()
-        self._run(bucket, samples)
+        logprobs = self._run(bucket, wanted)
+        prompt_logprobs = self.samplers.prompt_logprobs(self.weights, output) if output.prompt_targets else None
         if done is None:
             tokens = self.last_tokens[: len(rows)].clone()
         else:
             tokens = self._host_tokens[0]
             self._host_tokens.reverse()
             tokens.copy_(self.last_tokens, non_blocking=True)
+            if logprobs is not None:
+                logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
             done.record()
         finished = time.perf_counter()
         self.times.prepare_seconds += prepared - started
@@ -209,17 +233,19 @@ class ModelRunner:
         elif bucket.kind == "tokens":
             self.costs.record_step(bucket.num_tokens, finished - swapped)
         if profiler is not None and before is not None:
-            self._profile(profiler, bucket, samples, before)
-        return LaunchedStep(bucket, len(rows), tokens, finished - swapped, begun, done)
+            self._profile(profiler, bucket, wanted, before)
+        return LaunchedStep(bucket, len(rows), tokens, logprobs, prompt_logprobs, finished - swapped, begun, done)
 
-    def _profile(self, profiler: StepProfiler, bucket: Bucket, samples: bool, before: Tensor) -> None:
+    def _profile(self, profiler: StepProfiler, bucket: Bucket, wanted: Wanted, before: Tensor) -> None:
         """Run the step that just ran once more, from the tokens ``before`` it, for the profiler."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the step itself is no part of what the profile takes
         begun, after = time.monotonic(), self.last_tokens.clone()
         self.last_tokens.copy_(before)
-        sampler = self._samplers[bucket.num_requests] if samples else None
-        profiler.profile(bucket.name, functools.partial(self._sampler_arguments, bucket), sampler, begun)
+        run = functools.partial(self.samplers.run, bucket, self.buffers[bucket].sampling_input, wanted=wanted)
+        # Once more would be once too often for the counts of tokens that penalties are made of.
+        sampler = run if any(wanted) and not wanted.changes else None
+        profiler.profile(bucket.name, functools.partial(self.run_step, bucket), sampler, begun)
         self.last_tokens.copy_(after)
 
     def collect(self, step: LaunchedStep) -> list[int]:
@@ -237,16 +263,15 @@ class ModelRunner:
         """Free weights, KV cache and graphs; ``compile_report`` stays as it is then."""
         self._last_report = self.compile_report()
         self._steps.clear()
-        self._samplers.clear()
         self.buffers.clear()
-        del self.weights, self.kv_cache, self.swap_space
+        del self.samplers, self.weights, self.kv_cache, self.swap_space
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def compile_report(self) -> CompileReport:
         if self._last_report is not None:
             return self._last_report
-        functions = [*itertools.chain(*map(functions_of, self._steps.values())), *self._samplers.values()]
+        functions = [*itertools.chain(*map(functions_of, self._steps.values())), *self.samplers.functions()]
         return CompileReport(tuple(function.report() for function in functions))
 
     def compiled_files(self) -> list[Path]:
@@ -285,8 +310,8 @@ class ModelRunner:
 
     def _buffer_bytes(self) -> int:
         """Of all buckets' inputs on the device: each bucket has one piece of memory, which all its fields share."""
-        pieces = [buffers.feedback.untyped_storage().nbytes() for buffers in self.buffers.values()]
-        return sum(pieces) + _num_bytes(self.last_tokens)
+        pieces = [buffers.nbytes for buffers in self.buffers.values()]
+        return sum(pieces) + self.samplers.nbytes + self.last_tokens.nbytes + self._hidden.nbytes
 
     @property
     def num_swap_blocks(self) -> int:
@@ -297,7 +322,7 @@ class ModelRunner:
         return self.swap_space.numel()
 
     def _compile(self, config: EngineConfig, enforce_eager: bool) -> None:
-        """Compile and warm up every bucket, and a sampler for each number of rows, on steps that are all padding."""
+        """Compile and warm up every bucket, and what runs behind it, on steps that are all padding."""
         keeps = self.device.type == "cpu" and not enforce_eager and torch._inductor.config.fx_graph_cache
         reason = unavailable() if keeps else None
         if reason is not None:
@@ -311,25 +336,20 @@ class ModelRunner:
         self._cache = cache
         if cache is not None:
             build_missing(cache, self._jobs(config.compile_unit), config.compile_workers)
-        make = functools.partial(
-            CompiledFunction,
-            device=self.device,
-            enforce_eager=enforce_eager,
-            graph_pool=self._graph_pool,
-            cache=cache,
-        )
+
+        def make(function: Callable, name: str, keep: bool = True) -> CompiledFunction:
+            return CompiledFunction(
+                function, name, self.device, enforce_eager, graph_pool=self._graph_pool, cache=cache if keep else None
+            )
+
         buckets = tqdm(self._recording_order(), desc="compiling", unit="bucket", disable=None, leave=False)
         for bucket in buckets:
             buckets.set_postfix_str(bucket.name)
             self._steps[bucket] = compiled_step(config.compile_unit, self.model_config, bucket, make)
             self._steps[bucket].warm_up(functools.partial(self._step_arguments, bucket))
-            sampler_arguments = functools.partial(self._sampler_arguments, bucket)
-            if bucket.num_requests in self._samplers:
-                self._samplers[bucket.num_requests].record_again(sampler_arguments)
-                continue
-            sampler = make(sampler_function, f"sample_{bucket.num_requests}")
-            sampler.warm_up(sampler_arguments)
-            self._samplers[bucket.num_requests] = sampler
+            logits = functools.partial(self.run_step, bucket)
+            self.samplers.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)
+        self.samplers.warm_up_prompts(self.weights, make)
 
     def _jobs(self, compile_unit: str) -> list[Job]:
         """Everything to compile, as other processes can do it. Logits are described, since no step has run yet."""
@@ -337,17 +357,16 @@ class ModelRunner:
         jobs = []
         for bucket in self.buckets:
             jobs += step_jobs(compile_unit, self.model_config, bucket, self._step_arguments(bucket), threads)
-        for rows, bucket in {bucket.num_requests: bucket for bucket in self.buckets}.items():
-            logits = torch.empty(rows, vocab_size, dtype=self.dtype)
-            args = logits, self.buffers[bucket].sampling_input, self.last_tokens
-            jobs.append(Job(f"sample_{rows}", _sampler_function, args, threads))
-        return jobs
+        inputs = {bucket.num_requests: self.buffers[bucket].sampling_input for bucket in self.buckets}
+        logits = functools.partial(torch.empty, dtype=self.dtype)
+        return jobs + self.samplers.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights)
 
     def _record_again(self) -> None:
         """On a GPU: record every CUDA graph on the KV cache as it is now. Nothing is compiled."""
         for bucket in self._recording_order():
             self._steps[bucket].record_again(functools.partial(self._step_arguments, bucket))
-            self._samplers[bucket.num_requests].record_again(functools.partial(self._sampler_arguments, bucket))
+            logits = functools.partial(self.run_step, bucket)
+            self.samplers.record_again(bucket, self.buffers[bucket].sampling_input, logits)
 
     def _recording_order(self) -> list[Bucket]:
         """Graphs that share memory begin with the largest, so that the others fit into what it took."""
@@ -356,7 +375,7 @@ class ModelRunner:
     def _run_largest(self) -> None:
         """Run the largest bucket of each kind, all padding: what a step allocates depends on its bucket alone."""
         for bucket in {bucket.kind: bucket for bucket in self.buckets}.values():
-            self._run(bucket, True)
+            self._run(bucket, Wanted(samples=True, changes=True, logprobs=True))
 
     def _rehearse_swap(self) -> None:
         """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that from now on."""
@@ -366,19 +385,17 @@ class ModelRunner:
 
     def _step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         buffers = self.buffers[bucket]
-        return self.weights, buffers.step_input, self.kv_cache, Feedback(buffers.feedback, self.last_tokens)
+        feedback = Feedback(buffers.feedback, self.last_tokens, self._hidden)
+        return self.weights, buffers.step_input, self.kv_cache, feedback
 
-    def _sampler_arguments(self, bucket: Bucket) -> tuple[Tensor, SamplingInput, Tensor]:
-        logits = self._steps[bucket](*self._step_arguments(bucket))
-        return logits, self.buffers[bucket].sampling_input, self.last_tokens
+    def run_step(self, bucket: Bucket) -> Tensor:
+        return self._steps[bucket](*self._step_arguments(bucket))
 
-    def _run(self, bucket: Bucket, samples: bool) -> None:
+    def _run(self, bucket: Bucket, wanted: Wanted) -> LogprobRows | None:
         """Run the step that stands in the bucket's buffers; its tokens are in ``last_tokens`` then."""
         if self.device.type == "cuda" and self._graph_pool is None:
             torch.compiler.cudagraph_mark_step_begin()
-        logits = self._steps[bucket](*self._step_arguments(bucket))
-        if samples:
-            self._samplers[bucket.num_requests](logits, self.buffers[bucket].sampling_input, self.last_tokens)
+        return self.samplers.run(bucket, self.buffers[bucket].sampling_input, self.run_step(bucket), wanted)
 
     def _event(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -387,14 +404,17 @@ class ModelRunner:
         event.record()
         return event
 
-    def _swap(self, output: SchedulerOutput) -> None:
-        """Copy what the scheduler swapped out and in since the step before; on a GPU, in the order of its stream."""
-        if not output.swapped_out and not output.swapped_in:
+    def _move_blocks(self, output: SchedulerOutput) -> None:
+        """Swap and copy as the scheduler decided since the step before; on a GPU, in the order of its stream."""
+        if not output.swapped_out and not output.swapped_in and not output.copies:
             return
         caches = tensors(self.kv_cache)
         for pairs, copy in ((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in)):
             if pairs:
                 copy(caches, self.swap_space, *_swap_indices(pairs))
+        if output.copies:
+            sources, targets = torch.tensor(output.copies, dtype=torch.int64).unbind(1)
+            swap.copy_blocks(caches, sources, targets)
 
     def _measure_costs(self) -> None:
         """Time every token bucket full of one or more prompts, and the copying of blocks, for the scheduler to choose.
@@ -406,7 +426,7 @@ class ModelRunner:
                 rows = RequestRows(self.limits, self.model_config.vocab_size)
                 output = _prompts(bucket, self.limits, self.num_blocks)
                 self.buffers[bucket].fill(output, rows.update(output), rows)
-                seconds = [self._timed(functools.partial(self._run, bucket, False)) for _ in range(_COST_RUNS)]
+                seconds = [self._timed(functools.partial(self.run_step, bucket)) for _ in range(_COST_RUNS)]
                 self.costs.bucket_seconds[bucket.num_tokens] = statistics.median(seconds)
                 self.buffers[bucket].clear()
         count = min(_COST_SWAP_BLOCKS, self.num_blocks, self.num_swap_blocks)
@@ -428,10 +448,6 @@ class ModelRunner:
         return time.perf_counter() - started
 
 
-def _sampler_function() -> Callable:
-    return sampler_function
-
-
 def _num_bytes(tree: Any) -> int:
     """Bytes of all tensors in nested tuples."""
     return sum(tensor.nbytes for tensor in tensors(tree))
@@ -446,7 +462,7 @@ def _swap_indices(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
 def _prompts(bucket: Bucket, limits: Limits, num_blocks: int) -> SchedulerOutput:
     """A step that fills ``bucket`` with prompts, as far as the model's length and the pool allow."""
     left = min(bucket.num_tokens, num_blocks * limits.block_size)
-    output, next_block = SchedulerOutput([], [], [], [], [], [], [], [], [], [], []), 1
+    output, next_block = SchedulerOutput(), 1
     while left > 0 and len(output.request_ids) < limits.max_num_seqs:
         count = min(left, limits.max_model_len)
         blocks = list(range(next_block, next_block - (-count // limits.block_size)))
@@ -459,7 +475,7 @@ def _prompts(bucket: Bucket, limits: Limits, num_blocks: int) -> SchedulerOutput
         output.samples.append(True)
         output.feedback.append(-1)
         output.token_ids.extend([0] * count)
-        output.admissions.append((name, SamplingParams(temperature=0), 0))
+        output.admissions.append(Admission(name, SamplingParams(temperature=0), 0, [], []))
         output.table_updates.append((name, 0, blocks))
         next_block, left = blocks[-1] + 1, left - count
     return output

@@ -1,4 +1,4 @@
-"""Sampling as a pure function of (logits, SamplingInput): part of the compiled graphs, so tensors only.
+"""Sampling as pure functions of (logits, SamplingInput): part of the compiled graphs, so tensors only.
 
 The random number of a token follows from its request's seed and its position alone, by the counter-based generator
 Philox4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"). So a seeded request gives the same
@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from compiled_llm.ops import greedy_tokens, sample_tokens
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -22,44 +24,38 @@ class SamplingInput(NamedTuple):
     temperature: Tensor  # [R] float32, 0 for greedy
     top_p: Tensor  # [R] float32, 1 for off
     top_k: Tensor  # [R] int32, the vocabulary's size for off
+    min_p: Tensor  # [R] float32, 0 for off
     seed: Tensor  # [R] int64
     position: Tensor  # [R] int32, of the token to be sampled
 
 
 def sample_greedy(logits: Tensor) -> Tensor:
     """The most likely token of each row: ``[R, V]`` -> ``[R]`` int64; the lowest id where several are equal."""
-    return logits.argmax(dim=-1)
+    return greedy_tokens(logits)
 
 
 def sample(logits: Tensor, params: SamplingInput) -> Tensor:
     """Sample a token for each row, ``[R, V]`` -> ``[R]`` int64.
 
-    Temperature first, then top-k, then top-p over what top-k left, as transformers and vLLM do. Rows with temperature
-    0 take the most likely token.
+    Temperature first, then top-k, then top-p over what top-k left, then min-p, as transformers and vLLM do. Rows with
+    temperature 0 take the most likely token.
     """
-    # A temperature so small that scaled logits overflow is greedy in all but name.
-    temperature = torch.where(params.temperature > 0, params.temperature.clamp(min=1e-5), 1.0)
-    sorted_logits, token_ids = torch.sort(logits.float(), dim=-1, descending=True, stable=True)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    kept = rank < params.top_k[:, None]
-    scaled = (sorted_logits - sorted_logits[:, :1]) / temperature[:, None]
-    probs = scaled.masked_fill(~kept, float("-inf")).softmax(dim=-1).double()
-    mass = probs.cumsum(dim=-1)
-    # A token stays while those before it sum to less than top_p; so the first always stays. The mask is monotone.
-    probs = torch.where(mass - probs < params.top_p[:, None], probs, 0.0)
-    mass = probs.cumsum(dim=-1)
-    # Inverse of the distribution function. The threshold is below the total, so it meets a token of positive mass.
-    threshold = uniform(params.seed, params.position)[:, None] * mass[:, -1:]
-    chosen = (mass <= threshold).sum(dim=-1, keepdim=True)
-    chosen = torch.where(params.temperature[:, None] > 0, chosen, 0)
-    return token_ids.gather(-1, chosen).squeeze(-1)
+    random = uniform(params.seed, params.position)
+    return sample_tokens(logits, params.temperature, params.top_k, params.top_p, params.min_p, random)
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A number in [0, 1) for each pair, ``[R]`` float64 with 32 random bits: the first word of Philox4x32-10.
+    """A number in [0, 1) for each pair, ``[R]`` float64 with 53 random bits: two words of Philox4x32-10.
 
-    The key is the seed's two halves, the counter is ``(position, 0, 0, 0)``.
+    The key is the seed's two halves, the counter is ``(position, 0, 0, 0)``. Integers alone until the last line, so the
+    bits are the same on every device.
     """
+    high, low = philox(seed, position)[:2]
+    return ((high << 21) | (low >> 11)).double() * 2.0**-53
+
+
+def philox(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of Philox4x32-10 for each pair, ``[R]`` int64 with 32 bits each."""
     key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
     c0 = position.long() & _MASK32
     c1 = c2 = c3 = torch.zeros_like(c0)
@@ -73,4 +69,4 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
             p0 & _MASK32,
         )
         key0, key1 = (key0 + _PHILOX_KEY_STEPS[0]) & _MASK32, (key1 + _PHILOX_KEY_STEPS[1]) & _MASK32
-    return c0.double() * 2.0**-32
+    return c0, c1, c2, c3

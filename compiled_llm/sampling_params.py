@@ -2,44 +2,56 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from compiled_llm.config import integer
+from compiled_llm.structured_outputs import StructuredOutputsParams
 
+_MAX_N = 256
+_MAX_LOGPROBS = 1000
 _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 1024
-
-# Parameters of the interface that this version does not serve yet, with the values that ask for nothing.
-_NOT_YET: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "min_tokens": (0,),
-    "min_p": (0.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,),
-    "logprobs": (None,),
-    "prompt_logprobs": (None,),
-    "logit_bias": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": (None,),
-}
+_MAX_BIASES = 300
+_MAX_BIAS = 100.0
+_MAX_ALLOWED = 2**20
+_MAX_BAD_WORDS = 1000
+_MAX_TRANSFORMS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request. Out of range: ``ValueError`` with the name, what is allowed and was given.
 
+    Logits change in this order: ``logit_bias``, penalties, ``logits_transforms``, masks (``allowed_token_ids``,
+    ``bad_words``, ``min_tokens``, ``structured_outputs``); then temperature, top-k, top-p and min-p choose.
+
     Attributes:
+        n: how many continuations to generate, each of its own random numbers. They share the prompt's KV blocks.
         max_tokens: most tokens to generate; None: as many as fit in ``max_model_len``.
+        min_tokens: so many tokens are generated before anything may end the output.
         temperature: 0 is greedy; otherwise logits are divided by it.
-        top_k: keep the k most likely tokens; 0 or -1 is off.
         top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; 1 is off.
+        top_k: keep the k most likely tokens; 0 or -1 is off.
+        min_p: keep the tokens that are at least this times as likely as the most likely one; 0 is off.
+        presence_penalty: subtracted from the logits of tokens that the output has; -2 to 2.
+        frequency_penalty: the same, once for each occurrence in the output; -2 to 2.
+        repetition_penalty: of tokens in prompt or output, positive logits are divided by it, others multiplied; 1 is
+            off.
         seed: the request's random numbers follow from it alone. None: from the engine's seed and the request's order.
         stop: a string or strings that end the output; they are cut off.
         stop_token_ids: token ids that end the output, besides the model's end-of-text ids.
         ignore_eos: go on after an end-of-text token.
         include_stop_str_in_output: leave the stop string in the text.
+        logprobs: log-probabilities of the tokens chosen and of so many of the most likely ones; -1: of the engine's
+            ``max_logprobs``. They are the model's own, of the logits before any of the above.
+        prompt_logprobs: the same for the tokens of the prompt, which is then computed whole, cached or not.
+        logit_bias: token id -> what is added to its logit, -100 to 100.
+        allowed_token_ids: nothing but these.
+        bad_words: strings whose token sequences, at the begin of a word or not, are never completed.
+        structured_outputs: a JSON schema, regex, choice or grammar that the output obeys: a
+            ``StructuredOutputsParams``, or a dict of its arguments.
+        logits_transforms: name -> argument for those of the engine's ``logits_transforms`` that are to apply.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False leaves the text empty, and saves the time.
     """
@@ -64,35 +76,92 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] | None = None
+    structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
+    logits_transforms: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        for name, supported in _NOT_YET.items():
-            if getattr(self, name) not in supported:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not supported in this version; leave it at {supported[0]!r}"
-                )
+        integer("n", self.n, 1, _MAX_N)
         if self.max_tokens is not None:
             integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        integer("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
         _number("temperature", self.temperature, 0.0, 100.0)
         _number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise ValueError("top_p must be above 0 (1 is off; temperature=0 is greedy), given 0")
         integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0.0, 1.0)
+        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         if self.seed is not None:
             integer("seed", self.seed, -(2**63), 2**63 - 1)
-        object.__setattr__(self, "stop", _stop_strings(self.stop))
-        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                integer(name, getattr(self, name), -1, _MAX_LOGPROBS)
+        object.__setattr__(self, "stop", _strings("stop", self.stop, _MAX_STOPS))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, _MAX_STOPS) or ())
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        allowed = _token_ids("allowed_token_ids", self.allowed_token_ids, _MAX_ALLOWED)
+        if allowed == ():
+            raise ValueError("allowed_token_ids must hold at least one id, or be None, given none")
+        object.__setattr__(self, "allowed_token_ids", allowed)
+        object.__setattr__(self, "bad_words", _strings("bad_words", self.bad_words, _MAX_BAD_WORDS))
+        self._check_structured_outputs()
+        transforms = self.logits_transforms
+        if transforms is not None:
+            if not isinstance(transforms, Mapping) or not all(isinstance(name, str) for name in transforms):
+                raise ValueError(f"logits_transforms must be a dict of argument by name, given {transforms!r}")
+            if len(transforms) > _MAX_TRANSFORMS:
+                raise ValueError(f"logits_transforms may name {_MAX_TRANSFORMS} at most, given {len(transforms)}")
+            object.__setattr__(self, "logits_transforms", dict(transforms))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, given {getattr(self, name)!r}")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, given False; use stop_token_ids")
+        if self.n > 1 and self.greedy:
+            raise ValueError(f"n must be 1 with temperature=0, which gives one continuation only, given {self.n}")
+
+    def _check_structured_outputs(self) -> None:
+        wanted = self.structured_outputs
+        if wanted is None:
+            return
+        if isinstance(wanted, Mapping):
+            try:
+                wanted = StructuredOutputsParams(**wanted)
+            except TypeError as error:
+                raise ValueError(f"structured_outputs: {error}") from error
+            object.__setattr__(self, "structured_outputs", wanted)
+        if not isinstance(wanted, StructuredOutputsParams):
+            raise ValueError(
+                f"structured_outputs must be a StructuredOutputsParams or a dict, given {type(wanted).__name__}"
+            )
+        # Each could leave the grammar without a token to go on with.
+        for name, off in (("min_tokens", 0), ("allowed_token_ids", None), ("bad_words", ()), ("ignore_eos", False)):
+            if getattr(self, name) != off:
+                raise ValueError(f"{name} must be {off!r} with structured_outputs, given {getattr(self, name)!r}")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether tokens that are there already matter to the logits of the next one."""
+        penalises = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return penalises or bool(self.logits_transforms)
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether some tokens may be banned."""
+        return bool(self.allowed_token_ids or self.bad_words or self.min_tokens or self.structured_outputs is not None)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the logits are changed before a token is chosen."""
+        return self.counts_tokens or self.masks_tokens or bool(self.logit_bias)
 
 
 def _number(name: str, value: Any, low: float, high: float) -> None:
@@ -102,25 +171,38 @@ def _number(name: str, value: Any, low: float, high: float) -> None:
         raise ValueError(f"{name} must be from {low} to {high}, given {value!r}")
 
 
-def _stop_strings(value: Any) -> tuple[str, ...]:
+def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
     if value is None:
         return ()
     items: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(item, str) and item for item in items):
-        raise ValueError(f"stop must be a non-empty string or a list of them, given {value!r}")
-    if len(items) > _MAX_STOPS or any(len(item) > _MAX_STOP_CHARACTERS for item in items):
-        raise ValueError(f"stop may hold {_MAX_STOPS} strings of {_MAX_STOP_CHARACTERS} characters at most")
+        raise ValueError(f"{name} must be a non-empty string or a list of them, given {value!r}")
+    if len(items) > most or any(len(item) > _MAX_STOP_CHARACTERS for item in items):
+        raise ValueError(f"{name} may hold {most} strings of {_MAX_STOP_CHARACTERS} characters at most")
     return tuple(items)
 
 
-def _stop_token_ids(value: Any) -> tuple[int, ...]:
+def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...] | None:
     if value is None:
-        return ()
+        return None
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"stop_token_ids must be a list of token ids, given {value!r}")
+        raise ValueError(f"{name} must be a list of token ids, given {value!r}")
     items = list(value)
-    if len(items) > _MAX_STOPS:
-        raise ValueError(f"stop_token_ids may hold {_MAX_STOPS} ids at most, given {len(items)}")
+    if len(items) > most:
+        raise ValueError(f"{name} may hold {most} ids at most, given {len(items)}")
     for item in items:
-        integer("stop_token_ids", item, 0, 2**31 - 1)
+        integer(name, item, 0, 2**31 - 1)
     return tuple(items)
+
+
+def _biases(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"logit_bias must be a dict of bias by token id, given {value!r}")
+    if len(value) > _MAX_BIASES:
+        raise ValueError(f"logit_bias may hold {_MAX_BIASES} ids at most, given {len(value)}")
+    for token_id, bias in value.items():
+        integer("logit_bias: a token id", token_id, 0, 2**31 - 1)
+        _number(f"logit_bias of token {token_id}", bias, -_MAX_BIAS, _MAX_BIAS)
+    return dict(value)

@@ -22,10 +22,11 @@ from typing import Literal
 from compiled_llm.block_pool import BlockPool
 from compiled_llm.config import Limits
 from compiled_llm.costs import StepCosts
+from compiled_llm.forks import Forks
 from compiled_llm.prefix_cache import PrefixCache
 from compiled_llm.request import Request, Status
 from compiled_llm.request_queue import RequestQueue
-from compiled_llm.scheduler_output import SchedulerCounts, SchedulerOutput
+from compiled_llm.scheduler_output import Admission, SchedulerCounts, SchedulerOutput
 
 
 class Scheduler:
@@ -56,6 +57,7 @@ class Scheduler:
         self.pool = pool
         self.prefix_cache = prefix_cache or PrefixCache(pool, limits.block_size, enabled=False)
         self.swap_pool = swap_pool or BlockPool(0)
+        self.forks = Forks(pool, limits.block_size)
         self.preemption_mode = preemption_mode
         self.policy = policy
         self.target_itl_ms = target_itl_ms
@@ -93,11 +95,25 @@ class Scheduler:
         self._num_added += 1
         self.waiting.add(request)
 
+    def fork(self, parent: Request, child: Request) -> None:
+        """Queue ``child``, which begins with the tokens of ``parent``, in its rank and with what it has computed.
+
+        ``parent`` was added before, and has ended or not. If it ``keeps_blocks`` it is to be let go afterwards.
+        """
+        assert 0 < len(child.prompt_token_ids) < child.max_num_tokens <= self.request_capacity
+        child.rank = parent.rank
+        self.forks.fork(parent, child)
+        self.waiting.add(child)
+
+    def let_go(self, parent: Request) -> None:
+        """``parent`` will not be forked any more: once it has ended, it keeps no blocks."""
+        self.forks.let_go(parent)
+
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them blocks. An empty step: all that can run is in flight."""
         self._preempted.clear()
         self._preempt_for_priority()
-        output = SchedulerOutput([], [], [], [], [], [], [], [], self._released, self._swapped_out, [])
+        output = SchedulerOutput(released_request_ids=self._released, swapped_out=self._swapped_out)
         requests: list[Request] = []
         num_preempted = len(self._preempted)
         lacking = self._schedule_single_tokens(output, requests)
@@ -150,10 +166,11 @@ class Scheduler:
             return
         if request.status is Status.RUNNING:
             self.running.remove(request)
-            self._release(request)
+            self._release(request, keeps_blocks=request.keeps_blocks)
         elif request in self.waiting:
             self.waiting.remove(request)
-        else:
+            self.forks.drop(request)
+        elif self.prefix_cache.holds_back(request):
             self.prefix_cache.forget(request)
         if request.host_block_ids:
             self._swapped_out = [pair for pair in self._swapped_out if pair[1] not in request.host_block_ids]
@@ -212,11 +229,14 @@ class Scheduler:
                 lacking.append(request)
                 index += 1
                 continue
-            if request.num_tokens >= request.max_num_tokens:  # its last token is in flight
+            # Its last token is in flight; or the host has to know the token that is.
+            if request.num_tokens >= request.max_num_tokens or (request.waits_for_tokens and request.num_in_flight):
                 index += 1
                 continue
             if computed == len(request.block_ids) * block_size and not self._grow(request):
                 continue  # it was the last, and is preempted itself
+            if request.forked_index >= 0 and not self._own(request, computed, output):
+                continue
             index += 1
             if request.num_sent_blocks < len(request.block_ids):
                 self._send_blocks(request, output)
@@ -275,6 +295,8 @@ class Scheduler:
     def _schedule(self, request: Request, count: int, output: SchedulerOutput, requests: list[Request]) -> None:
         """Let the step compute ``count`` tokens of a running request, which has blocks for them."""
         assert count > 0
+        if request.forked_index >= 0 and not self._own(request, request.num_computed_tokens, output):
+            return
         assert request.num_in_flight == 0, "more than one token is lacking, and one of them is not known"
         if request.num_sent_blocks < len(request.block_ids):
             self._send_blocks(request, output)
@@ -325,16 +347,22 @@ class Scheduler:
 
         False where there is no room, and where it is held back for a block that another request will fill.
         """
-        shared, awaited = self.prefix_cache.find(request)
+        holds = request in self.forks.holders
+        shared, awaited = (request.block_ids, None) if holds else self.prefix_cache.find(request)
         if awaited is not None and not request.host_block_ids:
             self.waiting.remove(request)
             self.prefix_cache.hold_back(request, awaited)
             return False
-        if not self._has_room(request, shared):
-            return False
+        while not self._has_room(request, shared):
+            # While others run, they will leave room.
+            if self.running or not self.forks.take_back_one(besides=request):
+                return False
         self.waiting.remove(request)
-        for block in shared:
-            self.pool.share(block)
+        if holds:
+            del self.forks.holders[request]
+        else:
+            for block in shared:
+                self.pool.share(block)
         blocks = self.pool.allocate(self._blocks_for(request.num_tokens) - len(shared))
         assert blocks is not None
         request.block_ids = shared + blocks
@@ -342,7 +370,8 @@ class Scheduler:
         request.num_published_blocks = next(promised, len(shared))
         if request.host_block_ids:
             self._swap_in(request, len(shared), output)
-        request.num_computed_tokens = max(request.num_computed_tokens, len(shared) * self.limits.block_size)
+        if not holds:
+            request.num_computed_tokens = max(request.num_computed_tokens, len(shared) * self.limits.block_size)
         self.prefix_cache.promise(request)
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
@@ -357,12 +386,21 @@ class Scheduler:
         request.status = Status.RUNNING
         request.num_sent_blocks = 0
         bisect.insort(self.running, request, key=lambda other: other.rank)
-        output.admissions.append((request.request_id, request.sampling_params, request.seed))
+        output.admissions.append(
+            Admission(
+                request.request_id,
+                request.sampling_params,
+                request.seed,
+                request.prompt_token_ids,
+                list(request.output_token_ids),
+            )
+        )
         return True
 
     def _has_room(self, request: Request, shared: list[int]) -> bool:
         """Whether all its tokens have blocks, with one more for each running request to grow into."""
         wanted = self._blocks_for(request.num_tokens) - len(shared)
+        wanted += self.forks.must_copy(request, request.num_computed_tokens)
         free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)
         return wanted + len(self.running) <= free
 
@@ -379,14 +417,33 @@ class Scheduler:
     # -- Giving up blocks
 
     def _grow(self, request: Request) -> bool:
-        """One more block for a running request; the last by rank make room. False: it was the last itself."""
+        """One more block for a running request. False: it is preempted itself."""
+        block = self._take_block(request)
+        if block is not None:
+            request.block_ids.append(block)
+        return block is not None
+
+    def _own(self, request: Request, position: int, output: SchedulerOutput) -> bool:
+        """A running request is about to write at ``position``: to a block of its own. False: it is preempted itself."""
+        if not self.forks.must_copy(request, position):
+            return True
+        block = self._take_block(request)
+        if block is None:
+            return False
+        # Making room may have left the block to this request alone; a copy does no harm.
+        output.copies.append(self.forks.replace(request, position, block))
+        return True
+
+    def _take_block(self, request: Request) -> int | None:
+        """A block for a running request; who does not run, or is last by rank, makes room. None: it was last itself."""
         while (blocks := self.pool.allocate(1)) is None:
+            if self.forks.take_back_one():
+                continue
             victim = self.running.pop()
             self._preempt(victim)
             if victim is request:
-                return False
-        request.block_ids += blocks
-        return True
+                return None
+        return blocks[0]
 
     def _preempt_for_priority(self) -> None:
         """Let a waiting request that is more urgent than running ones have their seats and blocks, if that helps."""
@@ -453,10 +510,14 @@ class Scheduler:
             return None
         return self.swap_pool.allocate(count)
 
-    def _release(self, request: Request) -> None:
+    def _release(self, request: Request, keeps_blocks: bool = False) -> None:
         self._queue_again(self.prefix_cache.withdraw(request))
-        self.pool.free(request.block_ids)
-        request.block_ids = []
+        if keeps_blocks:
+            self.forks.keep(request)
+        else:
+            self.pool.free(request.block_ids)
+            request.block_ids = []
+            request.forked_index = -1
         request.num_published_blocks = 0
         self._released.append(request.request_id)
         request.num_sent_blocks = 0

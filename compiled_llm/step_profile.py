@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 
 KINDS = ("attention", "linears", "sampling", "everything else")
@@ -20,7 +21,7 @@ _STEP = "compiled_llm::step"
 # Ops on a CPU, kernels on a GPU: the first pattern that is found in the name decides.
 _PATTERNS = [
     ("attention", re.compile(r"paged_attention|attention|split_kernel|merge_kernel|prefill_kernel|write_kernel|flash")),
-    ("sampling", re.compile(r"argmax|sort|cumsum|topk|multinomial|philox")),
+    ("sampling", re.compile(r"greedy_tokens|sample_tokens|argmax|sort|cumsum|topk|multinomial|philox")),
     (
         "linears",
         re.compile(r"packed_linear|aten::(mm|addmm|linear|matmul|bmm)\b|linear|gemm|gemv|nvjet|cutlass|xmma|triton_mm"),
@@ -52,18 +53,18 @@ class StepProfiler:
         return done < self._steps_per_bucket and seen >= _EVERY**done
 
     def profile(
-        self, bucket_name: str, step: Callable[[], tuple], sampler: Callable[..., object] | None, begun: float
+        self, bucket_name: str, step: Callable[[], Tensor], sampler: Callable[..., object] | None, begun: float
     ) -> None:
-        """Run ``step`` and, on what it gives, ``sampler``. ``begun``: when this extra work began (time.monotonic)."""
+        """Run ``step`` and, on its logits, ``sampler``. ``begun``: when this extra work began (time.monotonic)."""
         if self._on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
         device = "cuda" if self._on_gpu else None
         with torch.autograd.profiler.profile(use_device=device) as profile:
             with torch.profiler.record_function(_STEP):
-                arguments = step()
+                logits = step()
             if sampler is not None:
                 with torch.profiler.record_function(_SAMPLER):
-                    sampler(*arguments)
+                    sampler(logits=logits)
             if self._on_gpu:
                 torch.cuda.synchronize()
         seconds = seconds_by_kind(list(profile.function_events or ()), self._on_gpu)

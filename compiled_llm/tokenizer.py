@@ -1,18 +1,38 @@
 """Text to token ids and back, over transformers' tokenizers; incremental decoding with stop strings."""
 
+import itertools
+import re
+import secrets
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from compiled_llm.sampling_params import SamplingParams
 
-# Tokens before the output that decoding looks at: how a token reads may depend on those before it.
+# How a token reads may depend on those before it: on so many at most, four bytes of a character among them.
 _CONTEXT_TOKENS = 6
+_CONTEXT_SEARCH = 64
 _REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+class SpecialToken(NamedTuple):
+    token_id: int
+    single_word: bool  # beside a letter or digit it is text
+    stand_in: str  # stands for it in a text that is encoded
 
 
 class Tokenizer:
-    """The tokenizer of a model directory, from its ``tokenizer.json``. Never runs code of the directory."""
+    """The tokenizer of a model directory, from its ``tokenizer.json``. Never runs code of the directory.
+
+    Attributes:
+        chat_templates: the directory's own by name; one without a name is ``"default"``.
+        named_tokens: what chat templates know by name, such as ``bos_token``, as text.
+        special_tokens: all of them by their text.
+    """
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -28,63 +48,198 @@ class Tokenizer:
         # Text of a user that spells a special token is text, not that token.
         self._backend.encode_special_tokens = True
 
+        template = tokenizer.chat_template or {}
+        self.chat_templates: dict[str, str] = template if isinstance(template, dict) else {"default": template}
+        named = tokenizer.special_tokens_map
+        self.named_tokens: dict[str, str] = {name: text for name, text in named.items() if isinstance(text, str)}
+        self._prepare_chat(tokenizer.unk_token_id)
+
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with what the model wants around a prompt (its begin-of-text token, say)."""
         return self._backend.encode(text).ids
 
+    def encode_piece(self, text: str) -> list[int]:
+        """Token ids of a piece of text by itself."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def encode_chat(self, text: str, mark: str) -> list[int]:
+        """Token ids of a rendered chat, with nothing put around it. Special tokens that it spells become such.
+
+        Those with the character ``mark`` in them stay text. The marks themselves are left out. A special token that the
+        tokenizer would look for in normalized text is looked for in the text as it is.
+
+        Raises:
+            ValueError: the tokenizer makes a special token of what should stay text.
+        """
+        pieces, special_ids, end = [], [], 0
+        for start, stop, token in self._special_tokens_in(text):
+            pieces += [text[end:start].replace(mark, ""), token.stand_in]
+            special_ids.append(token.token_id)
+            end = stop
+        pieces.append(text[end:].replace(mark, ""))
+        token_ids = self.encode_piece("".join(pieces))
+        for token_id in self._never_text.intersection(token_ids):
+            name = self._backend.id_to_token(token_id)
+            raise ValueError(
+                f"messages spell {name!r}, which the tokenizer reads as a special token even in plain text"
+            )
+        found = iter(special_ids)
+        token_ids = [next(found) if token_id in self._stand_ins else token_id for token_id in token_ids]
+        assert next(found, None) is None, "a special token of the chat was lost"
+        return token_ids
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
+    def byte_value(self, token_id: int) -> int | None:
+        """The byte that a token stands for, if it is one of ``<0x00>`` to ``<0xFF>`` and its decoder reads it so."""
+        token = self._backend.id_to_token(token_id)
+        if token is None or not _BYTE_TOKEN.fullmatch(token) or self.decode([token_id], False) == token:
+            return None
+        return int(token[3:5], 16)
+
+    def _prepare_chat(self, unknown_id: int | None) -> None:
+        """Give the special tokens of a chat stand-ins: added tokens that no text can spell and that never come out.
+
+        So it is the tokenizer that cuts the text at them, and strips the spaces beside those that want it.
+        """
+        # By whether it strips spaces at its left and right. Between noncharacters, so that it is apart from all others.
+        stand_in = f"\ufdd0{secrets.token_hex(16)}{{:d}}{{:d}}\ufdd0".format
+        self.special_tokens = {
+            token.content: SpecialToken(token_id, token.single_word, stand_in(token.lstrip, token.rstrip))
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special and token.content
+        }
+        self._never_text = {token.token_id for token in self.special_tokens.values()} - {unknown_id}
+        self._lengths = sorted({len(text) for text in self.special_tokens}, reverse=True)
+        firsts = {re.escape(text[0]) for text in self.special_tokens}
+        self._firsts = re.compile("|".join(firsts) or "(?!)")
+        self._stand_ins = set()
+        for lstrip, rstrip in itertools.product((False, True), repeat=2):
+            text = stand_in(lstrip, rstrip)
+            self._backend.add_tokens([AddedToken(text, lstrip=lstrip, rstrip=rstrip, normalized=False)])
+            self._stand_ins.add(self._backend.token_to_id(text))
+
+    def _special_tokens_in(self, text: str) -> Iterator[tuple[int, int, SpecialToken]]:
+        """(start, stop, token) of each, in order; of several that start at one place, the longest."""
+        stop = 0
+        while match := self._firsts.search(text, stop):
+            start = match.start()
+            stop = start + 1
+            for length in self._lengths:
+                token = self.special_tokens.get(text[start : start + length])
+                if token is None:
+                    continue
+                stop = min(start + length, len(text))
+                around = text[max(0, start - 1) : start] + text[stop : stop + 1]
+                if not (token.single_word and re.search(r"\w", around)):
+                    yield start, stop, token
+                break
+
 
 class OutputText:
-    """The text of one request's output as its tokens come in, up to a stop string."""
+    """The text of one request's output as its tokens come in, up to a stop string.
+
+    What was shown is never taken back, and in the end it is the whole: the bytes of prompt and output decoded as UTF-8
+    at once, less the text of the prompt. A character that is spread over tokens appears when it is complete, also one
+    that the prompt left incomplete. Bytes that are no character become U+FFFD, as ``bytes.decode(errors="replace")``
+    has it. So does a tokenizer's own decoder, but for one with tokens ``<0x00>`` to ``<0xFF>``: it gives up every
+    character that stands beside such a byte, those too that were shown long ago.
+
+    The stop string that is complete first ends the text, before it or behind it as the parameters ask; the longest,
+    where several are complete at once. How the text is cut into tokens changes none of that.
+    """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._stops: tuple[str, ...] = tuple(params.stop or ())
         self._text = ""
-        # Decoding goes over ids[start:], of which ids[start:read] are in the text already.
-        self._ids = prompt_token_ids[-_CONTEXT_TOKENS:]
-        self._start, self._read = 0, len(self._ids)
+        # Decoding goes over the last tokens that show. Of what they decode to, ``num_read`` characters are in the text
+        # already, or the prompt's.
+        nearest = (token_id for token_id in reversed(prompt_token_ids[-_CONTEXT_SEARCH:]) if self._shows(token_id))
+        self._ids = list(itertools.islice(nearest, _CONTEXT_TOKENS))[::-1]
+        self._decoded = self._decode()
+        self._num_read = len(self._decoded)
+        self._prompt_may_go_on = self._decoded.endswith(_REPLACEMENT)
 
-    def append(self, token_id: int) -> str | None:
-        """Take in a token. Returns the stop string that the text now holds, if any; the text then ends there."""
+    def append(self, token_id: int, may_stop: bool = True) -> str | None:
+        """Take in a token. Returns the stop string that the text now holds, if any; the text then ends there.
+
+        Args:
+            may_stop: False: a stop string that this token completes is text like any other.
+        """
+        if len(self._ids) >= 2 * _CONTEXT_TOKENS:
+            num_unread = len(self._decoded) - self._num_read
+            del self._ids[:-_CONTEXT_TOKENS]
+            self._decoded = self._decode()
+            self._num_read = len(self._decoded) - num_unread
         self._ids.append(token_id)
-        known, decoded = self._decode(self._start, self._read), self._decode(self._start, len(self._ids))
-        # A character of several bytes may be spread over tokens; until it is whole it decodes to a replacement.
-        if len(decoded) <= len(known) or decoded.endswith(_REPLACEMENT):
+        decoded = self._decode()
+        if decoded == self._decoded:
+            if not self._shows(token_id):
+                self._ids.pop()
             return None
-        self._start, self._read = self._read, len(self._ids)
-        return self._extend(decoded[len(known) :])
+        if self._prompt_may_go_on and not decoded.startswith(self._decoded):
+            self._num_read -= 1  # the prompt's last character: it is complete now
+        self._prompt_may_go_on = False
+        self._decoded = decoded
+        # The last one may be the beginning of a character.
+        return self._read(len(decoded) - decoded.endswith(_REPLACEMENT), may_stop)
 
     def finish(self) -> str | None:
         """No token follows: bytes that never became a character stand as replacements. May complete a stop string."""
-        known, decoded = self._decode(self._start, self._read), self._decode(self._start, len(self._ids))
-        self._start = self._read = len(self._ids)
-        return self._extend(decoded[len(known) :])
+        return self._read(len(self._decoded), True)
 
     def text(self, finished: bool) -> str:
         """The text so far. While the request runs, an end that may become a stop string is held back."""
         if finished:
             return self._text
-        held = 0
-        for stop in self._stops:
-            longest = min(len(stop) - 1, len(self._text))
-            held = max(held, next((n for n in range(longest, 0, -1) if self._text.endswith(stop[:n])), 0))
-        return self._text[: len(self._text) - held]
+        return self._text[: min((self._begin_of_stop(stop) for stop in self._stops), default=len(self._text))]
 
-    def _extend(self, delta: str) -> str | None:
-        searched = len(self._text)
-        self._text += delta
-        # A stop string may begin in the text before the new piece.
-        found = [(self._text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in self._stops]
-        found = [item for item in found if item[0] >= 0]
-        if not found:
+    def _begin_of_stop(self, stop: str) -> int:
+        """Where an end of the text begins that ``stop`` begins with, the longest there is; the text's end if none."""
+        begin = self._text.find(stop[0], max(0, len(self._text) - len(stop) + 1))
+        while begin >= 0 and not stop.startswith(self._text[begin:]):
+            begin = self._text.find(stop[0], begin + 1)
+        return begin if begin >= 0 else len(self._text)
+
+    def _read(self, end: int, may_stop: bool) -> str | None:
+        """The characters up to ``end`` of what is decoded are text."""
+        num_searched = len(self._text)
+        self._text += self._decoded[self._num_read : end]
+        self._num_read = max(end, self._num_read)
+        if not may_stop:
             return None
-        position, stop = min(found, key=lambda item: item[0])
-        self._text = self._text[: position + (len(stop) if self._params.include_stop_str_in_output else 0)]
+        # A stop string may begin in the text before the new piece.
+        found = [(self._text.find(stop, max(0, num_searched - len(stop) + 1)), stop) for stop in self._stops]
+        ends = [(begin + len(stop), begin, stop) for begin, stop in found if begin >= 0]
+        if not ends:
+            return None
+        end, begin, stop = min(ends)
+        self._text = self._text[: end if self._params.include_stop_str_in_output else begin]
         return stop
 
-    def _decode(self, start: int, end: int) -> str:
-        return self._tokenizer.decode(self._ids[start:end], self._params.skip_special_tokens)
+    def _shows(self, token_id: int) -> bool:
+        """Whether a token is ever seen. Twice, since a single space may be cut off at the begin of a text."""
+        return self._plain([token_id, token_id]) != ""
+
+    def _decode(self) -> str:
+        text = self._plain(self._ids)
+        if _REPLACEMENT not in text:
+            return text
+        values = [self._tokenizer.byte_value(token_id) for token_id in self._ids]
+        if not any(value is not None for value in values):
+            return text
+        data = bytearray()
+        for index, (token_id, value) in enumerate(zip(self._ids, values, strict=True)):
+            # The first byte that stands for a character by itself is treated like other text, as its decoder may.
+            if value is not None and (data or value >= 0x80):
+                data.append(value)
+            else:
+                before = self._ids[max(0, index - 1) : index]
+                data += self._plain([*before, token_id])[len(self._plain(before)) :].encode()
+        return data.decode(errors="replace")
+
+    def _plain(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._params.skip_special_tokens)

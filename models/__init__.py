@@ -1,10 +1,10 @@
 """Decoder-only models as pure functions of (weights, StepInput, KVCache).
 
 A family is one file. It declares its weights (``Weights``), the tensors of its Hugging Face checkpoint
-(``checkpoint_shapes``), how the two meet (``assemble``), and the function (``forward``), also in the parts that can be
-compiled one by one (``Stream``, ``embed_step``, ``layer_step``, ``head_step``). To add a family: write the file, name
-its architectures in ``ARCHITECTURES``, and add its config to ``tests/families.py``; the graph-break, loader and
-equality tests then run for it.
+(``checkpoint_shapes``), how the two meet (``assemble``), and the function: ``forward``, and ``head_step`` for the
+logits; the first also in parts that can be compiled one by one (``Stream``, ``embed_step``, ``layer_step``). To add a
+family: write the file, name its architectures in ``ARCHITECTURES``, and add its config to ``tests/families.py``; the
+graph-break, loader and equality tests then run for it.
 """
 
 import importlib

@@ -154,15 +154,15 @@ def layer_step(
     return Stream(x, gated_mlp(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.mlp))
 
 
-def head_step(weights: Weights, stream: Stream, step: StepInput, config: ModelConfig) -> Tensor:
-    """Logits ``[R, V]`` of the tokens at ``step.logits_indices``. ``weights.layers`` are not read."""
-    last = torch.index_select(stream.x + stream.pending, 0, step.logits_indices)
-    return linear(rms_norm(last, weights.final_norm, config.rms_norm_eps), weights.lm_head)
+def head_step(weights: Weights, hidden: Tensor, indices: Tensor, config: ModelConfig) -> Tensor:
+    """Logits ``[R, V]`` of the tokens at ``indices`` ``[R]`` of ``hidden``. ``weights.layers`` are not read."""
+    rows = torch.index_select(hidden, 0, indices)
+    return linear(rms_norm(rows, weights.final_norm, config.rms_norm_eps), weights.lm_head)
 
 
 def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: ModelConfig, max_query_len: int) -> Tensor:
-    """Logits ``[R, V]`` of the tokens at ``step.logits_indices``; the step's keys and values go to ``kv_cache``."""
+    """What ``head_step`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
     stream, cos_sin = embed_step(weights, step)
     for layer, cache in zip(weights.layers, kv_cache, strict=True):
         stream = layer_step(stream, cos_sin, layer, cache, step, config, max_query_len)
-    return head_step(weights, stream, step, config)
+    return stream.x + stream.pending

@@ -7,5 +7,14 @@ runs on a CPU.
 
 from compiled_llm.ops.attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.linear import pack_weight, packed_linear, unpack_rows
+from compiled_llm.ops.sampling import greedy_tokens, sample_tokens
 
-__all__ = ["pack_weight", "packed_linear", "paged_attention", "paged_attention_reference", "unpack_rows"]
+__all__ = [
+    "greedy_tokens",
+    "pack_weight",
+    "packed_linear",
+    "paged_attention",
+    "paged_attention_reference",
+    "sample_tokens",
+    "unpack_rows",
+]

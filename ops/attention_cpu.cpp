@@ -57,6 +57,7 @@
 #endif
 
 #include "cpu_tiles.h"
+#include "cpu_vector_types.h"
 
 namespace {
 
@@ -64,18 +65,10 @@ constexpr int64_t kPartition = 512;  // keys
 constexpr int64_t kUnitRows = 96;    // query rows (tokens times heads) of a unit, about
 // The same with tile registers, and how many of them are multiplied at a time.
 constexpr int64_t kTiledUnitRows = 256, kTiledRows = 32;
-constexpr int64_t kLanes = 16;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-constexpr float kLog2E = 1.44269504f;
 constexpr float kSmallestMaximum = 0x1p-100f;  // as in kv_quant.py
 
-// Vectors that may stand at any address.
-typedef float Vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef uint32_t UintVec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t IntVec __attribute__((vector_size(64), aligned(4), may_alias));
+// More vectors that may stand at any address.
 typedef long long LongVec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t Lane __attribute__((may_alias));
-typedef uint16_t HalfVec __attribute__((vector_size(32), aligned(1), may_alias));
 typedef uint16_t ShortVec __attribute__((vector_size(64), aligned(1), may_alias));
 typedef uint8_t ByteVec __attribute__((vector_size(16), aligned(1), may_alias));
 typedef uint8_t ByteVec32 __attribute__((vector_size(32), aligned(1), may_alias));

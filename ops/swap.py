@@ -1,8 +1,8 @@
-"""Swapping: copies of whole KV blocks between the device's pool and a pool in host memory, bit for bit.
+"""Copies of whole KV blocks, bit for bit: within the device's pool, and (swapping) between it and one in host memory.
 
-The two ops run outside the compiled step. The device's pool is all tensors of the KV cache (every layer's keys and
-values, and their scales if they are quantised), each contiguous with the block as its first dimension. The host's pool
-is one uint8 tensor; a row of it holds one block of all those tensors, one after another in their order:
+The two ops that swap run outside the compiled step. The device's pool is all tensors of the KV cache (every layer's
+keys and values, and their scales if they are quantised), each contiguous with the block as its first dimension. The
+host's pool is one uint8 tensor; a row of it holds one block of all those tensors, one after another in their order:
 
     host[row] = cat(caches[0][block] as bytes, caches[1][block] as bytes, ...)
 
@@ -62,6 +62,24 @@ def swap_in(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_
         ValueError: an argument is not as said there. Nothing has been copied then.
     """
     torch.ops.compiled_llm.swap_in(caches, host, device_blocks, host_blocks)
+
+
+def copy_blocks(caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> None:
+    """Copy block ``sources[i]`` to block ``targets[i]`` of all cache tensors, for every i; in the order of the stream.
+
+    Args:
+        caches: all tensors of the KV cache, each ``[B, ...]`` contiguous, any dtypes, on one device; written in place.
+        sources: ``[n]`` int64; 0 to B - 1.
+        targets: ``[n]`` int64; 0 to B - 1, each at most once, and none of them a source.
+    """
+    numbers = sources.tolist(), targets.tolist()
+    assert len(set(numbers[1])) == len(numbers[1]), "two blocks are copied to one"
+    assert not set(numbers[0]) & set(numbers[1]), "a block is copied to and from"
+    device = caches[0].device
+    sources, targets = sources.to(device), targets.to(device)
+    for cache in caches:
+        blocks = cache.view(len(cache), -1).view(torch.uint8)  # torch cannot index fp8
+        blocks.index_copy_(0, targets, blocks.index_select(0, sources))
 
 
 def bytes_per_block(caches: Sequence[Tensor]) -> int:

@@ -123,9 +123,10 @@ def run_chunk(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) ->
         logits_indices=integers(range(count)),
         block_table=integers([range(len(kv_cache[0].k))]),
     )
-    forward = family(model.config.architecture).forward
+    functions = family(model.config.architecture)
     with torch.no_grad(), AttentionOutputs() as attention:
-        logits = forward(model.weights, step, kv_cache, model.config, count)
+        hidden = functions.forward(model.weights, step, kv_cache, model.config, count)
+        logits = functions.head_step(model.weights, hidden, step.logits_indices, model.config)
     return logits, attention.outputs
 
 

@@ -14,6 +14,7 @@ Exit status: 0 when every row was served, 1 when some failed (each is named), 2 
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import resource
@@ -26,7 +27,7 @@ from typing import Any
 import psutil
 from tqdm import tqdm
 
-from compiled_llm import CompiledEngine, RequestOutput, SamplingParams, machine_limits
+from compiled_llm import CompiledEngine, CompletionOutput, Logprob, RequestOutput, SamplingParams, machine_limits
 from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
 from compiled_llm.engine import DEMO_MODEL
 from compiled_llm.kv_cache import describe
@@ -123,15 +124,29 @@ def serve(engine: CompiledEngine, prompts: dict[int, Any], params: SamplingParam
 
 
 def row_of(index: int, output: RequestOutput) -> dict[str, Any]:
-    completion = output.outputs[0]
-    return {
-        "index": index,
-        "prompt": output.prompt,
+    row = {"index": index, "prompt": output.prompt, **fields_of(output.outputs[0])}
+    if len(output.outputs) > 1:
+        row["outputs"] = [fields_of(completion) for completion in output.outputs]
+    if output.prompt_logprobs is not None:
+        row["prompt_logprobs"] = [logprobs and readable(logprobs) for logprobs in output.prompt_logprobs]
+    return row
+
+
+def fields_of(completion: CompletionOutput) -> dict[str, Any]:
+    fields: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
         "stop_reason": completion.stop_reason,
     }
+    if completion.logprobs is not None:
+        fields["cumulative_logprob"] = completion.cumulative_logprob
+        fields["logprobs"] = [readable(logprobs) for logprobs in completion.logprobs]
+    return fields
+
+
+def readable(logprobs: dict[int, Logprob]) -> dict[int, dict[str, Any]]:
+    return {token_id: dataclasses.asdict(logprob) for token_id, logprob in logprobs.items()}
 
 
 def percentiles(summary: dict[str, float] | None) -> str:
@@ -157,7 +172,7 @@ def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds:
     stats, compiled, report = engine.stats(), engine.compile_report(), engine.report(measure_limits=False)
     seconds -= report.profile_seconds
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     padding = stats.num_padding_tokens / max(1, stats.num_padding_tokens + stats.num_computed_tokens)
     runner = engine.runner
     kv_cache = describe(engine.model_config, runner.cache_dtypes, runner.dtype)
@@ -231,10 +246,11 @@ def main() -> int:
 
     if not args.quiet:
         for output in sorted(outputs, key=lambda output: int(output.request_id)):
-            completion = output.outputs[0]
-            print(f"\n--- {output.request_id}: {completion.finish_reason}, {len(completion.token_ids)} tokens")
             prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
-            print(f"{prompt}\033[1m{completion.text}\033[0m" if sys.stdout.isatty() else prompt + completion.text)
+            for completion in output.outputs:
+                name = output.request_id if len(output.outputs) == 1 else f"{output.request_id}.{completion.index}"
+                print(f"\n--- {name}: {completion.finish_reason}, {len(completion.token_ids)} tokens")
+                print(f"{prompt}\033[1m{completion.text}\033[0m" if sys.stdout.isatty() else prompt + completion.text)
     if done:
         print(f"\n{len(done)} rows were there already")
     print_summary(engine, outputs, max(seconds, 1e-9), start_seconds)

@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import pickle
 from collections import deque
+from collections.abc import Sequence
 
 import pytest
 
@@ -49,6 +50,7 @@ def make_request(
     stop: frozenset[int] = frozenset(),
     priority: int = 0,
     cache_salt: str = "",
+    keeps_blocks: bool = False,
 ) -> Request:
     """A request for the fake model. A number as ``prompt`` stands for that many tokens that no other request has."""
     token_ids = [hash_of(f"{name}/{i}") for i in range(prompt)] if isinstance(prompt, int) else prompt
@@ -62,7 +64,25 @@ def make_request(
         arrival_time=0.0,
         priority=priority,
         cache_salt=cache_salt,
+        keeps_blocks=keeps_blocks,
     )
+
+
+def make_child(
+    parent: Request,
+    name: str,
+    max_tokens: int,
+    *,
+    own: Sequence[int] = (),
+    num_shared: int | None = None,
+    stop: frozenset[int] = frozenset(),
+    keeps_blocks: bool = False,
+) -> Request:
+    """A request to be forked from ``parent``: ``num_shared`` of its known tokens, or all and tokens of its own."""
+    known = parent.prompt_token_ids + parent.output_token_ids
+    assert not own or num_shared in (None, len(known)), "it would not begin with the tokens of its parent"
+    prompt = [*known[:num_shared], *own]
+    return make_request(name, prompt, max_tokens, stop, parent.priority, parent.cache_salt, keeps_blocks)
 
 
 def hash_of(text: str) -> int:
@@ -113,7 +133,7 @@ class FakeRunner:
         self._copy(output)
         for request_id in output.released_request_ids:
             del self.tables[request_id]
-        for request_id, _, _ in output.admissions:
+        for request_id, *_ in output.admissions:
             assert request_id not in self.tables
             self.tables[request_id] = []
         for request_id, start, blocks in output.table_updates:
@@ -134,7 +154,8 @@ class FakeRunner:
                 slot = (self.tables[request_id][position // size], position % size)
                 assert slot not in written, "two tokens are written to one slot"
                 written.add(slot)
-        self.written.append(written)
+        copied = [(target, i) for _, target in output.copies for i in range(size)]
+        self.written.append(written.union(copied))
         contexts = self._contexts(step)
         for request_id, start, tokens in step:
             for position in range(start, start + len(tokens)):
@@ -199,6 +220,14 @@ class FakeRunner:
             for i in range(size):
                 self.slots.pop((block, i), None)
             self.slots |= {(block, i): context for i, context in self.host[host].items()}
+        sources, targets = {source for source, _ in output.copies}, {target for _, target in output.copies}
+        assert len(targets) == len(output.copies), "two blocks are copied to one"
+        assert not sources & targets, "a block is copied to and from"
+        assert not sources & {block for block, _ in output.swapped_in}, "a block is overwritten before it is copied"
+        for source, target in output.copies:
+            for i in range(size):
+                self.slots.pop((target, i), None)
+            self.slots |= {(target, i): self.slots[source, i] for i in range(size) if (source, i) in self.slots}
 
 
 class FakeEngine:

@@ -9,7 +9,7 @@ from compiled_llm.batch import Bucket, RequestRows, StepBuffers, buckets_of, cho
 from compiled_llm.block_pool import SINK_BLOCK
 from compiled_llm.config import Limits
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduler_output import SchedulerOutput
+from compiled_llm.scheduler_output import Admission, SchedulerOutput
 
 LIMITS = Limits(
     max_model_len=32,
@@ -45,11 +45,11 @@ def step_of(*items: Item, released: tuple[str, ...] = ()) -> SchedulerOutput:
         samples=[True] * len(items),
         feedback=[item.feedback for item in items],
         token_ids=[token for item in items for token in item.tokens],
-        admissions=[(item.name, item.params, item.seed) for item in items if item.params is not None],
+        admissions=[
+            Admission(item.name, item.params, item.seed, [], []) for item in items if item.params is not None
+        ],
         table_updates=[(item.name, item.first_block, item.blocks) for item in items if item.blocks],
         released_request_ids=list(released),
-        swapped_out=[],
-        swapped_in=[],
     )
 
 

@@ -22,7 +22,12 @@ def make_sampler():
 
 def job(name: str, tensors: int = 0) -> Job:
     params = SamplingInput(
-        torch.ones(2), torch.ones(2), torch.full((2,), 5, dtype=torch.int32), torch.arange(2), torch.zeros(2).int()
+        temperature=torch.ones(2),
+        top_p=torch.ones(2),
+        top_k=torch.full((2,), 5, dtype=torch.int32),
+        min_p=torch.zeros(2),
+        seed=torch.arange(2),
+        position=torch.zeros(2).int(),
     )
     args = torch.rand(2, 5), params, torch.zeros(2, dtype=torch.int64), *[torch.zeros(1)] * tensors
     return Job(name, make_sampler, args, torch.get_num_threads())

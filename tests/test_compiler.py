@@ -62,12 +62,13 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
             engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=4), use_tqdm=False)
     assert visited == set(buckets)
     report = engine.compile_report()
-    assert {r.name for r in report.reports} == {*buckets, "sample_1", "sample_4"}
+    behind = {f"{kind}_{rows}" for kind in ("sample", "change", "logprobs") for rows in (1, 4)}
+    assert {r.name for r in report.reports} == {*buckets, *behind, "prompt_logprobs"}
     for r in report.reports:
         assert (r.name, r.graphs, r.graph_breaks, r.recompiles) == (r.name, 1, 0, 0)
         assert r.compile_seconds > 0
 
-    assert len(codes) == 6
+    assert len(codes) == len(report.reports)
     assert largest_allocation(codes) < runner.kv_cache[0].k.numel(), "the generated code copies a KV cache"
 
     # And as Dynamo explains it. Last, since explain() throws away what is compiled.
@@ -92,11 +93,14 @@ def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(name: str, kv
         ("decode_4", 1, 0, 0),
         ("tokens_8", 1, 0, 0),
         ("sample_4", 1, 0, 0),
+        ("change_4", 1, 0, 0),
+        ("logprobs_4", 1, 0, 0),
+        ("prompt_logprobs", 1, 0, 0),
     ]
     scales = [t for layer in engine.runner.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
     assert len(scales) == 2 * engine.model_config.num_layers
     assert all((scale > 0).any() for scale in scales)
-    assert len(codes) == 3
+    assert len(codes) == 6
     assert largest_allocation(codes) < scales[0].numel(), "the generated code copies a KV cache or its scales"
     engine.close()
 

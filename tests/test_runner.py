@@ -5,7 +5,7 @@ from compiled_llm.scheduler_output import SchedulerOutput
 
 
 def swaps(out: list[tuple[int, int]], back: list[tuple[int, int]]) -> SchedulerOutput:
-    return SchedulerOutput([], [], [], [], [], [], [], [], [], out, back)
+    return SchedulerOutput(swapped_out=out, swapped_in=back)
 
 
 def test_a_block_goes_out_before_another_takes_its_place_on_the_device_or_on_the_host() -> None:
@@ -19,10 +19,10 @@ def test_a_block_goes_out_before_another_takes_its_place_on_the_device_or_on_the
             return keys[block].flatten()[0].item()
 
         keys[1], keys[2] = 1, 2
-        runner._swap(swaps(out=[(1, 1), (2, last)], back=[]))
+        runner._move_blocks(swaps(out=[(1, 1), (2, last)], back=[]))
         keys[:] = 0
-        runner._swap(swaps(out=[], back=[(1, last), (2, 1)]))
+        runner._move_blocks(swaps(out=[], back=[(1, last), (2, 1)]))
         assert [content(block) for block in range(5)] == [0, 2, 1, 0, 0]
         keys[3] = 3
-        runner._swap(swaps(out=[(3, last)], back=[(3, 1), (4, last)]))
+        runner._move_blocks(swaps(out=[(3, last)], back=[(3, 1), (4, last)]))
         assert [content(block) for block in range(5)] == [0, 2, 1, 1, 3]

@@ -33,7 +33,7 @@ def step(requests: list[tuple[int, int]], samples: list[bool] | None = None) -> 
     tokens = [0] * sum(count for _, count in requests)
     counts, computed = [count for _, count in requests], [start for start, _ in requests]
     sampled = [True] * len(requests) if samples is None else samples
-    return SchedulerOutput(names, counts, computed, sampled, [-1] * len(requests), tokens, [], [], [], [], [])
+    return SchedulerOutput(names, counts, computed, sampled, [-1] * len(requests), tokens)
 
 
 def test_steps_of_a_shape_share_a_row_and_their_work_adds_up() -> None:

@@ -18,6 +18,7 @@ from compiled_llm.step_profile import KINDS, StepProfiler, kind_of, seconds_by_k
         ("aten::addmm", "linears"),
         ("aten::mm", "linears"),
         ("aten::mmap", None),
+        ("compiled_llm::greedy_tokens", "sampling"),
         ("aten::sort", "sampling"),
         ("triton_red_fused_argmax_3", "sampling"),
         ("triton_poi_fused_mul_silu_2", None),

@@ -1,8 +1,8 @@
 """B3: a tag in every KV slot, of layer, token, position and all tokens before it; re-checked at every step.
 
 All that moves tokens into slots is real: the scheduler, ``RequestRows``, the choice of a bucket, ``StepBuffers``, the
-step function with its feedback, swapping, and the cache's tensors. Only the model is not: where it would write keys and
-values, it writes tags, and where it would attend, it reads them back.
+step function with its feedback, swapping, copying, and the cache's tensors. Only the model is not: where it would write
+keys and values, it writes tags, and where it would attend, it reads them back.
 """
 
 import dataclasses
@@ -25,7 +25,14 @@ from compiled_llm.request import Request
 from compiled_llm.scheduler import Scheduler
 from compiled_llm.scheduler_output import SchedulerOutput
 from compiled_llm.step import Feedback, step_function
-from tests.battery.test_schedules import MAX_LEN, Watch, random_request, random_scheduler
+from tests.battery.test_schedules import (
+    MAX_LEN,
+    Watch,
+    fork_at_random,
+    let_go_at_random,
+    random_request,
+    random_scheduler,
+)
 from tests.fake_engine import VOCABULARY, Context, expected_tokens
 
 # What a slot holds, in the head's dimension of a layer's keys; its values hold the same with the signs changed. The
@@ -62,7 +69,7 @@ class TagModel:
     def forward(
         self, weights: None, step_input: StepInput, kv_cache: KVCache, config: object, max_query_len: int
     ) -> Tensor:
-        """Write a tag for each token, padding included, and return logits with the next token of each row on top."""
+        """Write a tag for each token, padding included, and return them all."""
         s = step_input
         tags = torch.stack([torch.zeros_like(s.input_ids), s.input_ids, s.positions, torch.full_like(s.positions, -1)])
         tags = tags.T.long()
@@ -80,9 +87,13 @@ class TagModel:
                     context = Context.after(context, int(tags[index, TOKEN]))
                     tags[index, CONTEXT] = context
             self._write(kv_cache, s.slot_mapping, tags)
-        logits = torch.zeros(len(s.seq_lens), VOCABULARY)
-        for row in rows:
-            logits[row, Context.next_token(int(tags[s.logits_indices[row], CONTEXT]))] = 1.0
+        return tags
+
+    def head_step(self, weights: None, hidden: Tensor, indices: Tensor, config: object) -> Tensor:
+        """Logits with the next token of each row on top."""
+        logits = torch.zeros(len(indices), VOCABULARY)
+        for row, index in enumerate(indices.tolist()):
+            logits[row, Context.next_token(int(hidden[index, CONTEXT]))] = 1.0
         return logits
 
     def _context(self, s: StepInput, kv_cache: KVCache, row: int, position: int) -> int:
@@ -116,6 +127,7 @@ class TagRunner:
         self.caches = tensors(self.kv_cache)
         self.swap_space = swap.host_pool(self.caches, scheduler.swap_pool.num_blocks)
         self.last_tokens = torch.full((self.limits.decode_bucket_sizes[-1],), POISON, dtype=torch.int64)
+        self.hidden = torch.zeros(self.limits.token_bucket_sizes[-1], 4, dtype=torch.int64)
         config = SimpleNamespace(architecture="tags")
         self.steps = {bucket: step_function(config, bucket.max_query_len) for bucket in self.buckets}
         self.truths: dict[str, Truth] = {}
@@ -131,8 +143,10 @@ class TagRunner:
                 # Pools count from 1, and the host has no sink.
                 blocks, host = torch.tensor(pairs).T.contiguous()
                 copy(self.caches, self.swap_space, blocks, host - 1)
+        if output.copies:
+            swap.copy_blocks(self.caches, *torch.tensor(output.copies).unbind(1))
         before = [cache.clone() for cache in self.caches]
-        feedback = Feedback(buffers.feedback, self.last_tokens)
+        feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden)
         self.steps[bucket](None, buffers.step_input, self.kv_cache, feedback)
         self._check_writes(buffers.step_input, output, before)
         self._check_reads(buffers, output)
@@ -141,6 +155,7 @@ class TagRunner:
         self.counts["tokens fed back"] += sum(place >= 0 for place in output.feedback)
         self.counts["blocks swapped out"] += len(output.swapped_out)
         self.counts["blocks swapped in"] += len(output.swapped_in)
+        self.counts["blocks copied"] += len(output.copies)
         return self.last_tokens[: len(rows)].tolist()
 
     def _check_writes(self, step_input: StepInput, output: SchedulerOutput, before: list[Tensor]) -> None:
@@ -230,11 +245,17 @@ def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatc
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]
     queue = [random_request(rng, f"{seed}-{i}", prefixes) for i in range(rng.randint(1, 24))]
     runner.truths = {request.request_id: Truth(request) for request in queue}
+    num_forks = rng.randint(0, 8)
     for _ in range(10_000):
         while queue and rng.random() < 0.5:
             watch.add(queue.pop(0))
         if watch.unfinished and rng.random() < 0.03:
             watch.abort(rng.choice(list(watch.unfinished)))
+        if num_forks and watch.unfinished and rng.random() < 0.2:
+            num_forks -= 1
+            for child in fork_at_random(rng, watch, f"{seed}/{num_forks}"):
+                runner.truths[child.request_id] = Truth(child)
+        let_go_at_random(rng, watch)
         if watch.unfinished:
             watch.step()
         elif not queue:

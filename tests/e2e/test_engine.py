@@ -182,17 +182,15 @@ def test_stop_strings_and_ids(engine: CompiledEngine) -> None:
     assert completion.token_ids == ids[: ids.index(ids[5]) + 1]
 
 
-def test_end_of_text_ends_unless_ignored(engine: CompiledEngine) -> None:
+def test_end_of_text_ends_unless_ignored(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     (free,) = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     token = free.outputs[0].token_ids[2]
-    engine.model_config, kept = dataclasses.replace(engine.model_config, eos_token_ids=(token,)), engine.model_config
-    try:
-        for ignore, reason in ((False, "stop"), (True, "length")):
-            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignore)
-            completion = engine.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
-            assert (completion.finish_reason, completion.stop_reason) == (reason, None)
-    finally:
-        engine.model_config = kept
+    ends_there = dataclasses.replace(engine.model_config, eos_token_ids=(token,))
+    monkeypatch.setattr(engine._intake, "_model_config", ends_there)
+    for ignore, reason in ((False, "stop"), (True, "length")):
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignore)
+        completion = engine.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
+        assert (completion.finish_reason, completion.stop_reason) == (reason, None)
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_any_batch(engine: CompiledEngine) -> None:

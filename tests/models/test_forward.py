@@ -41,7 +41,7 @@ def step_input(chunks: list[tuple[list[int], int]], tables: list[list[int]], pad
 def test_logits_equal_transformers_through_chunks_and_decodes(name: str) -> None:
     config = ModelConfig.from_directory(checkpoint(name))
     weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"))
-    forward = family(config.architecture).forward
+    model = family(config.architecture)
     prompts = torch.randint(0, config.vocab_size, (2, 21)).tolist()
     with torch.no_grad():
         expected = transformers_model(name)(torch.tensor(prompts)).logits
@@ -55,7 +55,8 @@ def test_logits_equal_transformers_through_chunks_and_decodes(name: str) -> None
         inputs = step_input(chunks, tables, padding=3 if step == 0 else 0)
         max_query_len = max(len(tokens) for tokens, _ in chunks)
         with torch.no_grad():
-            logits = forward(weights, inputs, cache, config, max_query_len)
+            hidden = model.forward(weights, inputs, cache, config, max_query_len)
+            logits = model.head_step(weights, hidden, inputs.logits_indices, config)
         for r in range(2):
             torch.testing.assert_close(logits[r], expected[r, after[r] - 1], atol=1e-4, rtol=1e-4)
 

@@ -11,6 +11,7 @@ from compiled_llm.ops import native
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_model.py"
 ONE_BUCKET_EACH = ["--shape", "tiny", "--bucket-sizes", "1", "--token-bucket-sizes", "8"]
+NAMES = ["decode_1", "tokens_8", "sample_1", "change_1", "logprobs_1", "prompt_logprobs"]
 SMALL = [*ONE_BUCKET_EACH, "--max-num-batched-tokens", "8", "--max-model-len", "64", "--num-kv-blocks", "8"]
 
 
@@ -22,15 +23,15 @@ def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_bundle_spares_another_cache_all_compiling(tmp_path: Path) -> None:
-    for name in ("attention_cpu", "linear_cpu"):
+    for name in ("attention_cpu", "linear_cpu", "sampling_cpu"):
         native.load(name)
     shutil.copytree(native.cache_directory() / "kernels", tmp_path / "from" / "kernels")  # or they are built again
     bundle, report = tmp_path / "bundle", tmp_path / "report.json"
     exported = run(tmp_path / "from", *SMALL, "--export", str(bundle))
     assert exported.returncode == 0, exported.stderr
     result = json.loads(exported.stdout.splitlines()[-1])
-    assert (result["hits"], result["misses"]) == (0, 3)
-    reason = "compile cache: miss, because nothing of that name is stored (decode_1, tokens_8, sample_1)"
+    assert (result["hits"], result["misses"]) == (0, len(NAMES))
+    reason = f"compile cache: miss, because nothing of that name is stored ({', '.join(NAMES)})"
     assert reason in exported.stdout
 
     imported = run(tmp_path / "to", *SMALL, "--import", str(bundle), "--json", str(report))
@@ -38,13 +39,13 @@ def test_a_bundle_spares_another_cache_all_compiling(tmp_path: Path) -> None:
     assert "which is a program" in imported.stderr
     result = json.loads(report.read_text())
     assert json.loads(imported.stdout.splitlines()[-1]) == result
-    assert (result["hits"], result["misses"]) == (3, 0)
-    assert {graph["name"] for graph in result["graphs"]} == {"decode_1", "tokens_8", "sample_1"}
+    assert (result["hits"], result["misses"]) == (len(NAMES), 0)
+    assert {graph["name"] for graph in result["graphs"]} == set(NAMES)
     # Nothing was built: all libraries are those of the bundle.
     libraries = {file.name for file in (tmp_path / "to").rglob("*.so")}
     assert libraries
     assert libraries <= {file.name for file in (tmp_path / "from").rglob("*.so")}
-    assert result["imported_files"] == len(libraries) + 3
+    assert result["imported_files"] == len(libraries) + len(NAMES)
 
     other = run(tmp_path / "to", *SMALL, "--block-size", "32", "--max-num-seqs", "0")
     assert other.returncode == 2

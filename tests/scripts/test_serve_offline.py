@@ -162,7 +162,7 @@ def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (["--bucket-sizes", ""], "bucket-sizes"),
         (["--no-such-flag"], "no-such-flag"),
         (["--max-tokens", "0"], "max_tokens"),
-        (["--n", "2"], "n=2"),
+        (["--n", "0"], "n must be"),
         (["--kv-cache-dtype", "int4"], "kv_cache_dtype"),
         (["--kv-cache-dtype", "int8", "--kv-cache-skip-layers", "4"], "kv_cache_skip_layers"),
         (["--model", "/no/such/directory"], "/no/such/directory"),

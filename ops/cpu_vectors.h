@@ -1,0 +1,127 @@
+// Vectors of 16 floats for one instruction set: the compiler's own, which it splits where registers are narrower. Included
+// once for each, with these macros set:
+//
+//   ISA     the namespace
+//   TARGET  the attribute of every function
+//   WIDTH   bits of the registers
+//
+// Hence no include guard. The types and constants are those of cpu_vector_types.h.
+
+#define INLINE inline __attribute__((always_inline)) TARGET
+
+namespace {
+namespace ISA {
+
+INLINE Vec broadcast(float x) { return x - Vec{}; }
+INLINE Vec load(const void* from) { return *static_cast<const Vec*>(from); }
+INLINE void store(void* to, Vec x) { *static_cast<Vec*>(to) = x; }
+INLINE IntVec bits(Vec x) { return reinterpret_cast<IntVec>(x); }
+INLINE Vec floats(IntVec x) { return reinterpret_cast<Vec>(x); }
+INLINE Vec broadcast_lane(const float* from) { return floats(IntVec{} + *reinterpret_cast<const Lane*>(from)); }
+INLINE Vec convert(IntVec x) { return __builtin_convertvector(x, Vec); }
+
+// Where a is NaN, max(a, b) is b: a NaN in b goes through.
+INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+INLINE float largest_lane(Vec x) {
+#if WIDTH == 512
+  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
+#else
+  float largest = x[0];
+  for (int i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
+  return largest;
+#endif
+}
+
+INLINE float sum_of_lanes(Vec x) {
+#if WIDTH == 512
+  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
+#else
+  float sum = 0;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+#endif
+}
+
+template <class T>
+INLINE Vec load_floats(const T* from) {
+  if constexpr (std::is_same_v<T, float>) {
+    return load(from);
+  } else if constexpr (std::is_same_v<T, at::BFloat16>) {
+    return floats(__builtin_convertvector(*reinterpret_cast<const HalfVec*>(from), IntVec) << 16);
+  } else {
+#if WIDTH == 512
+    return reinterpret_cast<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#else
+    Vec x;
+    for (int i = 0; i < kLanes; ++i) {
+#if WIDTH == 256
+      x[i] = _cvtsh_ss(from[i].x);
+#else
+      x[i] = from[i];
+#endif
+    }
+    return x;
+#endif
+  }
+}
+
+// The first `count` of 16, zeros after them.
+template <class T>
+INLINE Vec load_floats(const T* from, int64_t count) {
+  if (count >= kLanes) return load_floats(from);
+  T copy[kLanes] = {};
+  std::copy_n(from, count, copy);
+  return load_floats(copy);
+}
+
+// The first `count` lanes as T, to the nearest, ties to even.
+template <class T>
+INLINE void store_as(T* to, Vec x, int64_t count) {
+  T all[kLanes];
+  if constexpr (std::is_same_v<T, float>) {
+    store(all, x);
+  } else if constexpr (std::is_same_v<T, at::BFloat16>) {
+    const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
+    *reinterpret_cast<HalfVec*>(all) = __builtin_convertvector(x == x ? rounded : UintVec{} + 0x7fc0u, HalfVec);
+  } else {
+    for (int64_t i = 0; i < kLanes; ++i) all[i] = static_cast<T>(x[i]);
+  }
+  if (count >= kLanes) std::memcpy(static_cast<void*>(to), all, sizeof(all));
+  else std::memcpy(static_cast<void*>(to), all, count * sizeof(T));
+}
+
+// 2 to the power of x, for x <= 0 (with -inf) or NaN, which stays NaN; 0 below the normal numbers. Relative error 2e-7.
+INLINE Vec exp2(Vec x) {
+#if WIDTH == 512
+  // x less its floor, in [0, 1); a polynomial of the least largest relative error there, 1 at 0; scaled by 2 to the floor.
+  const auto f = reinterpret_cast<Vec>(_mm512_reduce_ps(reinterpret_cast<__m512>(x), 0x09));
+  Vec p = broadcast(1.86713005e-3f);
+  p = p * f + 9.01703071e-3f;
+  p = p * f + 5.57999127e-2f;
+  p = p * f + 2.40164444e-1f;
+  p = p * f + 6.93151295e-1f;
+  p = p * f + 1.f;
+  return reinterpret_cast<Vec>(_mm512_maskz_scalef_ps(
+      _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-126.f), _CMP_NLT_UQ),
+      reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(x)));
+#else
+  const Vec magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  const Vec clamped = max(broadcast(-126.f), x);
+  const Vec shifted = clamped + magic;
+  const Vec f = clamped - (shifted - magic);  // in [-0.5, 0.5]; below, its Taylor series
+  Vec y = broadcast(1.54035304e-4f);
+  y = y * f + 1.33335581e-3f;
+  y = y * f + 9.61812911e-3f;
+  y = y * f + 5.55041087e-2f;
+  y = y * f + 2.40226507e-1f;
+  y = y * f + 6.93147181e-1f;
+  y = y * f + 1.f;
+  return x < -126.f ? Vec{} : y * floats((bits(shifted) << 23) + 0x3f800000);  // a product, so that NaN stays NaN
+#endif
+}
+
+INLINE float exp2(float x) { return exp2(broadcast(x))[0]; }
+
+}  // namespace ISA
+}  // namespace
