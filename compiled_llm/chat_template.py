@@ -12,8 +12,9 @@ from compiled_llm.template_sandbox import Sandbox, TemplateRefusal
 
 # Three times what the longest templates in use have.
 MAX_TEMPLATE_CHARACTERS = 2**16
-# What a rendering may cost: so much, and so much more for each value and each character that it is given.
-_STEPS, _STEPS_PER_VALUE = 500_000, 2_000
+# What a rendering may cost: so much, and so much more for each value and each character that it is given. A step reads
+# 64 characters, so that this is enough to read all of them 64 times, and to write them as often.
+_STEPS, _STEPS_PER_VALUE, _STEPS_PER_CHARACTER = 500_000, 2_000, 1
 _CHARACTERS, _CHARACTERS_PER_CHARACTER = 2**23, 64
 
 # A template has no other templates beside it, and no blocks to fill in. What its values are is the caller's affair.
@@ -66,7 +67,8 @@ class ChatTemplate:
                 costs more than templates may. The message says which.
         """
         values, characters = _count(variables)
-        budget = Budget(_STEPS + _STEPS_PER_VALUE * values, _CHARACTERS + _CHARACTERS_PER_CHARACTER * characters)
+        steps = _STEPS + _STEPS_PER_VALUE * values + _STEPS_PER_CHARACTER * characters
+        budget = Budget(steps, _CHARACTERS + _CHARACTERS_PER_CHARACTER * characters)
         pieces, length = [], 0
         try:
             with self._lock:

@@ -3,34 +3,32 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from compiled_llm.beam_search import BeamGroup, check_beam_search
+from compiled_llm.chat import ChatEncoder, messages_list
 from compiled_llm.compiler import CompileReport
 from compiled_llm.config import EngineConfig, integer
-from compiled_llm.engine_parts import load_tokenizer, make_scheduler
-from compiled_llm.engine_stats import EngineCounts
+from compiled_llm.engine_core import EngineCore
+from compiled_llm.engine_parts import load_tokenizer
 from compiled_llm.intake import Intake
-from compiled_llm.invariants import check_scheduler, check_step
 from compiled_llm.loader import model_directory
 from compiled_llm.memory import MemoryLedger
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.outputs import EngineStats, RequestOutput
-from compiled_llm.prompts import Prompt, pair_priorities, pair_sampling_params, prompt_list
+from compiled_llm.prompts import EncodedPrompt, Prompt, pair_priorities, pair_sampling_params, prompt_list
 from compiled_llm.report import RunReport, make_report, make_trace
-from compiled_llm.request import Request, Status
-from compiled_llm.runner import LaunchedStep, ModelRunner
+from compiled_llm.runner import ModelRunner
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduler_output import SchedulerOutput
-from compiled_llm.served_request import Completion, LogprobReader, ServedRequest, error_output
+from compiled_llm.scheduler import Scheduler
+from compiled_llm.served_request import error_output
 from compiled_llm.step_log import StepLog
 from compiled_llm.step_profile import StepProfiler
 from compiled_llm.stream import RequestStream
-from compiled_llm.token_masks import allows_any
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
@@ -60,15 +58,8 @@ class CompiledEngine:
         self.model_config = ModelConfig.from_directory(directory)
         self.tokenizer = load_tokenizer(config, directory)
         self.runner = ModelRunner(config, self.model_config, directory)
-        self.scheduler = make_scheduler(self.config, self.model_config, self.runner)
-        # Steps that the device works on, oldest first: one, or with overlap one more while the host prepares it.
-        self._launched: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
-        overlaps = self.runner.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
-        self._most_launched = 2 if overlaps else 1
+        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
         self._closed = False
-        self._entries: dict[str, ServedRequest] = {}
-        self._completions: dict[str, tuple[ServedRequest, Completion]] = {}  # by the id that the scheduler knows
-        self._beams: dict[str, BeamGroup] = {}  # likewise
         self._intake = Intake(
             config,
             self.model_config,
@@ -77,15 +68,17 @@ class CompiledEngine:
             self.scheduler.request_capacity,
             self.runner.limits.max_model_len,
         )
-        self._logprob_reader = LogprobReader(self.tokenizer, config.max_logprobs)
+        self._chat_encoder = ChatEncoder(self.tokenizer)
         self._ids = itertools.count()
         self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
         self._dropped: deque[str] = deque()  # streams that nobody holds any more
-        self._advanced: deque[Request] = deque()  # who got a token or ended, and is to be looked at
-        self._touched: dict[str, None] = {}  # user's requests whose outputs are to be made
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
-        self._counts = EngineCounts()
         self.reset_report()
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler at work. A fault in it is survived with a new one."""
+        return self._core.scheduler
 
     def __enter__(self) -> "CompiledEngine":
         return self
@@ -98,9 +91,8 @@ class CompiledEngine:
         if not self._closed:
             self._closed = True
             try:
-                self.abort(list(self._entries))
-                while self._launched:
-                    self.runner.collect(self._launched.popleft()[1])
+                self.abort(list(self._core.entries))
+                self._core.drain()
             finally:
                 self.runner.close()
 
@@ -130,17 +122,79 @@ class CompiledEngine:
             ValueError: the arguments do not pair up, or ``raise_on_error`` and a prompt is bad.
             RuntimeError: requests of ``add_request`` are unfinished; their outputs would be lost.
         """
-        items = prompt_list(prompts)
+        return self._serve("generate", prompt_list(prompts), sampling_params, use_tqdm, priority, raise_on_error)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        raise_on_error: bool = False,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` for conversations, through the model's chat template; ``prompt`` is what that makes of them.
+
+        The template is data of the checkpoint: it runs in a sandbox, with bounds on its time and on what it writes.
+        Special tokens that a message spells stay text.
+
+        Args:
+            messages: a conversation or a list of them; each a list of dicts with ``role`` and ``content``.
+            chat_template: a Jinja template instead of the model's own.
+            add_generation_prompt: end with what makes the model answer as the assistant.
+            continue_final_message: end within the last message instead, for the model to go on with.
+            tools, documents: for a template that knows them.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+
+        Raises:
+            ValueError, RuntimeError: as ``generate``.
+        """
+        items: list[Any] = []
+        for conversation in messages_list(messages):
+            try:
+                text, token_ids = self._chat_encoder.encode(
+                    conversation,
+                    self.scheduler.request_capacity,
+                    chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    tools=tools,
+                    documents=documents,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
+                items.append(EncodedPrompt(text, token_ids))
+            except ValueError as error:
+                items.append(error)
+        return self._serve("chat", items, sampling_params, use_tqdm, priority, raise_on_error)
+
+    def _serve(
+        self,
+        kind: str,
+        items: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        raise_on_error: bool,
+    ) -> list[RequestOutput]:
+        """Serve prompts to their ends. In the place of one that is bad already stands its ``ValueError``."""
         params = pair_sampling_params(sampling_params, len(items))
         priorities = pair_priorities(priority, len(items))
-        if self._entries.keys() - self._streams.keys():
-            raise RuntimeError("generate() while requests of add_request() are unfinished: finish or abort them first")
+        if self._core.entries.keys() - self._streams.keys():
+            raise RuntimeError(f"{kind}() while requests of add_request() are unfinished: finish or abort them first")
         outputs: dict[str, RequestOutput] = {}
-        request_ids = [self._unused_id("generate") for _ in items]
+        request_ids = [self._unused_id(kind) for _ in items]
         pending = set()
         try:
             for request_id, prompt, param, number in zip(request_ids, items, params, priorities, strict=True):
                 try:
+                    if isinstance(prompt, ValueError):
+                        raise prompt
                     self.add_request(request_id, prompt, param, number)
                     pending.add(request_id)
                 except ValueError as error:
@@ -226,22 +280,17 @@ class CompiledEngine:
             )
         try:
             for group in groups.values():
-                request = group.start()
-                self._beams[request.request_id] = group
-                self.scheduler.add(request)
-                self._log.arrive()
-                self._counts.num_requests += 1
-                self._counts.num_prompt_tokens += len(request.prompt_token_ids)
+                self._core.add_beams(group)
             while groups:
                 self._undelivered += self._advance()
                 for request_id, group in list(groups.items()):
-                    if group.failure is not None or (group.has_all and not self._advance_beams(group)):
+                    if group.failure is not None or (group.has_all and not self._core.advance_beams(group)):
                         outputs[request_id] = group.output(self.tokenizer)
-                        self._end_beams(group)
+                        self._core.end_beams(group)
                         del groups[request_id]
         finally:
             for group in groups.values():
-                self._end_beams(group)
+                self._core.end_beams(group)
         return [outputs[request_id] for request_id in request_ids]
 
     # -- The loop that these run, for those who write their own
@@ -261,7 +310,7 @@ class CompiledEngine:
         """
         if self._closed:
             raise RuntimeError("the engine is closed")
-        if not isinstance(request_id, str) or not request_id or "\0" in request_id or request_id in self._entries:
+        if not isinstance(request_id, str) or not request_id or "\0" in request_id or request_id in self._core.entries:
             raise ValueError(
                 f"request_id must be a non-empty str without NUL that no unfinished request has, given {request_id!r}"
             )
@@ -273,19 +322,13 @@ class CompiledEngine:
         params = SamplingParams() if sampling_params is None else sampling_params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
-        entry = self._intake.make(request_id, prompt, params, priority, self._counts.num_requests)
-        self._entries[request_id] = entry
-        for completion in entry.completions:
-            self._completions[completion.request.request_id] = entry, completion
-        self.scheduler.add(entry.completions[0].request)
-        self._log.arrive()
-        self._counts.num_requests += 1
-        self._counts.num_prompt_tokens += len(entry.prompt_token_ids)
+        entry = self._intake.make(request_id, prompt, params, priority, self._core.counts.num_requests)
+        self._core.add(entry)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
         self._abort_dropped_streams()
-        return self.scheduler.has_unfinished_requests() or bool(self._undelivered or self._advanced or self._touched)
+        return self._core.has_unfinished_requests() or bool(self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out."""
@@ -299,11 +342,9 @@ class CompiledEngine:
         A stream gets a last output, with ``finish_reason="abort"``.
         """
         for name in [request_id] if isinstance(request_id, str) else request_id:
-            entry = self._entries.get(name)
+            entry = self._core.entries.get(name)
             if entry is not None:
-                for request in entry.requests:
-                    self.scheduler.finish(request, "abort")
-                self._forget(entry)
+                self._core.abort(entry)
                 if name in self._streams:
                     self._streams[name].append(entry.output())
 
@@ -317,7 +358,7 @@ class CompiledEngine:
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and its state now."""
-        return self._counts.stats(self.scheduler, self.runner.times)
+        return self._core.counts.stats(self.scheduler, self.runner.times)
 
     def compile_report(self) -> CompileReport:
         """Per compiled graph: graph breaks, recompiles since ready, seconds, cache hit or miss."""
@@ -337,12 +378,8 @@ class CompiledEngine:
         integer("profile_steps", profile_steps, 0, 1000)
         profiler = StepProfiler(profile_steps, self.runner.device) if profile_steps else None
         self.runner.profiler = profiler
-        self._log = StepLog(profiler.pauses if profiler else None)
+        self._core.reset_log(StepLog(profiler.pauses if profiler else None))
         self._stats_before = self.stats()
-        for _ in self._entries:
-            self._log.arrive()
-        for _, completion in self._completions.values():
-            completion.last_token_time = None
 
     def report(self, *, measure_limits: bool = True) -> RunReport:
         """What was served since the start or ``reset_report``, and how near the machine's limits that was.
@@ -353,236 +390,43 @@ class CompiledEngine:
         Raises:
             RuntimeError: they are to be measured and too little memory is free for that.
         """
-        return make_report(self, self._log, self.stats().since(self._stats_before), measure_limits)
+        return make_report(self, self._core.log, self.stats().since(self._stats_before), measure_limits)
 
     def trace(self) -> dict[str, Any]:
         """The shapes of all steps since the start or ``reset_report``, as ``scripts/tune_buckets.py`` reads them."""
-        return make_trace(self, self._log)
+        return make_trace(self, self._core.log)
 
     # -- Inside
 
     def _advance(self, only_finished: bool = False) -> list[RequestOutput]:
         """Run one step; outputs of streams go to them, the others are returned."""
         self._abort_dropped_streams()
-        self._log.enter(device_is_busy=bool(self._launched))
-        if self.scheduler.has_unfinished_requests():
-            self._step()
-        while self._advanced:
-            self._look_at(self._advanced[0])
-            self._advanced.popleft()
+        self._core.log.enter(device_is_busy=bool(self._core.launched))
+        self._core.advance()
         outputs = []
-        while self._touched:
-            request_id = next(iter(self._touched))
+        while self._core.touched:
+            request_id = next(iter(self._core.touched))
             output = self._next_output(request_id, only_finished)
-            del self._touched[request_id]
+            del self._core.touched[request_id]
             if output is not None and request_id in self._streams:
                 self._streams[request_id].append(output)
             elif output is not None:
                 outputs.append(output)
-        self._log.leave()
+        self._core.log.leave()
         return outputs
-
-    def _step(self) -> None:
-        """Launch a step, and enter the results of the oldest one when as many are launched as may be.
-
-        Who got a token, or ended with an error, is in ``_advanced`` then.
-        """
-        try:
-            started = time.perf_counter()
-            output = self.scheduler.schedule()
-            self._counts.schedule_seconds += time.perf_counter() - started
-            if self.config.check_invariants:
-                check_step(self.scheduler, output)
-            self._ask(output)
-        except BaseException as error:
-            self._fail_all(error)
-            raise
-        try:
-            if output.request_ids:
-                self._launched.append((output, self.runner.launch(output)))
-                if len(self._launched) < self._most_launched:
-                    return
-            output, launched = self._launched.popleft()
-            sampled = self.runner.collect(launched)
-        except BaseException as error:
-            self._fail_steps(error)
-            if isinstance(error, Exception):
-                return
-            raise
-        try:
-            started = time.perf_counter()
-            advanced = self.scheduler.update(output, sampled)
-            self._read_logprobs(output, launched, advanced)
-            self._counts.schedule_seconds += time.perf_counter() - started
-            if self.config.check_invariants:
-                check_scheduler(self.scheduler)
-        except BaseException as error:
-            self._fail_all(error)
-            raise
-        self._advanced += advanced
-        self._counts.num_steps += 1
-        self._counts.num_output_tokens += len(advanced)
-        self._counts.num_computed_tokens += output.num_tokens
-        self._log.record_step(launched.bucket, output, launched.seconds)
-        if self._log.series.is_due():
-            scheduler, pool = self.scheduler, self.scheduler.pool
-            self._log.record_state(pool.num_used, pool.num_cached, len(scheduler.running), scheduler.num_waiting)
-
-    def _ask(self, output: SchedulerOutput) -> None:
-        """Add to a scheduled step what its requests want besides: masks, and log-probabilities of prompts."""
-        for index, request_id in enumerate(output.request_ids):
-            entry, completion = self._completions.get(request_id, (None, None))
-            if entry is None or completion is None:  # a beam
-                continue
-            request, mask = completion.request, completion.mask
-            if mask is not None and output.samples[index]:
-                # The token to be chosen is counted in num_tokens already.
-                num_output_tokens = request.num_tokens - 1 - len(request.prompt_token_ids)
-                try:
-                    words = mask.words(request.output_token_ids, num_output_tokens)
-                except Exception as error:  # of a grammar's library: this request fails, and no other
-                    completion.failure = f"{type(error).__name__}: {error}"
-                    continue
-                output.masks.append((index, words))
-                if not allows_any(words, self.model_config.vocab_size):
-                    completion.failure = "bad_words and allowed_token_ids leave no token to go on with"
-            if entry.prompt_logprobs is not None and request is entry.completions[0].request:
-                start, count = output.num_computed_tokens[index], output.num_scheduled_tokens[index]
-                targets = entry.wanted_prompt_targets(start, count)
-                if targets:
-                    output.prompt_targets.append((index, targets))
-
-    def _read_logprobs(self, output: SchedulerOutput, launched: LaunchedStep, advanced: list[Request]) -> None:
-        """Hand out the log-probabilities of a step: of tokens that were chosen, and of prompts."""
-        if launched.logprobs is not None:
-            columns = [column.tolist() for column in launched.logprobs]
-            place_of = {request_id: index for index, request_id in enumerate(output.request_ids)}
-            for request in advanced:
-                wanted = request.sampling_params.logprobs
-                if wanted is None:
-                    continue
-                place = place_of[request.request_id]
-                logprob, rank, top_logprobs, top_ids = (column[place] for column in columns)
-                if request.request_id in self._completions:
-                    row = logprob, rank, top_logprobs, top_ids
-                    read = self._logprob_reader.read(row, request.output_token_ids[-1], wanted)
-                    self._completions[request.request_id][1].add_logprobs(read)
-                elif request.request_id in self._beams:
-                    self._beams[request.request_id].take(request, top_ids, top_logprobs)
-        if launched.prompt_logprobs is not None:
-            rows = zip(*(column.tolist() for column in launched.prompt_logprobs), strict=True)
-            for index, targets in output.prompt_targets:
-                found = [next(rows) for _ in targets]
-                entry = self._completions.get(output.request_ids[index], (None, None))[0]
-                if entry is not None and entry.params.prompt_logprobs is not None:
-                    count = entry.params.prompt_logprobs
-                    tokens = zip(found, targets, strict=True)
-                    read_all = [self._logprob_reader.read(row, token_id, count) for row, token_id in tokens]
-                    entry.add_prompt_logprobs(output.num_computed_tokens[index], read_all)
-
-    def _look_at(self, request: Request) -> None:
-        """A request got a token or ended: decode it, see whether it ends there, and set going who waits for it."""
-        started = time.perf_counter()
-        if request.request_id in self._beams and request.finish_reason == "error":
-            self._beams[request.request_id].failure = str(request.stop_reason)
-        entry, completion = self._completions.get(request.request_id, (None, None))
-        if entry is None or completion is None or completion.request is not request:  # aborted meanwhile
-            return
-        completion.last_token_time = self._log.record_token(started, completion.last_token_time)
-        if completion.failure is not None and request.finish_reason != "error":
-            del request.output_token_ids[-1]
-            self._end(request, "error", completion.failure)
-        try:
-            stop = completion.read_new_tokens()
-            if stop is not None:
-                self._end(request, "stop", stop)
-            elif completion.mask is not None and request.status is not Status.FINISHED:
-                completion.mask.accept(request.output_token_ids)
-                if completion.mask.is_finished:
-                    self._end(request, "stop", None)
-                    completion.read_new_tokens()
-        except Exception as error:  # of a tokenizer's or a grammar's library: this request ends, and no other
-            self._end(request, "error", f"{type(error).__name__}: {error}")
-        if not entry.is_forked and request is entry.completions[0].request:
-            self._fork(entry)
-        if request.status is Status.FINISHED:
-            self._log.record_request(request)
-        self._touched[entry.request_id] = None
-        self._counts.output_seconds += time.perf_counter() - started
-
-    def _end(self, request: Request, finish_reason: str, stop_reason: str | int | None) -> None:
-        """End a request, or give another reason to one that its last token ended."""
-        self.scheduler.finish(request, finish_reason, stop_reason)
-        request.finish_reason, request.stop_reason = finish_reason, stop_reason
-
-    def _fork(self, entry: ServedRequest) -> None:
-        """The first completion has computed the prompt: the others start from it; or they end as it did."""
-        entry.is_forked = True
-        parent, *children = entry.requests
-        for child in children:
-            if parent.finish_reason == "error":
-                self.scheduler.finish(child, "error", parent.stop_reason)
-            else:
-                self.scheduler.fork(parent, child)
-        self.scheduler.let_go(parent)
-
-    def _advance_beams(self, group: BeamGroup) -> bool:
-        """All continuations of a group are in: set the next beams going. False when its search is over."""
-        parents = group.requests
-        for parent, child in group.advance():
-            self._beams[child.request_id] = group
-            self.scheduler.fork(parent, child)
-        for parent in parents:
-            self.scheduler.let_go(parent)
-            del self._beams[parent.request_id]
-        return bool(group.requests)
-
-    def _end_beams(self, group: BeamGroup) -> None:
-        for request in group.requests:
-            self.scheduler.finish(request, "abort")
-            self.scheduler.let_go(request)
-            self._beams.pop(request.request_id, None)
-        self._counts.num_finished += 1
 
     def _next_output(self, request_id: str, only_finished: bool) -> RequestOutput | None:
         """What the user sees of a request that advanced."""
         started = time.perf_counter()
-        entry = self._entries.get(request_id)
+        entry = self._core.entries.get(request_id)
         if entry is None:
             return None
         finished = entry.is_finished
         output = entry.output() if finished or not only_finished else None
         if finished:
-            self._forget(entry)
-        self._counts.output_seconds += time.perf_counter() - started
+            self._core.forget(entry)
+        self._core.counts.output_seconds += time.perf_counter() - started
         return output
-
-    def _forget(self, entry: ServedRequest) -> None:
-        """A request has ended."""
-        del self._entries[entry.request_id]
-        for request in entry.requests:
-            del self._completions[request.request_id]
-        self._counts.num_finished += 1
-
-    def _fail_steps(self, error: BaseException) -> None:
-        """The device failed: the requests of the steps in flight end with the reason, and the others are served."""
-        self._launched.clear()
-        self.runner.rows.clear()
-        self._advanced += self.scheduler.fail_steps_in_flight(f"{type(error).__name__}: {error}")
-
-    def _fail_all(self, error: BaseException) -> None:
-        """Scheduling failed or was interrupted half-way: end all requests, and begin anew with an empty scheduler."""
-        self._launched.clear()
-        self.runner.rows.clear()
-        old, self.scheduler = self.scheduler, make_scheduler(self.config, self.model_config, self.runner)
-        self.scheduler.take_over_counts(old)
-        for _, completion in self._completions.values():
-            request = completion.request
-            if request.finish_reason is None:
-                request.finish_reason, request.stop_reason = "error", f"{type(error).__name__}: {error}"
-            request.status = Status.FINISHED
-            request.finished_time = request.finished_time or time.monotonic()
-            self._advanced.append(request)
 
     def _abort_dropped_streams(self) -> None:
         """Streams that the garbage collector found: it may run anywhere, so they wait for a safe moment."""
@@ -594,4 +438,4 @@ class CompiledEngine:
         self.abort(request_id)
 
     def _unused_id(self, kind: str) -> str:
-        return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._entries)
+        return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._core.entries)

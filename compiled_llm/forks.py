@@ -60,21 +60,13 @@ class Forks:
             self._take_back(request, self.holders)
 
     def take_back_one(self, besides: Request | None = None) -> bool:
-        """Blocks have run out: free those of one that does not run. False: there are none but those of ``besides``.
-
-        Even that gives up its last block, if it is half full: the pool may have no room for a copy of it.
-        """
+        """Blocks have run out: free those of one that does not run. False: nobody but ``besides`` holds any."""
         for group in (self.kept, self.holders):
             for request in reversed(group):
                 if request is not besides:
                     self._take_back(request, group)
                     return True
-        if besides is None or besides not in self.holders or besides.forked_index < 0:
-            return False
-        self.pool.free([besides.block_ids.pop()])
-        besides.num_computed_tokens = len(besides.block_ids) * self.block_size
-        besides.forked_index = -1
-        return True
+        return False
 
     def must_copy(self, request: Request, position: int) -> bool:
         """Whether the block of ``position``, which ``request`` is about to write to, is one that others read or will."""

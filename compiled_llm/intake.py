@@ -5,7 +5,7 @@ import time
 from collections.abc import Collection, Sequence
 
 from compiled_llm.config import EngineConfig
-from compiled_llm.logits import LogitsTransform
+from compiled_llm.logits import LogitsTransform, field_rows
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.prompts import Prompt, check_token_ids, encode_prompt
 from compiled_llm.request import Request
@@ -107,7 +107,7 @@ class Intake:
                 raise ValueError(
                     f"logits_transforms must name some of the engine's, {sorted(self._transforms)}, given {name!r}"
                 )
-            self._transforms[name].row(argument, vocab_size)
+            field_rows(self._transforms[name], argument, vocab_size)
 
     def _mask(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenMask | None:
         if not params.masks_tokens:

@@ -150,6 +150,31 @@ def load_transforms(items: Sequence[Any], vocab_size: int, device: torch.device)
     return transforms
 
 
+def field_rows(transform: LogitsTransform, argument: Any, vocab_size: int) -> dict[str, Tensor]:
+    """What a request that asks for ``transform`` has in its row of each field.
+
+    Raises:
+        ValueError: the transform refuses the argument, or makes of it what its fields do not hold.
+    """
+    try:
+        values = dict(transform.row(argument, vocab_size))
+        rows = {
+            name: torch.as_tensor(values.pop(name, torch.full(field.shape, field.default)), dtype=field.dtype)
+            for name, field in transform.fields.items()
+        }
+    except Exception as error:  # whatever a user's code raises, its request is refused and no other
+        raise ValueError(f"logits_transforms: {transform.name!r} refuses {argument!r}: {error}") from error
+    if values:
+        raise ValueError(f"logits_transforms: {transform.name!r} has no fields {sorted(map(str, values))}")
+    for name, field in transform.fields.items():
+        if rows[name].shape != field.shape:
+            raise ValueError(
+                f"logits_transforms: {transform.name!r} must give its field {name!r} the shape {field.shape}, gave "
+                f"{tuple(rows[name].shape)} for {argument!r}"
+            )
+    return rows
+
+
 def _load(item: Any) -> LogitsTransform:
     if isinstance(item, str):
         module, _, name = item.partition(":")
@@ -165,8 +190,8 @@ def _load(item: Any) -> LogitsTransform:
     fields = getattr(found, "fields", None)
     if not isinstance(fields, Mapping) or not all(_is_servable(field) for field in fields.values()):
         raise ValueError(
-            f"logits_transforms: {found.name!r} must have fields, a dict of Field by name, each of a dtype that numpy has, "
-            f"given {fields!r}"
+            f"logits_transforms: {found.name!r} must have fields, a dict of Field by name, each of a dtype that numpy "
+            f"has, given {fields!r}"
         )
     return found
 

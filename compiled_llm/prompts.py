@@ -1,12 +1,20 @@
 """Prompts in all their forms -> token ids, checked before any work is done on them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class EncodedPrompt(NamedTuple):
+    """A text and its token ids, from a chat template, which a tokenizer alone would not get from the text."""
+
+    text: str
+    token_ids: list[int]
+
 
 # No token is longer, so that a longer text cannot fit and need not be encoded to know it.
 _MAX_CHARACTERS_PER_TOKEN = 256
@@ -33,6 +41,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) 
             model without a tokenizer.
     """
     cache_salt = ""
+    if isinstance(prompt, EncodedPrompt):
+        return prompt.text, prompt.token_ids, cache_salt
     if isinstance(prompt, Mapping):
         keys = set(prompt) - {"cache_salt"}
         if keys not in ({"prompt"}, {"prompt_token_ids"}):

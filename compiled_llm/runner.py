@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import statistics
 import time
 import warnings
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from compiled_llm.compile_ahead import Job, build_missing, unavailable
 from compiled_llm.compile_cache import engine_cache
 from compiled_llm.compiler import CompiledFunction, CompileReport, use_own_cache_directory
 from compiled_llm.config import EngineConfig, Limits
+from compiled_llm.cost_measurement import measure_costs, swap_indices
 from compiled_llm.costs import StepCosts
 from compiled_llm.cuda_graphs import graph_pool
 from compiled_llm.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
@@ -33,14 +33,12 @@ from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import keep, pack, tensors
 from compiled_llm.ops import kv_quant, native, swap
 from compiled_llm.samplers import Samplers, Wanted
-from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.scheduler_output import SchedulerOutput
 from compiled_llm.step import Feedback
 from compiled_llm.step_profile import StepProfiler
 from compiled_llm.step_units import LayeredStep, check_unit, compiled_step, functions_of, step_jobs
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
-_COST_RUNS, _COST_SWAP_BLOCKS = 3, 16
 _SWAP_REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
 
 
@@ -181,7 +179,7 @@ class ModelRunner:
             self.weight_bytes, self._buffer_bytes(), self.kv_cache_bytes, self.swap_space_bytes
         )
         if config.target_itl_ms is not None or (self.num_swap_blocks and config.preemption_mode == "auto"):
-            self._measure_costs()
+            measure_costs(self)
             fastest = min(self.costs.bucket_seconds.values()) * 1e3
             if config.target_itl_ms is not None and fastest > config.target_itl_ms:
                 warnings.warn(
@@ -381,7 +379,7 @@ class ModelRunner:
         """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that from now on."""
         count = min(self.num_swap_blocks, -(-_SWAP_REHEARSAL_BYTES // self._block_bytes))
         if self.device.type == "cuda" and count:
-            swap.swap_out(tensors(self.kv_cache), self.swap_space, *_swap_indices([(1, n + 1) for n in range(count)]))
+            swap.swap_out(tensors(self.kv_cache), self.swap_space, *swap_indices([(1, n + 1) for n in range(count)]))
 
     def _step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         buffers = self.buffers[bucket]
@@ -411,74 +409,15 @@ class ModelRunner:
         caches = tensors(self.kv_cache)
         for pairs, copy in ((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in)):
             if pairs:
-                copy(caches, self.swap_space, *_swap_indices(pairs))
+                copy(caches, self.swap_space, *swap_indices(pairs))
         if output.copies:
             sources, targets = torch.tensor(output.copies, dtype=torch.int64).unbind(1)
             swap.copy_blocks(caches, sources, targets)
-
-    def _measure_costs(self) -> None:
-        """Time every token bucket full of one or more prompts, and the copying of blocks, for the scheduler to choose.
-
-        On blocks of the pool that nobody uses yet.
-        """
-        for bucket in self.buckets:
-            if bucket.kind == "tokens":
-                rows = RequestRows(self.limits, self.model_config.vocab_size)
-                output = _prompts(bucket, self.limits, self.num_blocks)
-                self.buffers[bucket].fill(output, rows.update(output), rows)
-                seconds = [self._timed(functools.partial(self.run_step, bucket)) for _ in range(_COST_RUNS)]
-                self.costs.bucket_seconds[bucket.num_tokens] = statistics.median(seconds)
-                self.buffers[bucket].clear()
-        count = min(_COST_SWAP_BLOCKS, self.num_blocks, self.num_swap_blocks)
-        if count:
-            caches, indices = tensors(self.kv_cache), _swap_indices([(n, n) for n in range(1, count + 1)])
-            seconds = []
-            for copy in [swap.swap_out, swap.swap_in] * _COST_RUNS:
-                seconds.append(self._timed(functools.partial(copy, caches, self.swap_space, *indices)))
-            self.costs.swap_seconds = statistics.median(seconds) / count
-
-    def _timed(self, run: Callable[[], Any]) -> float:
-        """Seconds that ``run`` takes until the device has done it."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        started = time.perf_counter()
-        run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - started
 
 
 def _num_bytes(tree: Any) -> int:
     """Bytes of all tensors in nested tuples."""
     return sum(tensor.nbytes for tensor in tensors(tree))
-
-
-def _swap_indices(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Pairs of (device block, host block) as index tensors. Pools count from 1; the host has no sink."""
-    indices = torch.tensor(pairs, dtype=torch.int64)
-    return indices[:, 0].contiguous(), indices[:, 1] - 1
-
-
-def _prompts(bucket: Bucket, limits: Limits, num_blocks: int) -> SchedulerOutput:
-    """A step that fills ``bucket`` with prompts, as far as the model's length and the pool allow."""
-    left = min(bucket.num_tokens, num_blocks * limits.block_size)
-    output, next_block = SchedulerOutput(), 1
-    while left > 0 and len(output.request_ids) < limits.max_num_seqs:
-        count = min(left, limits.max_model_len)
-        blocks = list(range(next_block, next_block - (-count // limits.block_size)))
-        if blocks[-1] > num_blocks:
-            break
-        name = str(len(output.request_ids))
-        output.request_ids.append(name)
-        output.num_scheduled_tokens.append(count)
-        output.num_computed_tokens.append(0)
-        output.samples.append(True)
-        output.feedback.append(-1)
-        output.token_ids.extend([0] * count)
-        output.admissions.append(Admission(name, SamplingParams(temperature=0), 0, [], []))
-        output.table_updates.append((name, 0, blocks))
-        next_block, left = blocks[-1] + 1, left - count
-    return output
 
 
 def resolve_device(name: str) -> torch.device:

@@ -18,7 +18,7 @@ from compiled_llm.compile_ahead import Job
 from compiled_llm.compiler import CompiledFunction
 from compiled_llm.config import Limits
 from compiled_llm.field_buffers import Arrays, FieldBuffers
-from compiled_llm.logits import MAX_BIASES, LogitsInput, LogitsTransform, num_mask_words
+from compiled_llm.logits import MAX_BIASES, LogitsInput, LogitsTransform, field_rows, num_mask_words
 from compiled_llm.logprobs import LogprobRows
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.sampler import SamplingInput
@@ -31,7 +31,8 @@ from compiled_llm.step import (
 )
 
 Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
-_KINDS = ("sample", "change", "logprobs")
+# What runs behind a step, and what it runs behind there.
+_PATHS = (("sample", None), ("change", None), ("logprobs", None), ("logprobs", "sample"), ("logprobs", "change"))
 _MOST_PROMPT_ROWS = 64  # tokens of prompts at a time
 
 
@@ -116,12 +117,11 @@ class Samplers:
     ) -> None:
         """Compile what runs behind a bucket's step, or on a GPU record it behind this one too."""
         rows = bucket.num_requests
-        for kind in _KINDS:
-            name = f"{kind}_{rows}"
-
-            def arguments(kind: str = kind) -> tuple:
-                return self._of_rows(rows, make_logits(), sampling_input)[kind][1]
-
+        for kind, before in _PATHS:
+            name, arguments = (
+                f"{kind}_{rows}",
+                self._arguments_behind(bucket, sampling_input, make_logits, kind, before),
+            )
             if name in self._functions:
                 self._functions[name].record_again(arguments)
                 continue
@@ -138,13 +138,9 @@ class Samplers:
 
     def record_again(self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor]) -> None:
         """On a GPU: record every CUDA graph behind the bucket's step again."""
-        rows = bucket.num_requests
-        for kind in _KINDS:
-
-            def arguments(kind: str = kind) -> tuple:
-                return self._of_rows(rows, make_logits(), sampling_input)[kind][1]
-
-            self._functions[f"{kind}_{rows}"].record_again(arguments)
+        for kind, before in _PATHS:
+            arguments = self._arguments_behind(bucket, sampling_input, make_logits, kind, before)
+            self._functions[f"{kind}_{bucket.num_requests}"].record_again(arguments)
 
     def functions(self) -> list[CompiledFunction]:
         """All of them, for reports."""
@@ -166,6 +162,25 @@ class Samplers:
                 (logits, sampling_input, self._last_tokens),
             ),
         }
+
+    def _arguments_behind(
+        self,
+        bucket: Bucket,
+        sampling_input: SamplingInput,
+        make_logits: Callable[[], Tensor],
+        kind: str,
+        before: str | None,
+    ) -> Callable[[], tuple]:
+        """What makes the arguments of ``kind``, each time by a step and what runs ``before`` it."""
+        rows = bucket.num_requests
+
+        def arguments() -> tuple:
+            all_arguments = self._of_rows(rows, make_logits(), sampling_input)
+            if before is not None:
+                self._functions[f"{before}_{rows}"](*all_arguments[before][1])
+            return all_arguments[kind][1]
+
+        return arguments
 
     def _prompt_recipe(self) -> Callable:
         return prompt_logprobs_function(self._model_config, self._max_logprobs)
@@ -253,10 +268,11 @@ class _ChangeRows:
         arrays["biases"][row, : len(biases)] = list(biases.values())
         arrays["bias_ids"][row, : len(biases)] = list(biases)
         for transform in self.transforms:
-            asked = (params.logits_transforms or {}).keys() & {transform.name}
-            values = transform.row((params.logits_transforms or {})[transform.name], self.vocab_size) if asked else {}
+            arguments = params.logits_transforms or {}
+            asks = transform.name in arguments
+            values = field_rows(transform, arguments[transform.name], self.vocab_size) if asks else {}
             for name, field in transform.fields.items():
-                arrays[field_name(transform, name)][row] = values.get(name, field.default)
+                arrays[field_name(transform, name)][row] = values[name].numpy() if asks else field.default
 
 
 class _ChangeInput:
@@ -294,4 +310,4 @@ class _ChangeInput:
 
 def field_name(transform: LogitsTransform, name: str) -> str:
     """What a transform's field is called among those of all."""
-    return f"{transform.name}.{name}"
+    return f"{transform.name}\0{name}"

@@ -1,7 +1,6 @@
 """SamplingParams: how a request's tokens are chosen and when it stops. Validated once, frozen."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -165,10 +164,9 @@ class SamplingParams:
 
 
 def _number(name: str, value: Any, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a number from {low} to {high}, given {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be from {low} to {high}, given {value!r}")
+    # An integer may be too large for a float, and NaN lies nowhere.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} must be a number from {low} to {high}, given {value!r:.100}")
 
 
 def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
@@ -202,7 +200,10 @@ def _biases(value: Any) -> dict[int, float] | None:
         raise ValueError(f"logit_bias must be a dict of bias by token id, given {value!r}")
     if len(value) > _MAX_BIASES:
         raise ValueError(f"logit_bias may hold {_MAX_BIASES} ids at most, given {len(value)}")
-    for token_id, bias in value.items():
+    biases = {}
+    for key, bias in value.items():
+        token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key  # as JSON has them
         integer("logit_bias: a token id", token_id, 0, 2**31 - 1)
         _number(f"logit_bias of token {token_id}", bias, -_MAX_BIAS, _MAX_BIAS)
-    return dict(value)
+        biases[token_id] = bias
+    return biases

@@ -42,6 +42,12 @@ class Completion:
         self.logprobs.append(logprobs)
         self.cumulative_logprob += next(iter(logprobs.values())).logprob
 
+    def drop_last_token(self) -> None:
+        """The last token was chosen though none was allowed."""
+        del self.request.output_token_ids[-1]
+        if self.logprobs is not None:
+            self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob
+
     def read_new_tokens(self) -> str | None:
         """Decode what came since the last time. Returns the stop string that the text has met, if it has."""
         request, text, params = self.request, self.text, self.request.sampling_params
@@ -155,7 +161,10 @@ class LogprobReader:
         logprob, rank, top_logprobs, top_ids = row
         count = self._max_logprobs if wanted < 0 else wanted
         found = {token_id: Logprob(logprob, rank, self._text(token_id))}
-        for place, (top_id, top_logprob) in enumerate(zip(top_ids[:count], top_logprobs[:count], strict=True), 1):
+        place = 0
+        for index, (top_id, top_logprob) in enumerate(zip(top_ids[:count], top_logprobs[:count], strict=True)):
+            if index == 0 or top_logprob < top_logprobs[index - 1]:
+                place = index + 1
             if top_id != token_id:
                 found[top_id] = Logprob(top_logprob, place, self._text(top_id))
         return found

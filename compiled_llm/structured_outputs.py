@@ -323,7 +323,10 @@ def _library_grammar(params: StructuredOutputsParams) -> str:
         schema = cast(str, params.json) if params.json is not None else '{"type":"object"}'
         pattern = None if params.disable_any_whitespace else params.whitespace_pattern or _WHITESPACE
         options = {"whitespace_flexible": pattern is not None, "whitespace_pattern": pattern}
-        return matcher.grammar_from_json_schema(schema, overrides=options)
+        try:
+            return matcher.grammar_from_json_schema(schema, overrides=options)
+        except ValueError as error:
+            raise ValueError(f"structured outputs: does not compile: {_reason(error)}") from error
     if params.regex is not None:
         return matcher.grammar_from_regex(params.regex)
     if params.choice is not None:

@@ -52,7 +52,9 @@ class Tokenizer:
         self.chat_templates: dict[str, str] = template if isinstance(template, dict) else {"default": template}
         named = tokenizer.special_tokens_map
         self.named_tokens: dict[str, str] = {name: text for name, text in named.items() if isinstance(text, str)}
-        self._prepare_chat(tokenizer.unk_token_id)
+        # What a text that the vocabulary lacks becomes, so that this is no sign of a special token in it.
+        unknown = getattr(self._backend.model, "unk_token", None)
+        self._prepare_chat({tokenizer.unk_token_id, unknown and self._backend.token_to_id(unknown)})
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with what the model wants around a prompt (its begin-of-text token, say)."""
@@ -98,7 +100,7 @@ class Tokenizer:
             return None
         return int(token[3:5], 16)
 
-    def _prepare_chat(self, unknown_id: int | None) -> None:
+    def _prepare_chat(self, unknown_ids: set[int | None]) -> None:
         """Give the special tokens of a chat stand-ins: added tokens that no text can spell and that never come out.
 
         So it is the tokenizer that cuts the text at them, and strips the spaces beside those that want it.
@@ -110,7 +112,7 @@ class Tokenizer:
             for token_id, token in self._backend.get_added_tokens_decoder().items()
             if token.special and token.content
         }
-        self._never_text = {token.token_id for token in self.special_tokens.values()} - {unknown_id}
+        self._never_text = {token.token_id for token in self.special_tokens.values()} - unknown_ids
         self._lengths = sorted({len(text) for text in self.special_tokens}, reverse=True)
         firsts = {re.escape(text[0]) for text in self.special_tokens}
         self._firsts = re.compile("|".join(firsts) or "(?!)")

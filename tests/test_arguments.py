@@ -2,9 +2,13 @@
 
 import argparse
 import dataclasses
+from typing import Any
+
+import pytest
 
 from compiled_llm import EngineConfig, SamplingParams
 from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
+from compiled_llm.structured_outputs import StructuredOutputsParams
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -42,3 +46,31 @@ def test_values_arrive() -> None:
     assert (config.seed, config.gpu_memory_utilization, config.max_model_len) == (3, 0.5, 128)
     assert (config.kv_cache_dtype, config.kv_cache_skip_layers) == ("int8", (0, 2))
     assert (params.temperature, params.stop, params.stop_token_ids, params.seed) == (0.5, ("a", "b"), (1, 2), 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--n", "3"], "n", 3),
+        (["--min-tokens", "4"], "min_tokens", 4),
+        (["--min-p", "0.25"], "min_p", 0.25),
+        (["--presence-penalty", "-0.5"], "presence_penalty", -0.5),
+        (["--frequency-penalty", "1.5"], "frequency_penalty", 1.5),
+        (["--repetition-penalty", "1.1"], "repetition_penalty", 1.1),
+        (["--logprobs", "2"], "logprobs", 2),
+        (["--prompt-logprobs", "-1"], "prompt_logprobs", -1),
+        (["--logit-bias", '{"5": 2.5, "7": -100}'], "logit_bias", {5: 2.5, 7: -100}),
+        (["--allowed-token-ids", "3,1,2"], "allowed_token_ids", (3, 1, 2)),
+        (["--bad-words", "a, b", "--bad-words", "c"], "bad_words", ("a, b", "c")),
+        (
+            ["--structured-outputs", '{"choice": ["yes", "no"]}'],
+            "structured_outputs",
+            StructuredOutputsParams(choice=("yes", "no")),
+        ),
+        (["--sampling-logits-transforms", '{"mine": [1, 2]}'], "logits_transforms", {"mine": [1, 2]}),
+    ],
+)
+def test_sampling_parameters_arrive_and_nothing_else_changes(arguments: list[str], name: str, value: Any) -> None:
+    params = sampling_params(parse(*arguments))
+    assert getattr(params, name) == value
+    assert params == SamplingParams(**{name: value})

@@ -17,6 +17,8 @@ WITHOUT_TORCH = [
     "config",
     "costs",
     "engine_stats",
+    "forks",
+    "grammar_texts",
     "invariants",
     "outputs",
     "prefix_cache",
@@ -27,6 +29,8 @@ WITHOUT_TORCH = [
     "scheduler",
     "scheduler_output",
     "step_log",
+    "structured_outputs",
+    "token_masks",
 ]
 
 RUNS_CODE = ("eval", "exec", "torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler")

@@ -128,7 +128,7 @@ def test_reports_in_the_middle_of_a_run_with_overlap_and_after_close() -> None:
             next(stream)
             plausible(engine.report())
             engine.reset_report()  # the next step is launched already, so some of its time lies before
-        assert engine._launched
+        assert engine._core.launched
         next(stream)
         report = engine.report()
         plausible(report)

@@ -100,7 +100,7 @@ def test_no_text_is_lost_when_making_outputs_is_interrupted(
 ) -> None:
     (expected,) = engine.generate(PROMPTS[0], GREEDY, use_tqdm=False)
     engine.add_request("mine", PROMPTS[0], GREEDY)
-    break_once(monkeypatch, engine, "_step", 2, KeyboardInterrupt())
+    break_once(monkeypatch, engine._core, "_step", 2, KeyboardInterrupt())
     outputs: list[RequestOutput] = []
     interrupts = 0
     while engine.has_unfinished_requests():

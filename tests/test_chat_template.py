@@ -1,0 +1,121 @@
+"""ChatTemplate against transformers' own rendering."""
+
+from datetime import datetime
+from threading import Thread
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from compiled_llm.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
+from tests.chat_templates import CHATML, CONVERSATIONS, DOCUMENTS, TEMPLATES, TOOLS
+
+NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
+MESSAGES = [{"role": "user", "content": "hello"}]
+# (template, conversation): what a template does not expect, it refuses here as there.
+REFUSED = [("chatml", "tool"), ("chatml", "parts"), ("inst", "system"), ("inst", "tool"), ("inst", "parts")]
+
+
+def render(source: str, max_characters: int = 10_000, **variables: Any) -> str:
+    return ChatTemplate(source).render({"messages": MESSAGES, **variables}, max_characters)
+
+
+def outcome(function: Any) -> tuple[str | None, str]:
+    """(text, what an error says)."""
+    try:
+        return function(), ""
+    except Exception as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize(
+    "conversation", [name for name in CONVERSATIONS if name != "reasoning"]
+)  # of which chat.py makes something else
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_renders_as_transformers_does(name: str, conversation: str) -> None:
+    messages = [{key: value for key, value in m.items() if value is not None} for m in CONVERSATIONS[conversation]]
+    template = ChatTemplate(TEMPLATES[name])
+    rendered = 0
+    for tools in (None, TOOLS):
+        for add_generation_prompt in (True, False):
+            given = dict(tools=tools, documents=DOCUMENTS, add_generation_prompt=add_generation_prompt, **NAMED)
+
+            def expected(given: dict[str, Any] = given) -> str:
+                return render_jinja_template([messages], chat_template=TEMPLATES[name], **given)[0][0]
+
+            text, refusal = outcome(expected)
+            ours, reason = outcome(lambda given=given: template.render({"messages": messages, **given}, 100_000))
+            assert ours == text
+            assert refusal in reason
+            rendered += text is not None
+    assert rendered == (0 if (name, conversation) in REFUSED else 4)
+
+
+def test_a_template_is_compiled_once_and_rendered_by_many_threads() -> None:
+    template = ChatTemplate(CHATML)
+    texts: list[str] = []
+
+    def work(number: int) -> None:
+        for _ in range(50):
+            messages = [{"role": "user", "content": str(number)}]
+            texts.append(template.render({"messages": messages, "add_generation_prompt": False}, 100))
+
+    threads = [Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(texts) == sorted(50 * [f"<|im_start|>user\n{number}<|im_end|>\n" for number in range(4)])
+
+
+def test_the_time_is_todays() -> None:
+    before = datetime.now().strftime("%d %B %Y")
+    assert render("{{ strftime_now('%d %B %Y') }}") in (before, datetime.now().strftime("%d %B %Y"))
+
+
+def test_what_a_template_reads_and_what_is_written_in_it_are_known() -> None:
+    template = ChatTemplate("{% if enable_thinking %}<x>{{ messages[0].content.split('</think>') }}{% endif %}")
+    assert template.names == {"enable_thinking", "messages"}
+    assert template.literals == {"<x>", "content", "split", "</think>"}
+
+
+def test_the_text_is_cut_off_at_no_place_but_refused_when_too_long() -> None:
+    source = "{% for i in range(100) %}0123456789{% endfor %}"
+    assert len(render(source, max_characters=1000)) == 1000
+    with pytest.raises(ValueError, match="chat template failed: it makes a text of more than 999 characters"):
+        render(source, max_characters=999)
+
+
+def test_json_leaves_marks_as_they_are() -> None:
+    template = ChatTemplate("{{ messages[0].content | tojson(ensure_ascii=true) }}")
+    text = template.render({"messages": [{"content": "é⠁🚀"}]}, 100, unescaped="⠁")
+    assert text == '"\\u00e9⠁\\ud83d\\ude80"'
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('roles: ' + messages[0].role) }}", "chat template refuses the messages: roles: user$"),
+        ("{{ missing.attribute }}", "chat template failed: 'missing' is undefined$"),
+        ("{{ 1 + 'a' }}", "chat template failed: TypeError: unsupported operand"),
+        ("{{ 1 // 0 }}", "chat template failed: ZeroDivisionError"),
+        ("{{ {'a': 1} | tojson(indent=-1) }}{{ undefined_name | tojson }}", "TypeError: Object of type Undefined"),
+        ("x\n{% if %}", r"chat template cannot be compiled: Expected an expression.*\(line 2\)$"),
+        ("{% for a in b %}", "chat template cannot be compiled: Unexpected end of template"),
+        ("{{ 'a' | no_such_filter }}", r"cannot be compiled: No filter named 'no_such_filter'\.? \(line 1\)$"),
+        ("x" * (MAX_TEMPLATE_CHARACTERS + 1), f"at most {MAX_TEMPLATE_CHARACTERS} characters, given 65537 characters"),
+        (3, "must be a str of at most 65536 characters, given int"),
+    ],
+)
+def test_every_failure_says_that_it_is_the_template(source: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        render(source)
+
+
+def test_long_conversations_are_within_what_rendering_may_cost() -> None:
+    """Two thousand turns, and one message of a million characters, through the costliest of these templates."""
+    turns = [{"role": ("user", "assistant")[i % 2], "content": f"<think>a</think>{i}"} for i in range(2000)]
+    for messages in (turns, [{"role": "user", "content": "a < b\n" * 200_000}]):
+        given = {"messages": messages, "tools": TOOLS, "add_generation_prompt": True}
+        text = ChatTemplate(TEMPLATES["chatml-tools"]).render(given, 10_000_000)
+        assert len(text) > sum(len(message["content"]) for message in messages) // 2
