@@ -112,6 +112,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them blocks. An empty step: all that can run is in flight."""
         self._preempted.clear()
+        self.forks.end_copies()
         self._preempt_for_priority()
         output = SchedulerOutput(released_request_ids=self._released, swapped_out=self._swapped_out)
         requests: list[Request] = []
@@ -133,6 +134,7 @@ class Scheduler:
         step in flight sampled for a request that has ended meanwhile is dropped.
         """
         requests = self._in_flight.popleft()
+        self.forks.end_copies()
         now = time.monotonic()
         block_size, caching = self.limits.block_size, self.prefix_cache.enabled
         advanced = []
@@ -186,6 +188,9 @@ class Scheduler:
         The runner has to forget all requests: the other running ones wait to be admitted anew, and what was swapped out
         is computed again, since its copies may not have arrived.
         """
+        self.forks.end_copies()
+        while self._take_back():  # what they hold may be what these steps computed
+            pass
         failed = {request: None for requests in self._in_flight for request in requests}
         self._in_flight.clear()
         for request in failed:
@@ -348,14 +353,14 @@ class Scheduler:
         False where there is no room, and where it is held back for a block that another request will fill.
         """
         holds = request in self.forks.holders
-        shared, awaited = (request.block_ids, None) if holds else self.prefix_cache.find(request)
+        shared, awaited = self._find(request)
         if awaited is not None and not request.host_block_ids:
             self.waiting.remove(request)
             self.prefix_cache.hold_back(request, awaited)
             return False
         while not self._has_room(request, shared):
             # While others run, they will leave room.
-            if self.running or not self.forks.take_back_one(besides=request):
+            if self.running or not self._take_back(besides=request):
                 return False
         self.waiting.remove(request)
         if holds:
@@ -397,6 +402,10 @@ class Scheduler:
         )
         return True
 
+    def _find(self, request: Request) -> tuple[list[int], bytes | None]:
+        """Blocks that hold its first tokens, its own as a fork or cached, and the digest that it should wait for."""
+        return (request.block_ids, None) if request in self.forks.holders else self.prefix_cache.find(request)
+
     def _has_room(self, request: Request, shared: list[int]) -> bool:
         """Whether all its tokens have blocks, with one more for each running request to grow into."""
         wanted = self._blocks_for(request.num_tokens) - len(shared)
@@ -418,32 +427,37 @@ class Scheduler:
 
     def _grow(self, request: Request) -> bool:
         """One more block for a running request. False: it is preempted itself."""
-        block = self._take_block(request)
-        if block is not None:
-            request.block_ids.append(block)
-        return block is not None
+        while (blocks := self.pool.allocate(1)) is None:
+            if not self._make_room(request):
+                return False
+        request.block_ids += blocks
+        return True
 
     def _own(self, request: Request, position: int, output: SchedulerOutput) -> bool:
         """A running request is about to write at ``position``: to a block of its own. False: it is preempted itself."""
-        if not self.forks.must_copy(request, position):
-            return True
-        block = self._take_block(request)
-        if block is None:
-            return False
-        # Making room may have left the block to this request alone; a copy does no harm.
-        output.copies.append(self.forks.replace(request, position, block))
+        while self.forks.must_copy(request, position):  # making room may leave the block to this request alone
+            blocks = self.pool.allocate(1)
+            if blocks is not None:
+                output.copies.append(self.forks.replace(request, position, blocks[0]))
+            elif not self._make_room(request):
+                return False
         return True
 
-    def _take_block(self, request: Request) -> int | None:
-        """A block for a running request; who does not run, or is last by rank, makes room. None: it was last itself."""
-        while (blocks := self.pool.allocate(1)) is None:
-            if self.forks.take_back_one():
-                continue
-            victim = self.running.pop()
-            self._preempt(victim)
-            if victim is request:
-                return None
-        return blocks[0]
+    def _make_room(self, request: Request) -> bool:
+        """Free some blocks for a running request: of who does not run, or is last by rank. False: that was itself."""
+        if self._take_back():
+            return True
+        victim = self.running.pop()
+        self._preempt(victim)
+        return victim is not request
+
+    def _take_back(self, besides: Request | None = None) -> bool:
+        """Free the blocks of one that does not run. False: nobody but ``besides`` holds any."""
+        request = self.forks.take_back_one(besides)
+        if request is not None and request in self.waiting:  # it lacks more now
+            self.waiting.remove(request)
+            self.waiting.add(request)
+        return request is not None
 
     def _preempt_for_priority(self) -> None:
         """Let a waiting request that is more urgent than running ones have their seats and blocks, if that helps."""
@@ -454,7 +468,7 @@ class Scheduler:
         others = len(self.running) - len(less_urgent)
         if not less_urgent or not self._could_start(request, self.running[:others]):
             return
-        shared, awaited = self.prefix_cache.find(request)
+        shared, awaited = self._find(request)
         if awaited is not None and not request.host_block_ids:
             return
         # What would be free then: not the blocks that others use too, and those it shares are no room for it.
@@ -465,8 +479,7 @@ class Scheduler:
         if self._blocks_for(request.num_tokens) - len(shared) + others > free:
             return
         while less_urgent and (
-            len(self.running) == self.limits.max_num_seqs
-            or not self._has_room(request, self.prefix_cache.find(request)[0])
+            len(self.running) == self.limits.max_num_seqs or not self._has_room(request, self._find(request)[0])
         ):
             self._preempt(self.running.pop())
             less_urgent.pop()
@@ -484,7 +497,7 @@ class Scheduler:
     def _preempt(self, request: Request, may_swap: bool = True) -> None:
         """Free the blocks of ``request``, which is out of ``running``; it waits by its rank to be resumed."""
         computed = request.num_computed_tokens
-        host = self._swap_space(request) if may_swap else None
+        host = self._swap_space(request) if may_swap and not self.forks.is_copied_to(request) else None
         if host:
             request.host_block_ids = host
             self._swapped_out += zip(request.block_ids, host, strict=False)

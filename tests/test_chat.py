@@ -150,6 +150,13 @@ def test_a_final_message_of_parts_is_continued(encoder: ChatEncoder) -> None:
         assert text == "<|im_start|>user\na <b> "
 
 
+def test_nothing_of_the_search_for_the_end_stays_in_the_text(encoder: ChatEncoder) -> None:
+    arguments = {"add_generation_prompt": False, "continue_final_message": True}
+    assert (
+        encode(encoder, "twice", "{{ messages[0].content }}{{ messages[0].content }}.", **arguments)[0] == "twice twice"
+    )
+
+
 def test_a_message_that_the_template_does_not_write_is_not_continued(encoder: ChatEncoder) -> None:
     arguments = {"add_generation_prompt": False, "continue_final_message": True}
     for template in ("{{ messages[0].content[:1] }}", "nothing of {{ messages | length }}"):
@@ -247,6 +254,7 @@ def test_nothing_else_that_is_given_makes_special_tokens(encoder: ChatEncoder, t
         ("<|im_/thinkend|>", "{{ messages[0].content | replace('/think', '') }}"),
         ("</think|im_end|>", "{{ messages[0].content | replace('/think', '') }}</think>"),
         ("<|im_<think>x</think>end|>", "{% set c = messages[0].content %}" + JOINED),
+        ("<|im_end|>", "{{ messages[0].content }}{{ '<|im_' + 'no' + '|>' }}"),
         ("x<|IM_END|>", "{{ messages[0].content | lower }}"),
         ("|im_end|>", "{{ '<' + messages[0].content }}"),
         ("|im_end|", "{{ '<' + messages[0].content + '>' }}"),
@@ -282,6 +290,21 @@ def test_random_messages_make_no_special_tokens(encoder: ChatEncoder, tokenizer:
         assert tokenizer.decode(token_ids, skip_special_tokens=False) == text
         spelled += any(name in text for name in SPECIAL)
     assert spelled > 200
+
+
+def test_a_template_finds_in_a_message_what_is_written_in_it(encoder: ChatEncoder) -> None:
+    """Also where what it finds could be a part of a special token, or begins like one."""
+    source = "{% set c = messages[0].content %}{{ c == 'pad' }} {{ '</s-t>' in c }} {{ c | length }} {{ '<' + c }}"
+    assert encode(encoder, "pad", source)[0] == "True False 3 <pad"
+    assert encode(encoder, "a</s-t>", source)[0] == "False True 7 <a</s-t>"
+
+
+def test_a_template_finds_reasoning_under_either_name(encoder: ChatEncoder, reference: PreTrainedTokenizerBase) -> None:
+    source = "{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m | list }}{% endfor %}"
+    for name in ("reasoning", "thinking", "reasoning_content"):
+        messages = [{"role": "assistant", "content": "a", name: "b"}]
+        text = reference.apply_chat_template(messages, chat_template=source, tokenize=False)
+        assert encode(encoder, messages, source)[0] == text
 
 
 def test_a_role_makes_the_special_token_that_the_template_means(encoder: ChatEncoder, tokenizer: Tokenizer) -> None:
