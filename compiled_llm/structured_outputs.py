@@ -305,8 +305,8 @@ def _library() -> ModuleType:
 
 def _vocabulary(tokenizer: "Tokenizer") -> tuple[str, int, set[int]]:
     """The tokenizer as the text of a tokenizer.json, one more than the largest id in it, the ids that may come out."""
-    token_ids = set(tokenizer._backend.get_vocab(with_added_tokens=True).values())
-    return tokenizer._backend.to_str(), max(token_ids) + 1, token_ids - tokenizer._stand_ins
+    text, token_ids = tokenizer.vocabulary()
+    return text, max(token_ids) + 1, token_ids
 
 
 def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer
 
 from compiled_llm.sampling_params import SamplingParams
@@ -52,6 +53,8 @@ class Tokenizer:
         self.chat_templates: dict[str, str] = template if isinstance(template, dict) else {"default": template}
         named = tokenizer.special_tokens_map
         self.named_tokens: dict[str, str] = {name: text for name, text in named.items() if isinstance(text, str)}
+        self._chat_backend: Backend | None = None
+        self._stand_ins: set[int | None] = set()  # their ids there
         # What a text that the vocabulary lacks becomes, so that this is no sign of a special token in it.
         unknown = getattr(self._backend.model, "unk_token", None)
         self._prepare_chat({tokenizer.unk_token_id, unknown and self._backend.token_to_id(unknown)})
@@ -79,7 +82,9 @@ class Tokenizer:
             special_ids.append(token.token_id)
             end = stop
         pieces.append(text[end:].replace(mark, ""))
-        token_ids = self.encode_piece("".join(pieces))
+        if self._chat_backend is None:
+            self._chat_backend = self._with_stand_ins()
+        token_ids = self._chat_backend.encode("".join(pieces), add_special_tokens=False).ids
         for token_id in self._never_text.intersection(token_ids):
             name = self._backend.id_to_token(token_id)
             raise ValueError(
@@ -89,6 +94,10 @@ class Tokenizer:
         token_ids = [next(found) if token_id in self._stand_ins else token_id for token_id in token_ids]
         assert next(found, None) is None, "a special token of the chat was lost"
         return token_ids
+
+    def vocabulary(self) -> tuple[str, set[int]]:
+        """Its ``tokenizer.json`` as text, and all its token ids."""
+        return self._backend.to_str(), set(self._backend.get_vocab(with_added_tokens=True).values())
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
@@ -101,9 +110,10 @@ class Tokenizer:
         return int(token[3:5], 16)
 
     def _prepare_chat(self, unknown_ids: set[int | None]) -> None:
-        """Give the special tokens of a chat stand-ins: added tokens that no text can spell and that never come out.
+        """Give the special tokens of a chat stand-ins, which no text can spell.
 
-        So it is the tokenizer that cuts the text at them, and strips the spaces beside those that want it.
+        They are added tokens of a tokenizer apart, made for the first chat: so it is the tokenizer that cuts the text
+        at them, and strips the spaces beside those that want it; and no model can generate one.
         """
         # By whether it strips spaces at its left and right. Between noncharacters, so that it is apart from all others.
         stand_in = f"\ufdd0{secrets.token_hex(16)}{{:d}}{{:d}}\ufdd0".format
@@ -116,11 +126,17 @@ class Tokenizer:
         self._lengths = sorted({len(text) for text in self.special_tokens}, reverse=True)
         firsts = {re.escape(text[0]) for text in self.special_tokens}
         self._firsts = re.compile("|".join(firsts) or "(?!)")
-        self._stand_ins = set()
-        for lstrip, rstrip in itertools.product((False, True), repeat=2):
-            text = stand_in(lstrip, rstrip)
-            self._backend.add_tokens([AddedToken(text, lstrip=lstrip, rstrip=rstrip, normalized=False)])
-            self._stand_ins.add(self._backend.token_to_id(text))
+        self._stand_in_tokens = [
+            AddedToken(stand_in(lstrip, rstrip), lstrip=lstrip, rstrip=rstrip, normalized=False)
+            for lstrip, rstrip in itertools.product((False, True), repeat=2)
+        ]
+
+    def _with_stand_ins(self) -> Backend:
+        backend = Backend.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True  # no part of what is written
+        backend.add_tokens(self._stand_in_tokens)
+        self._stand_ins = {backend.token_to_id(token.content) for token in self._stand_in_tokens}
+        return backend
 
     def _special_tokens_in(self, text: str) -> Iterator[tuple[int, int, SpecialToken]]:
         """(start, stop, token) of each, in order; of several that start at one place, the longest."""

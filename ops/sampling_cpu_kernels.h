@@ -142,7 +142,8 @@ TARGET int64_t sample(const void* all_logits, const Choice& choice, Row& row, st
     row.largest[c] = largest_lane(largest);
     maximum = std::max(maximum, row.largest[c]);
   }
-  if (choice.temperature <= 0 || !(maximum > -kInfinity && maximum < kInfinity)) {
+  if (maximum == -kInfinity) return 0;
+  if (choice.temperature <= 0 || !(maximum < kInfinity)) {
     for (int64_t c = 0; c < row.chunks; ++c)
       for (int64_t i = c * kChunk; row.largest[c] == maximum && i < std::min(row.vocabulary, (c + 1) * kChunk); ++i)
         if (static_cast<float>(logits[i]) == maximum) return i;

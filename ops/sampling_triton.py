@@ -57,9 +57,6 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-# ---- parts of the kernels -------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _load_logits(row_logits, tokens, vocabulary):
     """As float32; -inf for what is no number and past the end."""
@@ -97,8 +94,8 @@ def _share(top_p, total):
 def _amounts(
     row_logits, row_maxima, largest, per_unit, by_count, low, step, first, end, vocabulary, UNIT: tl.constexpr
 ):
-    """Of the chunks ``first`` to ``end``: the tokens of depth ``low + step`` at most, ``low + 2 * step`` at most, and
-    so on, ``[CELLS]`` int64; by their number or by their weights."""
+    """What the tokens of some chunks amount to, by their number or by their weights: ``[CELLS]`` int64, the tokens down
+    to the depth ``low + step``, to ``low + 2 * step`` and so on."""
     limits = low + step * (1 + tl.arange(0, CELLS))
     sums = tl.zeros([CELLS, CHUNK], tl.int64)
     for chunk in range(first, end):
@@ -112,10 +109,10 @@ def _amounts(
 
 @triton.jit
 def _range(partial, top_k, top_p, row, splits, vocabulary, PASSES: tl.constexpr, BLOCK_S: tl.constexpr):
-    """What is known of the limit that top-k asks for, or else top-p, after the first passes.
+    """What is known after some passes of the limit that top-k asks for, or top-p where top-k is off.
 
-    It is above ``low`` and at most ``high``; what the tokens down to ``low`` amount to, and what is wanted. ``high``
-    may be short of that where fewer than top_k tokens have a weight.
+    It is above ``low`` and at most ``high``. Also what the tokens down to ``low`` amount to, and what is wanted; less
+    than that is reached where fewer than top_k tokens have a weight.
     """
     k = tl.load(top_k + row)
     by_count = k < vocabulary
@@ -164,9 +161,6 @@ def _search_row(
     return high
 
 
-# ---- kernels --------------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def maxima_kernel(logits, maxima, found, row_stride, vocabulary, num_chunks):
     """The largest logit of each chunk; an empty list."""
@@ -209,8 +203,10 @@ def gather_kernel(
     row_stride, vocabulary, num_chunks, chunks_per_split,
     LISTED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The depths that are in question into ``listed`` ``[R, LISTED]``, in any order; ``found`` ``[R, 3]`` counts them,
-    also those that do not fit, and has the least and the largest that lie in the range."""
+    """The depths still in question into ``listed`` ``[R, LISTED]``, in any order.
+
+    ``found`` ``[R, 3]``: how many, also if they do not fit, and the least and the largest of those in the range.
+    """
     row = tl.program_id(0).to(tl.int64)
     by_count = tl.load(top_k + row) < vocabulary
     if by_count | (tl.load(top_p + row) < 1):
@@ -316,7 +312,7 @@ def draw_kernel(
     if drawn:
         ends = tl.cumsum(tl.load(sums + of_row, mask=chunks < num_chunks, other=0), 0)
         total = tl.max(ends, 0)
-        # Below the sum also where float64 rounds up to it.
+        # In float64 the product is less than the sum; a uniform of 1 must not leave the vocabulary either.
         threshold = tl.minimum((tl.load(uniform + row) * total.to(tl.float64)).to(tl.int64), total - 1)
         passed = tl.max(tl.where(ends <= threshold, ends, 0), 0)
         chunk = tl.sum((ends <= threshold).to(tl.int32), 0)
@@ -330,9 +326,6 @@ def draw_kernel(
         x = _load_logits(logits + row * row_stride, chunk * CHUNK + places, vocabulary)
         place = tl.min(tl.where(x == largest, places, CHUNK), 0)
     tl.store(out + row, (chunk * CHUNK + place).to(tl.int64))
-
-
-# ---- launch ---------------------------------------------------------------------------------------------------------
 
 
 def _check(logits: Tensor, **columns: tuple[Tensor, torch.dtype]) -> None:

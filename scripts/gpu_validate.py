@@ -12,6 +12,7 @@ Parts, the most valuable first:
 - ``graphs`` and ``graphs-8b``: CUDA graph trees against graphs captured by hand, at batch 1 and 32.
 - ``latency`` and ``throughput``: the engine on random weights of real shapes; ``transformers``: the requests of
   ``throughput`` through transformers.generate.
+- ``sampling``: what choosing tokens costs beside a decode step.
 - ``attention``: the op alone with every KV dtype, beside SDPA, FlexAttention and transformers' paged attention.
 - ``serve``: requests that arrive one by one; ``report``: where the time of a run went; ``phases``: prefill and decode
   over lengths and batch sizes; ``prefix``: requests that begin alike.
@@ -53,7 +54,7 @@ _PYTEST = "-m pytest -v -W default -p no:benchmark -p no:cacheprovider"
 # {folder} a folder for more.
 PARTS = {
     "limits": (60, "scripts/gpu_validate.py --measure-limits {json}"),
-    "e2e": (300, f"{_PYTEST} -m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py"),
+    "e2e": (300, f"{_PYTEST} -m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/test_sampling_gpu.py"),
     "graphs": (200, "scripts/bench_cuda_graphs.py --shape qwen3-0.6b --json {json}"),
     "latency": (
         240,
@@ -71,6 +72,7 @@ PARTS = {
         "--hf-max-batch-size 32 --output-json {json}",
     ),
     "attention": (240, "scripts/bench_attention.py --device cuda --seconds 1 --json {json}"),
+    "sampling": (240, "scripts/bench_sampling.py --batch-size 32 --json {json}"),
     "graphs-8b": (400, "scripts/bench_cuda_graphs.py --shape qwen3-8b --json {json}"),
     "serve": (
         240,

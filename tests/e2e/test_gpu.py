@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiler import CompiledFunction
 from compiled_llm.engine import DEMO_MODEL
+from compiled_llm.sampler import uniform
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +69,39 @@ def test_every_step_replays_a_cuda_graph(engine: CompiledEngine, prompts: list[l
     counts = {event.key: event.count for event in profiled.key_averages()}
     assert counts.get("cudaGraphLaunch", 0) == steps * (1 if temperature == 0 else 2)
     assert not {name: count for name, count in counts.items() if "LaunchKernel" in name}
+
+
+def test_random_bits_are_those_of_the_cpu() -> None:
+    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (4096,)), torch.arange(4096, dtype=torch.int32)
+    assert torch.equal(uniform(seeds.cuda(), positions.cuda()).cpu(), uniform(seeds, positions))
+
+
+def test_every_kind_of_request_in_one_batch_is_as_on_the_cpu(engine: CompiledEngine, prompts: list[list[int]]) -> None:
+    """Changed logits, masks, log-probabilities of output and prompt, continuations, beams: nothing is compiled."""
+    common = {"max_tokens": 12, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0, **common),
+        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=3, **common),
+        SamplingParams(temperature=0, presence_penalty=1.0, frequency_penalty=0.5, logit_bias={5: 3.0}, **common),
+        SamplingParams(temperature=0, allowed_token_ids=tuple(range(300, 900)), prompt_logprobs=2, **common),
+        SamplingParams(temperature=0, bad_words=("return", "self"), min_tokens=4, **common),
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=3, **common),
+        SamplingParams(temperature=1.0, n=3, seed=4, repetition_penalty=1.1, **common),
+    ]
+    chosen = prompts[: len(params)]
+    outputs = engine.generate(chosen, params, use_tqdm=False)
+    beams = engine.beam_search(chosen[:2], beam_width=3, max_tokens=8)
+    with CompiledEngine(device="cpu", dtype="float32", bucket_sizes=(8,), enforce_eager=True) as on_cpu:
+        expected = on_cpu.generate(chosen, params, use_tqdm=False)
+        expected_beams = on_cpu.beam_search(chosen[:2], beam_width=3, max_tokens=8)
+    for output, other in zip([*outputs, *beams], [*expected, *expected_beams], strict=True):
+        assert [c.token_ids for c in output.outputs] == [c.token_ids for c in other.outputs]
+    for index, logprobs in ((1, outputs[1].outputs[0].logprobs), (3, outputs[3].prompt_logprobs)):
+        others = expected[1].outputs[0].logprobs if index == 1 else expected[3].prompt_logprobs
+        for found, wanted in zip(logprobs, others, strict=True):
+            for token_id in (found or {}).keys() & (wanted or {}).keys():
+                assert found[token_id].logprob == pytest.approx(wanted[token_id].logprob, abs=1e-3)
+    assert engine.compile_report().recompiles == 0
 
 
 def test_both_kinds_of_graphs_give_the_same_tokens_whatever_happens_to_other_memory(prompts: list[list[int]]) -> None:
