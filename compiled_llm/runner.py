@@ -158,6 +158,7 @@ class ModelRunner:
             hidden=self._hidden,
             transforms=self.transforms,
             max_logprobs=config.max_logprobs,
+            uses_trees=self.device.type == "cuda" and self._graph_pool is None and not config.enforce_eager,
         )
         on_gpu = self.device.type == "cuda"
         self._host_tokens = [torch.zeros(rows, dtype=torch.int64, pin_memory=True) for _ in range(2 if on_gpu else 0)]

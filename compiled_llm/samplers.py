@@ -31,8 +31,9 @@ from compiled_llm.step import (
 )
 
 Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
-# What runs behind a step, and what it runs behind there.
-_PATHS = (("sample", None), ("change", None), ("logprobs", None), ("logprobs", "sample"), ("logprobs", "change"))
+# What runs behind a step, and what it runs behind there: CUDA graph trees tell these apart, and nothing else does.
+_KINDS = (("sample", None), ("change", None), ("logprobs", None))
+_PATHS_OF_TREES = (*_KINDS, ("logprobs", "sample"), ("logprobs", "change"))
 _MOST_PROMPT_ROWS = 64  # tokens of prompts at a time
 
 
@@ -61,6 +62,7 @@ class Samplers:
         last_tokens: [R] int64, where a step leaves its tokens.
         hidden: [T, D], where it leaves what the head takes.
         max_logprobs: most likely tokens whose log-probabilities are computed.
+        uses_trees: whether torch's CUDA graph trees record what runs here.
         make: compiles; what it makes with ``keep=False`` stays out of the cache on disk, which cannot see a change in a
             user's code.
     """
@@ -75,7 +77,9 @@ class Samplers:
         hidden: Tensor,
         transforms: tuple[LogitsTransform, ...],
         max_logprobs: int,
+        uses_trees: bool = False,
     ) -> None:
+        self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
         self._model_config = model_config
         self._device = device
         self._last_tokens, self._hidden = last_tokens, hidden
@@ -91,6 +95,8 @@ class Samplers:
         self._prompt_rows = FieldBuffers(
             {"indices": ((rows,), torch.int64), "token_ids": ((rows,), torch.int64)}, device
         )
+        fields = self._prompt_rows.tensors
+        self._prompt_input = fields["indices"], fields["token_ids"]
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +123,7 @@ class Samplers:
     ) -> None:
         """Compile what runs behind a bucket's step, or on a GPU record it behind this one too."""
         rows = bucket.num_requests
-        for kind, before in _PATHS:
+        for kind, before in self._paths:
             name, arguments = (
                 f"{kind}_{rows}",
                 self._arguments_behind(bucket, sampling_input, make_logits, kind, before),
@@ -138,7 +144,7 @@ class Samplers:
 
     def record_again(self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor]) -> None:
         """On a GPU: record every CUDA graph behind the bucket's step again."""
-        for kind, before in _PATHS:
+        for kind, before in self._paths:
             arguments = self._arguments_behind(bucket, sampling_input, make_logits, kind, before)
             self._functions[f"{kind}_{bucket.num_requests}"].record_again(arguments)
 
@@ -186,8 +192,7 @@ class Samplers:
         return prompt_logprobs_function(self._model_config, self._max_logprobs)
 
     def _prompt_arguments(self, weights: Any) -> tuple:
-        fields = self._prompt_rows.tensors
-        return weights, (fields["indices"], fields["token_ids"]), self._hidden
+        return weights, self._prompt_input, self._hidden
 
     # -- Running
 

@@ -180,7 +180,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         else:
             self._before_deep(*args, *kwargs.values())
             if name in ("copy", "count", "index"):
-                self._before_deep(owner)
+                self.budget.glance(owner)
         result = self.budget.make(function(*args, **kwargs))
         if isinstance(owner, str) and isinstance(result, list):
             self.budget.use(sum(_BYTES_PER_STRING + len(part) for part in result))
@@ -223,7 +223,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
         not_ascii = re.compile(rf"[^\x00-\x7f{re.escape(self.unescaped)}]")
         chunks = []
         for chunk in encoder.iterencode(value):
-            self.budget.fits(ESCAPED * len(chunk))
             if ensure_ascii:
                 chunk = not_ascii.sub(lambda match: json.dumps(match[0])[1:-1], chunk)
             chunks.append(self.budget.make(chunk))
@@ -273,15 +272,13 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         check_integer(left)
         check_integer(right)
-        both = [value for value in (left, right) if isinstance(value, str | list | tuple)]
-        if operator == "+":
-            self.budget.fits(sum(map(size_in_bytes, both)))
-        elif operator == "*" and len(both) == 1:
-            times = right if both[0] is left else left
-            self.budget.fits(size_in_bytes(both[0]) * times if isinstance(times, int) else 0)
+        sequences = [value for value in (left, right) if isinstance(value, str | list | tuple)]
+        if operator == "*" and len(sequences) == 1:
+            times = right if sequences[0] is left else left
+            self.budget.fits(size_in_bytes(sequences[0]) * times if isinstance(times, int) else 0)
         elif operator == "%" and isinstance(left, str):
             self._before_percent(left, right)
-        else:
+        elif operator != "+":
             self._before_number(left, right)
             if operator == "**" and isinstance(left, int) and isinstance(right, int):
                 _check_power(left, right)
