@@ -252,7 +252,10 @@ class CompiledEngine:
 
         Raises:
             ValueError: an argument, with what is allowed; with ``raise_on_error`` also a bad prompt.
+            RuntimeError: the engine is closed.
         """
+        if self._closed:
+            raise RuntimeError("the engine is closed")
         eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
         check_beam_search(beam_width, max_tokens, length_penalty, eos_token_ids, self.config.max_logprobs)
         groups: dict[str, BeamGroup] = {}

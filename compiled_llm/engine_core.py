@@ -280,8 +280,11 @@ class EngineCore:
         self.runner.rows.clear()
         old, self.scheduler = self.scheduler, make_scheduler(self.config, self.model_config, self.runner)
         self.scheduler.take_over_counts(old)
-        for _, completion in self._completions.values():
-            request = completion.request
+        groups = {id(group): group for group in self._beams.values()}.values()
+        for group in groups:
+            group.failure = f"{type(error).__name__}: {error}"
+        ended = [completion.request for _, completion in self._completions.values()]
+        for request in [*ended, *(request for group in groups for request in group.requests)]:
             if request.finish_reason is None:
                 request.finish_reason, request.stop_reason = "error", f"{type(error).__name__}: {error}"
             request.status = Status.FINISHED

@@ -79,9 +79,11 @@ class Forks:
         if index != request.forked_index:
             return False
         block = request.block_ids[index]
-        held = self._sources.count(block) + self._targets.count(block)
-        references = self.pool.num_references(block) - held
-        return references > 1 or self.pool.digest(block) is not None
+        return self.num_tables(block) > 1 or self.pool.digest(block) is not None
+
+    def num_tables(self, block: int) -> int:
+        """How many requests name ``block``."""
+        return self.pool.num_references(block) - self._sources.count(block) - self._targets.count(block)
 
     def replace(self, request: Request, position: int, block: int) -> tuple[int, int]:
         """``request`` has ``block`` in place of the shared one of ``position``: that is to be copied to it."""

@@ -61,7 +61,8 @@ def _check_running(scheduler: Scheduler, request: Request) -> None:
     assert request.num_sent_blocks <= len(request.block_ids)
     num_full = request.num_computed_tokens // size
     for index, block in enumerate(request.block_ids[num_full:], num_full):
-        assert pool.num_references(block) == 1 or index == request.forked_index, "a block to be written to is shared"
+        shared = scheduler.forks.num_tables(block) > 1
+        assert not shared or index == request.forked_index, "a block to be written to is shared"
         assert pool.digest(block) is None, "a block that is not full can be found"
     if scheduler.prefix_cache.enabled:
         assert request.num_published_blocks <= num_full

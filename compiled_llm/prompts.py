@@ -42,6 +42,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) 
     """
     cache_salt = ""
     if isinstance(prompt, EncodedPrompt):
+        if not prompt.token_ids:
+            raise ValueError("prompt must have at least one token, given none by the chat template")
         return prompt.text, prompt.token_ids, cache_salt
     if isinstance(prompt, Mapping):
         keys = set(prompt) - {"cache_salt"}

@@ -175,6 +175,11 @@ def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
     items: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(item, str) and item for item in items):
         raise ValueError(f"{name} must be a non-empty string or a list of them, given {value!r}")
+    for item in items:
+        try:
+            item.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{name} must be valid Unicode, given {item!r:.100}: {error}") from error
     if len(items) > most or any(len(item) > _MAX_STOP_CHARACTERS for item in items):
         raise ValueError(f"{name} may hold {most} strings of {_MAX_STOP_CHARACTERS} characters at most")
     return tuple(items)

@@ -189,8 +189,6 @@ class Scheduler:
         is computed again, since its copies may not have arrived.
         """
         self.forks.end_copies()
-        while self._take_back():  # what they hold may be what these steps computed
-            pass
         failed = {request: None for requests in self._in_flight for request in requests}
         self._in_flight.clear()
         for request in failed:
@@ -199,6 +197,8 @@ class Scheduler:
         ended = [request for request in failed if request.status is not Status.FINISHED]
         for request in ended:
             self.finish(request, "error", reason)
+        while self._take_back():  # what they hold may be what these steps computed
+            pass
         for request in list(self.waiting):
             if request.host_block_ids:
                 self.swap_pool.free(request.host_block_ids)
@@ -441,6 +441,7 @@ class Scheduler:
                 output.copies.append(self.forks.replace(request, position, blocks[0]))
             elif not self._make_room(request):
                 return False
+        request.forked_index = -1
         return True
 
     def _make_room(self, request: Request) -> bool:

@@ -78,9 +78,10 @@ def make_child(
     stop: frozenset[int] = frozenset(),
     keeps_blocks: bool = False,
 ) -> Request:
-    """A request to be forked from ``parent``: ``num_shared`` of its known tokens, or all and tokens of its own."""
+    """A request to be forked from ``parent``: ``num_shared`` of its known tokens, or all, and tokens of its own."""
     known = parent.prompt_token_ids + parent.output_token_ids
-    assert not own or num_shared in (None, len(known)), "it would not begin with the tokens of its parent"
+    computed = min(parent.num_computed_tokens, len(known))
+    assert not own or num_shared is None or num_shared >= computed, "it has other tokens computed"
     prompt = [*known[:num_shared], *own]
     return make_request(name, prompt, max_tokens, stop, parent.priority, parent.cache_salt, keeps_blocks)
 
@@ -244,9 +245,7 @@ class FakeEngine:
         """Run a step; returns what was scheduled, or None where all that can run is in flight."""
         output = self.launch()
         if len(self._launched) == self._most_launched or output is None:
-            finished, sampled = self._launched.popleft()
-            self.scheduler.update(finished, sampled)
-            self.runner.written.popleft()
+            self.collect()
         check_scheduler(self.scheduler)
         return output
 
@@ -259,6 +258,12 @@ class FakeEngine:
         self.outputs.append(output)
         self._launched.append((output, self.runner.execute(output)))
         return output
+
+    def collect(self) -> None:
+        """The second half: the results of the step that was launched first."""
+        finished, sampled = self._launched.popleft()
+        self.scheduler.update(finished, sampled)
+        self.runner.written.popleft()
 
     def fail_steps(self, reason: str) -> list[Request]:
         """The steps in flight broke, as the device may do; returns the requests that this ended."""

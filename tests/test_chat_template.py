@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from compiled_llm.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
-from tests.chat_templates import CHATML, CONVERSATIONS, DOCUMENTS, TEMPLATES, TOOLS
+from tests.chat_templates import CONVERSATIONS, DOCUMENTS, TEMPLATES, TOOLS
 
 NAMED = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -51,21 +51,24 @@ def test_renders_as_transformers_does(name: str, conversation: str) -> None:
     assert rendered == (0 if (name, conversation) in REFUSED else 4)
 
 
-def test_a_template_is_compiled_once_and_rendered_by_many_threads() -> None:
-    template = ChatTemplate(CHATML)
-    texts: list[str] = []
+def test_threads_may_share_a_template() -> None:
+    """Each rendering has a budget by the size of its own messages; a short one's is not enough for a long one."""
+    template = ChatTemplate("{% for i in range(60) %}{{ 'z' in text }}{% endfor %}")
+    wrong: list[Exception] = []
 
-    def work(number: int) -> None:
-        for _ in range(50):
-            messages = [{"role": "user", "content": str(number)}]
-            texts.append(template.render({"messages": messages, "add_generation_prompt": False}, 100))
+    def work(text: str, times: int) -> None:
+        try:
+            for _ in range(times):
+                assert template.render({"text": text}, 1000) == "False" * 60
+        except Exception as error:
+            wrong.append(error)
 
-    threads = [Thread(target=work, args=(number,)) for number in range(4)]
+    threads = [Thread(target=work, args=("x" * 1_000_000, 20)), Thread(target=work, args=("x", 2000))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(texts) == sorted(50 * [f"<|im_start|>user\n{number}<|im_end|>\n" for number in range(4)])
+    assert wrong == []
 
 
 def test_the_time_is_todays() -> None:

@@ -146,6 +146,42 @@ def test_a_child_of_a_prompt_that_is_computed_in_chunks(overlap: bool) -> None:
     finish_all(engine, other, parent, child)
 
 
+def test_a_token_in_flight_is_no_childs() -> None:
+    """Two steps are in flight: the second one computes the token that the first one samples, which nobody knows."""
+    scheduler = make_scheduler(50)
+    engine = FakeEngine(scheduler, overlap=True)
+    parent = make_request("parent", 9, 12)
+    add(scheduler, parent)
+    run_until_known(engine, parent, 2)
+    engine.launch()
+    assert parent.num_computed_tokens == 9 + len(parent.output_token_ids) + 1
+    child = make_child(parent, "child", 5, own=[1, 2])
+    fork(scheduler, parent, child)
+    assert child.num_computed_tokens == 9 + len(parent.output_token_ids)
+    engine.collect()
+    finish_all(engine, parent, child)
+
+
+def test_others_may_find_the_block_that_a_child_fills_in_the_same_step() -> None:
+    """It is the child's own by then, and what they need of it is written before anybody reads."""
+    scheduler = make_scheduler(50, prefix_caching=True, max_num_seqs=2)
+    engine = FakeEngine(scheduler)
+    parent, other = make_request("parent", 6, 2), make_request("other", 3, 9)
+    add(scheduler, parent, other)
+    engine.step()
+    child = make_child(parent, "child", 4, own=[7])
+    fork(scheduler, parent, child)
+    scheduler.finish(parent, "abort")
+    same = make_request("same", [*child.prompt_token_ids, 5], 4)
+    scheduler.finish(other, "abort")
+    add(scheduler, same)
+    output = engine.step()
+    assert work_of(output) == {"child": 2, "same": 1}
+    assert child.block_ids[1] == same.block_ids[1]
+    assert copies_of(engine) == []
+    finish_all(engine, child, same)
+
+
 def test_a_child_that_waits_can_be_forked_itself() -> None:
     scheduler = make_scheduler(50, max_num_seqs=1)
     engine = FakeEngine(scheduler)
@@ -610,6 +646,21 @@ def test_what_a_broken_step_was_to_compute_is_not_kept() -> None:
     child = make_child(parent, "child", 4, own=[1])
     fork(scheduler, parent, child)
     scheduler.let_go(parent)
+    finish_all(engine, child)
+    assert child.finish_reason == "length"
+
+
+@both_loops
+def test_who_was_to_keep_its_blocks_keeps_none_that_a_broken_step_wrote_to(overlap: bool) -> None:
+    scheduler = make_scheduler(50)
+    engine = FakeEngine(scheduler, overlap=overlap)
+    parent = make_request("parent", 10, 4, keeps_blocks=True)
+    add(scheduler, parent)
+    engine.launch()
+    assert engine.fail_steps("the reason") == [parent]
+    child = make_child(parent, "child", 4)
+    fork(scheduler, parent, child)
+    assert not child.block_ids
     finish_all(engine, child)
     assert child.finish_reason == "length"
 

@@ -51,12 +51,24 @@ SCHEDULING = Checks(
         "tests/test_scheduler_overlap.py",
         "tests/test_scheduler_preemption.py",
         "tests/test_scheduler_prefixes.py",
+        "tests/test_forks.py",
         "tests/battery/test_planted_bugs_checks.py",
     ),
     load_torch=False,
 )
+FORKS = Checks(("tests/battery/test_schedules.py::test_random_schedules", "tests/test_forks.py"), load_torch=False)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/test_batch.py"), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
+BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
+BEAM_GROUP = Checks(("tests/test_beam_search.py",), load_torch=True)
+BEAMS = Checks(
+    (
+        "tests/e2e/test_beam_search.py::test_equal_to_transformers[blocks of 4]",
+        "tests/e2e/test_beam_search.py::test_end_of_text_is_reached",
+        "tests/e2e/test_beam_search.py::test_beams_share_their_blocks",
+    ),
+    load_torch=True,
+)
 ENGINE = Checks(
     (
         "tests/test_runner.py",
@@ -223,10 +235,9 @@ _SCHEDULER = [
     # Aborts
     (
         "an abort leaks blocks",
-        "            self.running.remove(request)\n            self._release(request)",
-        "            self.running.remove(request)\n"
+        "            self._release(request, keeps_blocks=request.keeps_blocks)\n",
         '            if finish_reason != "abort":\n'
-        "                self._release(request)",
+        "                self._release(request, keeps_blocks=request.keeps_blocks)\n",
     ),
     (
         "an abort of a swapped request leaks host blocks",
@@ -328,7 +339,7 @@ _SCHEDULER = [
     ),
     (
         "a preempted request's blocks are free while it still names them",
-        "self.pool.free(request.block_ids)\n        request.block_ids = []\n",
+        "self.pool.free(request.block_ids)\n            request.block_ids = []\n",
         "self.pool.free(request.block_ids)\n",
     ),
     (
@@ -369,8 +380,8 @@ _SCHEDULER = [
     ),
     (
         "the token in flight is not counted against the limit",
-        "if request.num_tokens >= request.max_num_tokens:  # its last token is in flight",
-        "if request.num_tokens > request.max_num_tokens:",
+        "if request.num_tokens >= request.max_num_tokens or (",
+        "if request.num_tokens > request.max_num_tokens or (",
     ),
     (
         "what a broken step copied to the host is relied on",
@@ -425,8 +436,8 @@ _SCHEDULER = [
     ),
     (
         "a long prompt starves the decodes behind it",
-        "if request.num_tokens >= request.max_num_tokens:  # its last token is in flight",
-        "if lacking or request.num_tokens >= request.max_num_tokens:",
+        "if request.num_tokens >= request.max_num_tokens or (",
+        "if lacking or request.num_tokens >= request.max_num_tokens or (",
     ),
     (
         "a long prompt takes all of the step",
@@ -451,8 +462,8 @@ _SCHEDULER = [
     ),
     (
         "a shared block is not counted as shared",
-        "        for block in shared:\n            self.pool.share(block)\n",
-        "",
+        "            for block in shared:\n                self.pool.share(block)\n",
+        "            pass\n",
     ),
     (
         "cached blocks that a request shares count as room",
@@ -549,8 +560,8 @@ _BATCH = [
     ),
     (
         "two requests share a row",
-        "row_of[request_id] = row = self._free_rows.pop()",
-        "row_of[request_id] = row = self._free_rows[-1]",
+        "row_of[admission.request_id] = row = self._free_rows.pop()",
+        "row_of[admission.request_id] = row = self._free_rows[-1]",
     ),
     (
         "rows of released requests are lost",
@@ -605,6 +616,9 @@ _RUNNER = [
         "((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in))",
         "((output.swapped_out, swap.swap_out),)",
     ),
+]
+
+_SWAP_INDICES = [
     (
         "the host's blocks are taken to have a sink",
         "indices[:, 1] - 1",
@@ -612,11 +626,142 @@ _RUNNER = [
     ),
 ]
 
-_ENGINE = [
+_ENGINE_CORE = [
     (
         "an abort does not reach the scheduler",
-        'self.scheduler.finish(entry.request, "abort")',
+        '        for request in entry.requests:\n            self.scheduler.finish(request, "abort")\n',
+        "",
+    ),
+]
+
+_FORKS = [
+    (
+        "nothing is copied on write",
+        "        if index != request.forked_index:\n            return False\n",
+        "        if True:\n            return False\n",
+    ),
+    (
+        "a child writes to what the prefix cache has as its parent's",
+        "> 1 or self.pool.digest(block) is not None",
+        "> 1",
+    ),
+    (
+        "the parent does not know that others have its block",
+        "parent.forked_index = child.forked_index",
         "pass",
+    ),
+    (
+        "a copy is made, and the runner not told of it",
+        "request.num_sent_blocks = min(request.num_sent_blocks, index)",
+        "pass",
+    ),
+    (
+        "a child counts one token too many as computed",
+        "count = min(parent.num_computed_tokens, known, child.num_tokens - 1)",
+        "count = min(parent.num_computed_tokens + 1, known, child.num_tokens - 1)",
+    ),
+    (
+        "a child counts the token in flight as known",
+        "count = min(parent.num_computed_tokens, known, child.num_tokens - 1)",
+        "count = min(parent.num_computed_tokens, child.num_tokens - 1)",
+    ),
+    (
+        "children name blocks that they are not counted for",
+        "        for block in child.block_ids:\n            self.pool.share(block)\n",
+        "",
+    ),
+    (
+        "the blocks of a kept request are never let go",
+        "            self._take_back(request, self.kept)\n",
+        "            pass\n",
+    ),
+    (
+        "an aborted child that waits keeps what it holds",
+        "            self._take_back(request, self.holders)\n",
+        "            pass\n",
+    ),
+    (
+        "who waits counts as computed what was taken back from it",
+        "            request.num_computed_tokens = 0\n",
+        "            pass\n",
+    ),
+    (
+        "what a step copies may be overwritten in it",
+        "        for held in (shared, block):\n            self.pool.share(held)\n        self.pool.free([shared])\n"
+        "        self._sources.append(shared)\n        self._targets.append(block)\n",
+        "        self.pool.free([shared])\n",
+    ),
+]
+
+_FORKS_SCHEDULED = [
+    (
+        "the copy is forgotten",
+        "output.copies.append(self.forks.replace(request, position, blocks[0]))",
+        "self.forks.replace(request, position, blocks[0])",
+    ),
+    (
+        "who makes room for a copy forgets to make it",
+        "while self.forks.must_copy(request, position):",
+        "if self.forks.must_copy(request, position):",
+    ),
+    (
+        "children rely on what a broken step was to compute",
+        "        while self._take_back():",
+        "        while False:",
+    ),
+    (
+        "a request that ends loses the blocks that it is to keep",
+        "        if keeps_blocks:\n",
+        "        if False:\n",
+    ),
+]
+
+_COPY_BLOCKS = [
+    (
+        "the blocks of one layer alone are copied",
+        "    for cache in caches:\n        blocks = cache.view",
+        "    for cache in caches[:2]:\n        blocks = cache.view",
+    ),
+    (
+        "blocks are copied the other way",
+        "blocks.index_copy_(0, targets, blocks.index_select(0, sources))",
+        "blocks.index_copy_(0, sources, blocks.index_select(0, targets))",
+    ),
+]
+
+_BEAMS = [
+    (
+        "no more continuations are looked at than there are beams",
+        "candidates = candidates[: self.count]",
+        "candidates = candidates[: self._beam_width]",
+    ),
+    (
+        "a beam that ended may come from any place",
+        "for beam in candidates[: self._beam_width]:",
+        "for beam in candidates:",
+    ),
+    (
+        "the search ends with the first beams that end",
+        "if best_possible <= self._ended[-1].score:",
+        "if True:",
+    ),
+    (
+        "scores are not divided by the length",
+        "EndedBeam(beam, beam.logprob / length**self._length_penalty, reason)",
+        "EndedBeam(beam, beam.logprob, reason)",
+    ),
+]
+
+_BEAM_REQUESTS = [
+    (
+        "beams do not keep their blocks",
+        "keeps_blocks=True,",
+        "keeps_blocks=False,",
+    ),
+    (
+        "beams end at an end-of-text token of their own",
+        "return beam.token_ids[-1] in self._eos_token_ids",
+        "return False",
     ),
 ]
 
@@ -628,13 +773,13 @@ _SAMPLER = [
     ),
     (
         "all rows have the first one's top_k",
-        "rank < params.top_k[:, None]",
-        "rank < params.top_k[0]",
+        "sample_tokens(logits, params.temperature, params.top_k,",
+        "sample_tokens(logits, params.temperature, params.top_k[:1].repeat(len(logits)),",
     ),
     (
-        "top_p leaves out the token that crosses it",
-        "mass - probs < params.top_p[:, None]",
-        "mass < params.top_p[:, None]",
+        "top_p and min_p are mixed up",
+        "params.top_p, params.min_p, random)",
+        "1 - params.min_p, 1 - params.top_p, random)",
     ),
 ]
 
@@ -678,7 +823,13 @@ BUGS: dict[Bug, Checks] = {
         ("ops.swap", TAGS, _SWAP),
         ("ops.swap", COPIES, _COPY_ROWS),
         ("runner", ENGINE, _RUNNER),
-        ("engine", ABORTS, _ENGINE),
+        ("cost_measurement", ENGINE, _SWAP_INDICES),
+        ("engine_core", ABORTS, _ENGINE_CORE),
+        ("forks", FORKS, _FORKS),
+        ("scheduler", FORKS, _FORKS_SCHEDULED),
+        ("ops.swap", BLOCK_COPIES, _COPY_BLOCKS),
+        ("beam_search", BEAM_GROUP, _BEAMS),
+        ("beam_search", BEAMS, _BEAM_REQUESTS),
         ("sampler", SAMPLER, _SAMPLER),
         ("ops.kv_quant", QUANTISED, _KV_QUANT),
         ("ops.attention", QUANTISED, _ATTENTION),

@@ -1,4 +1,7 @@
-"""B2: random schedules on a fake model that checks every KV slot, with the invariants after every step."""
+"""B2: random schedules on a fake model that checks every KV slot, with the invariants after every step.
+
+Some requests are forked on the way, whatever they are doing, and some keep their blocks for that when they have ended.
+"""
 
 import itertools
 import pickle
@@ -14,7 +17,7 @@ from compiled_llm.costs import StepCosts
 from compiled_llm.invariants import check_scheduler
 from compiled_llm.request import Request, Status
 from compiled_llm.scheduler import Scheduler
-from tests.fake_engine import VOCABULARY, FakeEngine, check_result, hash_of, make_request, make_scheduler
+from tests.fake_engine import VOCABULARY, FakeEngine, check_result, hash_of, make_child, make_request, make_scheduler
 
 MAX_LEN = 24
 
@@ -59,7 +62,30 @@ def random_request(rng: random.Random, name: str, prefixes: list[list[int]]) -> 
         frozenset(rng.sample(range(VOCABULARY), 20)),
         priority=rng.randint(0, 2),
         cache_salt=rng.choice(["", "", "x"]),
+        keeps_blocks=rng.random() < 0.15,
     )
+
+
+def random_children(rng: random.Random, parent: Request, name: str) -> list[Request]:
+    """One to four that have the prompt of ``parent``, some tokens of it, or all that it has and perhaps some more."""
+    num_known = len(parent.prompt_token_ids) + len(parent.output_token_ids)
+    num_shared = rng.choice([num_known, len(parent.prompt_token_ids), rng.randint(1, num_known)])
+    num_shared = min(num_shared, MAX_LEN - 1)
+    children = []
+    for index in range(rng.randint(1, 4)):
+        num_own = min(rng.randint(0, 3), MAX_LEN - 1 - num_shared) if num_shared == num_known else 0
+        own = [rng.randrange(VOCABULARY) for _ in range(num_own)]
+        child = make_child(
+            parent,
+            f"{name}/{index}",
+            rng.randint(1, MAX_LEN - num_shared - len(own)),
+            num_shared=num_shared,
+            own=own,
+            stop=parent.stop_token_ids,
+            keeps_blocks=rng.random() < 0.15,
+        )
+        children.append(child)
+    return children
 
 
 class Watch:
@@ -68,23 +94,47 @@ class Watch:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
         self.unfinished: dict[Request, None] = {}  # those added
+        self.keeping: dict[Request, None] = {}  # those that keep their blocks, or will
         self.ends: dict[Request, tuple] = {}
+        self.num_forked = self.num_taken_back = 0
 
     def add(self, request: Request) -> None:
         self.engine.scheduler.add(request)
-        self.unfinished[request] = None
+        self._follow(request)
+
+    def fork(self, parent: Request, child: Request) -> None:
+        self.engine.scheduler.fork(parent, child)
+        check_scheduler(self.engine.scheduler)
+        self.num_forked += bool(child.block_ids)
+        self._follow(child)
+
+    def let_go(self, request: Request) -> None:
+        del self.keeping[request]
+        self.engine.scheduler.let_go(request)
+        assert request not in self.engine.scheduler.forks.kept
+        check_scheduler(self.engine.scheduler)
 
     def step(self) -> None:
+        scheduler = self.engine.scheduler
         first = min(self.unfinished, key=lambda request: request.rank)
+        if scheduler.running and scheduler.running[0].rank == first.rank:
+            first = scheduler.running[0]  # a child has the rank of its parent
         num_preemptions = first.num_preemptions
+        holders = set(scheduler.forks.holders)
         self.engine.step()
         assert first.num_preemptions == num_preemptions, "the first by rank was preempted"
+        self.num_taken_back += sum(request in scheduler.waiting for request in holders - scheduler.forks.holders.keys())
         self.see_ends()
 
     def abort(self, request: Request) -> None:
         self.engine.scheduler.finish(request, "abort")
         check_scheduler(self.engine.scheduler)
         self.see_ends()
+
+    def _follow(self, request: Request) -> None:
+        self.unfinished[request] = None
+        if request.keeps_blocks:
+            self.keeping[request] = None
 
     def see_ends(self) -> None:
         for request in [request for request in self.unfinished if request.status is Status.FINISHED]:
@@ -94,6 +144,8 @@ class Watch:
     def check_ends(self) -> None:
         """Every request has come to one end, which nothing has changed since, and nothing is left behind."""
         scheduler = self.engine.scheduler
+        for request in list(self.keeping):
+            self.let_go(request)
         assert not self.unfinished, "requests are stuck"
         assert not scheduler.has_unfinished_requests()
         assert (scheduler.pool.num_used, scheduler.swap_pool.num_used) == (0, 0), "blocks are leaked"
@@ -120,10 +172,30 @@ class Watch:
         counts["tokens swapped in"] += scheduler.counts.num_swapped_in_tokens
         counts["tokens hit"] += scheduler.prefix_cache.num_hit_tokens
         counts["evictions"] += scheduler.pool.num_evictions
+        counts["forked"] += self.num_forked
+        counts["copied on write"] += sum(len(output.copies) for output in self.engine.outputs)
+        counts["taken back"] += self.num_taken_back
 
     @staticmethod
     def _end(request: Request) -> tuple:
         return request.finish_reason, request.stop_reason, tuple(request.output_token_ids), request.finished_time
+
+
+def fork_at_random(rng: random.Random, watch: Watch, name: str) -> list[Request]:
+    """The children of one that runs, mostly; or else of one that waits, keeps its blocks, or has ended without."""
+    others = [*watch.unfinished, *watch.keeping, *list(watch.ends)[-2:]]
+    parent = rng.choice(
+        watch.engine.scheduler.running if watch.engine.scheduler.running and rng.random() < 0.7 else others
+    )
+    children = random_children(rng, parent, name)
+    for child in children:
+        watch.fork(parent, child)
+    return children
+
+
+def let_go_at_random(rng: random.Random, watch: Watch) -> None:
+    for request in [request for request in watch.keeping if rng.random() < 0.1]:
+        watch.let_go(request)
 
 
 def run_schedule(seed: int, counts: Counter[str]) -> None:
@@ -133,6 +205,7 @@ def run_schedule(seed: int, counts: Counter[str]) -> None:
     queue = [random_request(rng, f"{seed}-{i}", prefixes) for i in range(rng.randint(1, 64))]
     # Steps after it came; some have ended by then.
     to_abort = {request: rng.randint(0, 20) for request in queue if rng.random() < 0.25}
+    num_forks = rng.randint(0, 15)
     pace = rng.choice([0.2, 0.5, 1.0])
     for _ in range(10_000):
         while queue and (pace == 1.0 or rng.random() < pace):
@@ -141,6 +214,12 @@ def run_schedule(seed: int, counts: Counter[str]) -> None:
             if to_abort[request] == 0:
                 watch.abort(request)
             to_abort[request] -= 1
+        if num_forks and watch.unfinished and rng.random() < 0.2:
+            num_forks -= 1
+            for child in fork_at_random(rng, watch, f"{seed}/{num_forks}"):
+                if rng.random() < 0.1:
+                    to_abort[child] = rng.randint(0, 5)
+        let_go_at_random(rng, watch)
         if watch.unfinished:
             watch.step()
         elif not queue:
@@ -227,9 +306,10 @@ class ScheduleMachine(RuleBasedStateMachine):
         cache_salt=st.sampled_from(["", "x"]),
         stops=st.booleans(),
         id_of_a_finished_one=st.booleans(),
+        keeps_blocks=st.booleans(),
     )
     def add(
-        self, prefix, num_shared, num_own, max_tokens, priority, cache_salt, stops, id_of_a_finished_one: bool
+        self, prefix, num_shared, num_own, max_tokens, priority, cache_salt, stops, id_of_a_finished_one, keeps_blocks
     ) -> None:
         name = f"{next(self.names)}"
         own = [hash_of(f"{name}/{i}") for i in range(num_own)]
@@ -239,7 +319,21 @@ class ScheduleMachine(RuleBasedStateMachine):
             if any(request.request_id == name for request in self.watch.unfinished):
                 return
         stop = frozenset(range(0, VOCABULARY, 5)) if stops else frozenset()
-        self.watch.add(make_request(name, prompt, min(max_tokens, MAX_LEN - len(prompt)), stop, priority, cache_salt))
+        max_tokens = min(max_tokens, MAX_LEN - len(prompt))
+        self.watch.add(make_request(name, prompt, max_tokens, stop, priority, cache_salt, keeps_blocks))
+
+    @precondition(lambda self: self.watch.unfinished or self.watch.ends)
+    @rule(data=st.data(), seed=st.integers(0, 1_000))
+    def fork(self, data: st.DataObject, seed: int) -> None:
+        parents = [*self.watch.engine.scheduler.running, *self.watch.keeping] or list(self.watch.ends)
+        parent = data.draw(st.sampled_from(parents or list(self.watch.unfinished)))
+        for child in random_children(random.Random(seed), parent, f"{next(self.names)}"):
+            self.watch.fork(parent, child)
+
+    @precondition(lambda self: self.watch.keeping)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        self.watch.let_go(data.draw(st.sampled_from(list(self.watch.keeping))))
 
     @precondition(lambda self: self.watch.unfinished)
     @rule(count=st.integers(1, 5))
@@ -282,5 +376,5 @@ def test_state_machine(num_examples: int, battery_counts: Counter[str]) -> None:
         machine,
         settings=settings(max_examples=num_examples, stateful_step_count=30, deadline=None, derandomize=True),
     )
-    for what in ("aborted", "failed", "preemptions by recompute", "tokens hit"):
+    for what in ("aborted", "failed", "preemptions by recompute", "tokens hit", "forked", "copied on write"):
         assert battery_counts[what] > 0, what

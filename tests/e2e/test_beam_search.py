@@ -100,9 +100,9 @@ class Watched:
         forks, launch = engine.scheduler.forks, engine.runner.launch
         take_back_one = forks.take_back_one
 
-        def counting_take_back(*args: Any, **kwargs: Any) -> bool:
+        def counting_take_back(*args: Any, **kwargs: Any) -> Any:
             taken = take_back_one(*args, **kwargs)
-            self.num_taken_back += taken
+            self.num_taken_back += taken is not None
             return taken
 
         def counting_launch(output: Any) -> Any:

@@ -93,6 +93,49 @@ def test_random(swap_out: Swap, swap_in: Swap, data: st.DataObject) -> None:
         check((swap_out, swap_in), caches, swap.host_pool(caches, num_rows), device, rows)
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("pool", POOLS)
+def test_copies_within_the_pool(pool: str, shape: tuple[int, ...]) -> None:
+    """Bit for bit, in any order; a block may be copied to several others, and nothing else changes."""
+    caches = make_caches(POOLS[pool], 9, shape)
+    expected = rows_of(caches)
+    sources, targets = [8, 3, 8, 0, 5], [1, 2, 7, 6, 4]
+    for source, target in zip(sources, targets, strict=True):
+        expected[target] = expected[source]
+    swap.copy_blocks(caches, torch.tensor(sources), torch.tensor(targets))
+    assert torch.equal(rows_of(caches), expected)
+    swap.copy_blocks(caches, torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64))
+    assert torch.equal(rows_of(caches), expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_random_copies_within_the_pool(data: st.DataObject) -> None:
+    names = data.draw(st.lists(st.sampled_from(list(DTYPES)), min_size=1, max_size=3))
+    shape = data.draw(st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3, 16]), st.sampled_from([1, 7, 8, 24])))
+    blocks = data.draw(st.permutations(range(data.draw(st.integers(2, 12)))))
+    num_targets = data.draw(st.integers(1, len(blocks) - 1))
+    targets = blocks[:num_targets]
+    sources = [data.draw(st.sampled_from(blocks[num_targets:])) for _ in targets]
+    caches = make_caches(names, len(blocks), shape)
+    expected = rows_of(caches)
+    expected[targets] = expected[sources]
+    swap.copy_blocks(caches, torch.tensor(sources), torch.tensor(targets))
+    assert torch.equal(rows_of(caches), expected)
+
+
+@pytest.mark.parametrize(
+    ("sources", "targets", "words"),
+    [([1, 2], [3, 3], "two blocks are copied to one"), ([1, 2], [2, 3], "a block is copied to and from")],
+)
+def test_copies_that_depend_on_their_order_are_none(sources: list[int], targets: list[int], words: str) -> None:
+    caches = make_caches(["float32"], 5, (1, 2, 3))
+    before = rows_of(caches)
+    with pytest.raises(AssertionError, match=words):
+        swap.copy_blocks(caches, torch.tensor(sources), torch.tensor(targets))
+    assert torch.equal(rows_of(caches), before)
+
+
 @way
 def test_pools_at_odd_addresses(swap_out: Swap, swap_in: Swap) -> None:
     """Slices of larger tensors, aligned to no more than their elements are."""

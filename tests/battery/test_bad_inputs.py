@@ -1,0 +1,457 @@
+"""B10: bad inputs through the public interface. Each is refused in words that help, and costs nobody else anything.
+
+What is refused says what it is about, what is allowed and what was given. After each one the engine serves a control
+request, with the tokens that it had before, and no KV block is used.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+
+CONTROL = "def add(a, b):\n    return"
+GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+EAGER: dict[str, Any] = {"enforce_eager": True, "dtype": "float32"}
+USER = {"role": "user", "content": "Hello"}
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+HALF = "\ud800"  # of a surrogate pair
+LENGTH = 128
+
+# (prompt, what the reason matches)
+PROMPTS: list[tuple[Any, str]] = [
+    ("", r"prompt must not be empty, given ''"),
+    ([], r"prompt must have at least one token, given none"),
+    ((), r"prompt must have at least one token, given none"),
+    ({"prompt": ""}, r"prompt must not be empty"),
+    ({"prompt_token_ids": []}, r"prompt must have at least one token, given none"),
+    ([5, 10**6], r"prompt_token_ids must be integers from 0 to 4095, given 1000000"),
+    ([4096], r"prompt_token_ids must be integers from 0 to 4095, given 4096"),
+    ([-1], r"prompt_token_ids .* given -1"),
+    ([5, 1.5], r"prompt_token_ids .* given 1.5"),
+    ([2**70], r"prompt_token_ids .* given 1180591620717411303424"),
+    ([math.nan], r"prompt_token_ids .* given nan"),
+    ([5, True], r"prompt_token_ids .* given True"),
+    ([5, None], r"prompt_token_ids .* given None"),
+    ([5, "x"], r"prompt_token_ids .* given 'x'"),
+    ([[5], 6], r"prompt_token_ids .* given \[5\]"),
+    ({"prompt_token_ids": [5, "x"]}, r"prompt_token_ids .* given 'x'"),
+    ([5] * LENGTH, r"prompt must be shorter than 128 tokens \(the max_model_len; .* given 128"),
+    ("x " * 5 * LENGTH, r"prompt must be shorter than 128 tokens .* given"),
+    ("x" * 10**6, r"prompt is too long: 1000000 characters cannot be less than 128 tokens"),
+    ({"prompt": 5}, r"prompt must be a str"),
+    ({"prompt": [5]}, r"prompt must be a str"),
+    ({"prompt_token_ids": "x"}, r"prompt_token_ids must be a list"),
+    ({"prompt_token_ids": 5}, r"must be .* a list of token ids .* given int"),
+    ({}, r"a prompt given as a dict must have one key, 'prompt' or 'prompt_token_ids'.* given \[\]"),
+    ({"text": "x"}, r"one key, 'prompt' or 'prompt_token_ids'.* given \['text'\]"),
+    ({"prompt": "x", "prompt_token_ids": [1]}, r"one key.* given \['prompt', 'prompt_token_ids'\]"),
+    ({"prompt": "x", "salt": "y"}, r"beside an optional 'cache_salt', given \['prompt', 'salt'\]"),
+    ({"prompt": "x", "cache_salt": 5}, r"cache_salt must be a str of at most 1024 characters, given 5"),
+    ({"prompt": "x", "cache_salt": "x" * 2000}, r"cache_salt must be a str of at most 1024 characters, given 'xxx"),
+    ({"prompt": "x", "cache_salt": HALF}, r"cache_salt must be valid Unicode"),
+    (HALF, r"prompt must be valid Unicode"),
+    (None, r"prompt must be a str, a list of token ids or a dict, given NoneType"),
+    (5, r"prompt must be a str, .* given int"),
+    (1.5, r"prompt must be a str, .* given float"),
+    (b"x", r"prompt must be a str, .* given bytes"),
+    ({"x"}, r"prompt must be a str, .* given set"),
+    (np.array([1, 2]), r"prompt must be a str, .* given ndarray"),
+]
+
+# (arguments of SamplingParams, what the message matches); all of these are refused when they are made.
+PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"n": 0}, r"n must be an integer from 1 to 256, given 0"),
+    ({"n": 257}, r"n must be .* to 256, given 257"),
+    ({"n": 2.0}, r"n must be an integer .* given 2.0"),
+    ({"n": 2, "temperature": 0}, r"n must be 1 with temperature=0.* given 2"),
+    ({"max_tokens": 0}, r"max_tokens must be an integer from 1 to \d+, given 0"),
+    ({"max_tokens": 2**40}, r"max_tokens .* given 1099511627776"),
+    ({"max_tokens": "16"}, r"max_tokens .* given '16'"),
+    ({"min_tokens": 17}, r"min_tokens must be an integer from 0 to 16, given 17"),
+    ({"temperature": -0.1}, r"temperature must be a number from 0.0 to 100.0, given -0.1"),
+    ({"temperature": math.nan}, r"temperature must be a number .* given nan"),
+    ({"temperature": None}, r"temperature .* given None"),
+    ({"temperature": "hot"}, r"temperature .* given 'hot'"),
+    ({"top_p": 0}, r"top_p must be above 0 .* given 0"),
+    ({"top_p": 1.1}, r"top_p must be a number from 0.0 to 1.0, given 1.1"),
+    ({"top_k": -2}, r"top_k must be an integer from -1 .* given -2"),
+    ({"top_k": 1.5}, r"top_k .* given 1.5"),
+    ({"min_p": 1.5}, r"min_p must be a number from 0.0 to 1.0, given 1.5"),
+    ({"presence_penalty": 3}, r"presence_penalty must be a number from -2.0 to 2.0, given 3"),
+    ({"frequency_penalty": -math.inf}, r"frequency_penalty must be a number .* given -inf"),
+    ({"repetition_penalty": 0}, r"repetition_penalty must be a number from 0.01 to 100.0, given 0"),
+    ({"seed": 2**63}, r"seed must be an integer from -\d+ to \d+, given 9223372036854775808"),
+    ({"seed": "one"}, r"seed .* given 'one'"),
+    ({"stop": ""}, r"stop must be a non-empty string or a list of them, given ''"),
+    ({"stop": ["a", 5]}, r"stop must be .* given \['a', 5\]"),
+    ({"stop": b"x"}, r"stop must be .* given b'x'"),
+    ({"stop": ["x"] * 65}, r"stop may hold 64 strings"),
+    ({"stop": "x" * 2000}, r"stop may hold 64 strings of 1024 characters"),
+    ({"stop": "x", "detokenize": False}, r"stop strings need detokenize=True, given False"),
+    ({"stop_token_ids": [-1]}, r"stop_token_ids must be .* given -1"),
+    ({"stop_token_ids": ["x"]}, r"stop_token_ids must be .* given 'x'"),
+    ({"stop_token_ids": 5}, r"stop_token_ids must be a list of token ids, given 5"),
+    ({"logprobs": -2}, r"logprobs must be an integer from -1 to 1000, given -2"),
+    ({"prompt_logprobs": True}, r"prompt_logprobs must be .* given True"),
+    ({"logit_bias": [1]}, r"logit_bias must be a dict of bias by token id, given \[1\]"),
+    ({"logit_bias": {"five": 1}}, r"logit_bias: a token id must be an integer .* given 'five'"),
+    ({"logit_bias": {1.5: 1}}, r"logit_bias: a token id must be an integer .* given 1.5"),
+    ({"logit_bias": {5: math.nan}}, r"logit_bias of token 5 must be a number from -100.0 to 100.0, given nan"),
+    ({"logit_bias": {5: 101}}, r"logit_bias of token 5 must be a number from -100.0 to 100.0, given 101"),
+    ({"logit_bias": dict.fromkeys(range(301), 1)}, r"logit_bias may hold 300 ids at most, given 301"),
+    ({"allowed_token_ids": []}, r"allowed_token_ids must hold at least one id, or be None, given none"),
+    ({"allowed_token_ids": "abc"}, r"allowed_token_ids must be a list of token ids, given 'abc'"),
+    ({"bad_words": [""]}, r"bad_words must be a non-empty string .* given \[''\]"),
+    ({"logits_transforms": ["x"]}, r"logits_transforms must be a dict of argument by name, given \['x'\]"),
+    ({"ignore_eos": 1}, r"ignore_eos must be True or False, given 1"),
+    ({"detokenize": None}, r"detokenize must be True or False, given None"),
+    ({"structured_outputs": "[a-z]"}, r"structured_outputs must be a StructuredOutputsParams or a dict, given str"),
+    ({"structured_outputs": {}}, r"structured outputs: exactly one of json, .* must be given, given \[\]"),
+    ({"structured_outputs": {"regexp": "a"}}, r"structured_outputs: .*'regexp'"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, r"exactly one of .* given \['regex', 'choice'\]"),
+    ({"structured_outputs": {"json": "{"}}, r"json must be a JSON schema, given what is not JSON"),
+    ({"structured_outputs": {"regex": HALF}}, r"regex must be Unicode text, given half a surrogate pair"),
+    ({"structured_outputs": {"json_object": False}}, r"json_object must be True or None, given False"),
+    ({"structured_outputs": {"regex": "a"}, "min_tokens": 2}, r"min_tokens must be 0 with structured_outputs, given 2"),
+]
+
+# The same, but only the engine knows.
+PARAMS_OF_A_MODEL: list[tuple[dict[str, Any], str]] = [
+    ({"stop_token_ids": [4096]}, r"stop_token_ids must be integers from 0 to 4095, given 4096"),
+    ({"allowed_token_ids": [5, 10**6]}, r"allowed_token_ids must be integers from 0 to 4095, given 1000000"),
+    ({"logit_bias": {2**31 - 1: 1.0}}, r"logit_bias must be integers from 0 to 4095, given 2147483647"),
+    ({"logprobs": 21}, r"logprobs must be at most the engine's max_logprobs, 20, given 21"),
+    ({"prompt_logprobs": 1000}, r"prompt_logprobs must be at most .* 20, given 1000"),
+    ({"logits_transforms": {"loud": 1}}, r"logits_transforms must name some of the engine's, \[\], given 'loud'"),
+    ({"allowed_token_ids": [0], "min_tokens": 2}, r"allowed_token_ids, bad_words and min_tokens leave no token"),
+    ({"bad_words": [HALF]}, r"bad_words must be valid Unicode, given '\\ud800'"),
+    ({"structured_outputs": {"regex": "("}}, r"structured outputs: does not compile: .*unclosed group"),
+    ({"structured_outputs": {"regex": "(?=a)b"}}, r"structured outputs: does not compile: "),
+    ({"structured_outputs": {"grammar": "x"}}, r"structured outputs: does not compile: .*Expected token ':'"),
+    ({"structured_outputs": {"grammar": 'start: "a" missing'}}, r"structured outputs: does not compile: .*missing"),
+    ({"structured_outputs": {"json": {"type": "nosuch"}}}, r"structured outputs: does not compile: .*nosuch"),
+    ({"structured_outputs": {"json": {"$ref": "#/nowhere"}}}, r"structured outputs: does not compile: .*nowhere"),
+]
+
+# (arguments of chat, what the reason matches)
+CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": [USER]}, r"the model has no chat template: give one with the chat_template argument"),
+    (
+        {"messages": [], "chat_template": TEMPLATE},
+        r"messages must be a list of one or more dicts .* given an empty one",
+    ),
+    ({"messages": "Hello", "chat_template": TEMPLATE}, r"messages must be a list .* given str"),
+    ({"messages": ["Hello"], "chat_template": TEMPLATE}, r"messages\[0\] must be a dict with 'role' .* given str"),
+    ({"messages": [{"content": "x"}], "chat_template": TEMPLATE}, r"messages\[0\]: role must be .* given None"),
+    ({"messages": [{"role": "a\nb", "content": "x"}], "chat_template": TEMPLATE}, r"role must be .* given 'a\\nb'"),
+    ({"messages": [{"role": "user"}], "chat_template": TEMPLATE}, r"messages\[0\]: content must be a str"),
+    ({"messages": [{"role": "user", "content": 5}], "chat_template": TEMPLATE}, r"content must be .* given int"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}], "chat_template": TEMPLATE},
+        r"a part must have the type 'text', .* given \{'type': 'image'\}",
+    ),
+    ({"messages": [{"role": "user", "content": HALF}], "chat_template": TEMPLATE}, r"messages must be valid Unicode"),
+    ({"messages": [USER], "chat_template": "{% for"}, r"chat.template"),
+    ({"messages": [USER], "chat_template": "{{ 1 / 0 }}"}, r"chat.template"),
+    ({"messages": [USER], "chat_template": "{% for i in range(10**9) %}x{% endfor %}"}, r"chat.template"),
+    ({"messages": [USER], "chat_template": "{{ messages.__class__.__mro__ }}"}, r"chat.template"),
+    ({"messages": [USER], "chat_template": 5}, r"chat_template must be a str, given int"),
+    ({"messages": [USER], "chat_template": TEMPLATE, "tools": [{}]}, r"the chat template has no use for 'tools'"),
+    ({"messages": [USER], "chat_template": TEMPLATE, "tools": 5}, r"tools must be a list of dicts, given 5"),
+    (
+        {"messages": [USER], "chat_template": TEMPLATE, "chat_template_kwargs": {"messages": []}},
+        r"chat_template_kwargs must not have 'messages'",
+    ),
+    (
+        {"messages": [USER], "chat_template": TEMPLATE, "continue_final_message": True},
+        r"continue_final_message=True needs add_generation_prompt=False",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x " * 500}], "chat_template": TEMPLATE},
+        r"prompt must be shorter than 128 tokens .* given \d+",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "x" * 10**6}], "chat_template": TEMPLATE},
+        r"messages are too long: \d+ characters cannot be less than 128 tokens",
+    ),
+    ({"messages": [USER], "chat_template": "{{ '' }}"}, r"prompt must have at least one token, given none"),
+]
+
+Use = Callable[[CompiledEngine], Any]
+
+# Arguments of the methods.
+CALLS: list[tuple[str, Use, str]] = [
+    (
+        "fewer parameters than prompts",
+        lambda engine: engine.generate([CONTROL] * 2, [GREEDY], use_tqdm=False),
+        r"sampling_params must be one or as many as the prompts, 2, given 1",
+    ),
+    (
+        "parameters as a dict",
+        lambda engine: engine.generate(CONTROL, {"temperature": 0}, use_tqdm=False),  # type: ignore[arg-type]
+        r"sampling_params must be a SamplingParams or a list, given dict",
+    ),
+    (
+        "a dict among the parameters",
+        lambda engine: engine.generate([CONTROL], [{"temperature": 0}], use_tqdm=False),  # type: ignore[list-item]
+        r"sampling_params must be a SamplingParams, given dict",
+    ),
+    (
+        "more priorities than prompts",
+        lambda engine: engine.generate(CONTROL, GREEDY, priority=[0, 0], use_tqdm=False),
+        r"priority must have as many integers as there are prompts, 1, given 2",
+    ),
+    (
+        "a priority alone",
+        lambda engine: engine.generate(CONTROL, GREEDY, priority=1, use_tqdm=False),  # type: ignore[arg-type]
+        r"priority must be a list of integers, one for each prompt, given 1",
+    ),
+    (
+        "a priority that counts for nothing",
+        lambda engine: engine.generate(CONTROL, GREEDY, priority=[1], use_tqdm=False),
+        r"priority must be 0 unless the engine's scheduling_policy is 'priority', given 1",
+    ),
+    (
+        "a priority that is no number",
+        lambda engine: engine.generate(CONTROL, GREEDY, priority=["first"], use_tqdm=False),  # type: ignore[list-item]
+        r"priority must be an integer from -2147483648 to 2147483647, given 'first'",
+    ),
+    (
+        "stream: a list of prompts",
+        lambda engine: engine.stream([CONTROL, CONTROL]),  # type: ignore[arg-type]
+        r"prompt_token_ids must be integers .* given 'def add",
+    ),
+    (
+        "stream: parameters that are none",
+        lambda engine: engine.stream(CONTROL, 5),  # type: ignore[arg-type]
+        r"sampling_params must be a SamplingParams, given int",
+    ),
+    (
+        "stream: an id out of the vocabulary",
+        lambda engine: engine.stream(CONTROL, SamplingParams(stop_token_ids=[5000])),  # type: ignore[arg-type]
+        r"stop_token_ids must be integers from 0 to 4095, given 5000",
+    ),
+    (
+        "add_request: an empty id",
+        lambda engine: engine.add_request("", CONTROL),
+        r"request_id must be a non-empty str .* given ''",
+    ),
+    (
+        "add_request: an id that is a number",
+        lambda engine: engine.add_request(5, CONTROL),  # type: ignore[arg-type]
+        r"request_id must be .* given 5",
+    ),
+    (
+        "add_request: an id with a NUL",
+        lambda engine: engine.add_request("a\0b", CONTROL),
+        r"request_id must be .* without NUL .* given 'a\\x00b'",
+    ),
+    (
+        "add_request: an id in use",
+        lambda engine: [engine.add_request("twice", CONTROL, GREEDY) for _ in range(2)],
+        r"request_id must be .* that no unfinished request has, given 'twice'",
+    ),
+    (
+        "add_request: a priority that is none",
+        lambda engine: engine.add_request("x", CONTROL, GREEDY, priority=None),  # type: ignore[arg-type]
+        r"priority must be an integer from -2147483648 to 2147483647, given None",
+    ),
+    (
+        "add_request: a priority too large",
+        lambda engine: engine.add_request("x", CONTROL, GREEDY, priority=2**31),
+        r"priority must be an integer .* given 2147483648",
+    ),
+    (
+        "beam search: too wide",
+        lambda engine: engine.beam_search(CONTROL, 11),
+        r"beam_width must be an integer from 1 to 10 .*given 11: raise max_logprobs",
+    ),
+    (
+        "beam search: no beam",
+        lambda engine: engine.beam_search(CONTROL, 0),
+        r"beam_width must be an integer from 1 to 10 .*given 0",
+    ),
+    (
+        "beam search: half a beam",
+        lambda engine: engine.beam_search(CONTROL, 1.5),  # type: ignore[arg-type]
+        r"beam_width .*given 1.5",
+    ),
+    (
+        "beam search: no token",
+        lambda engine: engine.beam_search(CONTROL, 2, 0),
+        r"max_tokens must be an integer of at least 1, given 0",
+    ),
+    (
+        "beam search: a penalty that is no number",
+        lambda engine: engine.beam_search(CONTROL, 2, 4, math.nan),
+        r"length_penalty must be a number from -10 to 10, given nan",
+    ),
+    (
+        "beam search: a prompt that is none",
+        lambda engine: engine.beam_search([5, -5], 2, 4),
+        r"prompt_token_ids must be integers from 0 to 4095, given -5",
+    ),
+    (
+        "beam search: a prompt too long",
+        lambda engine: engine.beam_search([5] * LENGTH, 2, 4),
+        r"prompt must be shorter than 128 tokens .* given 128",
+    ),
+    (
+        "report: fewer steps than none",
+        lambda engine: engine.reset_report(profile_steps=-1),
+        r"profile_steps must be an integer from 0 to 1000, given -1",
+    ),
+]
+
+# (engine arguments, what the message matches)
+ENGINES: list[tuple[dict[str, Any], str]] = [
+    ({"buckets": (1,)}, r"unknown engine argument 'buckets'; allowed: model, .*bucket_sizes"),
+    ({"model": ""}, r"model must be a directory or a hub id as a non-empty str, given ''"),
+    ({"model": 5}, r"model must be .* given 5"),
+    ({"model": "/no/such/directory"}, r"/no/such/directory"),
+    ({"tokenizer": "/no/such/directory"}, r"/no/such/directory"),
+    ({"dtype": "int8"}, r"dtype must be one of 'auto', .* given 'int8'"),
+    ({"dtype": ["float32"]}, r"dtype must be one of .* given \['float32'\]"),
+    ({"device": "tpu"}, r"device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', given 'tpu'"),
+    ({"device": "cuda:77"}, r"device='cuda:77' is not there: torch sees \d+ CUDA devices. Allowed: 'cpu'"),
+    ({"device": "cpu:x"}, r"device must be .* given 'cpu:x'"),
+    ({"load_format": "pickle"}, r"load_format must be one of .* given 'pickle'"),
+    ({"max_model_len": 0}, r"max_model_len must be an integer from 1 to \d+, given 0"),
+    (
+        {"max_model_len": 10**6},
+        r"max_model_len must be at most the model's max_position_embeddings, \d+, given 1000000",
+    ),
+    ({"bucket_sizes": ()}, r"bucket_sizes must hold at least one size, given an empty list"),
+    ({"bucket_sizes": (0, 8)}, r"bucket_sizes must be a list of different integers from 1 to 1048576, given 0 in"),
+    ({"bucket_sizes": (8, 8)}, r"bucket_sizes must be .* given duplicates in \[8, 8\]"),
+    ({"bucket_sizes": "1,8"}, r"bucket_sizes must be a list .* given '1,8'"),
+    ({"bucket_sizes": 8}, r"bucket_sizes must be a list .* given 8"),
+    ({"token_bucket_sizes": (-16,)}, r"token_bucket_sizes must be .* given -16 in"),
+    (
+        {"token_bucket_sizes": (16,), "max_num_batched_tokens": 64},
+        r"the largest of token_bucket_sizes must be at least max_num_batched_tokens, 64, given 16",
+    ),
+    ({"max_num_seqs": 33}, r"max_num_seqs must be at most the largest of bucket_sizes, 32, given 33"),
+    ({"max_num_batched_tokens": 4}, r"max_num_batched_tokens must be at least max_num_seqs, 32 .* given 4"),
+    (
+        {"max_num_batched_tokens": 64, "enable_chunked_prefill": False},
+        r"max_num_batched_tokens must be at least max_model_len, \d+, without chunked prefill .* given 64",
+    ),
+    ({"block_size": 2048}, r"block_size must be an integer from 1 to 1024, given 2048"),
+    ({"num_kv_blocks": 0}, r"num_kv_blocks must be an integer from 1 to \d+, given 0"),
+    ({"num_kv_blocks": 2**47}, r"num_kv_blocks"),
+    ({"kv_cache_memory_bytes": 1}, r"kv_cache_memory_bytes"),
+    ({"gpu_memory_utilization": 1.5}, r"gpu_memory_utilization must be a number above 0 and up to 1, given 1.5"),
+    ({"kv_cache_dtype": "int3"}, r"kv_cache_dtype must be one of .* given 'int3'"),
+    ({"kv_cache_skip_layers": (0,)}, r"kv_cache_skip_layers must be empty unless kv_cache_dtype is .* given \(0,\)"),
+    (
+        {"kv_cache_dtype": "int8", "kv_cache_skip_layers": (999,)},
+        r"kv_cache_skip_layers must .*given",
+    ),
+    ({"swap_space_bytes": -1}, r"swap_space_bytes must be an integer from 0 to \d+, given -1"),
+    ({"preemption_mode": "swap"}, r"preemption_mode='swap' needs swap_space_bytes above 0, given 0"),
+    ({"scheduling_policy": "lifo"}, r"scheduling_policy must be one of 'fcfs', 'priority', given 'lifo'"),
+    ({"target_itl_ms": 0}, r"target_itl_ms must be a number of milliseconds above 0, or None, given 0"),
+    ({"enable_prefix_caching": 1}, r"enable_prefix_caching must be True or False, given 1"),
+    ({"async_scheduling": "yes"}, r"async_scheduling must be True, False or None, given 'yes'"),
+    ({"cuda_graphs": "manual"}, r"cuda_graphs must be 'trees' with enforce_eager=True .* given 'manual'"),
+    ({"compile_unit": "block"}, r"compile_unit must be one of 'model', 'layer', given 'block'"),
+    ({"compile_workers": -1}, r"compile_workers must be an integer from 0 to 1024, given -1"),
+    ({"max_logprobs": 1001}, r"max_logprobs must be an integer from 0 to 1000, given 1001"),
+    ({"logits_transforms": "json:dumps"}, r"logits_transforms must be a list, given 'json:dumps'"),
+    ({"logits_transforms": ["no_such_module:name"]}, r"logits_transforms: 'no_such_module:name' must be 'module:name'"),
+    ({"logits_transforms": ["json:JSONDecoder"]}, r"logits_transforms must hold LogitsTransform objects .* given"),
+    ({"seed": -1}, r"seed must be an integer from 0 to \d+, given -1"),
+    ({"check_invariants": None}, r"check_invariants must be True or False, given None"),
+]
+
+
+def refuse_prompt(prompt: Any) -> Use:
+    """Of a list with good ones, which are served."""
+
+    def use(engine: CompiledEngine) -> RequestOutput:
+        before, bad, after = engine.generate([CONTROL, prompt, CONTROL], GREEDY, use_tqdm=False)
+        assert before.outputs[0].finish_reason == after.outputs[0].finish_reason == "length"
+        with pytest.raises(ValueError, match=r".") as error:
+            engine.add_request("bad", prompt, GREEDY)
+        assert str(error.value) == bad.outputs[0].stop_reason, "the same in words, however it comes in"
+        return bad
+
+    return use
+
+
+def refuse_params(arguments: dict[str, Any]) -> Use:
+    return lambda engine: engine.generate(CONTROL, SamplingParams(**arguments), use_tqdm=False)
+
+
+def refuse_chat(arguments: dict[str, Any]) -> Use:
+    return lambda engine: engine.chat(**arguments, sampling_params=GREEDY, use_tqdm=False)
+
+
+def refuse_engine(arguments: dict[str, Any]) -> Use:
+    return lambda engine: CompiledEngine(**{**EAGER, **arguments})
+
+
+CASES: list[tuple[str, Use, str]] = [
+    *((f"prompt: {prompt!r:.40}", refuse_prompt(prompt), words) for prompt, words in PROMPTS),
+    *((f"params: {arguments!r:.60}", refuse_params(arguments), words) for arguments, words in PARAMS),
+    *((f"params: {arguments!r:.60}", refuse_params(arguments), words) for arguments, words in PARAMS_OF_A_MODEL),
+    *CALLS,
+    *((f"engine: {arguments!r:.60}", refuse_engine(arguments), words) for arguments, words in ENGINES),
+    *((f"chat: {arguments!r:.80}", refuse_chat(arguments), words) for arguments, words in CHATS),
+]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[CompiledEngine]:
+    arguments = {"bucket_sizes": (1, 4), "num_kv_blocks": 40, "max_model_len": LENGTH, "check_invariants": True}
+    with CompiledEngine(**EAGER, **arguments) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def control(engine: CompiledEngine) -> list[int]:
+    """The tokens of the control request before anything bad came."""
+    return engine.generate(CONTROL, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def reason_of(use: Use, engine: CompiledEngine) -> str:
+    """Why it was refused: by a ``ValueError``, or in the place of an output."""
+    try:
+        result = use(engine)
+    except ValueError as error:
+        return str(error)
+    outputs = result if isinstance(result, list) else [result]
+    assert all(isinstance(output, RequestOutput) for output in outputs), f"it was accepted: {outputs!r:.200}"
+    (completion,) = outputs[-1].outputs
+    assert (completion.finish_reason, completion.token_ids, completion.text) == ("error", [], ""), "it was served"
+    return str(completion.stop_reason)
+
+
+@pytest.mark.parametrize(("use", "words"), [case[1:] for case in CASES], ids=[ascii(case[0]) for case in CASES])
+def test_refused_in_words_and_at_nobody_elses_cost(
+    engine: CompiledEngine, control: list[int], use: Use, words: str
+) -> None:
+    reason = reason_of(use, engine)
+    engine.abort("twice")
+    assert not engine.has_unfinished_requests()
+    assert engine.stats().used_blocks == 0
+    (output,) = engine.generate(CONTROL, GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == control
+    assert engine.stats().used_blocks == 0
+    assert re.search(words, reason, re.DOTALL), reason
+    assert len(reason) < 2000, "the whole of a long input is no help"
+
+
+def test_there_are_enough_of_them() -> None:
+    kinds = Counter(name.split(":")[0] for name, *_ in CASES)
+    assert len(CASES) >= 80
+    assert (
+        min(kinds[kind] for kind in ("prompt", "params", "chat", "engine", "beam search", "stream", "add_request")) >= 3
+    )
