@@ -73,7 +73,7 @@ class LogitsInput(NamedTuple):
     presence_penalty: Tensor  # [R] float32, 0 for off
     frequency_penalty: Tensor  # [R] float32, 0 for off
     repetition_penalty: Tensor  # [R] float32, 1 for off
-    bias_ids: Tensor  # [R, MAX_BIASES] int64, any for off
+    bias_ids: Tensor  # [R, MAX_BIASES] int64; an id that stands twice has the same bias there
     biases: Tensor  # [R, MAX_BIASES] float32, 0 for off
     allowed: Tensor  # [R, ceil(V / 32)] int32: bit v % 32 of word v // 32 says whether token v may follow
     fields: tuple[tuple[Tensor, ...], ...]  # of each LogitsTransform, in its order
@@ -98,12 +98,19 @@ def change_logits(
         token_counts: ``[rows, V]`` float32, as in ``LogitsContext``, of all requests.
     """
     counts = token_counts[wanted.row]
-    logits = logits.float().scatter_add(1, wanted.bias_ids, wanted.biases)
-    logits = penalised(logits, counts, wanted)
+    # The few logits with a bias are changed by themselves, so that one pass over the vocabulary does for the others.
+    ids = wanted.bias_ids
+    biased = penalised(logits.gather(1, ids).float() + wanted.biases, counts.gather(1, ids), wanted)
+    logits = penalised(logits.float(), counts, wanted)
+    if not transforms:
+        words = wanted.allowed.gather(1, ids // _BITS)
+        biased = torch.where((words >> (ids % _BITS).int()) & 1 != 0, biased, float("-inf"))
+        return _allowed(logits, wanted).scatter(1, ids, biased)
+    logits = logits.scatter(1, ids, biased)
     context = LogitsContext(position, counts)
     for transform, fields in zip(transforms, wanted.fields, strict=True):
         logits = transform(logits, dict(zip(transform.fields, fields, strict=True)), context)
-    return torch.where(unpacked(wanted.allowed, logits.shape[1]), logits, float("-inf"))
+    return _allowed(logits, wanted)
 
 
 def penalised(logits: Tensor, token_counts: Tensor, wanted: LogitsInput) -> Tensor:
@@ -119,6 +126,10 @@ def penalised(logits: Tensor, token_counts: Tensor, wanted: LogitsInput) -> Tens
     occurrences = token_counts.floor()
     presence = torch.where(occurrences > 0, wanted.presence_penalty[:, None], 0.0)
     return logits - occurrences * wanted.frequency_penalty[:, None] - presence
+
+
+def _allowed(logits: Tensor, wanted: LogitsInput) -> Tensor:
+    return torch.where(unpacked(wanted.allowed, logits.shape[1]), logits, float("-inf"))
 
 
 def unpacked(words: Tensor, vocab_size: int) -> Tensor:

@@ -268,9 +268,10 @@ class _ChangeRows:
         arrays["presence_penalty"][row] = params.presence_penalty
         arrays["frequency_penalty"][row] = params.frequency_penalty
         arrays["repetition_penalty"][row] = params.repetition_penalty
-        biases = params.logit_bias or {}
-        arrays["biases"][row] = 0
+        biases = params.logit_bias or {0: 0.0}
+        arrays["biases"][row] = next(iter(biases.values()))  # what is left over says the first again
         arrays["biases"][row, : len(biases)] = list(biases.values())
+        arrays["bias_ids"][row] = next(iter(biases))
         arrays["bias_ids"][row, : len(biases)] = list(biases)
         for transform in self.transforms:
             arguments = params.logits_transforms or {}

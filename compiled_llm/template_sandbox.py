@@ -349,10 +349,6 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._before_format(text, args, kwargs)
         else:
             self._before_deep(text, *args, *kwargs.values())
-        if name in ("split", "rsplit", "splitlines"):
-            separator = args[0] if args else kwargs.get("sep")
-            parts = text.count(separator) if isinstance(separator, str) and separator else len(text) // 2
-            self.budget.fits((parts + 1) * (_BYTES_PER_STRING + BYTES_PER_ITEM) + len(text))
 
     def _before_percent(self, text: str, values: Any) -> None:
         fields = _PERCENT_FIELD.findall(text)

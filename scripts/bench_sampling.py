@@ -61,6 +61,7 @@ KINDS: dict[str, Params] = {
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--context", type=int, default=300, help="tokens of each request, about")
     parser.add_argument("--rounds", type=int, default=30)
@@ -138,7 +139,7 @@ def seconds_of(function: Callable[[], object], device: torch.device) -> float:
 def main() -> int:
     args = parse_arguments()
     with model_of(args) as model:
-        arguments = {**model, "enforce_eager": args.enforce_eager}
+        arguments = {**model, "dtype": args.dtype, "enforce_eager": args.enforce_eager}
         engine, bucket = decoding_engine(arguments, args.batch_size, args.context, KINDS["full"])
     runner, device = engine.runner, engine.runner.device
     kinds = {name: Measured(engine, bucket, SamplingParams(max_tokens=16, **params)) for name, params in KINDS.items()}
@@ -186,7 +187,6 @@ def main() -> int:
     report = engine.compile_report()
     result = {
         "benchmark": "sampling",
-        "command": f"python scripts/bench_sampling.py --batch-size {args.batch_size} --context {args.context}",
         "batch_size": args.batch_size,
         "vocab_size": logits.shape[1],
         "step_ms": step * 1e3,

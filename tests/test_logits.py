@@ -74,8 +74,9 @@ def changed(
 def biased(rows: Sequence[Mapping[int, float]]) -> dict[str, Tensor]:
     ids, biases = torch.zeros(len(rows), MAX_BIASES, dtype=torch.int64), torch.zeros(len(rows), MAX_BIASES)
     for row, asked in enumerate(rows):
-        ids[row, : len(asked)] = torch.tensor(list(asked))
-        biases[row, : len(asked)] = torch.tensor(list(asked.values()))
+        items = list((asked or {0: 0.0}).items())
+        items += items[:1] * (MAX_BIASES - len(items))  # what is left over says the first again
+        ids[row], biases[row] = torch.tensor([i for i, _ in items]), torch.tensor([bias for _, bias in items])
     return {"bias_ids": ids, "biases": biases}
 
 
