@@ -8,9 +8,9 @@ import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
@@ -133,6 +133,22 @@ class AsyncCompiledEngine:
                     return
         finally:
             self._thread.drop(reader)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        **options: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """``generate`` for one conversation, by the chat template. ``options`` are those of ``CompiledEngine.chat``."""
+        prompt = await self._call(lambda engine: engine.encode_chat(messages, **options))
+        outputs = self.generate(prompt, sampling_params, request_id=request_id, priority=priority)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     async def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests now and free their blocks; their consumers get a last output, with ``finish_reason="abort"``.

@@ -155,23 +155,33 @@ class CompiledEngine:
         Raises:
             ValueError, RuntimeError: as ``generate``.
         """
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "documents": documents,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         items: list[Any] = []
         for conversation in messages_list(messages):
             try:
-                text, token_ids = self._chat_encoder.encode(
-                    conversation,
-                    self.scheduler.request_capacity,
-                    chat_template=chat_template,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    tools=tools,
-                    documents=documents,
-                    chat_template_kwargs=chat_template_kwargs,
-                )
-                items.append(EncodedPrompt(text, token_ids))
+                items.append(self.encode_chat(conversation, **options))
             except ValueError as error:
                 items.append(error)
         return self._serve("chat", items, sampling_params, use_tqdm, priority, raise_on_error)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> EncodedPrompt:
+        """The prompt that ``chat`` makes of one conversation, for ``stream``, ``add_request`` and the others.
+
+        Args:
+            options: those of ``chat``, from ``chat_template`` on.
+
+        Raises:
+            ValueError: the conversation or the template does not allow it.
+        """
+        text, token_ids = self._chat_encoder.encode(messages, self.scheduler.request_capacity, **options)
+        return EncodedPrompt(text, token_ids)
 
     def _serve(
         self,

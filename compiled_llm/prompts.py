@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-
 
 class EncodedPrompt(NamedTuple):
     """A text and its token ids, from a chat template, which a tokenizer alone would not get from the text."""
 
     text: str
     token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any] | EncodedPrompt
 
 
 # No token is longer, so that a longer text cannot fit and need not be encoded to know it.
@@ -23,7 +24,7 @@ _MAX_SALT_CHARACTERS = 1024
 
 def prompt_list(prompts: Any) -> list[Any]:
     """One prompt or a list of them -> a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, str | bytes | Mapping | EncodedPrompt) or not isinstance(prompts, Sequence):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]

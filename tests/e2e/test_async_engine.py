@@ -68,6 +68,26 @@ def sync_engine() -> CompiledEngine:
 # -- Serving
 
 
+def test_a_conversation_is_served_as_chat_serves_it(sync_engine: CompiledEngine) -> None:
+    template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    messages = [{"role": "user", "content": PROMPT}]
+    (expected,) = sync_engine.chat(messages, GREEDY, use_tqdm=False, chat_template=template)
+
+    async def main() -> None:
+        async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
+            outputs = await collect(engine.chat(messages, GREEDY, chat_template=template))
+            assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
+            assert outputs[-1].prompt == expected.prompt == f"# user: {PROMPT}\n"
+            with pytest.raises(ValueError, match="no chat template"):
+                await collect(engine.chat(messages, GREEDY))
+            async with aclosing(engine.chat(messages, LONG, chat_template=template)) as stream:
+                async for _ in stream:
+                    break
+            await nothing_is_left(engine)
+
+    run(main())
+
+
 def test_twenty_at_once_are_served_as_generate_serves_them(sync_engine: CompiledEngine) -> None:
     prompts = [f"def function_{n}(a, b):\n    return" * (1 + n % 3) for n in range(20)]
     settings: list[dict[str, Any]] = [{"temperature": n % 2, "seed": n, "max_tokens": 4 + n} for n in range(20)]
