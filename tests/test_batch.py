@@ -45,9 +45,7 @@ def step_of(*items: Item, released: tuple[str, ...] = ()) -> SchedulerOutput:
         samples=[True] * len(items),
         feedback=[item.feedback for item in items],
         token_ids=[token for item in items for token in item.tokens],
-        admissions=[
-            Admission(item.name, item.params, item.seed, [], []) for item in items if item.params is not None
-        ],
+        admissions=[Admission(item.name, item.params, item.seed, [], []) for item in items if item.params is not None],
         table_updates=[(item.name, item.first_block, item.blocks) for item in items if item.blocks],
         released_request_ids=list(released),
     )
