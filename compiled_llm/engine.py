@@ -266,6 +266,8 @@ class CompiledEngine:
         """
         if self._closed:
             raise RuntimeError("the engine is closed")
+        if not isinstance(ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, given {ignore_eos!r}")
         eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
         check_beam_search(beam_width, max_tokens, length_penalty, eos_token_ids, self.config.max_logprobs)
         groups: dict[str, BeamGroup] = {}

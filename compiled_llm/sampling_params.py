@@ -181,7 +181,11 @@ def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
         except UnicodeEncodeError as error:
             raise ValueError(f"{name} must be valid Unicode, given {item!r:.100}: {error}") from error
     if len(items) > most or any(len(item) > _MAX_STOP_CHARACTERS for item in items):
-        raise ValueError(f"{name} may hold {most} strings of {_MAX_STOP_CHARACTERS} characters at most")
+        longest = max(map(len, items))
+        raise ValueError(
+            f"{name} may hold {most} strings of {_MAX_STOP_CHARACTERS} characters at most, given {len(items)}, the "
+            f"longest of {longest}"
+        )
     return tuple(items)
 
 
