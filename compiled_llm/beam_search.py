@@ -40,7 +40,6 @@ class BeamGroup:
     """The beams of one prompt. It knows no engine: requests go out, the likeliest tokens of each come in.
 
     Args:
-        count: continuations of each beam that have to come in, from ``continuations``.
         max_tokens: at least 1; prompt and output together fit the engine.
     """
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from compiled_llm.chat_template import ChatTemplate
+from compiled_llm.prompts import MAX_CHARACTERS_PER_TOKEN
 from compiled_llm.tokenizer import Tokenizer
 
-# As for prompts: no token is longer, so that a longer chat cannot fit.
-_MAX_CHARACTERS_PER_TOKEN = 256
 _MAX_DEPTH = 32  # of lists and dicts in a message or a tool
 _MAX_TEMPLATES = 8  # that are kept compiled
 _MAX_WHOLE, _MAX_WHOLES = 64, 256  # characters of a template's string that messages are searched for, and such strings
@@ -89,7 +88,7 @@ class ChatEncoder:
             chat = [_with_joined_text(message) for message in chat]
 
         named = self._tokenizer.named_tokens
-        most = _MAX_CHARACTERS_PER_TOKEN * max_tokens
+        most = MAX_CHARACTERS_PER_TOKEN * max_tokens
         length = sum(len(text) for text in _texts([chat, variables]))
         if length > most:
             raise ValueError(f"messages are too long: {length} characters cannot be less than {max_tokens} tokens")

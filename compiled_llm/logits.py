@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-MAX_BIASES = 300  # of one request
 _BITS = 32
 
 
@@ -77,11 +76,6 @@ class LogitsInput(NamedTuple):
     biases: Tensor  # [R, MAX_BIASES] float32, 0 for off
     allowed: Tensor  # [R, ceil(V / 32)] int32: bit v % 32 of word v // 32 says whether token v may follow
     fields: tuple[tuple[Tensor, ...], ...]  # of each LogitsTransform, in its order
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """Words of 32 bits that have a bit for each token."""
-    return -(-vocab_size // _BITS)
 
 
 def change_logits(

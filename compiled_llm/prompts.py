@@ -18,7 +18,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any] | EncodedPrompt
 
 
 # No token is longer, so that a longer text cannot fit and need not be encoded to know it.
-_MAX_CHARACTERS_PER_TOKEN = 256
+MAX_CHARACTERS_PER_TOKEN = 256
 _MAX_SALT_CHARACTERS = 1024
 
 
@@ -68,7 +68,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) 
             raise ValueError("prompt must not be empty, given ''")
         if tokenizer is None:
             raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
-        if len(prompt) > _MAX_CHARACTERS_PER_TOKEN * max_tokens:
+        if len(prompt) > MAX_CHARACTERS_PER_TOKEN * max_tokens:
             raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {max_tokens} tokens")
         _check_unicode("prompt", prompt)
         token_ids = tokenizer.encode(prompt)

@@ -18,10 +18,11 @@ from compiled_llm.compile_ahead import Job
 from compiled_llm.compiler import CompiledFunction
 from compiled_llm.config import Limits
 from compiled_llm.field_buffers import Arrays, FieldBuffers
-from compiled_llm.logits import MAX_BIASES, LogitsInput, LogitsTransform, field_rows, num_mask_words
+from compiled_llm.logits import LogitsInput, LogitsTransform, field_rows
 from compiled_llm.logprobs import LogprobRows
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.sampler import SamplingInput
+from compiled_llm.sampling_params import MAX_BIASES
 from compiled_llm.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step import (
     changing_sampler_function,
@@ -29,6 +30,7 @@ from compiled_llm.step import (
     prompt_logprobs_function,
     sampler_function,
 )
+from compiled_llm.token_masks import num_mask_words
 
 Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
 # What runs behind a step, and what it runs behind there: CUDA graph trees tell these apart, and nothing else does.

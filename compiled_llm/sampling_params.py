@@ -11,7 +11,7 @@ _MAX_N = 256
 _MAX_LOGPROBS = 1000
 _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 1024
-_MAX_BIASES = 300
+MAX_BIASES = 300
 _MAX_BIAS = 100.0
 _MAX_ALLOWED = 2**20
 _MAX_BAD_WORDS = 1000
@@ -207,8 +207,8 @@ def _biases(value: Any) -> dict[int, float] | None:
         return None
     if not isinstance(value, Mapping):
         raise ValueError(f"logit_bias must be a dict of bias by token id, given {value!r}")
-    if len(value) > _MAX_BIASES:
-        raise ValueError(f"logit_bias may hold {_MAX_BIASES} ids at most, given {len(value)}")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"logit_bias may hold {MAX_BIASES} ids at most, given {len(value)}")
     biases = {}
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key  # as JSON has them

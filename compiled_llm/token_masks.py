@@ -13,6 +13,11 @@ from compiled_llm.structured_outputs import GrammarState
 _BITS = 32
 
 
+def num_mask_words(vocab_size: int) -> int:
+    """Words of 32 bits that have a bit for each token."""
+    return -(-vocab_size // _BITS)
+
+
 class TokenMask:
     """The mask of one generation, token after token.
 
@@ -33,8 +38,7 @@ class TokenMask:
         stop_token_ids: Collection[int] = (),
         grammar: GrammarState | None = None,
     ) -> None:
-        words = -(-vocab_size // _BITS)
-        self._always = np.zeros(words, dtype=np.uint32)
+        self._always = np.zeros(num_mask_words(vocab_size), dtype=np.uint32)
         if allowed_token_ids is None:
             self._always[:] = 0xFFFFFFFF
         else:

@@ -1,8 +1,8 @@
 """Choosing tokens: the most likely one, or a sample. References in plain torch, schemas, registration.
 
 The ops exist because plain torch needs the whole vocabulary sorted for top-k and top-p, and because what the compiler
-makes of an argmax for a CPU is no vector code: both took more than the rest of sampling together. The kernels search
-for the one number that both filters come to: the least weight that stays.
+makes of an argmax for a CPU takes several times as long as reading the logits. The kernels search for the one number
+that both filters come to: the least weight that stays.
 
     w[v] = exp((logits[v] - max) / temperature)               1 for the most likely token
     top-k   keeps w[v] >= the k-th largest

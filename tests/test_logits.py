@@ -18,18 +18,17 @@ from transformers.generation import (
 )
 
 from compiled_llm.logits import (
-    MAX_BIASES,
     Field,
     LogitsContext,
     LogitsInput,
     LogitsTransform,
     change_logits,
     load_transforms,
-    num_mask_words,
     penalised,
     unpacked,
 )
-from compiled_llm.token_masks import TokenMask
+from compiled_llm.sampling_params import MAX_BIASES
+from compiled_llm.token_masks import TokenMask, num_mask_words
 
 CPU = torch.device("cpu")
 VOCAB = 45  # no multiple of 32
