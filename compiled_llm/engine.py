@@ -16,6 +16,7 @@ from compiled_llm.config import EngineConfig, integer
 from compiled_llm.engine_core import EngineCore
 from compiled_llm.engine_parts import load_tokenizer
 from compiled_llm.intake import Intake
+from compiled_llm.interrupts import Interrupts
 from compiled_llm.loader import model_directory
 from compiled_llm.memory import MemoryLedger
 from compiled_llm.models.config import ModelConfig
@@ -39,6 +40,9 @@ class CompiledEngine:
     ``CompiledEngine(model, **engine_args)``; the arguments are those of ``EngineConfig``. Compilation happens here, so
     that no request waits for it; from then on a recompile is an error.
 
+    An interrupt (Ctrl-C, or another signal whose handler raises) is taken between two steps. What it ends is what was
+    called: ``generate`` and ``beam_search`` abort their requests, ``step`` and ``stream`` keep theirs.
+
     Raises:
         ValueError: an argument, the model directory or the memory does not allow it; the message says what would.
     """
@@ -60,6 +64,7 @@ class CompiledEngine:
         self.runner = ModelRunner(config, self.model_config, directory)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
         self._closed = False
+        self._interrupts = Interrupts()
         self._intake = Intake(
             config,
             self.model_config,
@@ -88,7 +93,9 @@ class CompiledEngine:
 
     def close(self) -> None:
         """End all requests and free the weights and the KV cache. The engine serves nothing afterwards."""
-        if not self._closed:
+        with self._interrupts:
+            if self._closed:
+                return
             self._closed = True
             try:
                 self.abort(list(self._core.entries))
@@ -198,28 +205,28 @@ class CompiledEngine:
         if self._core.entries.keys() - self._streams.keys():
             raise RuntimeError(f"{kind}() while requests of add_request() are unfinished: finish or abort them first")
         outputs: dict[str, RequestOutput] = {}
-        request_ids = [self._unused_id(kind) for _ in items]
-        pending = set()
-        try:
-            for request_id, prompt, param, number in zip(request_ids, items, params, priorities, strict=True):
-                try:
-                    if isinstance(prompt, ValueError):
-                        raise prompt
-                    self.add_request(request_id, prompt, param, number)
-                    pending.add(request_id)
-                except ValueError as error:
-                    if raise_on_error:
-                        raise
-                    outputs[request_id] = error_output(request_id, prompt, str(error))
-            with tqdm(total=len(items), initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar:
-                while pending:
-                    for output in self._advance(only_finished=not self._streams):
-                        if output.finished:
-                            pending.discard(output.request_id)
-                            outputs[output.request_id] = output
-                            bar.update()
-        finally:
-            self.abort(list(pending))
+        with self._interrupts:
+            request_ids = [self._unused_id(kind) for _ in items]
+            try:
+                for request_id, prompt, param, number in zip(request_ids, items, params, priorities, strict=True):
+                    self._interrupts.take()
+                    try:
+                        if isinstance(prompt, ValueError):
+                            raise prompt
+                        self.add_request(request_id, prompt, param, number)
+                    except ValueError as error:
+                        if raise_on_error:
+                            raise
+                        outputs[request_id] = error_output(request_id, prompt, str(error))
+                with tqdm(total=len(items), initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar:
+                    while len(outputs) < len(items):
+                        self._interrupts.take()
+                        for output in self._advance(only_finished=not self._streams):
+                            if output.finished:
+                                outputs[output.request_id] = output
+                                bar.update()
+            finally:
+                self.abort(request_ids)
         return [outputs[request_id] for request_id in request_ids]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
@@ -227,14 +234,18 @@ class CompiledEngine:
 
         Several streams may be consumed in turns. A stream that is closed early, or dropped, aborts its request.
         """
-        request_id = self._unused_id("stream")
-        self.add_request(request_id, prompt, sampling_params)
 
         def advance() -> None:
-            self._undelivered += self._advance()
+            with self._interrupts:
+                self._undelivered += self._advance()
 
-        stream = RequestStream(advance, lambda: self._end_stream(request_id), lambda: self._dropped.append(request_id))
-        self._streams[request_id] = stream.outputs
+        with self._interrupts:
+            request_id = self._unused_id("stream")
+            self.add_request(request_id, prompt, sampling_params)
+            stream = RequestStream(
+                advance, lambda: self._end_stream(request_id), lambda: self._dropped.append(request_id)
+            )
+            self._streams[request_id] = stream.outputs
         return stream
 
     def beam_search(
@@ -293,19 +304,21 @@ class CompiledEngine:
                 length_penalty=length_penalty,
                 eos_token_ids=eos_token_ids,
             )
-        try:
-            for group in groups.values():
-                self._core.add_beams(group)
-            while groups:
-                self._undelivered += self._advance()
-                for request_id, group in list(groups.items()):
-                    if group.failure is not None or (group.has_all and not self._core.advance_beams(group)):
-                        outputs[request_id] = group.output(self.tokenizer)
-                        self._core.end_beams(group)
-                        del groups[request_id]
-        finally:
-            for group in groups.values():
-                self._core.end_beams(group)
+        with self._interrupts:
+            try:
+                for group in groups.values():
+                    self._core.add_beams(group)
+                while groups:
+                    self._interrupts.take()
+                    self._undelivered += self._advance()
+                    for request_id, group in list(groups.items()):
+                        if group.failure is not None or (group.has_all and not self._core.advance_beams(group)):
+                            outputs[request_id] = group.output(self.tokenizer)
+                            self._core.end_beams(group)
+                            del groups[request_id]
+            finally:
+                for group in groups.values():
+                    self._core.end_beams(group)
         return [outputs[request_id] for request_id in request_ids]
 
     # -- The loop that these run, for those who write their own
@@ -338,30 +351,37 @@ class CompiledEngine:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
         entry = self._intake.make(request_id, prompt, params, priority, self._core.counts.num_requests)
-        self._core.add(entry)
+        with self._interrupts:
+            self._core.add(entry)
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
-        self._abort_dropped_streams()
-        return self._core.has_unfinished_requests() or bool(self._undelivered)
+        with self._interrupts:
+            self._abort_dropped_streams()
+            return self._core.has_unfinished_requests() or bool(self._undelivered)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out."""
-        advanced = self._advance()
+        """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out.
+
+        After an interrupt in a step, the next call returns that step's outputs with its own.
+        """
+        with self._interrupts:
+            self._undelivered += self._advance()
         outputs, self._undelivered = self._undelivered, []
-        return outputs + advanced
+        return outputs
 
     def abort(self, request_id: str | Sequence[str]) -> None:
         """End requests now and free their blocks. Unknown and finished ids are passed over.
 
         A stream gets a last output, with ``finish_reason="abort"``.
         """
-        for name in [request_id] if isinstance(request_id, str) else request_id:
-            entry = self._core.entries.get(name)
-            if entry is not None:
-                self._core.abort(entry)
-                if name in self._streams:
-                    self._streams[name].append(entry.output())
+        with self._interrupts:
+            for name in [request_id] if isinstance(request_id, str) else request_id:
+                entry = self._core.entries.get(name)
+                if entry is not None:
+                    self._core.abort(entry)
+                    if name in self._streams:
+                        self._streams[name].append(entry.output())
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV blocks. ``RuntimeError`` while requests are unfinished: theirs are in use."""
@@ -393,7 +413,8 @@ class CompiledEngine:
         integer("profile_steps", profile_steps, 0, 1000)
         profiler = StepProfiler(profile_steps, self.runner.device) if profile_steps else None
         self.runner.profiler = profiler
-        self._core.reset_log(StepLog(profiler.pauses if profiler else None))
+        with self._interrupts:
+            self._core.reset_log(StepLog(profiler.pauses if profiler else None))
         self._stats_before = self.stats()
 
     def report(self, *, measure_limits: bool = True) -> RunReport:
@@ -449,8 +470,9 @@ class CompiledEngine:
             self._end_stream(self._dropped.popleft())
 
     def _end_stream(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
-        self.abort(request_id)
+        with self._interrupts:
+            self._streams.pop(request_id, None)
+            self.abort(request_id)
 
     def _unused_id(self, kind: str) -> str:
         return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._core.entries)

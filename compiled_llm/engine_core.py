@@ -47,10 +47,10 @@ class EngineCore:
 
     def add(self, entry: ServedRequest) -> None:
         """Queue a request whose name nobody has."""
+        self._count(entry.completions[0].request)
         self.entries[entry.request_id] = entry
         for completion in entry.completions:
             self._completions[completion.request.request_id] = entry, completion
-        self._count(entry.completions[0].request)
 
     def _count(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -62,12 +62,19 @@ class EngineCore:
         return self.scheduler.has_unfinished_requests() or bool(self._advanced or self.touched)
 
     def advance(self) -> None:
-        """Run a step, and look at everybody who got a token or ended; they are in ``touched`` then."""
-        if self.scheduler.has_unfinished_requests():
-            self._step()
-        while self._advanced:
-            self._look_at(self._advanced[0])
-            self._advanced.popleft()
+        """Run a step, and look at everybody who got a token or ended; they are in ``touched`` then.
+
+        The engine holds interrupts back meanwhile. What is raised all the same, in the middle of a change that was not
+        made whole, ends all requests.
+        """
+        try:
+            if self.scheduler.has_unfinished_requests():
+                self._step()
+            while self._advanced:
+                self._look_at(self._advanced.popleft())
+        except BaseException as error:
+            self._fail_all(error)
+            raise
 
     def abort(self, entry: ServedRequest) -> None:
         """End a request now, and forget it."""
@@ -77,10 +84,10 @@ class EngineCore:
 
     def forget(self, entry: ServedRequest) -> None:
         """A request has ended."""
-        del self.entries[entry.request_id]
+        self.scheduler.let_go(entry.requests[0])
         for request in entry.requests:
             del self._completions[request.request_id]
-        self.scheduler.let_go(entry.requests[0])
+        del self.entries[entry.request_id]
         self.counts.num_finished += 1
 
     def reset_log(self, log: StepLog) -> None:
@@ -129,16 +136,12 @@ class EngineCore:
 
         Who got a token, or ended with an error, is in ``_advanced`` then.
         """
-        try:
-            started = time.perf_counter()
-            output = self.scheduler.schedule()
-            self.counts.schedule_seconds += time.perf_counter() - started
-            if self.config.check_invariants:
-                check_step(self.scheduler, output)
-            self._ask(output)
-        except BaseException as error:
-            self._fail_all(error)
-            raise
+        started = time.perf_counter()
+        output = self.scheduler.schedule()
+        self.counts.schedule_seconds += time.perf_counter() - started
+        if self.config.check_invariants:
+            check_step(self.scheduler, output)
+        self._ask(output)
         try:
             if output.request_ids:
                 self.launched.append((output, self.runner.launch(output)))
@@ -146,21 +149,15 @@ class EngineCore:
                     return
             output, launched = self.launched.popleft()
             sampled = self.runner.collect(launched)
-        except BaseException as error:
+        except Exception as error:
             self._fail_steps(error)
-            if isinstance(error, Exception):
-                return
-            raise
-        try:
-            started = time.perf_counter()
-            advanced = self.scheduler.update(output, sampled)
-            self._read_logprobs(output, launched, advanced)
-            self.counts.schedule_seconds += time.perf_counter() - started
-            if self.config.check_invariants:
-                check_scheduler(self.scheduler)
-        except BaseException as error:
-            self._fail_all(error)
-            raise
+            return
+        started = time.perf_counter()
+        advanced = self.scheduler.update(output, sampled)
+        self._read_logprobs(output, launched, advanced)
+        self.counts.schedule_seconds += time.perf_counter() - started
+        if self.config.check_invariants:
+            check_scheduler(self.scheduler)
         self._advanced += advanced
         self.counts.num_steps += 1
         self.counts.num_output_tokens += len(advanced)
@@ -275,9 +272,10 @@ class EngineCore:
         self._advanced += self.scheduler.fail_steps_in_flight(f"{type(error).__name__}: {error}")
 
     def _fail_all(self, error: BaseException) -> None:
-        """Scheduling failed or was interrupted half-way: end all requests, and begin anew with an empty scheduler."""
+        """A step failed half-way, and not on the device: end all requests, and start again with an empty scheduler."""
         self.launched.clear()
         self.runner.rows.clear()
+        self._advanced.clear()
         old, self.scheduler = self.scheduler, make_scheduler(self.config, self.model_config, self.runner)
         self.scheduler.take_over_counts(old)
         groups = {id(group): group for group in self._beams.values()}.values()

@@ -39,9 +39,10 @@ class Forks:
         num_blocks = -(-count // self.block_size)
         if not num_blocks or len(parent.block_ids) < num_blocks:  # it was preempted, or its blocks were taken back
             return
-        child.block_ids = parent.block_ids[:num_blocks]
-        for block in child.block_ids:
+        blocks = parent.block_ids[:num_blocks]
+        for block in blocks:
             self.pool.share(block)
+        child.block_ids = blocks
         child.num_computed_tokens = count
         if count % self.block_size:
             child.forked_index = num_blocks - 1

@@ -17,20 +17,25 @@ class RequestStream(Iterator[RequestOutput]):
         self._end: Callable[[], None] | None = end
 
     def __next__(self) -> RequestOutput:
-        if self._end is None:
-            raise StopIteration
         while not self.outputs:
+            if self._end is None:
+                raise StopIteration
             self._advance()
-        output = self.outputs.popleft()
+        output = self.outputs[0]
         if output.finished:
-            self.close()
+            self._finish()
+        del self.outputs[0]  # last, so that an interrupt loses no output
         return output
 
     def close(self) -> None:
         """Abort the request, if it is not finished. Further outputs are not yielded."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
+        self._finish()
+        self.outputs.clear()
+
+    def _finish(self) -> None:
+        if self._end is not None:
+            self._end()
+            self._end = None
 
     def __del__(self) -> None:
         if self._end is not None:

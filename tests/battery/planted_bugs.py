@@ -667,7 +667,7 @@ _FORKS = [
     ),
     (
         "children name blocks that they are not counted for",
-        "        for block in child.block_ids:\n            self.pool.share(block)\n",
+        "        for block in blocks:\n            self.pool.share(block)\n",
         "",
     ),
     (

@@ -11,7 +11,7 @@ import transformers
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.engine import DEMO_MODEL
-from tests.e2e.test_failures import break_once
+from tests.e2e.test_failures import STAGES, Fault, break_once
 from tests.families import checkpoint
 
 EAGER: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "check_invariants": True}
@@ -304,16 +304,13 @@ def test_a_step_that_breaks_ends_the_searches_in_it_and_no_others(
         check(output, 5, 10, 1.0, engine.model_config.eos_token_ids)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [("scheduler", "schedule"), ("scheduler", "update"), ("runner", "launch"), ("runner", "collect")],
-)
-def test_an_interrupt_ends_the_search_and_leaves_an_engine_that_serves(
+@pytest.mark.parametrize(("owner", "name"), STAGES)
+def test_a_fault_ends_the_search_and_leaves_an_engine_that_serves(
     engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, owner: str, name: str
 ) -> None:
     with monkeypatch.context() as patch:
-        break_once(patch, getattr(engine, owner), name, 3, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
+        break_once(patch, getattr(engine, owner), name, 3, Fault())
+        with pytest.raises(Fault):
             engine.beam_search(PROMPTS, 4, 10)
     while engine.has_unfinished_requests():
         assert engine.step() == []

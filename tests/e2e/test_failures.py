@@ -1,5 +1,6 @@
 """A step that breaks, on the device or in the scheduler: its requests end with the reason, and the engine serves on."""
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,6 +37,18 @@ def break_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: in
     monkeypatch.setattr(owner, name, breaking)
 
 
+def interrupt_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, after: int) -> None:
+    """Ctrl-C is pressed while ``owner.name`` is called for the time ``after``, counted from 0."""
+    function, calls = getattr(owner, name), iter(range(10**6))
+
+    def interrupted(*args: Any) -> Any:
+        if next(calls) == after:
+            signal.raise_signal(signal.SIGINT)
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, interrupted)
+
+
 @pytest.mark.parametrize("where", ["launch", "collect"])
 @pytest.mark.parametrize("after", [0, 2, 5])
 def test_a_step_that_breaks_ends_its_requests_and_no_others(
@@ -57,17 +70,21 @@ def test_a_step_that_breaks_ends_its_requests_and_no_others(
     assert engine.stats().used_blocks == 0
 
 
-INTERRUPTED = [("scheduler", "schedule"), ("scheduler", "update"), ("runner", "launch"), ("runner", "collect")]
+STAGES = [("scheduler", "schedule"), ("scheduler", "update"), ("runner", "launch"), ("runner", "collect")]
 
 
-@pytest.mark.parametrize(("owner", "name"), INTERRUPTED)
-def test_an_interrupt_anywhere_leaves_an_engine_that_serves(
+class Fault(BaseException):
+    """Something that nobody expects: no ``Exception``, and no signal either."""
+
+
+@pytest.mark.parametrize(("owner", "name"), STAGES)
+def test_whatever_is_raised_in_a_step_leaves_an_engine_that_serves(
     engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, owner: str, name: str
 ) -> None:
     expected = tokens_of(engine.generate(PROMPTS, GREEDY, use_tqdm=False))
     before = engine.stats()
-    break_once(monkeypatch, getattr(engine, owner), name, 3, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
+    break_once(monkeypatch, getattr(engine, owner), name, 3, Fault())
+    with pytest.raises(Fault):
         engine.generate(PROMPTS, GREEDY, use_tqdm=False)
     while engine.has_unfinished_requests():
         engine.step()
@@ -78,15 +95,15 @@ def test_an_interrupt_anywhere_leaves_an_engine_that_serves(
     assert engine.stats().used_blocks == 0
 
 
-@pytest.mark.parametrize(("owner", "name"), [("scheduler", "schedule"), ("runner", "launch")])
-def test_after_an_interrupt_users_of_step_and_stream_hear_of_the_end(
+@pytest.mark.parametrize(("owner", "name"), STAGES)
+def test_users_of_step_and_stream_learn_that_a_fault_ended_their_requests(
     engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, owner: str, name: str
 ) -> None:
     stream = engine.stream(PROMPTS[0], GREEDY)
     engine.add_request("mine", PROMPTS[1], GREEDY)
     next(stream)
-    break_once(monkeypatch, getattr(engine, owner), name, 0, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
+    break_once(monkeypatch, getattr(engine, owner), name, 0, Fault())
+    with pytest.raises(Fault):
         engine.step()
     ended = []
     while engine.has_unfinished_requests():
@@ -95,12 +112,14 @@ def test_after_an_interrupt_users_of_step_and_stream_hear_of_the_end(
     assert [output.outputs[0].finish_reason for output in stream][-1] == "error"
 
 
-def test_no_text_is_lost_when_making_outputs_is_interrupted(
-    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("owner", "name"), STAGES)
+def test_an_interrupt_in_a_step_is_raised_after_it_and_nothing_is_lost(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, owner: str, name: str
 ) -> None:
-    (expected,) = engine.generate(PROMPTS[0], GREEDY, use_tqdm=False)
-    engine.add_request("mine", PROMPTS[0], GREEDY)
-    break_once(monkeypatch, engine._core, "_step", 2, KeyboardInterrupt())
+    (first, second) = engine.generate(PROMPTS[:2], GREEDY, use_tqdm=False)
+    stream = engine.stream(PROMPTS[0], GREEDY)
+    engine.add_request("mine", PROMPTS[1], GREEDY)
+    interrupt_once(monkeypatch, getattr(engine, owner), name, 2)
     outputs: list[RequestOutput] = []
     interrupts = 0
     while engine.has_unfinished_requests():
@@ -109,7 +128,33 @@ def test_no_text_is_lost_when_making_outputs_is_interrupted(
         except KeyboardInterrupt:
             interrupts += 1
     assert interrupts == 1
-    assert outputs[-1].outputs[0].text == expected.outputs[0].text
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert tokens == [second.outputs[0].token_ids[: len(ids)] for ids in tokens], "in their order"
+    assert len(tokens) == len(second.outputs[0].token_ids), "one output for each token"
+    assert [output.outputs[0].text for output in stream][-1] == first.outputs[0].text
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS * 8])
+def test_an_interrupt_while_generate_queues_its_prompts_leaves_none_of_them(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, prompts: list[str]
+) -> None:
+    interrupt_once(monkeypatch, engine._core, "add", 1)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts, GREEDY, use_tqdm=False)
+    assert not engine.has_unfinished_requests()
+    assert engine.stats().num_waiting == 0
+    assert len(engine.generate(prompts, GREEDY, use_tqdm=False)) == len(prompts)
+
+
+def test_an_interrupt_that_comes_twice_still_leaves_an_engine_that_serves(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt_once(monkeypatch, engine.runner, "launch", 1)
+    interrupt_once(monkeypatch, engine._core, "forget", 0)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert not engine._core.entries
+    assert len(engine.generate(PROMPTS, GREEDY, use_tqdm=False)) == len(PROMPTS)
 
 
 def test_a_stream_dropped_in_the_middle_of_scheduling_waits_for_its_end(
