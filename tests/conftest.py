@@ -1,6 +1,7 @@
 """Fixtures and hooks shared by all tests."""
 
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 
@@ -46,3 +47,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _interruptible() -> Iterator[None]:
+    """Ctrl-C raises KeyboardInterrupt, also where the run was started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
