@@ -29,7 +29,7 @@ from compiled_llm.scheduler import Scheduler
 from compiled_llm.served_request import error_output
 from compiled_llm.step_log import StepLog
 from compiled_llm.step_profile import StepProfiler
-from compiled_llm.stream import RequestStream
+from compiled_llm.stream import RequestStream, StreamReference
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
@@ -76,7 +76,8 @@ class CompiledEngine:
         self._chat_encoder = ChatEncoder(self.tokenizer)
         self._ids = itertools.count()
         self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
-        self._dropped: deque[str] = deque()  # streams that nobody holds any more
+        self._stream_references: dict[str, StreamReference] = {}
+        self._dropped: deque[StreamReference] = deque()  # streams that nobody holds any more
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         self.reset_report()
 
@@ -242,10 +243,9 @@ class CompiledEngine:
         with self._interrupts:
             request_id = self._unused_id("stream")
             self.add_request(request_id, prompt, sampling_params)
-            stream = RequestStream(
-                advance, lambda: self._end_stream(request_id), lambda: self._dropped.append(request_id)
-            )
+            stream = RequestStream(advance, lambda: self._end_stream(request_id))
             self._streams[request_id] = stream.outputs
+            self._stream_references[request_id] = StreamReference(stream, request_id, self._dropped)
         return stream
 
     def beam_search(
@@ -467,11 +467,12 @@ class CompiledEngine:
     def _abort_dropped_streams(self) -> None:
         """Streams that the garbage collector found: it may run anywhere, so they wait for a safe moment."""
         while self._dropped:
-            self._end_stream(self._dropped.popleft())
+            self._end_stream(self._dropped.popleft().request_id)
 
     def _end_stream(self, request_id: str) -> None:
         with self._interrupts:
             self._streams.pop(request_id, None)
+            self._stream_references.pop(request_id, None)
             self.abort(request_id)
 
     def _unused_id(self, kind: str) -> str:

@@ -1,5 +1,6 @@
 """RequestStream: the outputs of one request, one a token, as an iterator that owns the request."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -9,11 +10,9 @@ from compiled_llm.outputs import RequestOutput
 class RequestStream(Iterator[RequestOutput]):
     """What ``CompiledEngine.stream`` returns. Closing it early, or dropping it, aborts the request."""
 
-    def __init__(self, advance: Callable[[], None], end: Callable[[], None], drop: Callable[[], None]) -> None:
-        """``drop`` may be called at any moment, in the middle of a step too: by the garbage collector."""
+    def __init__(self, advance: Callable[[], None], end: Callable[[], None]) -> None:
         self.outputs: deque[RequestOutput] = deque()  # filled by the engine as it steps
         self._advance = advance
-        self._drop = drop
         self._end: Callable[[], None] | None = end
 
     def __next__(self) -> RequestOutput:
@@ -37,6 +36,16 @@ class RequestStream(Iterator[RequestOutput]):
             self._end()
             self._end = None
 
-    def __del__(self) -> None:
-        if self._end is not None:
-            self._drop()
+
+class StreamReference(weakref.ref[RequestStream]):
+    """A weak reference to a stream. When nobody holds that any more, this is appended to ``dropped``.
+
+    The garbage collector may find that out at any moment, in the middle of a step too. An interrupt raised in a
+    ``__del__`` would be ignored, and the stream forgotten; appending to a deque is no Python code, so none is.
+    """
+
+    def __new__(cls, stream: RequestStream, request_id: str, dropped: "deque[StreamReference]") -> "StreamReference":
+        return super().__new__(cls, stream, dropped.append)
+
+    def __init__(self, stream: RequestStream, request_id: str, dropped: "deque[StreamReference]") -> None:
+        self.request_id = request_id

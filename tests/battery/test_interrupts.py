@@ -180,6 +180,7 @@ def check_idle(engine: CompiledEngine, expected: list[list[int]]) -> None:
     assert not core._beams
     assert not core.touched
     assert not engine._streams
+    assert not engine._stream_references
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert tokens_of(engine.generate(PROMPTS, CONTROL, use_tqdm=False)) == expected
     check_scheduler(engine.scheduler)
