@@ -163,7 +163,7 @@ class OutputFile:
     def _index(self, line: bytes, rows: Sequence[InputRow]) -> int:
         """The index of a row that an earlier run wrote. ``ValueError`` if no run for ``rows`` can have written it."""
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
         if not isinstance(row, dict):

@@ -104,6 +104,8 @@ def check_files(args: argparse.Namespace) -> None:
     if args.report is not None:
         try:
             args.report.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ValueError(f"--report must be a directory, given {args.report}") from None
         except OSError as error:
             raise OSError(f"--report {args.report}: {error.strerror}") from error
     for flag, path in (reports | ({} if args.trace is None else {"--trace": args.trace})).items():
