@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from compiled_llm.config import integer
+
 _ROW_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
 
 
@@ -25,7 +27,7 @@ class InputRow:
     index: int
     name: str
     prompt: dict[str, Any]
-    priority: Any = 0
+    priority: int = 0
     error: str | None = None
 
 
@@ -54,7 +56,9 @@ def read_rows(path: Path) -> list[InputRow]:
             text = line.removesuffix(b"\r").decode()
             if text.strip():
                 fields = {"prompt": text} if path.suffix == ".txt" else _parse(text)
-                rows.append(InputRow(index, name, priority=fields.pop("priority", 0), prompt=fields))
+                priority = fields.pop("priority", 0)
+                integer("priority", priority, -(2**31), 2**31 - 1)
+                rows.append(InputRow(index, name, fields, priority))
         except UnicodeDecodeError as error:
             reason = f"not UTF-8: byte {error.start + 1} of the line is {line[error.start]:#04x}"
             rows.append(InputRow(index, name, {}, error=reason))

@@ -29,6 +29,7 @@ import signal
 import stat
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,6 +48,9 @@ if TYPE_CHECKING:  # they load torch, which takes seconds: whatever can be wrong
     from compiled_llm import CompiledEngine, RequestOutput
 
 BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.jsonl"
+QUEUED_ROWS = (
+    1000  # in the engine at once, at least: enough to choose from, and the first row need not wait for the last
+)
 REPORT_FILES = ("report.html", "report.json", "trace.json")
 
 
@@ -142,19 +146,25 @@ def check_writable(flag: str, path: Path) -> None:
 def serve(
     engine: "CompiledEngine", rows: Sequence[InputRow], params: SamplingParams
 ) -> "Iterator[tuple[InputRow, RequestOutput | ValueError]]":
-    """Each row with its output as it finishes, or with the ``ValueError`` that refused it."""
-    by_id = {str(row.index): row for row in rows}
-    for request_id, row in by_id.items():
-        # From the row's index, not from how many rows came before it: a resumed run gives the same tokens.
-        seed = row_seed(engine.config.seed, row.index) if params.seed is None else params.seed
-        try:
-            engine.add_request(request_id, row.prompt, dataclasses.replace(params, seed=seed), row.priority)
-        except ValueError as error:
-            yield row, error
-    while engine.has_unfinished_requests():
+    """Each row with its output as it finishes, or with the ``ValueError`` that refused it; more urgent rows first."""
+    waiting = deque(sorted(rows, key=lambda row: row.priority))
+    queued: dict[str, InputRow] = {}
+    most_queued = max(QUEUED_ROWS, 2 * engine.runner.limits.max_num_seqs)
+    while waiting or engine.has_unfinished_requests():
+        while waiting and len(queued) < most_queued:
+            row = waiting.popleft()
+            # From the row's index, not from how many rows came before it: a resumed run gives the same tokens.
+            seed = row_seed(engine.config.seed, row.index) if params.seed is None else params.seed
+            try:
+                engine.add_request(str(row.index), row.prompt, dataclasses.replace(params, seed=seed), row.priority)
+                queued[str(row.index)] = row
+            except ValueError as error:
+                yield row, error
         for output in engine.step():
             if output.finished:
-                yield by_id[output.request_id], output
+                yield queued.pop(output.request_id), output
+    for row in queued.values():
+        yield row, ValueError("the engine returned no result")
 
 
 def row_seed(engine_seed: int, index: int) -> int:

@@ -67,6 +67,8 @@ def test_a_byte_that_is_not_utf_8_costs_its_row_alone_and_is_named(module: Modul
         ('{"prompt": "a", "colour": 1, "temperature": 0}', "unknown key: colour, temperature; known are"),
         ("{}", "either 'prompt' or 'prompt_token_ids'"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "either 'prompt' or 'prompt_token_ids'"),
+        ('{"prompt": "a", "priority": true}', "priority must be an integer"),
+        ('{"prompt": "a", "priority": NaN}', "priority must be an integer"),
         (json.dumps({"x" * 10**6: 1}), "unknown key"),
     ],
 )

@@ -272,6 +272,30 @@ def test_rows_that_fail_while_running_are_named_and_served_on_resume(
     assert rows(output) == rows(whole), "sampled tokens too"
 
 
+def test_rows_wait_in_the_file_not_in_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may have more rows than an engine should hold; its order is the engine's, more urgent rows first."""
+    prompts, output, unfinished = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", []
+    items = [{"prompt": f"n = {n}", "priority": -n} for n in range(30)]
+    prompts.write_text("".join(json.dumps(item) + "\n" for item in [*items, {"prompt": ""}]))
+    step = CompiledEngine.step
+
+    def counted(engine: CompiledEngine) -> list[RequestOutput]:
+        unfinished.append(engine.stats().num_waiting + engine.stats().num_running)
+        return step(engine)
+
+    monkeypatch.setattr(CompiledEngine, "step", counted)
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.setattr(importlib.import_module("serve_offline"), "QUEUED_ROWS", 1)
+    arguments = [*FAST, "--scheduling-policy", "priority", "--input", str(prompts), "--output", str(output)]
+    assert run(monkeypatch, *arguments) == 1
+    assert "row 30 (prompts.jsonl, line 31) failed: prompt must not be empty" in capsys.readouterr().err
+    assert max(unfinished) == 8, "twice as many as can run"
+    assert len(rows(output)) == 30
+    assert min(list(rows(output))[:4]) > 20
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_the_run_with_what_is_finished(
     monkeypatch: pytest.MonkeyPatch,
