@@ -48,9 +48,7 @@ if TYPE_CHECKING:  # they load torch, which takes seconds: whatever can be wrong
     from compiled_llm import CompiledEngine, RequestOutput
 
 BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.jsonl"
-QUEUED_ROWS = (
-    1000  # in the engine at once, at least: enough to choose from, and the first row need not wait for the last
-)
+QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler to choose from
 REPORT_FILES = ("report.html", "report.json", "trace.json")
 
 
