@@ -4,38 +4,64 @@
     python scripts/serve_offline.py --model DIR --input prompts.jsonl --output out.jsonl --resume
 
 Without ``--input`` the bundled prompts run through the bundled model. ``--input`` takes .jsonl (rows with ``prompt`` or
-``prompt_token_ids``, and if wanted ``cache_salt`` and ``priority``) or .txt (a prompt a line). ``--output`` is written
-row by row, each row as soon as it is done; ``--resume`` serves only the rows that it does not hold yet.
+``prompt_token_ids``, and if wanted ``cache_salt`` and ``priority``) or .txt (a prompt a line).
+
+``--output`` is a new file, locked for the run and written row by row, each row as soon as it is done. It holds the rows
+that were served; ``index`` is the place of a row in the input, from 0. Rows that fail are named on stderr.
+``--resume`` goes on with the file of an earlier run, however that ended: it serves the rows that the file lacks, those
+that failed too, and gives the same tokens as one run would have.
 
 ``--report DIR`` writes what the run did and how near the machine's limits it ran (``report.html``, ``report.json``; see
 docs/report.md), ``--trace FILE`` the shapes of its steps, which ``scripts/tune_buckets.py`` reads.
 
-Exit status: 0 when every row was served, 1 when some failed (each is named), 2 for bad arguments.
+Exit status: 0 when every row was served, 1 when some failed or a result could not be written, 2 for bad arguments,
+128 + the signal's number after SIGINT (130) or SIGTERM (143), 141 when stdout was closed and there is no ``--output``.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import hashlib
+import itertools
 import json
 import os
-import resource
+import signal
+import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import psutil
+from offline_input import InputRow, read_rows
+from offline_output import OutputFile, failure_of
+from offline_process import GuardedStream, stop_on_signals
 from tqdm import tqdm
 
-from compiled_llm import CompiledEngine, CompletionOutput, Logprob, RequestOutput, SamplingParams, machine_limits
+import compiled_llm
 from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
-from compiled_llm.engine import DEMO_MODEL
-from compiled_llm.kv_cache import describe
-from compiled_llm.report import RunReport
+from compiled_llm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # they load torch, which takes seconds: whatever can be wrong is found before
+    from compiled_llm import CompiledEngine, RequestOutput
+
+BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.jsonl"
+QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler to choose from
+REPORT_FILES = ("report.html", "report.json", "trace.json")
+
+
+class RunError(Exception):
+    """The run ends here, with this message and exit status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description="Serve a file of prompts and print the results and a summary.")
     parser.add_argument("--input", type=Path, help="prompts, .jsonl or .txt (default: the bundled prompts)")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write a JSON row for each finished request")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --output, serve the missing ones")
@@ -56,212 +82,236 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.resume and args.output is None:
         parser.error("--resume needs --output, the file to resume")
-    if args.output is not None and args.output.exists() and not args.resume:
-        parser.error(f"--output {args.output} exists: give --resume to go on with it, or another name")
-    if args.output is not None and not os.access(args.output.parent, os.W_OK):
-        parser.error(f"--output {args.output}: its directory is not there, or may not be written to")
-    if args.input is not None and args.input.suffix not in (".jsonl", ".txt"):
-        parser.error(f"--input must end in .jsonl or .txt, given {args.input}")
     if args.report is None and args.report_profile_steps is not None:
         parser.error("--report-profile-steps needs --report, the directory to write to")
     if args.report_profile_steps is not None and not 0 <= args.report_profile_steps <= 1000:
         parser.error(f"--report-profile-steps must be from 0 to 1000, given {args.report_profile_steps}")
-    if args.report is not None and args.report.exists() and not args.report.is_dir():
-        parser.error(f"--report {args.report} is a file: give a directory")
-    if args.trace is not None and (args.trace.is_dir() or not os.access(args.trace.parent, os.W_OK)):
-        parser.error(f"--trace {args.trace}: a directory, or one that is not there or may not be written to")
     return args
 
 
-def read_prompts(path: Path) -> list[Any]:
-    """A prompt for each row; a ``ValueError`` stands in the place of a row that cannot be read."""
-    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(), which knows more ends of lines than JSON
-    if path.suffix == ".txt":
-        return [line for line in lines if line.strip()]
-    return [parse_row(line) for line in lines if line.strip()]
+# -- Files
 
 
-def parse_row(line: str) -> Any:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        return ValueError(f"not JSON: {error}")
-    if not isinstance(row, dict) or ("prompt" in row) == ("prompt_token_ids" in row):
-        return ValueError("a row must be an object with either 'prompt' or 'prompt_token_ids'")
-    unknown = sorted(row.keys() - {"prompt", "prompt_token_ids", "cache_salt", "priority"})
-    return ValueError(f"a row has an unknown key: {', '.join(unknown)}") if unknown else row
+def check_files(args: argparse.Namespace) -> None:
+    """``ValueError`` or ``OSError`` unless the files of the run are different ones and reports can be written.
 
-
-def finished_rows(path: Path) -> set[int]:
-    """Indices of the rows that ``path`` holds. A last line that a crash cut off is removed from the file."""
-    if not path.exists():
-        return set()
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    try:
-        indices = {int(json.loads(line)["index"]) for line in whole.split(b"\n")[:-1]}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--output {path} is no file of this script, so it is left as it is: {error!r}") from error
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
-    return indices
-
-
-def serve(engine: CompiledEngine, prompts: dict[int, Any], params: SamplingParams) -> Iterator[tuple[int, Any]]:
-    """(index, output) of each prompt as it finishes; (index, ``ValueError``) for one that cannot be served."""
-    for index, prompt in prompts.items():
+    Creates the directory of ``--report``.
+    """
+    files = {"--input": args.input, "--output": args.output, "--trace": args.trace, "--report": args.report}
+    reports = {} if args.report is None else {f"{name} of --report": args.report / name for name in REPORT_FILES}
+    given = [(flag, path) for flag, path in (files | reports).items() if path is not None]
+    for (flag, path), (other_flag, other_path) in itertools.combinations(given, 2):
+        if is_same_file(path, other_path):
+            raise ValueError(f"{flag} and {other_flag} must be different files, given {path} and {other_path}")
+    if args.report is not None:
         try:
-            if isinstance(prompt, ValueError):
-                raise prompt
-            priority = prompt.pop("priority", 0) if isinstance(prompt, dict) else 0
-            engine.add_request(str(index), prompt, params, priority)
-        except ValueError as error:
-            yield index, error
-    while engine.has_unfinished_requests():
+            args.report.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise ValueError(f"--report must be a directory, given {args.report}") from None
+        except OSError as error:
+            raise OSError(f"--report {args.report}: {error.strerror}") from error
+    for flag, path in (reports | ({} if args.trace is None else {"--trace": args.trace})).items():
+        check_writable(flag, path)
+
+
+def is_same_file(path: Path, other: Path) -> bool:
+    """Whether two names, links followed, are of one file; it need not be there."""
+    if os.path.exists(path) and os.path.exists(other):
+        return os.path.samefile(path, other)
+    return os.path.realpath(path) == os.path.realpath(other)
+
+
+def check_writable(flag: str, path: Path) -> None:
+    """``ValueError`` or ``OSError`` unless a regular file can be written there. A file that is there is kept."""
+    target = os.path.realpath(path)
+    try:
+        try:
+            os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            os.unlink(target)
+        except FileExistsError:
+            descriptor = os.open(target, os.O_WRONLY | os.O_NONBLOCK)
+            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            os.close(descriptor)
+            if not is_regular:
+                raise ValueError(f"{flag} must be a regular file, given {path}") from None
+    except OSError as error:
+        raise OSError(f"{flag} {path}: {error.strerror}") from error
+
+
+# -- Serving
+
+
+def serve(
+    engine: "CompiledEngine", rows: Sequence[InputRow], params: SamplingParams
+) -> "Iterator[tuple[InputRow, RequestOutput | ValueError]]":
+    """Each row with its output as it finishes, or with the ``ValueError`` that refused it; more urgent rows first."""
+    waiting = deque(sorted(rows, key=lambda row: row.priority))
+    queued: dict[str, InputRow] = {}
+    most_queued = max(QUEUED_ROWS, 2 * engine.runner.limits.max_num_seqs)
+    while waiting or engine.has_unfinished_requests():
+        while waiting and len(queued) < most_queued:
+            row = waiting.popleft()
+            # From the row's index, not from how many rows came before it: a resumed run gives the same tokens.
+            seed = row_seed(engine.config.seed, row.index) if params.seed is None else params.seed
+            try:
+                engine.add_request(str(row.index), row.prompt, dataclasses.replace(params, seed=seed), row.priority)
+                queued[str(row.index)] = row
+            except ValueError as error:
+                yield row, error
         for output in engine.step():
             if output.finished:
-                yield int(output.request_id), output
+                yield queued.pop(output.request_id), output
+    for row in queued.values():
+        yield row, ValueError("the engine returned no result")
 
 
-def row_of(index: int, output: RequestOutput) -> dict[str, Any]:
-    row = {"index": index, "prompt": output.prompt, **fields_of(output.outputs[0])}
-    if len(output.outputs) > 1:
-        row["outputs"] = [fields_of(completion) for completion in output.outputs]
-    if output.prompt_logprobs is not None:
-        row["prompt_logprobs"] = [logprobs and readable(logprobs) for logprobs in output.prompt_logprobs]
-    return row
+def row_seed(engine_seed: int, index: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{engine_seed}/{index}".encode()).digest()[:8], "little", signed=True)
 
 
-def fields_of(completion: CompletionOutput) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stop_reason": completion.stop_reason,
-    }
-    if completion.logprobs is not None:
-        fields["cumulative_logprob"] = completion.cumulative_logprob
-        fields["logprobs"] = [readable(logprobs) for logprobs in completion.logprobs]
-    return fields
+# -- The run
 
 
-def readable(logprobs: dict[int, Logprob]) -> dict[int, dict[str, Any]]:
-    return {token_id: dataclasses.asdict(logprob) for token_id, logprob in logprobs.items()}
-
-
-def percentiles(summary: dict[str, float] | None) -> str:
-    if summary is None:
-        return "none"
-    return ", ".join(f"{name} {summary[name] * 1e3:.1f} ms" for name in ("mean", "p50", "p99"))
-
-
-def of_the_limit(report: RunReport) -> str:
-    """The phases' shares of what the machine can do."""
-    if report.limits is None:
-        return "not measured on this machine yet: --report does"
-    phases = [
-        f"{phase.name} {phase.limit_share:.0%} ({phase.bytes_per_second / 1e9:.1f} GB/s, "
-        f"{phase.flops_per_second / 1e12:.2f} TFLOP/s)"
-        for phase in report.phases
-        if phase.limit_share is not None
-    ]
-    return f"{', '.join(phases) or 'no step'} of {report.limits}"
-
-
-def print_summary(engine: CompiledEngine, outputs: list[RequestOutput], seconds: float, start_seconds: float) -> None:
-    stats, compiled, report = engine.stats(), engine.compile_report(), engine.report(measure_limits=False)
-    seconds -= report.profile_seconds
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    padding = stats.num_padding_tokens / max(1, stats.num_padding_tokens + stats.num_computed_tokens)
-    runner = engine.runner
-    kv_cache = describe(engine.model_config, runner.cache_dtypes, runner.dtype)
-    peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, engine.memory_report().start_peak_bytes)
-    hits, misses = compiled.cache_count("hit"), compiled.cache_count("miss")
-    temperature = "uncompiled" if not hits + misses else "warm" if not misses else "cold" if not hits else "partly warm"
-    whole = stats.host_seconds + stats.execute_seconds - stats.launch_seconds
-    rows = {
-        "requests": f"{len(outputs)} in {seconds:.2f} s",
-        "tokens": f"{prompt_tokens} prompt, {output_tokens} output",
-        "throughput": f"{output_tokens / seconds:.1f} output tokens/s, {len(outputs) / seconds:.2f} requests/s",
-        "TTFT": percentiles(report.latencies["ttft"]),
-        "TPOT": percentiles(report.latencies["tpot"]),
-        "steps": f"{stats.num_steps}, padding {padding:.1%} of the buckets' rows",
-        "of the limit": of_the_limit(report),
-        "KV cache": f"{kv_cache}; a pool of {runner.kv_cache_bytes / 2**20:.1f} MiB",
-        "KV use": f"peak {stats.peak_used_blocks} of {stats.num_kv_blocks} blocks "
-        f"({stats.peak_used_blocks / stats.num_kv_blocks:.1%})",
-        "prefix cache": f"{stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} tokens found, "
-        f"{stats.num_evictions} evictions, {stats.cached_blocks} blocks cached",
-        "preemptions": f"{stats.num_recompute_preemptions} by recompute ({stats.num_recomputed_tokens} tokens), "
-        f"{stats.num_swap_preemptions} by swap ({stats.num_swapped_out_tokens} tokens out, "
-        f"{stats.num_swapped_in_tokens} in)",
-        "host time": f"{stats.host_seconds / max(1, stats.num_steps) * 1e6:.0f} us a step, "
-        f"{stats.host_seconds / max(1e-9, whole):.1%} of it",
-        "compiled": f"{compiled.graphs} graphs, {compiled.graph_breaks} graph breaks, {compiled.recompiles} recompiles "
-        f"after ready, {compiled.compile_seconds:.1f} s, cache {hits} hits {misses} misses",
-        "start": f"{start_seconds:.1f} s ({temperature}), of which kernels {runner.start_times.kernels:.1f}, weights "
-        f"{runner.start_times.weights:.1f}, compile {runner.start_times.compile:.1f} s",
-        "peak memory": f"{peak / 2**20:.0f} MiB, of which weights {runner.weight_bytes / 2**20:.0f} MiB",
-    }
-    print("\nSummary")
-    for name, value in rows.items():
-        print(f"  {name:<12} {value}")
-
-
-def main() -> int:
-    args = parse_arguments()
+def prepare(args: argparse.Namespace) -> tuple[SamplingParams, list[InputRow], OutputFile | None]:
+    """Everything that can be wrong is found here, before the start of the engine. ``RunError`` with what is."""
     try:
-        prompts = dict(enumerate(read_prompts(args.input or DEMO_MODEL / "prompts.jsonl")))
-        done = finished_rows(args.output) if args.resume else set()
+        engine_config(args)
         params = sampling_params(args)
-        engine = CompiledEngine.from_config(engine_config(args))
+        rows = read_rows(args.input or BUNDLED_PROMPTS)
+        check_files(args)
+        results = None if args.output is None else OutputFile(args.output, rows, resume=args.resume)
     except (ValueError, OSError) as error:
-        print(f"serve_offline: error: {error}", file=sys.stderr)
-        return 2
-    start_seconds = time.time() - psutil.Process().create_time()  # of the process: imports count
+        raise RunError(2, str(error)) from error
+    return params, rows, results
+
+
+def start_engine(args: argparse.Namespace) -> "CompiledEngine":
+    from compiled_llm import CompiledEngine
+
+    try:
+        return CompiledEngine.from_config(engine_config(args))
+    except (ValueError, OSError) as error:
+        raise RunError(2, str(error)) from error
+
+
+def prepare_report(engine: "CompiledEngine", args: argparse.Namespace) -> None:
+    """Measure the machine's limits and have the engine log what the report needs, where they are asked for."""
+    from compiled_llm import machine_limits
+
     if args.report is not None or args.remeasure_limits:
-        machine_limits.measured(engine.runner.device, engine.runner.dtype, remeasure=args.remeasure_limits)
+        try:
+            machine_limits.measured(engine.runner.device, engine.runner.dtype, remeasure=args.remeasure_limits)
+        except RuntimeError as error:
+            raise RunError(1, str(error)) from error
     if args.report is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler writes its stages to the terminal otherwise
         engine.reset_report(profile_steps=4 if args.report_profile_steps is None else args.report_profile_steps)
-    if not args.quiet:
-        print(engine.compile_report())
-        print(f"\n{engine.memory_report()}")
 
-    failed: dict[int, str] = {}
-    outputs: list[RequestOutput] = []
-    todo = {index: prompt for index, prompt in prompts.items() if index not in done}
-    started = time.perf_counter()
-    with open(args.output or os.devnull, "a", encoding="utf-8") as file, tqdm(total=len(todo), unit="prompt") as bar:
-        for index, output in serve(engine, todo, params):
-            bar.update()
-            if isinstance(output, ValueError):
-                failed[index] = str(output)
-                continue
-            outputs.append(output)
-            file.write(json.dumps(row_of(index, output), ensure_ascii=False) + "\n")
-            file.flush()
-    seconds = time.perf_counter() - started
 
-    if not args.quiet:
-        for output in sorted(outputs, key=lambda output: int(output.request_id)):
-            prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
-            for completion in output.outputs:
-                name = output.request_id if len(output.outputs) == 1 else f"{output.request_id}.{completion.index}"
-                print(f"\n--- {name}: {completion.finish_reason}, {len(completion.token_ids)} tokens")
-                print(f"{prompt}\033[1m{completion.text}\033[0m" if sys.stdout.isatty() else prompt + completion.text)
-    if done:
-        print(f"\n{len(done)} rows were there already")
-    print_summary(engine, outputs, max(seconds, 1e-9), start_seconds)
+def serve_all(
+    engine: "CompiledEngine", rows: Sequence[InputRow], params: SamplingParams, results: OutputFile | None
+) -> "list[RequestOutput]":
+    """Serve ``rows`` and write them to ``results``; returns the outputs. Rows that fail are left out, and named."""
+    outputs, failures = [], {}
+    try:
+        with tqdm(total=len(rows), unit="prompt") as bar:
+            for row, output in serve(engine, rows, params):
+                failure = str(output) if isinstance(output, ValueError) else failure_of(output)
+                if failure is not None:
+                    failures[row.index] = f"{row.name} failed: {failure}"
+                else:
+                    if results is not None:
+                        results.write(row.index, output)
+                    outputs.append(output)
+                bar.update()
+    finally:
+        for _, message in sorted(failures.items()):
+            print(message, file=sys.stderr)
+    return outputs
+
+
+def write_reports(engine: "CompiledEngine", args: argparse.Namespace) -> bool:
+    """Write what ``--report`` and ``--trace`` ask for; returns whether that worked."""
+    writers: dict[str, Callable[[], object]] = {}
     if args.report is not None:
-        engine.report().write(args.report)
-        print(f"\nReport: {args.report / 'report.html'}")
+        writers[f"--report {args.report}"] = lambda: engine.report().write(args.report)
     if args.trace is not None:
-        args.trace.write_text(json.dumps(engine.trace(), indent=1) + "\n")
-    for index, reason in sorted(failed.items()):
-        print(f"row {index} failed: {reason}", file=sys.stderr)
-    return 1 if failed else 0
+        writers[f"--trace {args.trace}"] = lambda: args.trace.write_text(json.dumps(engine.trace(), indent=1) + "\n")
+    written = 0
+    for name, write in writers.items():
+        try:
+            write()
+            written += 1
+        except OSError as error:
+            print(f"serve_offline: error: {name}: {error}", file=sys.stderr)
+    return written == len(writers)
+
+
+def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
+    """Serve the rows that are left to serve; returns the exit status."""
+    params, rows, results = prepare(args)
+    with results or contextlib.nullcontext():
+        done = set(results.done) if results is not None else set()
+        todo = [row for row in rows if row.error is None and row.index not in done]
+        for row in rows:
+            if row.error is not None:
+                print(f"{row.name} failed: {row.error}", file=sys.stderr)
+        if done:
+            print(f"{len(done)} rows were there already")
+        if not todo:
+            print("No row is left to serve: the engine did not start, and there is no summary, report or trace.")
+            return 0 if len(done) == len(rows) else 1
+        engine = start_engine(args)
+        start_seconds = time.time() - psutil.Process().create_time()  # of the process: imports count
+        prepare_report(engine, args)
+        if not args.quiet:
+            print(engine.compile_report())
+            print(f"\n{engine.memory_report()}", flush=True)
+        if stdout.failure is not None and results is None:
+            return 1  # nobody would see the results; main() says why
+        started = time.perf_counter()
+        outputs = serve_all(engine, todo, params, results)
+        seconds = time.perf_counter() - started
+
+    from offline_summary import print_results, print_summary
+
+    if not args.quiet:
+        print_results(outputs)
+    print_summary(engine, outputs, max(seconds, 1e-9), start_seconds)
+    is_reported = write_reports(engine, args)
+    if args.report is not None and is_reported:
+        print(f"\nReport: {args.report / 'report.html'}")
+    num_failed = len(rows) - len(done) - len(outputs)
+    if num_failed:
+        again = "" if results is None else "; --resume serves them again"
+        print(f"{num_failed} of {len(rows)} rows failed{again}", file=sys.stderr)
+    return 0 if is_reported and not num_failed else 1
+
+
+def main() -> int:
+    with (
+        contextlib.redirect_stdout(GuardedStream(sys.stdout)) as stdout,
+        contextlib.redirect_stderr(GuardedStream(sys.stderr)),
+    ):
+        try:
+            with stop_on_signals():
+                args = parse_arguments()
+                status = run(args, stdout)
+        except KeyboardInterrupt as interrupt:
+            number = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+            print(f"serve_offline: stopped by {number.name}", file=sys.stderr)
+            return 128 + number
+        except (RunError, OSError) as error:
+            print(f"serve_offline: error: {error}", file=sys.stderr)
+            return error.status if isinstance(error, RunError) else 1
+        finally:
+            stdout.flush()  # here, where its failure is dealt with
+        if isinstance(stdout.failure, BrokenPipeError):  # as with `| head`: no error, if the rows are in a file
+            return status if args.output is not None else 128 + signal.SIGPIPE
+        if stdout.failure is not None:
+            print(f"serve_offline: error: stdout: {stdout.failure.strerror}", file=sys.stderr)
+            return 1
+    return status
 
 
 if __name__ == "__main__":

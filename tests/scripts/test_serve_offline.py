@@ -1,25 +1,30 @@
 """serve_offline: rows written as they finish, resumed after a cut, exit statuses, messages for bad arguments."""
 
-import importlib.util
+import dataclasses
+import errno
+import importlib
+import io
+import itertools
 import json
+import os
+import signal
+import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from compiled_llm import machine_limits
+from compiled_llm import CompiledEngine, EngineConfig, RequestOutput, machine_limits
 from compiled_llm.machine_limits import MachineLimits
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_offline.py"
-FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--temperature", "0"]
+FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--temperature", "0", "--num-kv-blocks", "300"]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    spec = importlib.util.spec_from_file_location("serve_offline", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    module = importlib.import_module("serve_offline")
     monkeypatch.setattr(sys, "argv", ["serve_offline.py", *arguments])
     try:
         return module.main()
@@ -127,7 +132,7 @@ def test_bad_rows_are_named_and_the_others_served(
     assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output)) == 1
     err = capsys.readouterr().err
     for number in (1, 2, 3, 4):
-        assert f"row {number} failed" in err
+        assert f"row {number} (prompts.jsonl, line {number + 1}) failed" in err
     assert sorted(rows(output)) == [0, 5]
 
 
@@ -172,7 +177,7 @@ def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (["--device", "tpu"], "device"),
         (["--output", "/no/such/directory/out.jsonl"], "/no/such/directory"),
         (["--trace", "/no/such/directory/trace.json"], "/no/such/directory"),
-        (["--report", __file__], "is a file"),
+        (["--report", __file__], "must be a directory"),
         (["--report-profile-steps", "2"], "needs --report"),
         (["--report", "report", "--report-profile-steps=-1"], "0 to 1000"),
     ],
@@ -194,7 +199,363 @@ def test_rows_may_bring_a_salt_and_a_priority_and_nothing_unknown(
     arguments = [*FAST, "--bucket-sizes", "1", "--input", str(prompts), "--output", str(output)]
     assert run(monkeypatch, *arguments, "--scheduling-policy", "priority") == 1
     captured = capsys.readouterr()
-    assert "row 2 failed: a row has an unknown key: colour" in captured.err
+    assert "row 2 (prompts.jsonl, line 3) failed: unknown key: colour" in captured.err
     assert "prefix cache 0 of" in captured.out, "another salt finds nothing"
     assert list(rows(output)) == [1, 0], "the more urgent one first"
     assert rows(output)[0]["token_ids"] != []
+
+
+# -- Rows that fail, and runs that end before their time
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """Nine rows."""
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"n = {n}"}) + "\n" for n in range(9)))
+    return path
+
+
+@pytest.fixture
+def no_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's start, which may take minutes, is not reached."""
+
+    def start(config: EngineConfig) -> CompiledEngine:
+        raise AssertionError("the engine is started")
+
+    monkeypatch.setattr(CompiledEngine, "from_config", start)
+
+
+@pytest.fixture(autouse=True)
+def _signal_handlers() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def change_steps(monkeypatch: pytest.MonkeyPatch, change: Callable[[RequestOutput], RequestOutput]) -> None:
+    """``change`` is applied to each finished output of a step."""
+    step = CompiledEngine.step
+
+    def changed(engine: CompiledEngine) -> list[RequestOutput]:
+        return [change(output) if output.finished else output for output in step(engine)]
+
+    monkeypatch.setattr(CompiledEngine, "step", changed)
+
+
+@pytest.mark.parametrize("reason", ["error", "abort"])
+def test_rows_that_fail_while_running_are_named_and_served_on_resume(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str], reason: str
+) -> None:
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    sampled = [*FAST, "--temperature", "1", "--n", "2", "--input", str(prompts)]
+    assert run(monkeypatch, *sampled, "--output", str(whole)) == 0
+
+    def fail(output: RequestOutput) -> RequestOutput:
+        if output.request_id not in ("2", "5"):
+            return output
+        first, second = output.outputs
+        second = dataclasses.replace(second, finish_reason=reason, stop_reason="the device is on fire")
+        return dataclasses.replace(output, outputs=[first, second])
+
+    with monkeypatch.context() as failing:
+        change_steps(failing, fail)
+        capsys.readouterr()
+        assert run(failing, *sampled, "--output", str(output)) == 1
+    err = capsys.readouterr().err
+    assert "row 2 (prompts.jsonl, line 3) failed: the device is on fire" in err
+    assert "row 5 (prompts.jsonl, line 6) failed: the device is on fire" in err
+    assert "2 of 9 rows failed; --resume serves them again" in err
+    assert sorted(rows(output)) == [0, 1, 3, 4, 6, 7, 8]
+    assert run(monkeypatch, *sampled, "--output", str(output), "--resume") == 0
+    assert rows(output) == rows(whole), "sampled tokens too"
+
+
+def test_rows_wait_in_the_file_not_in_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may have more rows than an engine should hold; its order is the engine's, more urgent rows first."""
+    prompts, output, unfinished = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl", []
+    items = [{"prompt": f"n = {n}", "priority": -n} for n in range(30)]
+    prompts.write_text("".join(json.dumps(item) + "\n" for item in [*items, {"prompt": ""}]))
+    step = CompiledEngine.step
+
+    def counted(engine: CompiledEngine) -> list[RequestOutput]:
+        unfinished.append(engine.stats().num_waiting + engine.stats().num_running)
+        return step(engine)
+
+    monkeypatch.setattr(CompiledEngine, "step", counted)
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    monkeypatch.setattr(importlib.import_module("serve_offline"), "QUEUED_ROWS", 1)
+    arguments = [*FAST, "--scheduling-policy", "priority", "--input", str(prompts), "--output", str(output)]
+    assert run(monkeypatch, *arguments) == 1
+    assert "row 30 (prompts.jsonl, line 31) failed: prompt must not be empty" in capsys.readouterr().err
+    assert max(unfinished) == 8, "twice as many as can run"
+    assert len(rows(output)) == 30
+    assert min(list(rows(output))[:4]) > 20
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_with_what_is_finished(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    number: signal.Signals,
+    status: int,
+) -> None:
+    whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(whole)) == 0
+
+    def interrupt(output: RequestOutput) -> RequestOutput:
+        if output.request_id == "7":
+            signal.raise_signal(number)
+        return output
+
+    with monkeypatch.context() as interrupted:
+        change_steps(interrupted, interrupt)
+        capsys.readouterr()
+        assert run(interrupted, *FAST, "--input", str(prompts), "--output", str(output)) == status
+    err = capsys.readouterr().err
+    assert err.endswith(f"rows; --resume serves the others\nserve_offline: stopped by {number.name}\n")
+    assert 0 < len(rows(output)) < 9
+    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output), "--resume") == 0
+    assert rows(output) == rows(whole)
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_whole_rows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, write, num_writes = tmp_path / "out.jsonl", os.write, itertools.count()
+
+    def fill(descriptor: int, data: bytes) -> int:
+        if next(num_writes) < 4:
+            return write(descriptor, data)
+        write(descriptor, data[:20])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "write", fill)
+        assert run(full, *FAST, "--input", str(prompts), "--output", str(output)) == 1
+    err = capsys.readouterr().err
+    assert f"error: --output {output}: No space left on device" in err
+    assert "Traceback" not in err
+    assert len(rows(output)) == 4
+    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output), "--resume") == 0
+    assert sorted(rows(output)) == list(range(9))
+
+
+def test_the_output_is_created_and_locked_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, statuses = tmp_path / "out.jsonl", []
+    arguments = [*FAST, "--input", str(prompts), "--output", str(output)]
+
+    def start(config: EngineConfig) -> CompiledEngine:
+        assert output.exists()
+        statuses.extend([run(monkeypatch, *arguments), run(monkeypatch, *arguments, "--resume")])
+        raise ValueError("cannot start")
+
+    with monkeypatch.context() as starting:
+        starting.setattr(CompiledEngine, "from_config", start)
+        assert run(starting, *arguments) == 2
+    assert statuses == [2, 2], "the second run is refused"
+    assert capsys.readouterr().err.count(f"--output {output} is being written by") == 2
+    assert not output.exists(), "it holds nothing"
+
+
+def test_an_interrupted_start_leaves_no_output(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(CompiledEngine, "from_config", lambda config: signal.raise_signal(signal.SIGINT))
+    assert run(monkeypatch, *FAST, "--output", str(tmp_path / "out.jsonl")) == 130
+    assert capsys.readouterr().err == "serve_offline: stopped by SIGINT\n"
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("no_start")
+def test_the_engine_does_not_start_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    arguments = ["--input", str(prompts), "--output", str(output), "--resume"]
+    prompts.write_text("")
+    assert run(monkeypatch, *arguments) == 0
+    prompts.write_text('{"prompt": "a"}\n')
+    output.write_text('{"index": 0, "prompt": "a", "finish_reason": "stop"}\n')
+    assert run(monkeypatch, *arguments) == 0
+    prompts.write_text('{"prompt": "a"}\n{"prompt":\n')
+    assert run(monkeypatch, *arguments) == 1
+    assert "row 1 (prompts.jsonl, line 2) failed: not JSON" in capsys.readouterr().err
+
+
+# -- Files that must not be written, or cannot be
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--output", "new", "--trace", "new"], "--output and --trace"),
+        (["--output", "new", "--trace", "folder/../new"], "--output and --trace"),
+        (["--output", "new", "--trace", "link_to_new"], "--output and --trace"),
+        (["--trace", "prompts.jsonl"], "--input and --trace"),
+        (["--trace", "link"], "--input and --trace"),
+        (["--trace", "hard_link"], "--input and --trace"),
+        (["--output", "prompts.jsonl", "--resume"], "--input and --output"),
+        (["--output", "hard_link", "--resume"], "--input and --output"),
+        (["--output", "report/report.json", "--report", "report"], "--output and report.json of --report"),
+        (["--trace", "folder/report.html", "--report", "folder"], "--trace and report.html of --report"),
+        (["--output", "new", "--report", "new"], "--output and --report"),
+    ],
+)
+def test_files_that_would_destroy_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("folder")
+    os.link(prompts, "hard_link")
+    os.symlink(prompts, "link")
+    os.symlink("new", "link_to_new")
+    before = prompts.read_bytes()
+    assert run(monkeypatch, "--input", str(prompts), *arguments) == 2
+    assert f"{words} must be different files" in capsys.readouterr().err
+    assert prompts.read_bytes() == before
+    assert not os.path.exists("new")
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--report", "/proc/report"], "No such file or directory"),
+        (["--report", "/dev/full"], "must be a directory"),
+        (["--report", "x" * 300], "File name too long"),
+        (["--report", "taken"], "Is a directory"),
+        (["--trace", "dangling"], "No such file or directory"),
+        (["--trace", "x" * 300], "File name too long"),
+        (["--trace", "taken"], "Is a directory"),
+        (["--trace", "fifo"], "No such device"),
+        (["--trace", "/dev/full"], "must be a regular file"),
+        (["--output", "dangling"], "No such file or directory"),
+        (["--output", "x" * 300], "File name too long"),
+        (["--output", "/dev/full", "--resume"], "must be a regular file"),
+    ],
+)
+def test_files_that_cannot_be_written_are_found_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.makedirs("taken/report.html")
+    os.mkfifo("fifo")
+    os.symlink("/nowhere/x", "dangling")
+    assert run(monkeypatch, *arguments) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert arguments[0] in err
+    assert err.count("\n") == 1, "one line"
+
+
+def test_a_trace_that_is_there_is_kept_until_it_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text("of an earlier run")
+    trace.chmod(0o600)
+
+    def start(config: EngineConfig) -> CompiledEngine:
+        assert os.listdir(tmp_path / "report") == [], "nothing is left of the check"
+        raise ValueError("cannot start")
+
+    monkeypatch.setattr(CompiledEngine, "from_config", start)
+    assert run(monkeypatch, "--trace", str(trace), "--report", str(tmp_path / "report")) == 2
+    assert trace.read_text() == "of an earlier run"
+
+
+def test_a_trace_that_fails_at_the_end_costs_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, output = tmp_path / "trace.json", tmp_path / "out.jsonl"
+
+    def replace(output: RequestOutput) -> RequestOutput:
+        trace.mkdir(exist_ok=True)
+        return output
+
+    change_steps(monkeypatch, replace)
+    arguments = [*FAST, "--input", str(prompts), "--output", str(output), "--trace", str(trace)]
+    assert run(monkeypatch, *arguments) == 1
+    assert f"error: --trace {trace}: " in capsys.readouterr().err
+    assert len(rows(output)) == 9
+
+
+# -- Streams
+
+
+@pytest.mark.parametrize(("has_output", "status"), [(False, 141), (True, 0)])
+def test_a_closed_stdout_ends_only_what_goes_nowhere_else(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    prompts: Path,
+    capsys: pytest.CaptureFixture[str],
+    has_output: bool,
+    status: int,
+) -> None:
+    """As with ``| head -1``."""
+    output, trace = tmp_path / "out.jsonl", tmp_path / "trace.json"
+    arguments = [*FAST, "--input", str(prompts), *(["--output", str(output)] * has_output), "--trace", str(trace)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert run(monkeypatch, *arguments) == status
+    assert "error" not in capsys.readouterr().err
+    assert trace.exists() == output.exists() == has_output
+
+
+def test_a_full_stdout_is_an_error_but_costs_no_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out.jsonl"
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output)) == 1
+    assert "serve_offline: error: stdout: No space left on device\n" in capsys.readouterr().err
+    assert len(rows(output)) == 9
+
+
+def test_a_terminal_without_utf_8_gets_escapes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts, content = tmp_path / "prompts.txt", io.BytesIO()
+    prompts.write_text("é = 語")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="ascii"))
+    assert run(monkeypatch, *FAST, "--input", str(prompts)) == 0
+    assert rb"\xe9 = \u8a9e" in content.getvalue()
+
+
+def test_help_and_bad_arguments_need_neither_docstrings_nor_torch() -> None:
+    """With -OO docstrings are None; and torch takes seconds to load, which nobody need wait for to be refused."""
+    command = [sys.executable, "-OO", "-X", "importtime", str(SCRIPT)]
+    for argument, status, words in (("--help", 0, "--output FILE.jsonl"), ("--resume", 2, "needs --output")):
+        done = subprocess.run([*command, argument], capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert words in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        assert "compiled_llm.arguments" in done.stderr
+        assert " torch\n" not in done.stderr
+
+
+def test_help_into_a_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, str(SCRIPT), "--help"], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")

@@ -1,0 +1,74 @@
+"""The process of an offline run and its surroundings: signals that end it, and streams that stop taking text."""
+
+import contextlib
+import io
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, TextIO
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM raise ``KeyboardInterrupt(signal number)``; a second one ends the process at once,
+    also one that comes while Python shuts down.
+
+    A signal that the parent process told this one to ignore stays ignored.
+    """
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handled = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+        raise KeyboardInterrupt(number)
+
+    for number in handled:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in handled:
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handlers[number])
+
+
+class GuardedStream:
+    """stdout or stderr whose writes never raise, so that a closed pipe or a full disk does not end a run.
+
+    Characters that its encoding lacks are written as escapes.
+
+    Attributes:
+        failure: the first error of a write; from then on all text is dropped.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream or open(os.devnull, "w")  # None: the process was started without it  # noqa: SIM115
+        self.failure: OSError | None = None
+        if isinstance(self._stream, io.TextIOWrapper):
+            self._stream.reconfigure(errors="backslashreplace")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            self._drop(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._drop(error)
+
+    def _drop(self, error: OSError) -> None:
+        """Let all text go nowhere, also what the stream still holds: Python writes that when it ends."""
+        self.failure = self.failure or error
+        with contextlib.suppress(OSError):  # it has no file descriptor
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self._stream.fileno())
+            os.close(null)

@@ -1,0 +1,80 @@
+"""What an offline run prints when it is done: the results, and a summary."""
+
+import resource
+import sys
+from collections.abc import Sequence
+
+from compiled_llm import CompiledEngine, RequestOutput
+from compiled_llm.kv_cache import describe
+from compiled_llm.report import RunReport
+
+
+def percentiles(summary: dict[str, float] | None) -> str:
+    if summary is None:
+        return "none"
+    return ", ".join(f"{name} {summary[name] * 1e3:.1f} ms" for name in ("mean", "p50", "p99"))
+
+
+def of_the_limit(report: RunReport) -> str:
+    """The phases' shares of what the machine can do."""
+    if report.limits is None:
+        return "not measured on this machine yet: --report does"
+    phases = [
+        f"{phase.name} {phase.limit_share:.0%} ({phase.bytes_per_second / 1e9:.1f} GB/s, "
+        f"{phase.flops_per_second / 1e12:.2f} TFLOP/s)"
+        for phase in report.phases
+        if phase.limit_share is not None
+    ]
+    return f"{', '.join(phases) or 'no step'} of {report.limits}"
+
+
+def print_results(outputs: Sequence[RequestOutput]) -> None:
+    for output in sorted(outputs, key=lambda output: int(output.request_id)):
+        prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
+        for completion in output.outputs:
+            name = output.request_id if len(output.outputs) == 1 else f"{output.request_id}.{completion.index}"
+            print(f"\n--- {name}: {completion.finish_reason}, {len(completion.token_ids)} tokens")
+            print(f"{prompt}\033[1m{completion.text}\033[0m" if sys.stdout.isatty() else prompt + completion.text)
+
+
+def print_summary(
+    engine: CompiledEngine, outputs: Sequence[RequestOutput], seconds: float, start_seconds: float
+) -> None:
+    stats, compiled, report = engine.stats(), engine.compile_report(), engine.report(measure_limits=False)
+    seconds -= report.profile_seconds
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    padding = stats.num_padding_tokens / max(1, stats.num_padding_tokens + stats.num_computed_tokens)
+    runner = engine.runner
+    kv_cache = describe(engine.model_config, runner.cache_dtypes, runner.dtype)
+    peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, engine.memory_report().start_peak_bytes)
+    hits, misses = compiled.cache_count("hit"), compiled.cache_count("miss")
+    temperature = "uncompiled" if not hits + misses else "warm" if not misses else "cold" if not hits else "partly warm"
+    whole = stats.host_seconds + stats.execute_seconds - stats.launch_seconds
+    rows = {
+        "requests": f"{len(outputs)} in {seconds:.2f} s",
+        "tokens": f"{prompt_tokens} prompt, {output_tokens} output",
+        "throughput": f"{output_tokens / seconds:.1f} output tokens/s, {len(outputs) / seconds:.2f} requests/s",
+        "TTFT": percentiles(report.latencies["ttft"]),
+        "TPOT": percentiles(report.latencies["tpot"]),
+        "steps": f"{stats.num_steps}, padding {padding:.1%} of the buckets' rows",
+        "of the limit": of_the_limit(report),
+        "KV cache": f"{kv_cache}; a pool of {runner.kv_cache_bytes / 2**20:.1f} MiB",
+        "KV use": f"peak {stats.peak_used_blocks} of {stats.num_kv_blocks} blocks "
+        f"({stats.peak_used_blocks / stats.num_kv_blocks:.1%})",
+        "prefix cache": f"{stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} tokens found, "
+        f"{stats.num_evictions} evictions, {stats.cached_blocks} blocks cached",
+        "preemptions": f"{stats.num_recompute_preemptions} by recompute ({stats.num_recomputed_tokens} tokens), "
+        f"{stats.num_swap_preemptions} by swap ({stats.num_swapped_out_tokens} tokens out, "
+        f"{stats.num_swapped_in_tokens} in)",
+        "host time": f"{stats.host_seconds / max(1, stats.num_steps) * 1e6:.0f} us a step, "
+        f"{stats.host_seconds / max(1e-9, whole):.1%} of it",
+        "compiled": f"{compiled.graphs} graphs, {compiled.graph_breaks} graph breaks, {compiled.recompiles} recompiles "
+        f"after ready, {compiled.compile_seconds:.1f} s, cache {hits} hits {misses} misses",
+        "start": f"{start_seconds:.1f} s ({temperature}), of which kernels {runner.start_times.kernels:.1f}, weights "
+        f"{runner.start_times.weights:.1f}, compile {runner.start_times.compile:.1f} s",
+        "peak memory": f"{peak / 2**20:.0f} MiB, of which weights {runner.weight_bytes / 2**20:.0f} MiB",
+    }
+    print("\nSummary")
+    for name, value in rows.items():
+        print(f"  {name:<12} {value}")

@@ -1,0 +1,101 @@
+"""B13: an offline run that is killed at random points and resumed each time has every row of a whole run, once."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SIZES = [
+    pytest.param(2, 12, id="small"),
+    pytest.param(50, 200, id="full", marks=pytest.mark.battery),
+]
+ARGUMENTS = ["--input", "prompts.jsonl", "--enforce-eager", "--bucket-sizes", "1,4", "--dtype", "float32"]
+ARGUMENTS += ["--max-tokens", "8", "--num-kv-blocks", "100", "--quiet"]
+
+# A process that loads everything once, and forks a whole run, and runs that it kills. Of some kills it makes those of a
+# machine that goes down in the middle of a write: the last row loses its end.
+KILLER = """
+import json, os, random, signal, sys, time
+
+import serve_offline
+from compiled_llm import CompiledEngine
+
+num_kills, num_rows = int(sys.argv[1]), int(sys.argv[2])
+arguments = sys.argv[3:]
+rng = random.Random(13)
+counts = {"kills": 0, "kills before a row": 0, "kills with a row cut off": 0, "runs that were over": 0}
+
+
+def start(path):
+    child = os.fork()
+    if child == 0:
+        sys.argv[1:] = [*arguments, "--output", path, "--resume"]
+        os._exit(serve_offline.main())
+    return child
+
+
+def finish(path):
+    status = os.waitstatus_to_exitcode(os.waitpid(start(path), 0)[1])
+    assert status == 0, status
+
+
+def content():
+    if not os.path.exists("killed.jsonl"):
+        return b""
+    with open("killed.jsonl", "rb") as file:
+        return file.read()
+
+
+finish("whole.jsonl")
+for kill in range(num_kills):
+    before, ended = content(), 0
+    goal = num_rows * (kill + rng.random()) / num_kills
+    child = start("killed.jsonl")
+    while content().count(b"\\n") < goal and not ended:
+        ended, _ = os.waitpid(child, os.WNOHANG)
+        time.sleep(0.0005)
+    if ended:
+        counts["runs that were over"] += 1
+        continue
+    time.sleep(rng.random() * 0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    counts["kills"] += 1
+    after = content()
+    whole = before[: before.rfind(b"\\n") + 1]
+    assert after.startswith(whole), "rows that were finished are gone"
+    counts["kills before a row"] += after == whole
+    last = len(after) - after.rfind(b"\\n", 0, -1) - 1
+    if rng.random() < 0.5 and last > 1:
+        os.truncate("killed.jsonl", len(after) - rng.randrange(1, last))
+        counts["kills with a row cut off"] += 1
+finish("killed.jsonl")
+with open("counts.json", "w") as file:
+    json.dump(counts, file)
+"""
+
+
+@pytest.mark.parametrize(("num_kills", "num_rows"), SIZES)
+def test_no_row_is_lost_or_there_twice(
+    tmp_path: Path, num_kills: int, num_rows: int, battery_counts: Counter[str]
+) -> None:
+    prompts = [json.dumps({"prompt": f"def f{n}(x):\n    return "}) + "\n" for n in range(num_rows)]
+    (tmp_path / "prompts.jsonl").write_text("".join(prompts))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLER, str(num_kills), str(num_rows), *ARGUMENTS]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+    whole, killed = ((tmp_path / name).read_text().splitlines() for name in ("whole.jsonl", "killed.jsonl"))
+    assert len(killed) == num_rows
+    assert sorted(killed) == sorted(whole), "the same rows, with the same tokens, though they are sampled"
+    counts = json.loads((tmp_path / "counts.json").read_text())
+    battery_counts.update(counts)
+    assert counts["kills"] > num_kills // 2
+    assert num_kills < 10 or (counts["kills before a row"] and counts["kills with a row cut off"])
