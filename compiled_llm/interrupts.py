@@ -77,7 +77,8 @@ class Interrupts:
 
     def _put_back(self) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) == self._hold_back:  # else it was given another one meanwhile
+                signal.signal(number, handler)
 
     def _hold_back(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -148,3 +148,9 @@ def test_handlers_of_the_system_stay_and_other_threads_hold_nothing_back(alarms:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_a_handler_that_is_set_inside_the_block_stays(alarms: list[int]) -> None:
+    with Interrupts():
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN
