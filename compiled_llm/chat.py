@@ -12,6 +12,7 @@ from typing import Any
 
 from compiled_llm.chat_template import ChatTemplate
 from compiled_llm.prompts import MAX_CHARACTERS_PER_TOKEN
+from compiled_llm.template_process import TemplateProcess
 from compiled_llm.tokenizer import Tokenizer
 
 _MAX_DEPTH = 32  # of lists and dicts in a message or a tool
@@ -32,10 +33,11 @@ def messages_list(messages: Any) -> list[Any]:
 
 
 class ChatEncoder:
-    """Encodes conversations for one tokenizer. Compiles each template once. Threads may share it."""
+    """Encodes conversations for one tokenizer. Reads each template once. Threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
+        self._process = TemplateProcess()
         self._compiled: dict[str, tuple[ChatTemplate, _Marker]] = {}
 
     def encode(
@@ -112,6 +114,10 @@ class ChatEncoder:
             raise ValueError(f"messages must be valid Unicode: {error}") from error
         return text.replace(mark, ""), self._tokenizer.encode_chat(text, mark)
 
+    def close(self) -> None:
+        """End the process in which templates run."""
+        self._process.close()
+
     def _compile(self, source: str | None, has_tools: bool) -> tuple[ChatTemplate, "_Marker"]:
         assert self._tokenizer is not None
         if source is None:
@@ -123,7 +129,7 @@ class ChatEncoder:
             raise ValueError(f"chat_template must be a str, given {type(source).__name__}")
         compiled = self._compiled.get(source)
         if compiled is None:
-            template = ChatTemplate(source)
+            template = ChatTemplate(source, self._process)
             compiled = template, _Marker(list(self._tokenizer.special_tokens), template.literals)
             if len(self._compiled) >= _MAX_TEMPLATES:
                 self._compiled.clear()

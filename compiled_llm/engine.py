@@ -102,6 +102,7 @@ class CompiledEngine:
                 self.abort(list(self._core.entries))
                 self._core.drain()
             finally:
+                self._chat_encoder.close()
                 self.runner.close()
 
     # -- Serving lists of prompts
@@ -149,7 +150,7 @@ class CompiledEngine:
     ) -> list[RequestOutput]:
         """``generate`` for conversations, through the model's chat template; ``prompt`` is what that makes of them.
 
-        The template is data of the checkpoint: it runs in a sandbox, with bounds on its time and on what it writes.
+        The template is data of the checkpoint: it runs in a process of its own, with limits of time and memory.
         Special tokens that a message spells stay text.
 
         Args:

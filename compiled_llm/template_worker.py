@@ -1,0 +1,213 @@
+"""The process in which chat templates run: ``python -I -S template_worker.py SECONDS BYTES DIRECTORY...``.
+
+A template is data that nobody has read. jinja2's sandbox keeps it from reaching Python. What it costs is bounded by the
+operating system, whatever the template does: SECONDS of processor time for a request, BYTES of address space for the
+process. It opens no files or sockets and starts no processes. template_process.py starts this file and ends it.
+
+It imports nothing but the standard library and jinja2, which it looks for in DIRECTORY... A message either way is its
+length (8 bytes, little-endian) and JSON in UTF-8. The first one, empty, says that the worker is ready. A request has
+the keys ``source`` and, for a rendering, those of ``_render``.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path += sys.argv[3:]
+
+from jinja2 import Template, TemplateError, TemplateRuntimeError, TemplateSyntaxError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+LENGTH_BYTES = 8
+OUT_OF_MEMORY = 77  # exit status
+_MAX_TEMPLATES = 8  # that are kept compiled
+_MAX_REASON = 1000  # characters of an error
+# What jinja2 and Python read from disk when they first need it, they need for this: afterwards no file can be opened.
+_WARM_UP = r"{{ '\xe9' | wordwrap | pprint | striptags | urlize | tojson }}{{ lipsum(1), strftime_now('%c'), a.b }}"
+
+
+class TemplateRefusal(TemplateError):
+    """A template called ``raise_exception``."""
+
+
+class _Namespace(Namespace):
+    """As in transformers: no names with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # so that ``self`` may be one of the names
+        attributes = dict(*args[1:], **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or name.startswith("_"):
+        raise SecurityError(f"a name in a namespace must not begin with an underscore, given {name!r:.100}")
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}``, which marks what an assistant said, for training: renders what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True)).set_lineno(line)
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """What transformers offers to chat templates.
+
+    Attributes:
+        unescaped: characters that ``tojson`` leaves as they are even where the template asks it for ASCII.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"], cache_size=0
+        )
+        self.unescaped = ""
+        self.filters["tojson"] = self._tojson
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+        # In the place of the class, whose methods would change what the sandbox keeps from being changed.
+        self.globals["dict"] = lambda *args, **kwargs: dict(*args, **kwargs)
+        self.globals["namespace"] = _Namespace
+
+    def _tojson(
+        self,
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | str | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+        if not ensure_ascii:
+            return text
+        return re.sub(rf"[^\x00-\x7f{re.escape(self.unescaped)}]", lambda match: json.dumps(match[0])[1:-1], text)
+
+
+def _raise_exception(message: Any) -> None:
+    raise TemplateRefusal(str(message))
+
+
+# -- Requests
+
+
+def _answer(environment: ChatEnvironment, compiled: Callable[[str], Template], request: dict[str, Any]) -> Any:
+    source = request.pop("source")
+    try:
+        template = compiled(source)
+    except MemoryError:
+        raise
+    except Exception as error:  # jinja2's errors, and what Python says of nesting that is too deep
+        return {"error": f"the chat template cannot be compiled: {_reason(error)}"}
+    if not request:
+        return _facts(environment.parse(source))
+    try:
+        return {"text": _render(environment, template, **request)}
+    except MemoryError:
+        raise
+    except TemplateRefusal as error:
+        return {"error": f"the chat template refuses the messages: {_reason(error)}"}
+    except Exception as error:  # whatever the template does with values that it does not expect
+        return {"error": f"the chat template failed: {_reason(error)}"}
+
+
+def _facts(tree: nodes.Template) -> dict[str, list[str]]:
+    """The names of the variables that a template reads, and the strings and names of attributes written in it."""
+    names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"}
+    return {"names": sorted(names), "literals": sorted(set(_literals(tree)))}
+
+
+def _literals(tree: nodes.Template) -> Iterator[str]:
+    for node in tree.find_all((nodes.Const, nodes.Getattr, nodes.TemplateData)):
+        text = node.attr if isinstance(node, nodes.Getattr) else node.as_const()
+        if isinstance(text, str):
+            yield text
+
+
+def _render(
+    environment: ChatEnvironment, template: Template, variables: dict[str, Any], unescaped: str, max_characters: int
+) -> str:
+    environment.unescaped = unescaped
+    pieces, length = [], 0
+    for piece in template.generate(variables):
+        length += len(piece)
+        if length > max_characters:
+            raise TemplateRuntimeError(f"it makes a text of more than {max_characters} characters")
+        pieces.append(piece)
+    return "".join(pieces)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TemplateSyntaxError):
+        reason = f"{error.message} (line {error.lineno})"
+    else:
+        reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    return reason[:_MAX_REASON]
+
+
+# -- The process
+
+
+def encoded(value: Any) -> bytes:
+    """A message, without its length. Strings may hold halves of surrogate pairs."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def decoded(content: bytes) -> Any:
+    return json.loads(content.decode("utf-8", "surrogatepass"))
+
+
+def _limit(num_bytes: int) -> None:
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        resource.setrlimit(kind, (0, 0))
+    with contextlib.suppress(ValueError):  # macOS has no such limit: there the processor time alone is bounded
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+
+
+def _send(content: bytes) -> None:
+    sys.stdout.buffer.write(len(content).to_bytes(LENGTH_BYTES, "little") + content)
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    seconds = float(sys.argv[1])
+    environment = ChatEnvironment()
+    compiled = functools.lru_cache(_MAX_TEMPLATES)(environment.from_string)
+    _answer(environment, compiled, {"source": _WARM_UP, "variables": {}, "unescaped": "", "max_characters": 10_000})
+    _limit(int(sys.argv[2]))
+    _send(b"")
+    while header := sys.stdin.buffer.read(LENGTH_BYTES):
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, also within one operation
+        try:
+            request = decoded(sys.stdin.buffer.read(int.from_bytes(header, "little")))
+            content = encoded(_answer(environment, compiled, request))
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(content)
+
+
+if __name__ == "__main__":
+    main()
