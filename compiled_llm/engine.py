@@ -188,7 +188,10 @@ class CompiledEngine:
 
         Raises:
             ValueError: the conversation or the template does not allow it.
+            RuntimeError: the engine is closed.
         """
+        if self._closed:
+            raise RuntimeError("the engine is closed")
         text, token_ids = self._chat_encoder.encode(messages, self.scheduler.request_capacity, **options)
         return EncodedPrompt(text, token_ids)
 

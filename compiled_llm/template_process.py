@@ -61,10 +61,10 @@ class TemplateProcess:
                     worker.send(content, deadline)
                     answer = worker.receive(most_bytes, deadline)
                 except TimeoutError as error:
-                    reason = f"gave no answer within {_WAITS * self._seconds:g} s"
-                    raise ValueError(f"the chat template {reason}") from error
+                    waited = f"{_WAITS * self._seconds:g} s"
+                    raise ValueError(f"the chat template gave no answer within {waited}") from error
                 except (EOFError, ConnectionError) as error:
-                    raise ValueError(f"the chat template {self._reason(worker.status())}") from error
+                    raise ValueError(f"the chat template {self._reason(worker)}") from error
             except BaseException:  # an interrupt too: what is under way must not be taken for the next answer
                 self._stop()
                 raise
@@ -76,12 +76,12 @@ class TemplateProcess:
             self._stop()
 
     def _running(self) -> "_Worker":
-        if self._worker is not None and self._worker.process.poll() is not None:  # somebody killed it
+        if self._worker is not None and self._worker.has_ended():  # somebody killed it
             self._stop()
         if self._worker is None:
-            self._worker = _Worker(self._seconds, self._memory_bytes)
-            self._end = weakref.finalize(self, self._worker.end)
-            self._worker.wait_until_ready()
+            self._worker = _Worker()
+            self._end = weakref.finalize(self, self._worker.end)  # known before there is something to end
+            self._worker.start(self._seconds, self._memory_bytes)
         return self._worker
 
     def _stop(self) -> None:
@@ -89,50 +89,50 @@ class TemplateProcess:
             self._end()
         self._worker = self._end = None
 
-    def _reason(self, status: int) -> str:
+    def _reason(self, worker: "_Worker") -> str:
+        status = worker.status()
         if status == -signal.SIGPROF:
             return f"took longer than {self._seconds:g} s of processor time"
         if status == OUT_OF_MEMORY:
             return f"needed more than {self._memory_bytes >> 20} MiB of memory"
-        return f"ended the process in which it ran: {_name(status)}"
+        return f"ended the process in which it ran: {worker.how()}"
 
 
 class _Worker:
     """One process, and the socket that leads to it. It has no files of this process, and a session of its own, so that
     an interrupt from a terminal does not reach it."""
 
-    def __init__(self, seconds: float, memory_bytes: int) -> None:
+    def __init__(self) -> None:
+        self._socket: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, seconds: float, memory_bytes: int) -> None:
+        """Start the process and wait until it is ready."""
         directories = {str(Path(str(module.__file__)).parents[1]) for module in (jinja2, markupsafe)}
         command = [sys.executable, "-I", "-S", str(Path(template_worker.__file__).resolve())]
         self._socket, theirs = socket.socketpair()
         with theirs:
-            try:
-                self.process = subprocess.Popen(
-                    [*command, str(seconds), str(memory_bytes), *sorted(directories)],
-                    stdin=theirs.fileno(),
-                    stdout=theirs.fileno(),
-                    stderr=subprocess.PIPE,
-                    cwd="/",
-                    env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
-                    start_new_session=True,
-                )
-            except BaseException:
-                self._socket.close()
-                raise
-
-    def wait_until_ready(self) -> None:
-        assert self.process.stderr is not None
+            self._process = subprocess.Popen(
+                [*command, str(seconds), str(memory_bytes), *sorted(directories)],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.PIPE,
+                cwd="/",
+                env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+                start_new_session=True,
+            )
+        assert self._process.stderr is not None
         try:
             self.receive(0, time.monotonic() + _START_SECONDS)
         except TimeoutError as error:
             raise RuntimeError(f"the process for chat templates did not start within {_START_SECONDS} s") from error
         except (EOFError, ConnectionError) as error:
-            said = self.process.stderr.read().decode(errors="replace")[-1000:]
-            status = _name(self.status())
-            raise RuntimeError(f"the process for chat templates could not be started ({status}): {said}") from error
-        self.process.stderr.close()  # from now on nobody would read it
+            said = self._process.stderr.read().decode(errors="replace")[-1000:]
+            raise RuntimeError(f"the process for chat templates cannot start ({self.how()}): {said}") from error
+        self._process.stderr.close()  # nobody would read it any more
 
     def send(self, content: bytes, deadline: float) -> None:
+        assert self._socket is not None
         self._socket.settimeout(_left(deadline))
         self._socket.sendall(len(content).to_bytes(LENGTH_BYTES, "little"))
         self._socket.sendall(content)
@@ -144,6 +144,7 @@ class _Worker:
         return self._receive(length, deadline)
 
     def _receive(self, length: int, deadline: float) -> bytes:
+        assert self._socket is not None
         content = bytearray()
         while len(content) < length:
             self._socket.settimeout(_left(deadline))
@@ -153,24 +154,30 @@ class _Worker:
             content += chunk
         return bytes(content)
 
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
     def status(self) -> int:
-        """How it ended: asked after its end of the socket was closed."""
+        """How it ended, when it has closed its end of the socket."""
+        assert self._process is not None
         try:
-            return self.process.wait(timeout=5)
+            return self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             return 0
 
+    def how(self) -> str:
+        status = self.status()
+        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
     def end(self) -> None:
-        self._socket.close()
-        self.process.kill()
-        self.process.wait()
-        if self.process.stderr is not None:
-            self.process.stderr.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
 def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
-
-
-def _name(status: int) -> str:
-    return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
