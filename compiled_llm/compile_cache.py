@@ -5,8 +5,8 @@ rest, a line of JSON with the key's fields, and what torch wrote and reads. A st
 traces nor compiles. One that does not can say which field was another the last time. Entries that no start used for a
 month go.
 
-An entry is code. The directory belongs to the user alone (``check_own``), and nothing of another origin gets there but
-a bundle that the user names (see compile_bundle.py).
+An entry is code. Nobody but the user can write to the directory (``check_trusted``, before a start), and nothing of
+another origin gets there but a bundle that the user names (see compile_bundle.py).
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import stat
 import sys
 import tempfile
 import time
@@ -221,18 +220,6 @@ def code_settings() -> dict[str, Any]:
         "default device": str(torch.get_default_device()),
         "torch_config": hashlib.sha256(text.encode()).hexdigest()[:16],
     }
-
-
-def check_own(directory: Path) -> None:
-    """``ValueError`` if others could have put code into ``directory``, which this process would run."""
-    status = directory.stat()
-    strange = status.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0  # in a container root has what users mount
-    if strange or status.st_mode & stat.S_IWOTH:
-        raise ValueError(
-            f"COMPILED_LLM_CACHE must be a directory of your own that not everybody may write to, since code is run "
-            f"from there, given {str(directory)!r} of user {status.st_uid} with mode {stat.S_IMODE(status.st_mode):o}: "
-            "choose another one, or chmod o-w"
-        )
 
 
 def digest(fields: Fields) -> str:

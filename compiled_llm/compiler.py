@@ -11,6 +11,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,9 +28,10 @@ from compiled_llm.compile_ahead import (
     unavailable,
     vec_isa,
 )
-from compiled_llm.compile_cache import CompileCache, Entry, check_own
+from compiled_llm.compile_cache import CompileCache, Entry
 from compiled_llm.cuda_graphs import CapturedFunction, GraphPool
 from compiled_llm.ops.native import cache_directory
+from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 
 # What a CUDA graph needs before it replays: a plain run, and a run that records.
 _WARM_UP_CALLS = {"cuda": 3, "cpu": 1}
@@ -298,16 +300,20 @@ def use_own_cache_directory() -> None:
     """Keep compiled code in the user's own cache directory, unless ``TORCHINDUCTOR_CACHE_DIR`` says where.
 
     torch's default is a directory under /tmp that other users can foresee; it writes that into the environment when it
-    is imported, so a default found there is nobody's wish. ``ValueError`` if others may write to the user's own.
+    is imported, so a default found there is nobody's wish. ``ValueError`` if others may write to either of them.
     """
     own = cache_directory()
-    check_own(own)
+    check_trusted(own)
     if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
         if os.access(own, os.W_OK):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "inductor")
         else:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled_llm_")
             warnings.warn(f"{own} may not be written to: compiled code goes to a temporary directory", stacklevel=3)
+    inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    make_directory(inductor)
+    if own not in inductor.parents:
+        check_trusted(inductor, "TORCHINDUCTOR_CACHE_DIR")
 
 
 def _compile(function: Callable, cuda_graphs: bool) -> Callable:

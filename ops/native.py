@@ -26,6 +26,8 @@ from types import ModuleType
 
 import torch
 
+from compiled_llm.ops.trusted_paths import check_trusted, make_directory
+
 _HUGE_PAGE = 2 << 20
 _FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-fno-math-errno", "-Wno-psabi"]
 
@@ -44,7 +46,7 @@ def cache_directory() -> Path:
     root = os.environ.get("COMPILED_LLM_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = Path(root) if root else base / "compiled_llm"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(path)
     return path
 
 
@@ -53,13 +55,18 @@ def load(name: str) -> ModuleType | None:
     """The module of ``ops/<name>.cpp``, built if need be (once, up to half a minute), or None without a compiler.
 
     Raises:
-        RuntimeError: the compiler is there and the build failed.
+        RuntimeError, ValueError: as ``load_source``.
     """
     return load_source(Path(__file__).resolve().parent / f"{name}.cpp")
 
 
 def load_source(source: Path) -> ModuleType | None:
-    """The same for any source file; the headers it includes by ``#include "NAME"`` lie beside it."""
+    """The same for any source file; the headers it includes by ``#include "NAME"`` lie beside it.
+
+    Raises:
+        RuntimeError: the compiler is there and the build failed.
+        ValueError: others may write to the cache directory, see ``check_trusted``.
+    """
     found = compiler()
     if found is None:
         warnings.warn(
@@ -72,7 +79,10 @@ def load_source(source: Path) -> ModuleType | None:
     key = hashlib.sha256(
         "\n".join([*_texts(source), torch.__version__, sys.version, found, *_FLAGS]).encode()
     ).hexdigest()
-    library = cache_directory() / "kernels" / f"compiled_llm_{source.stem}_{key[:16]}.so"
+    directory = cache_directory() / "kernels"
+    make_directory(directory)
+    check_trusted(directory)
+    library = directory / f"compiled_llm_{source.stem}_{key[:16]}.so"
     if library.exists():
         with contextlib.suppress(ImportError):  # a file that does not load is built again
             return _import(library)
@@ -105,7 +115,6 @@ def _build(source: Path, library: Path) -> ModuleType:
     scripts = str(Path(sys.executable).parent)
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
-    library.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Built aside and moved into place whole, so that another process never loads half a file.
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         module = cpp_extension.load(
@@ -115,6 +124,7 @@ def _build(source: Path, library: Path) -> ModuleType:
             extra_ldflags=["-fopenmp"],
             build_directory=directory,
         )
+        os.chmod(module.__file__, 0o755)  # whatever the umask
         os.replace(module.__file__, library)
     return module
 

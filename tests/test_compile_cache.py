@@ -1,16 +1,14 @@
 """CompileCache: what is stored is found again, what is damaged is not, and a miss says which field is another."""
 
-import contextlib
 import errno
 import functools
 import os
-import stat
 from pathlib import Path
 
 import pytest
 import torch
 
-from compiled_llm.compile_cache import CompileCache, Entry, check_own, differences, machine_fields
+from compiled_llm.compile_cache import CompileCache, Entry, differences, machine_fields
 
 FIELDS = {"torch": "2", "block_size": 16, "eos": (1, 2)}
 
@@ -143,22 +141,6 @@ def test_what_is_set_of_torch_is_in_the_key() -> None:
     with torch.device("meta"):
         assert differences(fields, machine_fields()) == ["default device is 'meta' and was 'cpu'"]
     assert machine_fields() == fields
-
-
-def test_a_directory_that_others_may_write_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmp_path.chmod(0o755)
-    check_own(tmp_path)
-    tmp_path.chmod(0o777)
-    with pytest.raises(ValueError, match=r"COMPILED_LLM_CACHE must be a directory of your own.* with mode 777"):
-        check_own(tmp_path)
-    tmp_path.chmod(0o700)
-    status = list(tmp_path.stat())
-    for owner, me, refused in ((4321, 1234, True), (0, 1234, False), (4321, 0, False), (1234, 1234, False)):
-        status[stat.ST_UID] = owner
-        monkeypatch.setattr(Path, "stat", lambda path: os.stat_result(status))
-        monkeypatch.setattr(os, "geteuid", lambda me=me: me)
-        with pytest.raises(ValueError, match="of user 4321") if refused else contextlib.nullcontext():
-            check_own(tmp_path)
 
 
 def test_the_machine_is_described_the_same_each_time_and_threads_count() -> None:

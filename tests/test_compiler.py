@@ -239,7 +239,13 @@ def test_where_the_own_cache_may_not_be_written_to_a_temporary_directory_serves(
     use_own_cache_directory()
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == chosen
     (tmp_path / "own").chmod(0o777)
-    with pytest.raises(ValueError, match="COMPILED_LLM_CACHE must be a directory of your own"):
+    with pytest.raises(ValueError, match=r"others than its owner may write to .*own \(mode 777\).*COMPILED_LLM_CACHE"):
+        use_own_cache_directory()
+    (tmp_path / "own").chmod(0o700)
+    (tmp_path / "wished").mkdir()
+    (tmp_path / "wished").chmod(0o770)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "wished"))
+    with pytest.raises(ValueError, match=r"may write to .*wished \(mode 770\).*or set TORCHINDUCTOR_CACHE_DIR to"):
         use_own_cache_directory()
 
 

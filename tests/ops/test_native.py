@@ -80,6 +80,25 @@ def test_built_once_and_again_when_changed_or_corrupt(monkeypatch: pytest.Monkey
     assert (module.answer, len(builds)) == (42, 3)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+@pytest.mark.parametrize("planted", ["cache", "kernels", "library"])
+def test_a_library_that_another_user_could_have_planted_is_not_run(
+    planted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "tiny.cpp"
+    source.write_text(SOURCE.replace("ANSWER", "42"))
+    native.load_source(source)
+    (library,) = (tmp_path / "cache" / "kernels").iterdir()
+    place = {"cache": tmp_path / "cache", "kernels": library.parent, "library": library}[planted]
+    os.chown(place, 4321, 4321)
+    place.chmod(0o777)
+    monkeypatch.setattr(native, "_import", lambda path: pytest.fail(f"{path} was loaded"))
+    monkeypatch.setattr(native, "_build", lambda *args: pytest.fail("it was built there"))
+    with pytest.raises(ValueError, match=f"code is not loaded from .*kernels: .*{place.name} belongs to user 4321"):
+        native.load_source(source)
+
+
 def test_a_changed_header_is_a_new_build(tmp_path: Path) -> None:
     source = tmp_path / "a.cpp"
     source.write_text('#include <vector>\n#include "b.h"\n#include "c.h"\n')

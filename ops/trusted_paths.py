@@ -1,0 +1,135 @@
+"""Places that code may be loaded from: where nobody but this user and root can have put it.
+
+Whoever can write to a directory, or owns one of those above it, decides what lies there. So each of them counts, from
+the root on, and so does all that lies below. Links are followed one by one, on opened directories, and what counts is
+where they lead to. Once a place is found to be trusted, others can no longer exchange any part of its path.
+"""
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+_MAX_LINKS = 40  # as Linux
+# Of a directory that this user may pass and not list, too; where there is no such thing, it must be listable.
+_OPEN = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK) | os.O_NOFOLLOW | os.O_CLOEXEC
+_OTHERS_WRITE, _OTHERS_ENTER = stat.S_IWGRP | stat.S_IWOTH, stat.S_IXGRP | stat.S_IXOTH
+
+
+def make_directory(path: Path) -> None:
+    """Create ``path`` and what is missing above it, with mode 0700."""
+    for directory in (*reversed(path.parents), path):
+        if not directory.is_dir():
+            directory.mkdir(mode=0o700, exist_ok=True)
+
+
+def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE") -> None:
+    """Refuse a file or directory if others could have put code there, which this process would run.
+
+    Each directory on the way must belong to this user, to root or to the owner of ``/``, and nobody else may write to
+    it, but to one that is sticky, such as ``/tmp``. The same holds for ``path`` and for all below it, and there for
+    sticky ones too. Of files and directories in one that nobody else may enter only the owners count: a umask may let
+    groups write to what torch makes there.
+
+    Args:
+        path: exists.
+        variable: the environment variable that names another place, for the message.
+
+    Raises:
+        ValueError: it is not so. The message names the place, what is wrong, and the remedy.
+        OSError: ``path`` cannot be looked at.
+    """
+    _Check(path, variable).run()
+
+
+class _Check:
+    def __init__(self, path: Path, variable: str) -> None:
+        self._path = path
+        self._variable = variable
+        self._owners = {os.geteuid(), 0, os.stat("/").st_uid}  # in a user namespace root's number is another one
+        self._seen: set[tuple[int, int]] = set()
+
+    def run(self) -> None:
+        self._check(Path.cwd() / self._path)
+
+    def _check(self, path: Path) -> None:
+        """``path``: absolute."""
+        descriptor, place = self._open(path)
+        try:
+            status = os.fstat(descriptor)
+            if (status.st_dev, status.st_ino) in self._seen:
+                return
+            self._seen.add((status.st_dev, status.st_ino))
+            if not stat.S_ISDIR(status.st_mode) and not stat.S_ISREG(status.st_mode):
+                self._refuse(f"{place} is neither a file nor a directory")
+            self._check_mode(status, place, f"chmod -R go-w {place}")
+            if stat.S_ISDIR(status.st_mode):
+                self._check_below(descriptor, place)
+        finally:
+            os.close(descriptor)
+
+    def _open(self, path: Path) -> tuple[int, Path]:
+        """A descriptor of ``path``, and its place without links. Checks the owners, and the modes on the way."""
+        names = list(reversed(path.parts[1:]))
+        place, num_links = Path("/"), 0
+        descriptor = os.open("/", _OPEN)
+        try:
+            while names:
+                name = names.pop()
+                status = os.fstat(descriptor)
+                if not status.st_mode & stat.S_ISVTX:
+                    self._check_mode(status, place, f"chmod go-w {place}")
+                status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                self._check_owner(status, place / name)
+                if not stat.S_ISLNK(status.st_mode):
+                    above, descriptor = descriptor, os.open(name, _OPEN, dir_fd=descriptor)
+                    os.close(above)
+                    place = place.parent if name == ".." else place / name
+                    self._check_owner(os.fstat(descriptor), place)
+                    continue
+                num_links += 1
+                if num_links > _MAX_LINKS:
+                    self._refuse(f"{place / name} is one of more than {_MAX_LINKS} links")
+                target = Path(os.readlink(name, dir_fd=descriptor))
+                if target.is_absolute():
+                    os.close(descriptor)
+                    descriptor, place = os.open("/", _OPEN), Path("/")
+                names += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor, place
+
+    def _check_below(self, descriptor: int, place: Path) -> None:
+        private: dict[str, bool] = {}  # whether others cannot get into a directory
+        for directory, directories, files, opened in os.fwalk(".", dir_fd=descriptor):
+            from_above = private.get(os.path.dirname(directory), False)
+            private[directory] = from_above or not os.fstat(opened).st_mode & _OTHERS_ENTER
+            for name in (*directories, *files):
+                with contextlib.suppress(FileNotFoundError):  # others of this user's processes come and go
+                    here = place / directory / name
+                    status = os.stat(name, dir_fd=opened, follow_symlinks=False)
+                    self._check_owner(status, here)
+                    if stat.S_ISLNK(status.st_mode):
+                        self._check(here)
+                    elif not private[directory]:
+                        self._check_mode(status, here, f"chmod -R go-w {place}")
+
+    def _check_owner(self, status: os.stat_result, place: Path) -> None:
+        if status.st_uid not in self._owners:
+            self._refuse(
+                f"{place} belongs to user {status.st_uid}, not to you (user {os.geteuid()}) or root. Delete it if it "
+                "should not be there"
+            )
+
+    def _check_mode(self, status: os.stat_result, place: Path, remedy: str) -> None:
+        if status.st_mode & _OTHERS_WRITE:
+            self._refuse(
+                f"others than its owner may write to {place} (mode {stat.S_IMODE(status.st_mode):o}). If nobody did, "
+                f"{remedy}"
+            )
+
+    def _refuse(self, reason: str) -> None:
+        raise ValueError(
+            f"code is not loaded from {self._path}: {reason}, or set {self._variable} to a directory of your own"
+        )
