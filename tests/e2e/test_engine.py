@@ -115,7 +115,7 @@ def test_a_closed_engine_says_so() -> None:
         stream = closed.stream(PROMPT)
         closed.close()
     assert [output.outputs[0].finish_reason for output in stream] == ["abort"]
-    for use in (closed.generate, closed.stream):
+    for use in (closed.generate, closed.stream, closed.encode_chat):
         with pytest.raises(RuntimeError, match="closed"):
             use(PROMPT)
 
