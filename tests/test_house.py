@@ -14,6 +14,7 @@ ROOMS = ["scripts", "compiled_llm", "models", "ops"]
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).glob("*.py"))]
 WITHOUT_TORCH = [
     "block_pool",
+    "chat_template",
     "config",
     "costs",
     "engine_stats",
