@@ -55,7 +55,8 @@ class TemplateProcess:
         content = encoded(request)
         with self._lock:
             try:
-                worker = self._running()
+                # Given up for as long as it owes an answer, which must not be taken for that to a later request.
+                worker, self._worker = self._running(), None
                 deadline = time.monotonic() + _WAITS * self._seconds
                 try:
                     worker.send(content, deadline)
@@ -65,7 +66,8 @@ class TemplateProcess:
                     raise ValueError(f"the chat template gave no answer within {waited}") from error
                 except (EOFError, ConnectionError) as error:
                     raise ValueError(f"the chat template {self._reason(worker)}") from error
-            except BaseException:  # an interrupt too: what is under way must not be taken for the next answer
+                self._worker = worker
+            except BaseException:  # an interrupt too
                 self._stop()
                 raise
         return decoded(answer)
