@@ -122,6 +122,7 @@ def broken(content: dict[str, Any], **changes: Any) -> str:
         lambda content: broken(content, dtype="bfloat16"),
         lambda content: broken(content, instruction="amx", flops_per_second=4e9),
         lambda content: json.dumps(content | {"hardware": {"cpu": "another"}}),
+        lambda content: json.dumps(content | {"format": 1}),
         lambda content: json.dumps({name: content[name] for name in ("limits", "hardware")}),  # as of format 1
     ],
 )
