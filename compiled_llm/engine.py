@@ -425,7 +425,8 @@ class CompiledEngine:
         """What was served since the start or ``reset_report``, and how near the machine's limits that was.
 
         Args:
-            measure_limits: measure the machine's limits, once and in a few seconds, if no earlier run did.
+            measure_limits: measure the machine's limits, once and in a few seconds, if no earlier run did, or if this
+                run came to more than 110% of what was measured.
 
         Raises:
             RuntimeError: they are to be measured and too little memory is free for that.

@@ -1,8 +1,12 @@
 """What a machine can do at most: bytes read a second, and multiply-adds a second. Measured once and kept on disk.
 
 A share of these limits says how well a step used the machine, whatever the machine. Both are the fastest of several
-tries, since everything else on the machine can only slow them down. Virtual machines share their memory with others, so
-the bandwidth there changes by the minute: a limit says when it was measured, and ``remeasure`` measures it anew.
+tries, since everything else on the machine can only slow them down.
+
+A measurement is kept for later starts when several tries agree on it, each with the processor to itself, and no
+processor with that instruction is as slow as that. Otherwise ``MachineLimits.doubt`` says what is wrong, and the limits
+hold for this process alone. Virtual machines share their memory with others, so the bandwidth there changes by the
+minute: a limit says when it was measured, and ``remeasure`` measures it anew.
 """
 
 import contextlib
@@ -13,6 +17,7 @@ import json
 import math
 import os
 import time
+import uuid
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,13 +29,19 @@ from compiled_llm import machine
 from compiled_llm.compile_cache import write_whole
 from compiled_llm.ops import native
 
+_FORMAT = 2
+_PROCESS = uuid.uuid4().hex  # tells this process from all others
 _READ_BYTES = 1 << 28  # and four times the last cache where that is more
 _COPY_BYTES = 1 << 30  # on a GPU
 _LEAST_READ_BYTES = 1 << 26
-_READS, _LEAST_READ_SECONDS, _MOST_READ_SECONDS = 8, 0.3, 1.0
-_PEAK_SECONDS, _PEAK_TRIES = 0.02, 15
 _MATRIX_SIZES = (1024, 2048, 4096, 8192)
 _CALIBRATION_ROUNDS = 20_000
+_PEAK_SECONDS = 0.01  # of a try: short, so that some are not interrupted even where other programs run
+_AGREEING_TRIES = 5
+_MOST_SPREAD = 0.1
+_LEAST_CPU_SHARE = 0.8  # of the time of all threads, for a try to count
+_LEAST_SECONDS, _MOST_SECONDS = 0.3, 1.2  # for the tries of one limit
+_FLOPS_PER_CYCLE = {"amx": 1024, "avx512_bf16": 64, "avx512": 32, "avx2": 16}  # of a thread, where not faster
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +55,9 @@ class MachineLimits:
             some square matrix products. A multiply-add is two operations.
         instruction: which instruction, or which size of matrices, that was.
         measured_at: UTC, ISO 8601.
+        read_spread, flops_spread: how far apart the five fastest tries were that had the processor to themselves, as a
+            share of the fastest; 1 where there were fewer. The smaller, the steadier.
+        doubt: why these limits may be too low and are measured again at the next start; empty where they are kept.
     """
 
     device: str
@@ -52,27 +66,59 @@ class MachineLimits:
     flops_per_second: float
     instruction: str
     measured_at: str
+    read_spread: float = 0.0
+    flops_spread: float = 0.0
+    doubt: str = ""
 
     def __str__(self) -> str:
         return (
-            f"{self.read_bytes_per_second / 1e9:.1f} GB/s, {self.flops_per_second / 1e12:.2f} TFLOP/s in {self.dtype} "
-            f"({self.instruction}), measured {self.measured_at}"
+            f"{significant(self.read_bytes_per_second / 1e9)} GB/s, "
+            f"{significant(self.flops_per_second / 1e12)} TFLOP/s in {self.dtype} ({self.instruction}), "
+            f"measured {self.measured_at}, {self.steadiness}"
         )
+
+    @property
+    def steadiness(self) -> str:
+        """How far the tries agreed, in words."""
+        if self.doubt:
+            return f"NOT STEADY ({self.doubt}): measured again at the next start"
+        return f"steady: tries within {self.read_spread:.0%} and {self.flops_spread:.0%}"
+
+
+def significant(value: float) -> str:
+    """``value`` with three significant digits and no exponent: a small rate is never printed as 0.00."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def cached(device: torch.device, dtype: torch.dtype) -> MachineLimits | None:
-    """The limits that an earlier ``measured`` left on disk for this hardware; None when there are none."""
+    """The limits that an earlier ``measured`` left on disk for this hardware; None when there are none.
+
+    Limits with a doubt are found by the process alone that measured them.
+    """
     try:
         content = json.loads(_path(device, dtype).read_text())
         limits = MachineLimits(**content["limits"])
-        sound = all(0 < rate < math.inf for rate in (limits.read_bytes_per_second, limits.flops_per_second))
-    except (OSError, ValueError, KeyError, TypeError):  # not there, or not whole: measured anew
+        datetime.datetime.fromisoformat(limits.measured_at)
+        sound = (
+            content["format"] == _FORMAT
+            and content["hardware"] == machine.hardware(device)
+            and (limits.device, limits.dtype) == _names(device, dtype)
+            and all(0 < rate < math.inf for rate in (limits.read_bytes_per_second, limits.flops_per_second))
+            and all(0 <= spread <= 1 for spread in (limits.read_spread, limits.flops_spread))
+        )
+        doubt = limits.doubt or _implausible(
+            device, limits.instruction, limits.read_bytes_per_second, limits.flops_per_second
+        )
+        own = content["process"] == _PROCESS
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not there, or not whole: measured anew
         return None
-    return limits if sound else None
+    return limits if sound and (own or not doubt) else None
 
 
 def measured(device: torch.device, dtype: torch.dtype, *, remeasure: bool = False) -> MachineLimits:
-    """The limits of ``device`` for ``dtype``: from disk, or measured now (below three seconds) and kept there.
+    """The limits of ``device`` for ``dtype``: from disk, or measured now (below four seconds) and kept there.
 
     Raises:
         RuntimeError: too little memory is free to measure in.
@@ -82,15 +128,33 @@ def measured(device: torch.device, dtype: torch.dtype, *, remeasure: bool = Fals
         return known
     measure = _measure_gpu if device.type == "cuda" else _measure_cpu
     read, flops, instruction = measure(device, dtype)
-    moment = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    limits = MachineLimits(device.type, str(dtype).removeprefix("torch."), read, flops, instruction, moment)
-    path, content = _path(device, dtype), {"limits": dataclasses.asdict(limits), "hardware": machine.hardware(device)}
+    limits = MachineLimits(
+        *_names(device, dtype),
+        read_bytes_per_second=read.value,
+        flops_per_second=flops.value,
+        instruction=instruction,
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        read_spread=read.spread,
+        flops_spread=flops.spread,
+        doubt=_implausible(device, instruction, read.value, flops.value) or _unsteady(read, flops),
+    )
+    content = {
+        "format": _FORMAT,
+        "limits": dataclasses.asdict(limits),
+        "hardware": machine.hardware(device),
+        "process": _PROCESS,
+    }
+    path = _path(device, dtype)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
     except OSError as error:
         warnings.warn(f"the machine's limits are not kept, so they will be measured again: {error}", stacklevel=2)
     return limits
+
+
+def _names(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    return device.type, str(dtype).removeprefix("torch.")
 
 
 def _path(device: torch.device, dtype: torch.dtype) -> Path:
@@ -108,41 +172,86 @@ def _buffer_bytes(wanted: int, free: int) -> int:
     return min(wanted, free // 4)
 
 
+# -- Whether to believe it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rate:
+    """The highest of several tries, a second; see ``MachineLimits`` for ``spread``."""
+
+    value: float
+    spread: float
+
+
+def _agreed(run: Callable[[], tuple[float, float]], threads: int) -> _Rate:
+    """Tries until enough of them agree, or until it takes too long.
+
+    Two programs on one core each get half of it, and then tries agree on half the rate: so a try counts only where this
+    process had its threads' whole time.
+
+    Args:
+        run: one try, which gives (bytes or operations, seconds).
+        threads: that work in ``run``; 0 where it is not the processor that works.
+    """
+    best, alone, count, began = 0.0, [], 0, time.perf_counter()
+    while True:
+        cpu_seconds = time.process_time()
+        amount, seconds = run()
+        cpu_seconds = time.process_time() - cpu_seconds
+        best, count = max(best, amount / seconds), count + 1
+        if cpu_seconds >= _LEAST_CPU_SHARE * threads * seconds:
+            alone.append(amount / seconds)
+        fastest = sorted(alone, reverse=True)[:_AGREEING_TRIES]
+        spread = 1 - fastest[-1] / best if len(fastest) == _AGREEING_TRIES else 1.0
+        passed = time.perf_counter() - began
+        if count >= _AGREEING_TRIES and (
+            passed > _MOST_SECONDS or (passed > _LEAST_SECONDS and spread <= _MOST_SPREAD)
+        ):
+            return _Rate(best, spread)
+
+
+def _unsteady(read: _Rate, flops: _Rate) -> str:
+    """What a measurement whose tries do not agree is doubted for; empty where they do."""
+    names = [name for name, rate in (("bandwidth", read), ("arithmetic", flops)) if not rate.spread <= _MOST_SPREAD]
+    return f"the machine is busy, the tries of {' and '.join(names)} disagree" if names else ""
+
+
+def _implausible(device: torch.device, instruction: str, read: float, flops: float) -> str:
+    """What is doubted about rates far below those of any such machine: a tenth of a processor's at 1 GHz."""
+    least_read, least_flops = 1e9, 1e8 * torch.get_num_threads() * _FLOPS_PER_CYCLE.get(instruction, 1)
+    if device.type == "cuda":
+        least_read, least_flops = 1e10, 1e11
+    if read < least_read:
+        return f"less than {significant(least_read / 1e9)} GB/s is not plausible"
+    if flops < least_flops:
+        return f"less than {significant(least_flops / 1e12)} TFLOP/s is not plausible"
+    return ""
+
+
 # -- CPU
 
 
-def _measure_cpu(device: torch.device, dtype: torch.dtype) -> tuple[float, float, str]:
-    loops = native.load("limits_cpu")
+def _measure_cpu(device: torch.device, dtype: torch.dtype) -> tuple[_Rate, _Rate, str]:
+    loops, threads = native.load("limits_cpu"), torch.get_num_threads()
     size = _buffer_bytes(max(_READ_BYTES, 4 * _last_cache_bytes()), psutil.virtual_memory().available)
     memory = native.huge_zeros([size // 4], torch.float32).fill_(1.0)
     if loops is None:
-        read = _fastest(lambda: _seconds(memory.sum))
         matrix = torch.ones(1024, 1024, dtype=dtype)
-        product = min(_seconds(lambda: matrix @ matrix) for _ in range(_PEAK_TRIES))
-        return memory.nbytes / read, 2 * 1024**3 / product, "a matrix product of torch, for lack of a C++ compiler"
-    array, threads = memory.numpy(), torch.get_num_threads()
-    read = _fastest(lambda: loops.read_seconds(array, threads))
-    instruction = loops.supported(dtype == torch.bfloat16)[0]
-    loops.run_peak(instruction, _CALIBRATION_ROUNDS, threads)  # wakes the threads
-    _, seconds = loops.run_peak(instruction, _CALIBRATION_ROUNDS, threads)
-    rounds = max(1, int(_CALIBRATION_ROUNDS * _PEAK_SECONDS / seconds))
-    tries = [loops.run_peak(instruction, rounds, threads) for _ in range(_PEAK_TRIES)]
-    return memory.nbytes / read, max(flops / seconds for flops, seconds in tries), instruction
+        read = _agreed(lambda: (memory.nbytes, _seconds(memory.sum)), threads)
+        flops = _agreed(lambda: (2 * 1024**3, _seconds(lambda: matrix @ matrix)), threads)
+        return read, flops, "a matrix product of torch, for lack of a C++ compiler"
+    array, instruction = memory.numpy(), loops.supported(dtype == torch.bfloat16)[0]
+    # By one thread, which none has to wake, and the fastest: a single slow try once made all others much too short.
+    seconds = min(loops.run_peak(instruction, _CALIBRATION_ROUNDS, 1)[1] for _ in range(_AGREEING_TRIES))
+    rounds = max(_CALIBRATION_ROUNDS, int(_CALIBRATION_ROUNDS * _PEAK_SECONDS / seconds))
+    read = _agreed(lambda: (memory.nbytes, loops.read_seconds(array, threads)), threads)
+    return read, _agreed(lambda: loops.run_peak(instruction, rounds, threads), threads), instruction
 
 
 def _last_cache_bytes() -> int:
     with contextlib.suppress(ValueError, OSError):  # a system that does not know the name
         return max(0, os.sysconf("SC_LEVEL3_CACHE_SIZE"))
     return 0
-
-
-def _fastest(read: Callable[[], float]) -> float:
-    """The fewest seconds of several reads: as many as fit, and not fewer than make a measurement."""
-    tries, end = [read()], time.perf_counter() + _LEAST_READ_SECONDS
-    last = end + _MOST_READ_SECONDS - _LEAST_READ_SECONDS
-    while time.perf_counter() < end or (len(tries) < _READS and time.perf_counter() < last):
-        tries.append(read())
-    return min(tries)
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -154,31 +263,32 @@ def _seconds(run: Callable[[], object]) -> float:
 # -- GPU
 
 
-def _measure_gpu(device: torch.device, dtype: torch.dtype) -> tuple[float, float, str]:
+def _measure_gpu(device: torch.device, dtype: torch.dtype) -> tuple[_Rate, _Rate, str]:
     free, _ = torch.cuda.mem_get_info(device)
     source = torch.ones(_buffer_bytes(_COPY_BYTES, free) // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / _gpu_seconds(lambda: target.copy_(source))
-    read = source.nbytes / _gpu_seconds(source.sum)
-    rates: dict[str, float] = {}
+    read = max(
+        (_agreed_on_gpu(2 * source.nbytes, lambda: target.copy_(source)), _agreed_on_gpu(source.nbytes, source.sum)),
+        key=lambda rate: rate.value,
+    )
+    rates: dict[str, _Rate] = {}
     for size in _MATRIX_SIZES:
         if 3 * size * size * dtype.itemsize <= free // 4:
             a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-            taken = _gpu_seconds(lambda a=a, b=b: a @ b)  # type: ignore[misc]
-            rates[f"matrices of {size} x {size}"] = 2 * size**3 / taken
-    best = max(rates, key=lambda name: rates[name])
-    return max(copied, read), rates[best], best
+            rates[f"matrices of {size} x {size}"] = _agreed_on_gpu(2 * size**3, lambda a=a, b=b: a @ b)  # type: ignore[misc]
+    best = max(rates, key=lambda name: rates[name].value)
+    return read, rates[best], best
 
 
-def _gpu_seconds(run: Callable[[], object], tries: int = 10) -> float:
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(tries):
+def _agreed_on_gpu(amount: float, run: Callable[[], object]) -> _Rate:
+    def timed() -> tuple[float, float]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         run()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return min(times)
+        return amount, start.elapsed_time(end) / 1e3
+
+    for _ in range(3):
+        run()
+    return _agreed(timed, threads=0)

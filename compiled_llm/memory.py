@@ -45,16 +45,18 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryLedger:
-    """All memory of the place where the model runs, row by row, and what the engine holds elsewhere.
+    """All memory of the machine or the GPU where the model runs, row by row, and what the engine holds elsewhere.
 
-    ``str()`` of it is a table. The rows:
+    The rows add up to all the memory there is (on a host to what its container may use, if that is less), whoever uses
+    it; the other programs' share is in one of them. ``str()`` of it is a table. The rows:
 
     - weights, step buffers, KV pool (the sink block included), swap space: the engine's tensors.
     - compiled code and CUDA graphs: what compiling, recording and loading kernels left behind.
     - activations: what the largest step needs besides. On a GPU the graphs hold it all the time, and what torch's
       allocator rounds up and keeps is counted here; on a CPU it comes and goes.
-    - everything else: other processes, Python and its libraries, the CUDA context.
-    - free afterwards: what remains when the largest step runs and every block of the pool is in use.
+    - other programs and everything else: all that other processes hold, the operating system, Python and its
+      libraries, the CUDA context. It grows and shrinks with what else runs, and says little about the engine.
+    - free afterwards: what remains of all memory when the largest step runs and every block of the pool is in use.
 
     Attributes:
         start_peak_bytes: most host memory this process held, as far as the system's own count (``ru_maxrss``) has
@@ -71,13 +73,14 @@ class MemoryLedger:
 
     @property
     def total(self) -> int:
-        """All memory that there is where the model runs. The rows there sum up to it."""
+        """All memory of the machine or GPU where the model runs, used or not. The rows there sum up to it."""
         return sum(row.bytes for row in self.rows if row.where == self.where)
 
     def __str__(self) -> str:
         table = [("memory", "MiB", "where", "how")]
         table += [(row.name, f"{row.bytes / 2**20:.1f}", row.where, row.how) for row in self.rows]
-        table.append(("total", f"{self.total / 2**20:.1f}", self.where, ""))
+        whole = "total of the GPU" if self.where == "device" else "total of the machine"
+        table.append((whole, f"{self.total / 2**20:.1f}", self.where, ""))
         names, numbers, places, _ = (max(map(len, column)) for column in zip(*table, strict=True))
         return "\n".join(
             f"{name:<{names}}  {number:>{numbers}}  {where:<{places}}  {how}".rstrip()
@@ -214,7 +217,7 @@ class StartMemory:
             MemoryRow("activations", activations, where, "measured" if self._activations_are_measured else "estimated"),
             MemoryRow("KV pool", pool_bytes, where, "exact"),
             MemoryRow("swap space", swap_bytes, "host", "exact"),
-            MemoryRow("everything else", everything_else, where, "measured"),
+            MemoryRow("other programs and everything else", everything_else, where, "measured"),
             MemoryRow("free afterwards", free, where, "measured"),
         )
         return MemoryLedger(rows, where, self._start_peak)
@@ -326,4 +329,5 @@ def _growth_while(run: Callable[[], object]) -> int | None:
     before = _peak_resident_bytes()
     run()
     after = _peak_resident_bytes()
-    return None if before is None or after is None else after - before
+    # Linux counts pages roughly, so that what grew by nothing may look smaller by some.
+    return None if before is None or after is None else max(0, after - before)

@@ -12,7 +12,9 @@ Definitions, all over the time from the first arrival to the end of the last ste
 """
 
 import dataclasses
+import datetime
 import json
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from compiled_llm.engine import CompiledEngine
 
 Shares = dict[str, float]
+_MOST_LIMIT_SHARE = 1.1  # beyond it, a limit was measured too low
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +85,8 @@ class RunReport:
 
     Attributes:
         seconds: from the first arrival to the end of the last step.
+        limits_note: what else is to be known of ``limits``: that this run showed older ones to be too low, so that they
+            were measured again, or why they were not; empty mostly.
         phases: "decode" and "prefill", those that ran; ``buckets``: the same for each bucket.
         time: seconds that sum up to ``seconds``: "device" (padding left out), "padding", "host", "waiting".
         host_parts: host seconds by part; beside a busy device they may exceed ``time["host"]``.
@@ -97,6 +102,7 @@ class RunReport:
     seconds: float
     num_finished: int
     limits: MachineLimits | None
+    limits_note: str
     phases: tuple[StepsReport, ...]
     buckets: tuple[StepsReport, ...]
     time: dict[str, float]
@@ -144,9 +150,6 @@ class RunReport:
 def make_report(engine: "CompiledEngine", log: StepLog, stats: EngineStats, measure_limits: bool) -> RunReport:
     """The report of what ``log`` saw. ``stats``: counts since it was made."""
     runner = engine.runner
-    limits = machine_limits.cached(runner.device, runner.dtype)
-    if limits is None and measure_limits:
-        limits = machine_limits.measured(runner.device, runner.dtype)
     work = ModelWork.of(
         engine.model_config, runner.dtype.itemsize, bytes_per_token(engine.model_config, runner.cache_dtypes)
     )
@@ -156,12 +159,13 @@ def make_report(engine: "CompiledEngine", log: StepLog, stats: EngineStats, meas
     for row in rows:
         in_bucket.setdefault(row.bucket.name, []).append(row)
     shares = {name: profiler.shares(name) if profiler else None for name in in_bucket}
+    sizes = {row.bucket.name: (row.bucket.kind, row.bucket.num_tokens) for row in rows}
+    in_phase = {name: found for name, kind in _PHASES if (found := [row for row in rows if row.bucket.kind == kind])}
+    limits, limits_note = _limits(engine, log, measure_limits, work, in_phase | in_bucket)
 
     def steps(name: str, rows: list[StepRow]) -> StepsReport:
         return _steps_report(name, rows, work, limits, _mixed_shares(rows, shares.get))
 
-    sizes = {row.bucket.name: (row.bucket.kind, row.bucket.num_tokens) for row in rows}
-    phases = {name: [row for row in rows if row.bucket.kind == kind] for name, kind in _PHASES}
     device = sum(row.seconds for row in rows)
     padding = sum(_padding_seconds(row) for row in rows)
     host = log.wall_seconds - device - log.waiting_seconds
@@ -170,7 +174,8 @@ def make_report(engine: "CompiledEngine", log: StepLog, stats: EngineStats, meas
         seconds=log.wall_seconds,
         num_finished=log.num_finished,
         limits=limits,
-        phases=tuple(steps(name, found) for name, found in phases.items() if found),
+        limits_note=limits_note,
+        phases=tuple(steps(name, found) for name, found in in_phase.items()),
         buckets=tuple(steps(name, in_bucket[name]) for name in sorted(in_bucket, key=lambda name: sizes[name])),
         time={"device": device - padding, "padding": padding, "host": max(0.0, host), "waiting": log.waiting_seconds},
         host_parts={
@@ -222,6 +227,39 @@ def model_name(engine: "CompiledEngine") -> str:
 
 
 _PHASES = (("decode", "decode"), ("prefill", "tokens"))
+
+
+def _limits(
+    engine: "CompiledEngine", log: StepLog, measure: bool, work: ModelWork, groups: dict[str, list[StepRow]]
+) -> tuple[MachineLimits | None, str]:
+    """The machine's limits and what is to be known of them. ``groups``: steps by name of their phase or bucket.
+
+    Limits that a group surpasses were measured too low: they are measured again, but not twice for one log.
+    """
+    device, dtype = engine.runner.device, engine.runner.dtype
+    limits = machine_limits.cached(device, dtype)
+    if limits is None and measure:
+        limits = machine_limits.measured(device, dtype)
+    if limits is None or not (surpassed := _surpassed(groups, work, limits)):
+        return limits, ""
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(limits.measured_at).astimezone()
+    if not measure or age.total_seconds() < time.perf_counter() - log.made:
+        return limits, f"{surpassed}: these limits are too low, or a cache of the processor holds the model's weights"
+    try:
+        again = machine_limits.measured(device, dtype, remeasure=True)
+    except RuntimeError as error:
+        return limits, f"{surpassed}: these limits are too low, and {error}"
+    note = f"measured again, because with those of {limits.measured_at} {surpassed}"
+    if still := _surpassed(groups, work, again):
+        note += f". With these, {still}: a cache of the processor may hold the model's weights"
+    return again, note
+
+
+def _surpassed(groups: dict[str, list[StepRow]], work: ModelWork, limits: MachineLimits) -> str:
+    """Which group surpasses the limits most, and how far; empty where none does, errors of measurement apart."""
+    reports = [_steps_report(name, rows, work, limits, None) for name, rows in groups.items()]
+    share, name = max(((report.limit_share or 0.0, report.name) for report in reports), default=(0.0, ""))
+    return f"{name} came to {share:.0%} of the limit" if share > _MOST_LIMIT_SHARE else ""
 
 
 def _padding_share(row: StepRow) -> float:

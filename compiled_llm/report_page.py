@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_llm.machine_limits import significant
+
 if TYPE_CHECKING:
     from compiled_llm.report import RunReport, StepsReport
 
@@ -107,13 +109,12 @@ def _time_table(report: "RunReport") -> str:
 def _limits_note(report: "RunReport") -> str:
     if report.limits is None:
         return _note("The machine's limits were not measured, so there are no shares of them.")
+    note = f"<b>The limits: {_text(report.limits_note)}.</b> " if report.limits_note else ""
     return _note(
-        f"The machine, as measured at {_text(report.limits.measured_at)} and kept since: "
-        f"{report.limits.read_bytes_per_second / 1e9:.1f} GB/s of memory, "
-        f"{report.limits.flops_per_second / 1e12:.2f} TFLOP/s in {report.limits.dtype} "
-        f"({_text(report.limits.instruction)}). On a virtual machine the bandwidth changes by the minute, so that a "
-        "share may pass 100%, and so may that of a model whose weights a cache of the processor holds; "
-        "<code>--remeasure-limits</code> measures anew. Bytes and operations are those that no "
+        f"{note}The machine: {_text(report.limits)}. Steady limits are kept for later runs. On a virtual machine the "
+        "bandwidth changes by the minute, so that a share may pass 100%, and so may that of a model whose weights a "
+        "cache of the processor holds; beyond 110% the limits are measured again, and "
+        "<code>--remeasure-limits</code> always measures anew. Bytes and operations are those that no "
         "implementation can leave out; the share of the limit is the time that they need there over the time taken."
     )
 
@@ -127,9 +128,9 @@ def _steps_table(steps: Sequence["StepsReport"]) -> str:
             f"{step.seconds / step.num_steps * 1e3:.2f}",
             step.num_tokens,
             _percent(step.padding_share),
-            f"{step.bytes_per_second / 1e9:.1f}",
+            significant(step.bytes_per_second / 1e9),
             _percent(step.bandwidth_share),
-            f"{step.flops_per_second / 1e12:.3f}",
+            significant(step.flops_per_second / 1e12),
             _percent(step.peak_share),
             _percent(step.limit_share),
         ]

@@ -127,6 +127,7 @@ class StepLog:
     Attributes:
         rounded_steps: steps that came when the table of shapes was full, and stand there with their bucket's size.
         waiting_seconds: between steps, nothing launched: the engine had nothing to do, or its caller was busy.
+        made: when the log was, on ``time.perf_counter``.
         began, ended: of the first arrival and the last step, on ``time.perf_counter``; None before.
         gaps: seconds between two tokens of a request, as they are handed out.
         ttft, tpot, e2e, queue: of finished requests, in seconds: to the first token, between tokens on average, in all,
@@ -146,7 +147,7 @@ class StepLog:
         self._rows: dict[tuple[str, int, int], StepRow] = {}
         self._recent: dict[str, deque[float]] = {}
         self._left: float | None = None
-        self._made = time.perf_counter()
+        self.made = time.perf_counter()
 
     # -- Time that passes
 
@@ -200,7 +201,7 @@ class StepLog:
 
     def record_state(self, used_blocks: int, cached_blocks: int, num_running: int, num_waiting: int) -> None:
         """A point of the series; to be called when ``series.is_due()``."""
-        seconds = time.perf_counter() - (self.began or self._made) - self.paused_seconds
+        seconds = time.perf_counter() - (self.began or self.made) - self.paused_seconds
         self.series.add(Point(seconds, used_blocks, cached_blocks, num_running, num_waiting))
 
     def _new_row(self, bucket: BucketSize, requests: int, tokens: int) -> StepRow:

@@ -384,8 +384,7 @@ def main() -> int:
             print_table(name, study.results[name]["rows"])
             if args.output:  # after each part: a run that is cut off keeps what was done
                 (args.output / "phases.json").write_text(json.dumps(record) + "\n")
-                subject = f"{Path(record['model']).name}, {args.dtype}"
-                bench_phases_plots.draw(name, study.results[name], subject, args.output)
+                bench_phases_plots.draw(name, record, args.output)
         study.engine.engine.close()
     print(json.dumps(record))
     return 0

@@ -1,5 +1,12 @@
-"""The pictures of bench_phases.py: one for each part, drawn from the plain data that the part returns."""
+"""The pictures of bench_phases.py: one for each part, drawn from the plain data that the part returns.
 
+    python scripts/bench_phases_plots.py docs/results/cpu/study-amx.json docs/pictures/study
+
+draws them again, from the result of an earlier run.
+"""
+
+import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +19,15 @@ MARKERS = {"engine": "o", "transformers": "s"}
 SIDES = ("engine", "transformers")
 
 
-def draw(part: str, result: Row, subject: str, directory: Path) -> None:
-    """Writes ``<part>.png``. ``subject``: what was measured, for the title."""
+def draw(part: str, record: Row, directory: Path) -> None:
+    """Writes ``<part>.png``, from a whole result as ``bench_phases.py`` writes it."""
+    figure_of(part, record["parts"][part], f"{Path(record['model']).name}, {record['dtype']}").savefig(
+        directory / f"{part}.png"
+    )
+
+
+def figure_of(part: str, result: Row, subject: str) -> Any:
+    """The matplotlib figure of a part. ``subject``: what was measured, for the title."""
     from matplotlib.figure import Figure
 
     titles = {
@@ -30,7 +44,7 @@ def draw(part: str, result: Row, subject: str, directory: Path) -> None:
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_axisbelow(True)
-    figure.savefig(directory / f"{part}.png")
+    return figure
 
 
 def _lines(axes: Any, rows: list[Row], x: str, y: str, **style: Any) -> None:
@@ -175,15 +189,17 @@ def _intensity(figure: Any, result: Row) -> None:
                 markerfacecolor=COLOURS[side] if filled else "white",
                 **style,
             )
+            # Decode lies just below the limit and may meet prefill: its sizes stand below, those of prefill above.
+            offset, align = ((4, -9), "left") if phase == "decode" else ((0, 6), "center")
             for row in points if side == "engine" else []:
                 text, place = str(row["size"]), (row["flop_per_byte"], row["gflop_per_s"])
-                axes.annotate(text, place, (0, 6), textcoords="offset points", fontsize=7, ha="right")
+                axes.annotate(text, place, offset, textcoords="offset points", fontsize=7, ha=align)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that the step cannot do without", ylabel="GFLOP/s")
     axes.set_ylim(min(row["gflop_per_s"] for row in result["rows"]) / 2, peak * 2)
     axes.set_xlim(low, high)
     axes.grid(alpha=0.3)
     title = "at the points: requests in decode, tokens in prefill"
-    axes.legend(fontsize=8, title=title, title_fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, title=title, title_fontsize=8, loc="lower right", framealpha=1)
 
 
 def _memory(figure: Any, result: Row) -> None:
@@ -201,6 +217,7 @@ def _memory(figure: Any, result: Row) -> None:
         bars = right.bar(places, counts, 0.19, color=colours[number])
         right.bar_label(bars, fontsize=6)
     right.set_yscale("symlog", linthresh=1)
+    right.set_ylim(0, 2 * max(row[f"fit_{length}"] for row in rows for length in lengths))  # room for the numbers
     right.set_xticks(range(len(lengths)), labels=[str(length) for length in lengths])
     gib = result["kv_memory_bytes"] / 2**30
     right.set(xlabel="tokens of a request, prompt and output", ylabel=f"requests at once in {gib:g} GiB")
@@ -214,3 +231,18 @@ PLOTS: dict[str, Callable[[Any, Row], None]] = {
     "intensity": _intensity,
     "memory": _memory,
 }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the pictures of bench_phases.py again.")
+    parser.add_argument("result", type=Path, help="phases.json of an earlier run")
+    parser.add_argument("directory", type=Path, help="where the pictures go")
+    args = parser.parse_args()
+    record = json.loads(args.result.read_text())
+    args.directory.mkdir(parents=True, exist_ok=True)
+    for part in record["parts"]:
+        draw(part, record, args.directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from compiled_llm import CompiledEngine, RequestOutput
 from compiled_llm.kv_cache import describe
+from compiled_llm.machine_limits import significant
 from compiled_llm.report import RunReport
 
 
@@ -20,12 +21,13 @@ def of_the_limit(report: RunReport) -> str:
     if report.limits is None:
         return "not measured on this machine yet: --report does"
     phases = [
-        f"{phase.name} {phase.limit_share:.0%} ({phase.bytes_per_second / 1e9:.1f} GB/s, "
-        f"{phase.flops_per_second / 1e12:.2f} TFLOP/s)"
+        f"{phase.name} {phase.limit_share:.0%} ({significant(phase.bytes_per_second / 1e9)} GB/s, "
+        f"{significant(phase.flops_per_second / 1e12)} TFLOP/s)"
         for phase in report.phases
         if phase.limit_share is not None
     ]
-    return f"{', '.join(phases) or 'no step'} of {report.limits}"
+    note = f"; {report.limits_note}" if report.limits_note else ""
+    return f"{', '.join(phases) or 'no step'} of {report.limits}{note}"
 
 
 def print_results(outputs: Sequence[RequestOutput]) -> None:
@@ -38,9 +40,13 @@ def print_results(outputs: Sequence[RequestOutput]) -> None:
 
 
 def print_summary(
-    engine: CompiledEngine, outputs: Sequence[RequestOutput], seconds: float, start_seconds: float
+    engine: CompiledEngine,
+    report: RunReport,
+    outputs: Sequence[RequestOutput],
+    seconds: float,
+    start_seconds: float,
 ) -> None:
-    stats, compiled, report = engine.stats(), engine.compile_report(), engine.report(measure_limits=False)
+    stats, compiled = engine.stats(), engine.compile_report()
     seconds -= report.profile_seconds
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
     output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)

@@ -12,11 +12,13 @@ start. The proposal is the set of buckets, at most ``--max-buckets`` of each kin
 found by dynamic programming over the sizes that the traces met; no other set does better. Several traces count
 together as one run; they must be of the same model on the same machine.
 
-A bucket's time is its median where the trace has it. In between it is interpolated, in straight lines over the size; it
-never falls as the size grows. Below the smallest and above the largest size measured, the nearest line is extended, but
-below no further than to the smallest's time per token. Where a kind has one measured size only, its time is taken for
-all. The output says where either was done. Compiling a bucket costs the mean of its kind, whatever its size; decode
-buckets count their sampling graph with them.
+A bucket's time is its median where the trace has it. A larger bucket never takes less: where the medians fall, as after
+some slow steps, the mean of these buckets is taken, each weighed by its steps (isotonic regression). In between, a time
+is interpolated, in straight lines over the size. Below the smallest and above the largest size measured, the nearest
+line is extended, but below no further than to the smallest's time per token. Where a kind has one measured size only,
+its time is taken for all. The output says where any of this was done, and warns where the steps as they ran would by
+these times take much more or less than the trace says they took. Compiling a bucket costs the mean of its kind,
+whatever its size; decode buckets count their sampling graph with them.
 
 The engine keeps its capacity: the largest decode bucket is max_num_seqs, the largest token bucket
 max_num_batched_tokens. ``--shrink`` gives up what was never used of both. Steps are then cut differently, so what it
@@ -38,6 +40,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tune_buckets_choice import best_buckets, bucket_of, interpolated, never_falling
 
 from compiled_llm import machine
 
@@ -45,6 +48,7 @@ FORMAT = 1
 KINDS = ("decode", "tokens")
 FLAGS = {"decode": "--bucket-sizes", "tokens": "--token-bucket-sizes"}
 _HISTOGRAM_ROWS = 16
+_MOST_DISAGREEMENT = 0.2  # of the modelled time from the measured one
 
 
 @dataclasses.dataclass
@@ -53,7 +57,8 @@ class Work:
 
     Attributes:
         counts: number of tokens in a step -> number of such steps.
-        times: size of a bucket -> median seconds of its steps.
+        medians: size of a bucket -> median seconds of its steps.
+        weights: size of a bucket -> number of its steps, 1 or more.
         compile_seconds: to compile a bucket of this kind, the mean of all that the traces' starts compiled.
         capacity: smallest size that the largest bucket may have.
         present: (sizes of the buckets, number of tokens -> number of steps) of each trace.
@@ -61,14 +66,19 @@ class Work:
     """
 
     counts: Counter[int]
-    times: dict[int, float]
+    medians: dict[int, float]
+    weights: dict[int, int]
     compile_seconds: float
     capacity: int
     present: list[tuple[list[int], Counter[int]]]
     measured_seconds: float
 
+    def times(self) -> dict[int, float]:
+        """Size of a bucket -> seconds of a step, which never fall as the size grows."""
+        return never_falling(self.medians, self.weights)
+
     def step_time(self) -> Callable[[int], float]:
-        return interpolated(self.times)
+        return interpolated(self.times())
 
     def candidates(self) -> list[int]:
         """Sizes among which the best set of buckets is."""
@@ -130,7 +140,7 @@ def check_that_traces_belong_together(traces: Sequence[dict[str, Any]]) -> None:
 def work_of(traces: Sequence[dict[str, Any]], kind: str, shrink: bool) -> Work:
     """What the traces say about one kind of step."""
     counts: Counter[int] = Counter()
-    times: dict[int, list[tuple[float, int]]] = {}
+    medians: dict[int, list[tuple[float, int]]] = {}
     compiled: list[float] = []
     present, measured = [], 0.0
     for trace in traces:
@@ -144,7 +154,7 @@ def work_of(traces: Sequence[dict[str, Any]], kind: str, shrink: bool) -> Work:
         for size in sizes:
             name = f"{kind}_{size}"
             if name in trace["step_seconds"]:
-                times.setdefault(size, []).append((trace["step_seconds"][name], max(1, in_bucket[size])))
+                medians.setdefault(size, []).append((trace["step_seconds"][name], max(1, in_bucket[size])))
             if name in trace["compile_seconds"]:
                 sampler = trace["compile_seconds"].get(f"sample_{size}", 0.0) if kind == "decode" else 0.0
                 compiled.append(trace["compile_seconds"][name] + sampler)
@@ -158,76 +168,13 @@ def work_of(traces: Sequence[dict[str, Any]], kind: str, shrink: bool) -> Work:
         capacity = max(most_requests, *counts) if counts else most_requests
     return Work(
         counts=counts,
-        times={size: sum(t * n for t, n in found) / sum(n for _, n in found) for size, found in times.items()},
+        medians={size: sum(t * n for t, n in found) / sum(n for _, n in found) for size, found in medians.items()},
+        weights={size: sum(n for _, n in found) for size, found in medians.items()},
         compile_seconds=statistics.mean(compiled) if compiled else 0.0,
         capacity=capacity,
         present=present,
         measured_seconds=measured,
     )
-
-
-def bucket_of(num_tokens: int, sizes: Sequence[int]) -> int:
-    """The smallest of the sorted ``sizes`` that holds a step."""
-    return next(size for size in sizes if size >= num_tokens)
-
-
-def interpolated(times: dict[int, float]) -> Callable[[int], float]:
-    """Seconds of a bucket of any size from those measured: straight lines in between and beyond, never falling.
-
-    Of a smaller size than measured, a token takes no less than in the smallest.
-    """
-    if not times:
-        return lambda size: 0.0
-    sizes = np.array(sorted(times), dtype=float)
-    seconds = np.maximum.accumulate([times[size] for size in sorted(times)])
-    if len(sizes) == 1:
-        return lambda size: float(seconds[0])
-    slopes = np.diff(seconds) / np.diff(sizes)
-
-    def time_of(size: int) -> float:
-        piece = min(max(int(np.searchsorted(sizes, size)) - 1, 0), len(slopes) - 1)
-        line = float(seconds[piece] + slopes[piece] * (size - sizes[piece]))
-        return max(line, float(seconds[0] * size / sizes[0])) if size < sizes[0] else line
-
-    return time_of
-
-
-def best_buckets(
-    counts: dict[int, int],
-    candidates: Sequence[int],
-    step_time: Callable[[int], float],
-    compile_seconds: float,
-    max_buckets: int,
-    runs_per_start: float,
-) -> list[int]:
-    """At most ``max_buckets`` of the sorted ``candidates``, the last one among them, with the least cost.
-
-    Cost is ``runs_per_start`` times the sum over all steps of the time of the smallest bucket that holds them, and
-    ``compile_seconds`` for each bucket. Dynamic programming: ``costs[k][j]`` is the least for all steps up to candidate
-    j, which is the largest of k + 1 buckets; what stands below the second largest, i, does not change what the steps
-    in between cost.
-    """
-    sizes = np.array(candidates)
-    steps = np.zeros(len(sizes) + 1)  # steps up to each candidate, beginning with none
-    for num_tokens, count in counts.items():
-        steps[int(np.searchsorted(sizes, num_tokens)) + 1] += count
-    steps = steps.cumsum()
-    time = np.array([step_time(size) for size in candidates]) * runs_per_start
-    costs = [steps[1:] * time + compile_seconds]
-    second_largest: list[np.ndarray] = []
-    for _ in range(1, min(max_buckets, len(sizes))):
-        cost, choice = np.full(len(sizes), np.inf), np.zeros(len(sizes), dtype=int)
-        for j in range(1, len(sizes)):
-            below = costs[-1][:j] + (steps[j + 1] - steps[1 : j + 1]) * time[j]
-            choice[j] = below.argmin()
-            cost[j] = below[choice[j]] + compile_seconds
-        costs.append(cost)
-        second_largest.append(choice)
-    number = int(np.argmin([cost[-1] for cost in costs]))
-    chosen = [len(sizes) - 1]
-    for choice in reversed(second_largest[:number]):
-        chosen.append(int(choice[chosen[-1]]))
-    return [int(sizes[j]) for j in reversed(chosen)]
 
 
 def outcome(work: Work, buckets: Sequence[tuple[Sequence[int], Counter[int]]]) -> Outcome:
@@ -275,6 +222,12 @@ def tune(traces: Sequence[dict[str, Any]], max_buckets: int, runs_per_start: flo
     return result
 
 
+def disagreement(part: dict[str, Any]) -> float:
+    """How far the steps as they ran, by the times that a proposal follows from, are from the time they really took."""
+    measured = part["work"].measured_seconds
+    return part["before"].step_seconds / measured - 1 if measured else 0.0
+
+
 def share(padding: int, tokens: int) -> float:
     return padding / max(1, padding + tokens)
 
@@ -282,6 +235,36 @@ def share(padding: int, tokens: int) -> float:
 def rounded_steps(traces: Sequence[dict[str, Any]]) -> int:
     """Steps that stand in the traces with the size of their bucket: an engine keeps so many different shapes only."""
     return sum(trace.get("rounded_steps", 0) for trace in traces)
+
+
+def remarks(part: dict[str, Any], kind: str) -> list[str]:
+    """Where the times of a kind are not simply what was measured, and whether they add up."""
+    work, lines = part["work"], []
+    times = work.times()
+    fallen = [size for size in sorted(times) if times[size] != work.medians[size]]
+    if fallen:
+        found = ", ".join(
+            f"{kind}_{size} {work.medians[size]:.3g} (weight {work.weights[size]}) as {times[size]:.3g}"
+            for size in fallen
+        )
+        lines.append(f"larger buckets took less, so that means are taken, in seconds: {found}")
+    if len(times) == 1:
+        lines.append(
+            f"only {kind}_{min(times)} ran: its time is taken for all sizes. A trace with more buckets tells more"
+        )
+    outside = [size for size in part["proposed"] if size < min(times) or size > max(times)]
+    if outside and len(times) > 1:
+        lines.append(f"the time of {outside} is extended from sizes that ran: {sorted(times)}")
+    off = disagreement(part)
+    lines.append(
+        f"by their buckets' times these steps take {part['before'].step_seconds:.3f} s, {off:+.0%} of measured"
+    )
+    if abs(off) > _MOST_DISAGREEMENT:
+        lines.append(
+            f"WARNING: more than {_MOST_DISAGREEMENT:.0%} off. Do not rely on this proposal: the trace holds steps "
+            "that took far longer or shorter than their bucket's median, as on a busy machine. Record another one"
+        )
+    return lines
 
 
 def print_result(result: dict[str, Any], runs_per_start: float, rounded: int) -> None:
@@ -294,12 +277,7 @@ def print_result(result: dict[str, Any], runs_per_start: float, rounded: int) ->
             continue
         print(f"  {'tokens':>12} {'steps':>9}")
         print("\n".join(histogram(work)))
-        if len(work.times) == 1:
-            size = next(iter(work.times))
-            print(f"  only {kind}_{size} ran: its time is taken for all sizes. A trace with more buckets tells more")
-        outside = [size for size in part["proposed"] if size < min(work.times) or size > max(work.times)]
-        if outside and len(work.times) > 1:
-            print(f"  the time of {outside} is extended from sizes that ran: {sorted(work.times)}")
+        print("\n".join(f"  {line}" for line in remarks(part, kind)))
         print(f"  {'':<12} {'present':>24} {'proposed':>24}")
         for name, one, other in (
             ("buckets", ",".join(map(str, part["present"])), ",".join(map(str, part["proposed"]))),
@@ -315,12 +293,17 @@ def print_result(result: dict[str, Any], runs_per_start: float, rounded: int) ->
     }
     before = sum(result[kind]["before"].step_seconds for kind in KINDS)
     print(
-        f"it would have saved {saved['step_seconds']:.3f} of {before:.3f} s in steps a run, and costs "
-        f"{-saved['compile_seconds']:+.1f} s of compiling a start, weighed at {runs_per_start:g} runs a start"
+        f"the proposal would {saved_or_cost(saved['step_seconds'], 3)} of {before:.3f} s in steps a run and "
+        f"{saved_or_cost(saved['compile_seconds'], 1)} of compiling a start, weighed at {runs_per_start:g} runs a start"
     )
     if rounded:
         print(f"{rounded} steps stand in the traces with their bucket's size: their padding is not seen here")
     print("\n" + flags(result))
+
+
+def saved_or_cost(saved: float, digits: int) -> str:
+    """Seconds saved, or cost where they are negative, in words."""
+    return f"{'cost' if round(saved, digits) < 0 else 'save'} {abs(saved):.{digits}f} s"
 
 
 def flags(result: dict[str, Any]) -> str:
@@ -335,6 +318,8 @@ def to_json(result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
             "proposed": part["proposed"],
             "steps": part["work"].counts.total(),
             "tokens": part["tokens"],
+            "measured_seconds": part["work"].measured_seconds,
+            "disagreement": disagreement(part),
             "before": dataclasses.asdict(part["before"])
             | {"padding_share": share(part["before"].padding_tokens, part["tokens"])},
             "after": dataclasses.asdict(part["after"])

@@ -53,13 +53,15 @@ def test_the_ledger_is_a_table_that_adds_up() -> None:
     assert ledger.total == 125.5 * MIB
     assert ledger.bytes_of("swap space") == 7 * MIB
     assert str(ledger).split("\n") == [
-        "memory             MiB  where   how",
-        "weights            3.0  device  exact",
-        "KV pool            2.5  device  exact",
-        "swap space         7.0  host    exact",
-        "free afterwards  120.0  device  measured",
-        "total            125.5  device",
+        "memory              MiB  where   how",
+        "weights             3.0  device  exact",
+        "KV pool             2.5  device  exact",
+        "swap space          7.0  host    exact",
+        "free afterwards   120.0  device  measured",
+        "total of the GPU  125.5  device",
     ]
+    on_a_host = MemoryLedger((MemoryRow("weights", 3 * MIB, "host", "exact"),), "host", 0)
+    assert str(on_a_host).split("\n")[-1] == "total of the machine  3.0  host"
 
 
 @pytest.mark.parametrize("size", [{"num_kv_blocks": 20}, {"kv_cache_memory_bytes": 2 * MIB}, {}])
@@ -207,10 +209,17 @@ def test_the_way_through_a_start_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
         ("activations", 20 + 5 + 8, "device"),
         ("KV pool", 365, "device"),
         ("swap space", 0, "host"),
-        ("everything else", 100, "device"),
+        ("other programs and everything else", 100, "device"),
         ("free afterwards", 145, "device"),
     ]
     assert ledger.total == 1000 * MIB
+
+
+def test_what_grows_by_nothing_does_not_shrink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    peaks = iter([200 << 10, 150 << 10])  # the system's count is rough
+    monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "clear_refs")
+    monkeypatch.setattr(memory, "_peak_resident_bytes", lambda: next(peaks))
+    assert memory._growth_while(lambda: None) == 0
 
 
 def test_too_little_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

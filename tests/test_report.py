@@ -1,6 +1,7 @@
 """The report of a run: what it covers, that its parts add up, and the files that it writes."""
 
 import dataclasses
+import datetime
 import html.parser
 import json
 import re
@@ -198,6 +199,78 @@ def test_limits_are_measured_only_where_they_may_be(monkeypatch: pytest.MonkeyPa
     assert {phase.limit_share for phase in report.phases} == {None}
     assert "were not measured" in page(report)
     assert engine.report().limits == LIMITS
+
+
+SLOW = dataclasses.replace(LIMITS, read_bytes_per_second=1e3, flops_per_second=1e3)  # as of a busy machine
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[MachineLimits]:
+    """What measuring again will find, and before that the limits that are kept: the last one each time."""
+    found = [LIMITS, SLOW]
+
+    def measured(device: object, dtype: object, *, remeasure: bool = False) -> MachineLimits:
+        assert remeasure
+        found.pop()
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="microseconds")
+        found[-1] = dataclasses.replace(found[-1], measured_at=now)
+        return found[-1]
+
+    monkeypatch.setattr(machine_limits, "cached", lambda device, dtype: found[-1])
+    monkeypatch.setattr(machine_limits, "measured", measured)
+    return found
+
+
+def test_limits_that_a_run_surpasses_are_measured_again(engine: CompiledEngine, machine: list[MachineLimits]) -> None:
+    engine.reset_report()
+    serve(engine)
+    report = engine.report()
+    assert report.limits is not None
+    assert report.limits.flops_per_second == LIMITS.flops_per_second
+    assert all(step.limit_share is not None and step.limit_share < 1.1 for step in (*report.phases, *report.buckets))
+    said = rf"measured again, because with those of {re.escape(SLOW.measured_at)} \w+ came to \d+% of the limit$"
+    assert re.match(said, report.limits_note)
+    assert report.limits_note in page(report)
+    assert report.limits.measured_at in page(report)
+    assert report.to_dict()["limits_note"] == report.limits_note
+    assert engine.report().limits_note == "", "nothing is wrong with these"
+
+
+def test_limits_are_measured_again_but_once_for_a_run(engine: CompiledEngine, machine: list[MachineLimits]) -> None:
+    machine[0] = SLOW
+    engine.reset_report()
+    serve(engine)
+    assert "With these, " in engine.report().limits_note
+    note = engine.report().limits_note  # does not measure a third time, which the list would not have
+    assert "of the limit: these limits are too low, or a cache of the processor holds" in note
+
+
+def test_limits_are_not_measured_again_where_they_may_not_or_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, engine: CompiledEngine, machine: list[MachineLimits]
+) -> None:
+    def no_memory(device: object, dtype: object, *, remeasure: bool = False) -> MachineLimits:
+        raise RuntimeError("no memory is free")
+
+    engine.reset_report()
+    serve(engine)
+    report = engine.report(measure_limits=False)
+    assert (report.limits, "these limits are too low" in report.limits_note) == (SLOW, True)
+    monkeypatch.setattr(machine_limits, "measured", no_memory)
+    report = engine.report()
+    assert (report.limits, report.limits_note.endswith("too low, and no memory is free")) == (SLOW, True)
+
+
+@pytest.mark.parametrize("doubt", ["", "the machine is busy"])
+def test_the_page_says_how_much_when_and_how_steady(
+    monkeypatch: pytest.MonkeyPatch, engine: CompiledEngine, doubt: str
+) -> None:
+    limits = dataclasses.replace(LIMITS, flops_per_second=4.2e9, read_spread=0.034, doubt=doubt)
+    monkeypatch.setattr(machine_limits, "cached", lambda device, dtype: limits)
+    engine.reset_report()
+    text = page(engine.report())
+    assert "0.00420 TFLOP/s in float32" in text
+    assert LIMITS.measured_at in text
+    assert ("NOT STEADY (the machine is busy)" if doubt else "steady: tries within 3% and 0%") in text
 
 
 class Tags(html.parser.HTMLParser):

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -192,9 +193,25 @@ def test_a_run_writes_tables_pictures_and_json(
 
 def test_every_part_has_a_picture(script: ModuleType, results: Row, tmp_path: Path) -> None:
     assert list(script.PARTS) == PARTS
+    record = {"model": "somewhere/tiny", "dtype": "bfloat16", "parts": results}
     for part in PARTS:
-        script.bench_phases_plots.draw(part, results[part], "tiny", tmp_path)
+        script.bench_phases_plots.draw(part, record, tmp_path)
     assert sorted(path.stem for path in tmp_path.glob("*.png")) == sorted(PARTS)
+
+
+def test_no_text_of_the_roofline_is_printed_over_another_or_over_the_limit(script: ModuleType) -> None:
+    record = json.loads((SCRIPTS.parent / "docs" / "results" / "cpu" / "study-amx.json").read_text())
+    figure = script.bench_phases_plots.figure_of("intensity", record["parts"]["intensity"], "a model")
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    texts = [text for text in axes.texts if text.get_text()]
+    assert {"1", "32", "2048"} <= {text.get_text() for text in texts}
+    boxes = [text.get_window_extent() for text in texts]
+    for one, other in itertools.combinations(range(len(texts)), 2):
+        assert not boxes[one].overlaps(boxes[other]), (texts[one], texts[other])
+    limit = axes.transData.transform_path(axes.lines[0].get_path())
+    for text, box in zip(texts, boxes, strict=True):
+        assert not limit.intersects_bbox(box, filled=False), text
 
 
 @pytest.mark.parametrize(

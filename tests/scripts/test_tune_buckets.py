@@ -25,7 +25,9 @@ def load() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        spec.loader.exec_module(module)
     return module
 
 
@@ -87,7 +89,7 @@ def test_no_set_of_sizes_costs_less(
 ) -> None:
     """Against every set of the candidates, and against every set with other sizes among them."""
     capacity = max(counts) + spare
-    work = tune_buckets.Work(Counter(counts), times, compiled, capacity, [], 0.0)
+    work = tune_buckets.Work(Counter(counts), times, dict.fromkeys(times, 1), compiled, capacity, [], 0.0)
     candidates = work.candidates()
     chosen = tune_buckets.best_buckets(
         work.counts, candidates, work.step_time(), work.compile_seconds, max_buckets, runs_per_start
@@ -109,16 +111,75 @@ def test_no_set_of_sizes_costs_less(
             assert cost(work, (*subset, capacity), runs_per_start) >= found - 1e-9
 
 
-@given(times=st.dictionaries(SIZES, SECONDS, min_size=1, max_size=5))
-def test_times_never_fall_and_meet_what_was_measured(times: dict[int, float]) -> None:
-    time_of = tune_buckets.interpolated(times)
+@given(times=st.dictionaries(SIZES, SECONDS, min_size=1, max_size=5), data=st.data())
+def test_times_never_fall_and_are_the_nearest_that_do_not(times: dict[int, float], data: st.DataObject) -> None:
+    """Against the known formula: of all runs that end at or after a size, the least; of their starts, the greatest."""
+    weights = {size: data.draw(st.integers(1, 50)) for size in times}
+    fitted = tune_buckets.never_falling(times, weights)
+    sizes = sorted(times)
+
+    def mean(run: list[int]) -> float:
+        return sum(weights[size] * times[size] for size in run) / sum(weights[size] for size in run)
+
+    for place, size in enumerate(sizes):
+        ends = range(place + 1, len(sizes) + 1)
+        assert fitted[size] == pytest.approx(max(min(mean(sizes[i:j]) for j in ends) for i in range(place + 1)))
+    time_of = tune_buckets.interpolated(fitted)
     seconds = [time_of(size) for size in range(1, 40)]
     assert all(one <= other + 1e-9 for one, other in itertools.pairwise(seconds))
     assert min(seconds) > 0
-    highest = 0.0
-    for size in sorted(times):
-        highest = max(highest, times[size])
-        assert time_of(size) == pytest.approx(highest)
+    assert [time_of(size) for size in sizes] == pytest.approx([fitted[size] for size in sizes])
+
+
+def test_one_slow_step_does_not_raise_the_times_of_larger_buckets(capsys: pytest.CaptureFixture[str]) -> None:
+    """A decode_8 that ran once, 30 times too slow, below 1000 steps in decode_32."""
+    seconds = {"decode_1": 0.008, "decode_8": 0.4, "decode_32": 0.0136, "tokens_64": 0.05}
+    counts = {("decode", 1): 50, ("decode", 8): 1, ("decode", 32): 1000, ("tokens", 64): 10}
+    steps = [
+        step(kind, size, count) | {"seconds": count * seconds[f"{kind}_{size}"]}
+        for (kind, size), count in counts.items()
+    ]
+    trace = trace_of(steps, [1, 8, 32], [64], step_seconds=seconds)
+    result = tune_buckets.tune([trace], max_buckets=8, runs_per_start=1.0, shrink=False)
+    measured = sum(row["seconds"] for row in steps if row["kind"] == "decode")
+    assert result["decode"]["before"].step_seconds == pytest.approx(measured)
+    time_of = result["decode"]["work"].step_time()
+    assert [time_of(size) for size in (1, 8, 32)] == pytest.approx([0.008, 0.01399, 0.01399], rel=0.001)
+    tune_buckets.print_result(result, 1.0, 0)
+    out = capsys.readouterr().out
+    assert "larger buckets took less" in out
+    assert "decode_8 0.4 (weight 1) as 0.014, decode_32 0.0136 (weight 1000) as 0.014" in out
+    assert "by their buckets' times these steps take 14.400 s, +0% of measured" in out
+    assert "WARNING" not in out
+
+
+@pytest.mark.parametrize(("seconds", "warns"), [(0.014, False), (0.016, False), (0.005, True), (0.3, True)])
+def test_times_that_do_not_add_up_to_the_trace_are_a_warning(
+    capsys: pytest.CaptureFixture[str], seconds: float, warns: bool
+) -> None:
+    trace = trace_of([step("decode", 4, 100) | {"seconds": 100 * seconds}], [4], [8])
+    result = tune_buckets.tune([trace], 8, 1.0, False)
+    tune_buckets.print_result(result, 1.0, 0)
+    off = 0.014 / seconds - 1
+    out = capsys.readouterr().out
+    assert f"by their buckets' times these steps take 1.400 s, {off:+.0%} of measured" in out
+    assert ("WARNING: more than 20% off. Do not rely on this proposal" in out) == warns
+    assert tune_buckets.disagreement(result["decode"]) == pytest.approx(off)
+
+
+@pytest.mark.parametrize(
+    ("runs_per_start", "says"),
+    [
+        (1.0, "would cost 0.006 s of 0.078 s in steps a run and save 1.0 s of compiling a start"),
+        (1e4, "would save 0.004 s of 0.078 s in steps a run and cost 1.0 s of compiling a start"),
+    ],
+)
+def test_what_is_saved_and_what_is_cost_are_told_apart(
+    capsys: pytest.CaptureFixture[str], runs_per_start: float, says: str
+) -> None:
+    trace = trace_of([step("decode", size, 2) for size in (1, 2, 4)], [1, 4], [8])
+    tune_buckets.print_result(tune_buckets.tune([trace], 8, runs_per_start, False), runs_per_start, 0)
+    assert says in capsys.readouterr().out
 
 
 def test_times_in_between_and_beyond() -> None:
