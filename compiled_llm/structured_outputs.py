@@ -1,27 +1,22 @@
 """Structured output: which tokens may follow, so that a generation is JSON of a schema, or matches a regex or grammar.
 
-The grammars are compiled and followed by llguidance (https://github.com/guidance-ai/llguidance), which is loaded when
-the first one is needed; docs/structured_outputs.md says why this library, and what it supports. No torch here.
+The grammars are compiled and followed by llguidance (https://github.com/guidance-ai/llguidance), in processes that are
+started when the first one is needed; docs/structured_outputs.md says why, and what is supported. No torch here.
 """
 
 import dataclasses
-import threading
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from types import ModuleType
+import importlib.util
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from compiled_llm import grammar_texts
+from compiled_llm.grammar_processes import Follower, GrammarProcesses, GrammarSource, Vocabulary, bits
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
     from compiled_llm.tokenizer import Tokenizer
 
-_MAX_COMPILED = 32  # grammars that are kept
-_TOKENS_BETWEEN_RESTARTS = 256  # of a generation's matcher
 # What the library may do at most, in its units. It counts about 50,000 of fuel a millisecond when it compiles, 14,000
 # in a step, and 20,000 items. A lexer state takes up to 2 kB.
 _LIMITS: dict[str, Any] = {
@@ -33,10 +28,6 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 30_000,
     "verbose_errors": False,
 }
-# The library compiles by recursion, and would kill the process at the stack's end. The deepest texts of
-# MAX_CHARACTERS that we could make take less than 32 MiB.
-_STACK_BYTES = 256 * 2**20
-_STACK_SIZE = threading.Lock()  # threading.stack_size is the whole process's
 # JSON's whitespace, but never endlessly: models like to go on with spaces.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
@@ -94,65 +85,73 @@ class StructuredOutputsParams:
 
 
 class GrammarCompiler:
-    """Compiles what requests ask for, for one model; made once an engine. Keeps the last compiled grammars.
+    """Compiles what requests ask for, for one model; made once an engine. Any thread may use it.
 
     Args:
-        tokenizer: byte-level or byte-fallback BPE. To take in a vocabulary of 150,000 tokens takes some seconds.
+        tokenizer: byte-level or byte-fallback BPE. To take in a vocabulary of 150,000 tokens takes some seconds, which
+            the first grammar waits for.
         vocab_size: the model's, V; the tokenizer may have fewer tokens.
         eos_token_ids: the tokens that end a text, at least one.
+        max_seconds: of processor time, that compiling a grammar may take.
+        max_bytes: of memory, that a compiled grammar may take.
+        most: compiled grammars that are kept.
 
     Raises:
-        ValueError: llguidance is not installed; no eos; a tokenizer that it cannot read.
+        ValueError: llguidance is not installed; no eos.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos_token_ids: Collection[int]) -> None:
-        library = _library()
+    def __init__(
+        self,
+        tokenizer: "Tokenizer",
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        *,
+        max_seconds: float = 3.0,
+        max_bytes: int = 2**29,
+        most: int = 32,
+    ) -> None:
+        if importlib.util.find_spec("llguidance") is None:
+            raise ValueError("structured outputs need llguidance: pip install 'compiled-llm[structured]'")
         if not eos_token_ids:
             raise ValueError("structured outputs need a model with an end-of-text token; its config.json names none")
-        text, tokenizer_size, token_ids = _vocabulary(tokenizer)
+        text, token_ids = tokenizer.vocabulary()
         # The library wants room for each token of the tokenizer, even if the model has fewer.
-        size = max(vocab_size, tokenizer_size)
-        try:
-            self._tokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=sorted(eos_token_ids))
-        except ValueError as error:
-            raise ValueError(f"structured outputs: llguidance cannot use this tokenizer: {_reason(error)}") from error
-        self._tokens = _Tokens(
-            words=_bits(token_ids, size) & _bits(range(vocab_size), size),
-            eos_words=_bits(eos_token_ids, size),
-            eos_token_ids=frozenset(eos_token_ids),
-            vocab_size=vocab_size,
+        size = max(vocab_size, max(token_ids) + 1)
+        self._vocabulary = Vocabulary(
+            text=text,
+            size=size,
+            words=bits(token_ids, size) & bits(range(vocab_size), size),
+            eos_words=bits(eos_token_ids, size),
+            eos_token_ids=sorted(eos_token_ids),
         )
-        self._grammars: OrderedDict[StructuredOutputsParams, _Grammar] = OrderedDict()
+        self._vocab_size = vocab_size
+        self._max_seconds, self._max_bytes = max_seconds, max_bytes
+        self._processes = GrammarProcesses(self._vocabulary, most)
 
     def start(self, params: StructuredOutputsParams) -> "GrammarState":
         """The state of a generation before its first token.
 
         Raises:
-            ValueError: it does not compile, can never be matched, or is too large: with the library's reason.
+            ValueError: it does not compile, can never be matched, or is too large: with the library's reason. Or the
+                library cannot read the tokenizer.
         """
-        grammar = self._grammars.get(params)
-        if grammar is None:
-            grammar = _Grammar(self._tokenizer, _library_grammar(params))
-        state = GrammarState(grammar, self._tokens)
-        state._next_words()  # a grammar that nothing matches shows here
-        self._grammars[params] = grammar
-        self._grammars.move_to_end(params)
-        while len(self._grammars) > _MAX_COMPILED:
-            self._grammars.popitem(last=False)
-        return state
+        follower = self._processes.start(_source(params, self._max_seconds, self._max_bytes))
+        return GrammarState(follower, self._vocabulary, self._vocab_size)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._processes.close()
 
 
 class GrammarState:
-    """Where one generation stands in its grammar. Made by ``GrammarCompiler.start``."""
+    """Where one generation is in its grammar. Made by ``GrammarCompiler.start``."""
 
-    def __init__(self, grammar: "_Grammar", tokens: "_Tokens") -> None:
-        self._grammar = grammar
-        self._tokens = tokens
-        self._matcher = grammar.matcher()
-        self._token_ids: list[int] = []
+    def __init__(self, follower: Follower, vocabulary: Vocabulary, vocab_size: int) -> None:
+        self._follower = follower
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
+        self._num_tokens = 0
         self._ended = False
-        self._restarted_at: int | None = None
-        self._words: np.ndarray | None = None  # the mask that follows the tokens so far, once computed
 
     def allow(self, words: np.ndarray) -> None:
         """Write which tokens may follow. Eos tokens may if the text is complete, and no others if nothing can follow.
@@ -161,188 +160,55 @@ class GrammarState:
             words: int32 [ceil(V / 32)], written: bit v % 32 of word v // 32 says whether token v may follow.
 
         Raises:
-            ValueError: nothing may follow though the text is not complete, or the library's limits are reached.
+            ValueError: nothing may follow though the text is not complete, or the limits of work are reached.
         """
         assert words.dtype == np.int32, words.dtype
-        assert words.shape == (-(-self._tokens.vocab_size // 32),), words.shape
-        words[:] = self._next_words()[: len(words)]
+        assert words.shape == (-(-self._vocab_size // 32),), words.shape
+        words[:] = (self._vocabulary.eos_words if self._ended else self._follower.look()[0])[: len(words)]
 
     def accept(self, token_id: int) -> None:
-        """The token was generated.
+        """The token was generated. What may follow it is computed meanwhile; ``allow`` and ``finished`` wait for that.
 
         Raises:
-            ValueError: it may not follow (the state stays as it was), or the library's limits are reached.
+            ValueError: it may not follow (the state stays as it was).
         """
-        name = f"structured outputs: token {token_id}, after {len(self._token_ids)} of the grammar's,"
-        if not 0 <= token_id < self._tokens.vocab_size:
-            raise ValueError(f"{name} must be below the vocabulary's size, {self._tokens.vocab_size}")
-        if not self._next_words()[token_id // 32] >> token_id % 32 & 1:
+        name = f"structured outputs: token {token_id}, after {self._num_tokens} of the grammar's,"
+        if not 0 <= token_id < self._vocab_size:
+            raise ValueError(f"{name} must be below the vocabulary's size, {self._vocab_size}")
+        words = self._vocabulary.eos_words if self._ended else self._follower.look()[0]
+        if not words[token_id // 32] >> token_id % 32 & 1:
             raise ValueError(f"{name} may not follow")
-        if token_id in self._tokens.eos_token_ids:
+        if token_id in self._vocabulary.eos_token_ids:
             self._ended = True
-            self._words = self._tokens.eos_words
             return
-        if not self._matcher.consume_token(token_id):
-            self._restart()
-            self._matcher.consume_token(token_id)
-            self._raise_for_error()
-        self._token_ids.append(token_id)
-        self._words = None
+        self._follower.accept(token_id)
+        self._num_tokens += 1
 
     @property
     def finished(self) -> bool:
-        """Whether the text is complete and nothing but an eos token may follow, or one did."""
-        if self._ended:
-            return True
-        if self._matcher.is_stopped() or not self._matcher.is_accepting():
-            return self._matcher.is_accepting()
-        return not (self._next_words() & ~self._tokens.eos_words).any()
+        """Whether the text is complete and nothing but an eos token may follow, or one did.
 
-    def copy(self) -> "GrammarState":
-        """Another state at the same place, for another generation that begins alike."""
-        other = object.__new__(GrammarState)
-        other._grammar, other._tokens = self._grammar, self._tokens
-        other._matcher = self._matcher.deep_copy()
-        other._token_ids = list(self._token_ids)
-        other._ended, other._restarted_at, other._words = self._ended, self._restarted_at, self._words
-        return other
-
-    def _next_words(self) -> np.ndarray:
-        """What ``allow`` writes, with words for further tokens of the tokenizer. Never written once it is computed."""
-        if self._words is None:
-            words = self._compute_words()
-            if self._matcher.is_error():
-                self._restart()
-                words = self._compute_words()
-                self._raise_for_error()
-            words &= self._tokens.words
-            if not self._matcher.is_accepting():
-                words &= ~self._tokens.eos_words
-            if not words.any():
-                raise ValueError(_dead_end(len(self._token_ids)))
-            self._words = words
-        return self._words
-
-    def _compute_words(self) -> np.ndarray:
-        words = np.zeros_like(self._tokens.words)
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        return words
-
-    def _restart(self) -> None:
-        """Go over the tokens again with a new matcher, if that may help.
-
-        The copies of a matcher share a lexer, whose states only grow in number, so that after many generations it
-        may reach its limits though no one of them needs much. A generation that does shall not restart endlessly.
+        Raises:
+            ValueError: as ``allow``.
         """
-        place = len(self._token_ids)
-        if self._restarted_at is not None and place - self._restarted_at < _TOKENS_BETWEEN_RESTARTS:
-            return
-        self._matcher = self._grammar.matcher(anew=True)
-        self._matcher.consume_tokens(self._token_ids)
-        self._restarted_at = place
-
-    def _raise_for_error(self) -> None:
-        if self._matcher.is_error():
-            reason = self._matcher.get_error()
-            if reason.startswith("NoExtension"):
-                raise ValueError(_dead_end(len(self._token_ids)))
-            raise ValueError(f"structured outputs: after {len(self._token_ids)} tokens: {_reason(reason)}")
+        return self._ended or self._follower.look()[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Tokens:
-    """What is known of the tokens. words: those of both tokenizer and model; eos_words: int32 [W], a bit a token."""
-
-    words: np.ndarray
-    eos_words: np.ndarray
-    eos_token_ids: frozenset[int]
-    vocab_size: int
-
-
-class _Grammar:
-    """A compiled grammar, and how to compile it again."""
-
-    def __init__(self, tokenizer: "LLTokenizer", text: str) -> None:
-        self._tokenizer = tokenizer
-        self._text = text
-        self._first = self._compile()
-
-    def matcher(self, anew: bool = False) -> "LLMatcher":
-        """A matcher at the beginning; ``anew``: with a lexer of its own, which later ones share."""
-        if anew:
-            self._first = self._compile()
-        return self._first.deep_copy()
-
-    def _compile(self) -> "LLMatcher":
-        library = _library()
-        limits = library.LLParserLimits(**_LIMITS)
-        made: list[LLMatcher] = []
-
-        def compile_() -> None:
-            made.append(library.LLMatcher(self._tokenizer, self._text, log_level=0, limits=limits))
-
-        thread = threading.Thread(target=compile_)
-        with _STACK_SIZE:
-            before = threading.stack_size(_STACK_BYTES)
-            try:
-                thread.start()
-            finally:
-                threading.stack_size(before)
-        thread.join()
-        matcher = made[0]
-        if matcher.is_error():
-            raise ValueError(f"structured outputs: does not compile: {_reason(matcher.get_error())}")
-        return matcher
-
-
-def _library() -> ModuleType:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ValueError("structured outputs need llguidance: pip install 'compiled-llm[structured]'") from error
-    return llguidance
-
-
-def _vocabulary(tokenizer: "Tokenizer") -> tuple[str, int, set[int]]:
-    """The tokenizer as the text of a tokenizer.json, one more than the largest id in it, the ids that may come out."""
-    text, token_ids = tokenizer.vocabulary()
-    return text, max(token_ids) + 1, token_ids
-
-
-def _bits(token_ids: Iterable[int], size: int) -> np.ndarray:
-    """int32 [ceil(size / 32)], with the bits of these tokens set."""
-    bits = np.zeros(-(-size // 32) * 32, np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
-
-
-def _library_grammar(params: StructuredOutputsParams) -> str:
+def _source(params: StructuredOutputsParams, max_seconds: float, max_bytes: int) -> GrammarSource:
     """The library's own form of a grammar. Whether it compiles is not known yet."""
-    matcher = _library().LLMatcher
+    options: dict[str, Any] = {}
     if params.json is not None or params.json_object:
-        schema = cast(str, params.json) if params.json is not None else '{"type":"object"}'
+        kind, text = "json", cast(str, params.json) if params.json is not None else '{"type":"object"}'
         pattern = None if params.disable_any_whitespace else params.whitespace_pattern or _WHITESPACE
         options = {"whitespace_flexible": pattern is not None, "whitespace_pattern": pattern}
-        try:
-            return matcher.grammar_from_json_schema(schema, overrides=options)
-        except ValueError as error:
-            raise ValueError(f"structured outputs: does not compile: {_reason(error)}") from error
-    if params.regex is not None:
-        return matcher.grammar_from_regex(params.regex)
-    if params.choice is not None:
-        return matcher.grammar_from_regex("|".join(_escaped(item) for item in params.choice))
-    return matcher.grammar_from_lark(cast(str, params.grammar))
+    elif params.grammar is not None:
+        kind, text = "lark", params.grammar
+    elif params.regex is not None:
+        kind, text = "regex", params.regex
+    else:
+        kind, text = "regex", "|".join(_escaped(item) for item in params.choice or ())
+    return GrammarSource(kind, text, tuple(options.items()), tuple(_LIMITS.items()), max_seconds, max_bytes)
 
 
 def _escaped(text: str) -> str:
     return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def _dead_end(num_tokens: int) -> str:
-    return f"structured outputs: after {num_tokens} tokens no token may follow, and the grammar is not matched"
-
-
-def _reason(error: object) -> str:
-    """The library's reason, without traces and in lines of bearable length."""
-    lines = str(error).split("\n<")[0].splitlines()[:12]
-    return "\n".join(line if len(line) <= 200 else f"{line[:200]}..." for line in lines).rstrip()
