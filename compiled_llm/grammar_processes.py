@@ -57,6 +57,8 @@ class GrammarSource:
         json_options: of "json": the library's, as (name, value).
         limits: arguments of the library's ``LLParserLimits``, likewise.
         seconds: of processor time, to compile it.
+        seconds_at_once, seconds_a_token: of processor time for what may follow, all generations together: so much at
+            any time, and as much on average.
         num_bytes: of memory, beside the vocabulary.
     """
 
@@ -65,6 +67,8 @@ class GrammarSource:
     json_options: tuple[tuple[str, Any], ...]
     limits: tuple[tuple[str, Any], ...]
     seconds: float
+    seconds_at_once: float
+    seconds_a_token: float
     num_bytes: int
 
 

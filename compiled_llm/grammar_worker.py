@@ -28,9 +28,6 @@ _TOKENS_BETWEEN_RESTARTS = 256  # of a generation's matcher
 # The library compiles by recursion, and would kill the process at the stack's end. The deepest texts of
 # grammar_texts.MAX_CHARACTERS that we could make take less than 32 MiB.
 _STACK_BYTES = 256 * 2**20
-# Processor time that the masks of a grammar may take: so much at once, and as much on average.
-_SECONDS_AT_ONCE = 1.0
-_SECONDS_A_TOKEN = 0.02
 
 
 def main() -> None:
@@ -68,14 +65,14 @@ def _follow(connection: Connection, tokenizer: "LLTokenizer", vocabulary: Vocabu
     try:
         source: GrammarSource = connection.recv()
         _limit_memory(source.num_bytes)
-        with _Allowance(source.seconds):
+        with _Allowance(source, source.seconds):
             grammar = _Grammar(tokenizer, source)
     except EOFError:
         return
     except BaseException as error:  # a panic of the library is no Exception
         failure = f"structured outputs: does not compile: {brief_reason(error)}"
     states: dict[int, _State] = {}
-    allowance = _Allowance(source.seconds)
+    allowance = _Allowance(source, source.seconds_at_once)
     while True:
         try:
             dropped, name, token_ids = connection.recv()
@@ -108,16 +105,18 @@ def _limit_memory(num_bytes: int) -> None:
 class _Allowance:
     """Processor time that this process may use: within ``with`` the kernel ends it when the time is used up."""
 
-    def __init__(self, compile_seconds: float) -> None:
-        self._compile_seconds = self._left = compile_seconds
+    def __init__(self, source: GrammarSource, seconds: float) -> None:
+        self._source = source
+        self._left = seconds
 
     def earn(self, num_tokens: int) -> None:
         """A generation went on by so many tokens."""
-        self._left = min(self._left + num_tokens * _SECONDS_A_TOKEN, _SECONDS_AT_ONCE)
+        source = self._source
+        self._left = min(self._left + num_tokens * source.seconds_a_token, source.seconds_at_once)
 
     def compile_again(self) -> None:
         """What comes now includes compiling the grammar once more."""
-        self._left += self._compile_seconds
+        self._left += self._source.seconds
         signal.setitimer(signal.ITIMER_PROF, self._left)
 
     def __enter__(self) -> None:

@@ -28,6 +28,9 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 30_000,
     "verbose_errors": False,
 }
+# Processor time that it may take to say which tokens may follow; an ordinary step takes less than a millisecond.
+_SECONDS_AT_ONCE = 1.0
+_SECONDS_A_TOKEN = 0.02
 # JSON's whitespace, but never endlessly: models like to go on with spaces.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
@@ -207,7 +210,16 @@ def _source(params: StructuredOutputsParams, max_seconds: float, max_bytes: int)
         kind, text = "regex", params.regex
     else:
         kind, text = "regex", "|".join(_escaped(item) for item in params.choice or ())
-    return GrammarSource(kind, text, tuple(options.items()), tuple(_LIMITS.items()), max_seconds, max_bytes)
+    return GrammarSource(
+        kind=kind,
+        text=text,
+        json_options=tuple(options.items()),
+        limits=tuple(_LIMITS.items()),
+        seconds=max_seconds,
+        seconds_at_once=_SECONDS_AT_ONCE,
+        seconds_a_token=_SECONDS_A_TOKEN,
+        num_bytes=max_bytes,
+    )
 
 
 def _escaped(text: str) -> str:

@@ -1,5 +1,6 @@
 """Structured output without a model: random walks over the tokens that are allowed, ends, copies, limits, bad input."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from compiled_llm import structured_outputs
+from compiled_llm import grammar_processes, structured_outputs
 from compiled_llm.structured_outputs import GrammarCompiler, GrammarState, StructuredOutputsParams
 from compiled_llm.tokenizer import Tokenizer
 from tests.schemas import SCHEMAS
@@ -37,8 +39,10 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
-    return GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
+def compiler(tokenizer: Tokenizer) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
+    yield compiler
+    compiler.close()
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +174,7 @@ def test_every_walk_through_a_grammar_is_of_its_language(
 ) -> None:
     for seed in range(20):
         state = compiler.start(StructuredOutputsParams(grammar=ARITHMETIC))
+        token_ids: list[int] = []
         for step in itertools.count():
             choices = allowed(state)
             if EOS in choices and step >= seed:
@@ -177,11 +182,12 @@ def test_every_walk_through_a_grammar_is_of_its_language(
             choices = [token_id for token_id in choices if token_id != EOS]
             if step >= seed:
                 choices = [token_id for token_id in choices if re.match("[0-9)]", texts[token_id])] or choices
-            state.accept(random.Random(f"{seed} {step}").choice(choices))
-        text = tokenizer.decode(state._token_ids)
+            token_ids.append(random.Random(f"{seed} {step}").choice(choices))
+            state.accept(token_ids[-1])
+        whole = text = tokenizer.decode(token_ids)
         while text != (shorter := re.sub(r"\((N([+*-]N)*)\)", "N", re.sub(r"[1-9][0-9]{0,3}", "N", text))):
             text = shorter
-        assert re.fullmatch(r"N([+*-]N)*", text), tokenizer.decode(state._token_ids)
+        assert re.fullmatch(r"N([+*-]N)*", text), whole
     assert takes(compiler, tokenizer, "(1+2)*3", grammar=ARITHMETIC)
     assert not takes(compiler, tokenizer, "(1+2*3", grammar=ARITHMETIC)
 
@@ -220,13 +226,16 @@ def test_params_hold_canonical_hashable_values() -> None:
     assert spaced != StructuredOutputsParams(json={"title": "naïve", "type": "object"})  # another order is another text
 
 
-def test_copies_are_independent(compiler: GrammarCompiler, tokenizer: Tokenizer, texts: list[str]) -> None:
-    state = compiler.start(StructuredOutputsParams(choice=["left turn", "left side"]))
-    for token_id in tokenizer.encode("left "):
-        state.accept(token_id)
+def test_generations_of_one_grammar_are_independent(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, texts: list[str]
+) -> None:
+    params = StructuredOutputsParams(choice=["left turn", "left side"])
+    state, *others = (compiler.start(params) for _ in range(20))
     before = allowed(state)
-    copies = [state.copy() for _ in range(20)]
-    ends = {tokenizer.decode(walk(copy, texts, random.Random(n), 0)) for n, copy in enumerate(copies)}
+    for other in others:
+        for token_id in tokenizer.encode("left "):
+            other.accept(token_id)
+    ends = {tokenizer.decode(walk(other, texts, random.Random(n), 0)) for n, other in enumerate(others)}
     assert ends == {"turn", "side"}
     assert allowed(state) == before
     assert not state.finished
@@ -303,17 +312,30 @@ def test_a_grammar_serves_on_when_its_lexer_is_full(
         generator = random.Random(seed)
         for _ in range(30):
             state.accept(generator.choice([token_id for token_id in allowed(state) if token_id != EOS]))
-    assert sum(state._restarted_at is not None for state in states) > 1
+    assert all(allowed(state) for state in states), "each needs some hundred lexer states, all together more"
     assert allowed(compiler.start(params))
+    compiler.close()
 
 
-def test_compiled_grammars_are_kept_and_bounded(compiler: GrammarCompiler) -> None:
-    for number in range(100):
-        compiler.start(StructuredOutputsParams(regex=f"a{{{number + 1}}}"))
-    assert len(compiler._grammars) == structured_outputs._MAX_COMPILED
-    params = StructuredOutputsParams(regex="a{100}")
-    first = compiler.start(params)._grammar
-    assert compiler.start(StructuredOutputsParams(regex="a{100}"))._grammar is first
+def test_compiled_grammars_are_kept_and_bounded(tokenizer: Tokenizer) -> None:
+    """A generation whose process was given up for those of others goes on in another one."""
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], most=2)
+    kept = compiler._processes._kept
+    states = [compiler.start(StructuredOutputsParams(regex=f"[ab]{{{count}}}")) for count in (2, 3, 4)]
+    assert len(kept) == 2
+    first, *_ = kept.values()
+    assert allowed(states[1])
+    compiler.start(StructuredOutputsParams(regex="[ab]{3}"))
+    assert first in kept.values()
+    a, b = tokenizer.encode("a")[0], tokenizer.encode("b")[0]
+    for token_id in (a, b):  # each turn needs all three grammars
+        for state in states:
+            state.accept(token_id)
+        assert [EOS in allowed(state) for state in states] == [token_id == b, False, False]
+    assert [state.finished for state in states] == [True, False, False]
+    assert len(kept) == 2
+    compiler.close()
+    assert not kept
 
 
 def chain(number: int) -> dict[str, Any]:
@@ -427,11 +449,10 @@ NOT_COMPILED: list[tuple[dict[str, Any], str]] = [
 def test_what_does_not_compile_is_refused_with_the_reason(
     compiler: GrammarCompiler, params: dict[str, Any], reason: str
 ) -> None:
-    known = dict(compiler._grammars)
     with pytest.raises(ValueError, match=re.escape(reason)) as error:
         compiler.start(StructuredOutputsParams(**params))
     assert len(str(error.value)) < 2000
-    assert compiler._grammars == known
+    assert all(process.is_open for process in compiler._processes._kept.values())
 
 
 def test_dead_ends_and_limits_within_a_text_are_errors(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
@@ -440,13 +461,107 @@ def test_dead_ends_and_limits_within_a_text_are_errors(compiler: GrammarCompiler
         follow(state, tokenizer, "a")
     state = compiler.start(StructuredOutputsParams(regex="x{1000000000}"))
     state.accept(allowed(state)[-1])
+    state.accept(allowed(state)[-1])
     with pytest.raises(ValueError, match="after 1 tokens: lexer error"):
-        state.accept(allowed(state)[-1])
+        allowed(state)
+
+
+def ambiguous(number: int) -> list[str]:
+    """Patterns of which nobody can tell in bearable time whether a text matches them all."""
+    return [f"(a|b)*a(a|b){{{count}}}" for count in range(number)]
+
+
+HOSTILE: dict[str, dict[str, Any]] = {
+    "patterns of a schema": {"json": {"allOf": [{"type": "string", "pattern": f"^{p}$"} for p in ambiguous(29)]}},
+    "patterns of a terminal": {"grammar": "start: T\nT: " + " & ".join(f"/{p}/" for p in ambiguous(24))},
+}
+
+
+@pytest.mark.parametrize("params", HOSTILE.values(), ids=HOSTILE)
+def test_a_grammar_that_needs_too_much_ends_alone(
+    tokenizer: Tokenizer, texts: list[str], params: dict[str, Any]
+) -> None:
+    """In the process itself they took more than a minute, or more memory than there was."""
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], max_seconds=0.3)
+    state = compiler.start(StructuredOutputsParams(regex="[ab]{4}"))
+    state.accept(tokenizer.encode("a")[0])
+    with pytest.raises(ValueError, match=r"needs more than 0.3 s to compile or 512 MiB of memory.*: simplify it"):
+        compiler.start(StructuredOutputsParams(**params))
+    walk(state, texts, random.Random(0), 0)
+    assert allowed(compiler.start(StructuredOutputsParams(regex="a")))
+    compiler.close()
+
+
+def test_a_grammar_that_needs_too_much_memory_ends_alone(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], max_bytes=2**20)
+    properties = {f"{number:x}": {"type": "integer"} for number in range(1_000)}
+    with pytest.raises(ValueError, match=r"structured outputs: .*memory"):
+        compiler.start(StructuredOutputsParams(json={"properties": properties}))
+    compiler.close()
+
+
+def test_tokens_that_need_too_much_end_their_generation_alone(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token takes longer than the one before it."""
+    monkeypatch.setattr(structured_outputs, "_SECONDS_AT_ONCE", 0.05)
+    monkeypatch.setattr(structured_outputs, "_SECONDS_A_TOKEN", 0.0)
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
+    params = StructuredOutputsParams(grammar='start: s\ns: s s | "a" | "b" | s s s')
+    doomed, *others = [compiler.start(params) for _ in range(3)]
+    a = tokenizer.encode("a")[0]
+    for other in others:
+        other.accept(a)
+    with pytest.raises(ValueError, match="too much time for its tokens"):
+        for _ in range(300):
+            doomed.accept(a)
+    with pytest.raises(ValueError, match="too much time for its tokens"):
+        _ = doomed.finished
+    for other in others:  # of the same grammar
+        other.accept(a)
+        assert EOS in allowed(other)
+    compiler.close()
+
+
+def test_processes_that_end_are_replaced(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
+    params = StructuredOutputsParams(regex="[ab]{2}")
+    state = compiler.start(params)
+    parent = compiler._processes._parent
+    assert parent is not None
+    parent._popen.kill()
+    parent._popen.wait()
+    state.accept(tokenizer.encode("a")[0])
+    assert allowed(state), "the grammar's own process is still there"
+    for process in compiler._processes._kept.values():
+        process.close()
+    assert allowed(compiler.start(params))
+    state.accept(tokenizer.encode("b")[0])
+    assert allowed(state) == [EOS]
+    compiler.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        compiler.start(params)
+
+
+def test_more_generations_than_the_buffers_hold(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are sent for all of them before the first answer is read."""
+    states = [compiler.start(StructuredOutputsParams(regex="[ab]{40}")) for _ in range(600)]
+    for _ in range(2):
+        for state in states:
+            state.accept(tokenizer.encode("a")[0])
+    assert all(allowed(state) == allowed(states[0]) for state in states)
+    assert grammar_processes._MOST_UNANSWERED < 600
 
 
 def test_what_the_model_lacks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="end-of-text"):
         GrammarCompiler(tokenizer, VOCAB_SIZE, [])
+    broken = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
+    broken._processes._vocabulary = dataclasses.replace(broken._vocabulary, text="{}")
+    with pytest.raises(ValueError, match="cannot use this tokenizer"):
+        broken.start(StructuredOutputsParams(regex="a"))
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ValueError, match=re.escape("pip install 'compiled-llm[structured]'")):
         GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
