@@ -112,7 +112,13 @@ class ChatEncoder:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"messages must be valid Unicode: {error}") from error
-        return text.replace(mark, ""), self._tokenizer.encode_chat(text, mark)
+        plain = text.replace(mark, "")
+        if excess := self._tokenizer.excess(plain, max_tokens):
+            raise ValueError(
+                f"messages are too long: the chat must be shorter than {max_tokens} tokens, given {excess[0]} in the "
+                f"first {excess[1]} characters alone"
+            )
+        return plain, self._tokenizer.encode_chat(text, mark)
 
     def close(self) -> None:
         """End the process in which templates run."""

@@ -58,6 +58,10 @@ class EngineConfig:
         compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
+        max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
+        max_request_id_length: most characters of a ``request_id``.
+        max_grammar_seconds: processor time that compiling the grammar of a request may take, of ``structured_outputs``.
+        max_grammar_bytes: memory that a compiled grammar may take.
         logits_transforms: changes of logits of one's own, compiled into the step: ``LogitsTransform`` objects, or
             "module:name" of a class or object, for requests that ask for them by name.
         enforce_eager: run the same functions without compiling, for debugging.
@@ -92,6 +96,10 @@ class EngineConfig:
     compile_unit: Literal["model", "layer"] = "model"
     compile_workers: int | None = None
     max_logprobs: int = 20
+    max_queued_requests: int = 100_000
+    max_request_id_length: int = 256
+    max_grammar_seconds: float = 3.0
+    max_grammar_bytes: int = 2**29
     logits_transforms: tuple[Any, ...] = ()
     enforce_eager: bool = False
     seed: int = 0
@@ -143,6 +151,12 @@ class EngineConfig:
             raise ValueError(f"logits_transforms must be a list, given {self.logits_transforms!r}")
         object.__setattr__(self, "logits_transforms", tuple(self.logits_transforms))
         integer("max_logprobs", self.max_logprobs, 0, 1000)
+        integer("max_queued_requests", self.max_queued_requests, 1, 2**31 - 1)
+        integer("max_request_id_length", self.max_request_id_length, 1, 2**20)
+        seconds = self.max_grammar_seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.01 <= seconds <= 3600:
+            raise ValueError(f"max_grammar_seconds must be a number from 0.01 to 3600, given {seconds!r}")
+        integer("max_grammar_bytes", self.max_grammar_bytes, 2**20, 2**48)
         integer("block_size", self.block_size, 1, 1024)
         integer("seed", self.seed, 0, 2**63 - 1)
         share = self.gpu_memory_utilization

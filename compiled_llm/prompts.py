@@ -1,20 +1,37 @@
 """Prompts in all their forms -> token ids, checked before any work is done on them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from compiled_llm.error_texts import shown
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.tokenizer import Tokenizer
 
 
 class EncodedPrompt(NamedTuple):
-    """A text and its token ids, from a chat template, which a tokenizer alone would not get from the text."""
+    """A prompt that is encoded already: by a chat template, say, whose tokens its text alone would not give."""
 
-    text: str
+    text: str | None
     token_ids: list[int]
+    cache_salt: str = ""
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | EncodedPrompt
+
+
+class Capacity(NamedTuple):
+    """Most tokens that a request can ever have, and what sets that limit."""
+
+    num_tokens: int
+    limit: str
+
+    def error(self, given: str) -> ValueError:
+        """For a prompt that leaves no room for the output."""
+        return ValueError(
+            f"prompt must be shorter than {self.num_tokens} tokens (the {self.limit}; the output needs one at least), "
+            f"given {given}"
+        )
 
 
 # No token is longer, so that a longer text cannot fit and need not be encoded to know it.
@@ -31,54 +48,68 @@ def prompt_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) -> tuple[str | None, list[int], str]:
-    """(text, token ids, cache salt) of a prompt in any of its forms; the text is None when ids were given.
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, capacity: Capacity) -> EncodedPrompt:
+    """A prompt in any of its forms -> its text and token ids; the text is None when ids were given.
 
     Requests share cached KV blocks only with those of the same ``cache_salt``, a key that a prompt given as a dict may
     have, so that users who must not learn of each other's prompts by their speed do not.
 
+    Args:
+        capacity: of a prompt that is longer, some multiple of it is looked at and no more.
+
     Raises:
-        ValueError: it has no such form, is empty, has more text than ``max_tokens`` tokens could hold, or is text for a
-            model without a tokenizer.
+        ValueError: it has no such form, is empty, has as many tokens as ``capacity`` or more, or is text for a model without a
+            tokenizer.
     """
     cache_salt = ""
     if isinstance(prompt, EncodedPrompt):
-        if not prompt.token_ids:
+        if isinstance(prompt.token_ids, list) and not prompt.token_ids:
             raise ValueError("prompt must have at least one token, given none by the chat template")
-        return prompt.text, prompt.token_ids, cache_salt
+        return EncodedPrompt(prompt.text, _token_list(prompt.token_ids, capacity), prompt.cache_salt)
     if isinstance(prompt, Mapping):
-        keys = set(prompt) - {"cache_salt"}
-        if keys not in ({"prompt"}, {"prompt_token_ids"}):
+        if len(prompt) > 2 or set(prompt) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
             raise ValueError(
                 "a prompt given as a dict must have one key, 'prompt' or 'prompt_token_ids', beside an optional "
-                f"'cache_salt', given {sorted(map(str, prompt))}"
+                f"'cache_salt', given {shown(sorted(map(str, itertools.islice(prompt, 5))))}"
             )
         cache_salt = prompt.get("cache_salt", "")
         if not isinstance(cache_salt, str) or len(cache_salt) > _MAX_SALT_CHARACTERS:
             raise ValueError(
-                f"cache_salt must be a str of at most {_MAX_SALT_CHARACTERS} characters, given {cache_salt!r:.100}"
+                f"cache_salt must be a str of at most {_MAX_SALT_CHARACTERS} characters, given {shown(cache_salt)}"
             )
         _check_unicode("cache_salt", cache_salt)
-        (key,) = keys
+        key = "prompt" if "prompt" in prompt else "prompt_token_ids"
         prompt = prompt[key]
         if isinstance(prompt, str) != (key == "prompt"):
             raise ValueError(f"{key} must be {'a str' if key == 'prompt' else 'a list of token ids'}")
     if isinstance(prompt, str):
-        if not prompt:
-            raise ValueError("prompt must not be empty, given ''")
-        if tokenizer is None:
-            raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
-        if len(prompt) > MAX_CHARACTERS_PER_TOKEN * max_tokens:
-            raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {max_tokens} tokens")
-        _check_unicode("prompt", prompt)
-        token_ids = tokenizer.encode(prompt)
-    elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
-        raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(prompt).__name__}")
-    else:
-        token_ids = list(prompt)  # type: ignore[arg-type]  # what its items are, check_token_ids says
+        return EncodedPrompt(prompt, _encode(prompt, tokenizer, capacity), cache_salt)
+    return EncodedPrompt(None, _token_list(prompt, capacity), cache_salt)
+
+
+def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity) -> list[int]:
+    if not prompt:
+        raise ValueError("prompt must not be empty, given ''")
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
+    most = capacity.num_tokens
+    if len(prompt) > MAX_CHARACTERS_PER_TOKEN * most:
+        raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {most} tokens")
+    _check_unicode("prompt", prompt)
+    if excess := tokenizer.excess(prompt, most):
+        raise capacity.error(f"{excess[0]} in its first {excess[1]} characters alone")
+    return _token_list(tokenizer.encode(prompt), capacity)
+
+
+def _token_list(token_ids: Any, capacity: Capacity) -> list[int]:
+    """A list of what is given. What its items are, ``check_token_ids`` says."""
+    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
+        raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(token_ids).__name__}")
+    if len(token_ids) >= capacity.num_tokens:
+        raise capacity.error(str(len(token_ids)))
     if not token_ids:
         raise ValueError("prompt must have at least one token, given none")
-    return prompt if isinstance(prompt, str) else None, token_ids, cache_salt
+    return list(itertools.islice(token_ids, capacity.num_tokens))
 
 
 def _check_unicode(name: str, text: str) -> None:
@@ -90,9 +121,11 @@ def _check_unicode(name: str, text: str) -> None:
 
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """``ValueError`` unless all are ids of the vocabulary."""
+    if set(map(type, token_ids)) <= {int} and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)):
+        return  # the same as below, but soon
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-            raise ValueError(f"{name} must be integers from 0 to {vocab_size - 1}, given {token_id!r}")
+            raise ValueError(f"{name} must be integers from 0 to {vocab_size - 1}, given {shown(token_id)}")
 
 
 def pair_sampling_params(sampling_params: Any, count: int) -> list[Any]:
@@ -113,7 +146,7 @@ def pair_priorities(priority: Any, count: int) -> list[int]:
     if priority is None:
         return [0] * count
     if isinstance(priority, str) or not isinstance(priority, Sequence):
-        raise ValueError(f"priority must be a list of integers, one for each prompt, given {priority!r}")
+        raise ValueError(f"priority must be a list of integers, one for each prompt, given {shown(priority)}")
     if len(priority) != count:
         raise ValueError(f"priority must have as many integers as there are prompts, {count}, given {len(priority)}")
     return list(priority)

@@ -4,6 +4,7 @@ What is banned follows from the tokens so far, which the host knows; so everythi
 a minimum of tokens, a grammar) becomes one bit a token, and the graph knows nothing of the reasons.
 """
 
+import copy
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -44,12 +45,22 @@ class TokenMask:
         else:
             _set(self._always, allowed_token_ids)
         _clear(self._always, [word[0] for word in bad_words if len(word) == 1])
-        self._sequences = [word for word in bad_words if len(word) > 1]
+        # By the token before the last one.
+        self._sequences: dict[int, list[tuple[int, ...]]] = {}
+        for word in bad_words:
+            if len(word) > 1:
+                self._sequences.setdefault(word[-2], []).append(word)
         self._min_tokens = min_tokens
         self._before_minimum = self._always.copy()
         _clear(self._before_minimum, stop_token_ids)
         self._grammar = grammar
         self._num_accepted = 0
+
+    def copy(self, grammar: GrammarState | None) -> "TokenMask":
+        """The same for another generation, with its own state of the grammar. The words are shared."""
+        other = copy.copy(self)
+        other._grammar, other._num_accepted = grammar, 0
+        return other
 
     @property
     def needs_last_token(self) -> bool:
@@ -82,7 +93,7 @@ class TokenMask:
             self._grammar.allow(words.view(np.int32))
         banned = [
             sequence[-1]
-            for sequence in self._sequences
+            for sequence in self._sequences.get(output_token_ids[-1] if output_token_ids else -1, ())
             if tuple(output_token_ids[len(output_token_ids) + 1 - len(sequence) :]) == sequence[:-1]
         ]
         if banned:

@@ -17,6 +17,10 @@ from compiled_llm.sampling_params import SamplingParams
 _CONTEXT_TOKENS = 6
 _CONTEXT_SEARCH = 64
 _REPLACEMENT = "\ufffd"
+# Longer texts are encoded by a call that lets other threads run meanwhile.
+_LONG = 4096
+# What a cut through a text adds to its tokens, at most.
+_TOKENS_OF_A_CUT = 64
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
@@ -61,11 +65,31 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with what the model wants around a prompt (its begin-of-text token, say)."""
-        return self._backend.encode(text).ids
+        return _encode(self._backend, [text], True)[0]
 
     def encode_piece(self, text: str) -> list[int]:
         """Token ids of a piece of text by itself."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self.encode_pieces([text])[0]
+
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of pieces of text, each by itself."""
+        return _encode(self._backend, texts, False)
+
+    def excess(self, text: str, most: int) -> tuple[int, int] | None:
+        """Of a ``text`` that is far from fitting into ``most`` tokens: the tokens of its first characters, and how many
+        characters those are. Encodes some multiple of ``most`` at most.
+
+        None: it may fit. If it does not, then not by so much that to encode it as a whole would take long.
+        """
+        size = max(_LONG, 8 * most)
+        if len(text) <= size:
+            return None
+        found = 0
+        for start in range(0, len(text), size):
+            found += max(0, len(self.encode_piece(text[start : start + size])) - _TOKENS_OF_A_CUT)
+            if found > most:
+                return found, min(start + size, len(text))
+        return None
 
     def encode_chat(self, text: str, mark: str) -> list[int]:
         """Token ids of a rendered chat, with nothing put around it. Special tokens that it spells become such.
@@ -84,7 +108,7 @@ class Tokenizer:
         pieces.append(text[end:].replace(mark, ""))
         if self._chat_backend is None:
             self._chat_backend = self._with_stand_ins()
-        token_ids = self._chat_backend.encode("".join(pieces), add_special_tokens=False).ids
+        token_ids = _encode(self._chat_backend, ["".join(pieces)], False)[0]
         for token_id in self._never_text.intersection(token_ids):
             name = self._backend.id_to_token(token_id)
             raise ValueError(
@@ -97,10 +121,16 @@ class Tokenizer:
 
     def vocabulary(self) -> tuple[str, set[int]]:
         """Its ``tokenizer.json`` as text, and all its token ids."""
-        return self._backend.to_str(), set(self._backend.get_vocab(with_added_tokens=True).values())
+        try:
+            return self._backend.to_str(), set(self._backend.get_vocab(with_added_tokens=True).values())
+        except BaseException as error:
+            raise _library_error("write its vocabulary", error) from error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _library_error("decode these tokens", error) from error
 
     def byte_value(self, token_id: int) -> int | None:
         """The byte that a token stands for, if it is one of ``<0x00>`` to ``<0xFF>`` and its decoder reads it so."""
@@ -153,6 +183,23 @@ class Tokenizer:
                 if not (token.single_word and re.search(r"\w", around)):
                     yield start, stop, token
                 break
+
+
+def _encode(backend: Backend, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    """``ValueError``: the library cannot."""
+    try:
+        if len(texts) == 1 and len(texts[0]) <= _LONG:
+            return [backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
+        return [found.ids for found in backend.encode_batch(texts, add_special_tokens=add_special_tokens)]
+    except BaseException as error:
+        raise _library_error("encode this text", error) from error
+
+
+def _library_error(what: str, error: BaseException) -> BaseException:
+    """What to raise for an error of the library: its panics are no ``Exception``, and would end whoever calls."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+        return error
+    return ValueError(f"the tokenizer cannot {what}: {type(error).__name__}: {str(error)[:200]}")
 
 
 class OutputText:
