@@ -19,13 +19,17 @@ from compiled_llm.compiler import CompileReport
 from compiled_llm.config import EngineConfig
 from compiled_llm.engine import CompiledEngine
 from compiled_llm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
-from compiled_llm.prompts import Prompt, encode_prompt
+from compiled_llm.prompts import Capacity, Prompt, encode_prompt
 from compiled_llm.sampling_params import SamplingParams
 
 # Outputs of a request that wait for a consumer; of a slower one, the newest of these is replaced.
 _MAX_UNREAD = 16
 # What the end of the interpreter waits for the step, or the start, that the engine is in the middle of.
 _EXIT_SECONDS = 10.0
+# Characters of a prompt that is encoded in a thread of its own.
+_LONG_PROMPT = 4096
+# What ends the thread, and with it the engine: somebody wants the program to end. All else is of one request or step.
+_INTERRUPTS = (KeyboardInterrupt, SystemExit)
 
 Result = TypeVar("Result")
 
@@ -89,7 +93,7 @@ class AsyncCompiledEngine:
 
     async def ready(self) -> None:
         """Wait until the engine serves: every bucket is compiled. Raises what ``CompiledEngine(...)`` raises."""
-        await asyncio.wrap_future(self._thread.started)
+        await asyncio.wrap_future(self._thread.started)  # what it returns is not for the user
 
     async def close(self) -> None:
         """End all requests, with ``finish_reason="abort"``, and free the device memory. A second time does nothing."""
@@ -116,6 +120,8 @@ class AsyncCompiledEngine:
         Args:
             prompt: a str, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``.
             request_id: for ``abort``; None makes one, which the outputs have.
+            sampling_params: without a ``seed``, the random numbers follow from the order in which requests reach the
+                engine. Those with long prompts, bad words or grammars are prepared first, beside the others.
             priority: lower is served first; for ``scheduling_policy="priority"``.
 
         Raises:
@@ -125,6 +131,9 @@ class AsyncCompiledEngine:
         """
         reader = _Reader(prompt, sampling_params)
         try:
+            if _may_take_long(prompt, reader.params):
+                engine = await self._engine()
+                reader.prompt = await self._beside(lambda: engine.prepare(prompt, reader.params))
             await self._call(lambda engine: self._thread.add(engine, reader, request_id, priority))
             while True:
                 output = await reader.next()
@@ -144,7 +153,8 @@ class AsyncCompiledEngine:
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """``generate`` for one conversation, by the chat template. ``options`` are those of ``CompiledEngine.chat``."""
-        prompt = await self._call(lambda engine: engine.encode_chat(messages, **options))
+        engine = await self._engine()
+        prompt = await self._beside(lambda: engine.encode_chat(messages, **options))
         outputs = self.generate(prompt, sampling_params, request_id=request_id, priority=priority)
         async with aclosing(outputs):
             async for output in outputs:
@@ -165,6 +175,17 @@ class AsyncCompiledEngine:
     async def compile_report(self) -> CompileReport:
         """Per compiled graph: graph breaks, recompiles since ready, seconds, cache hit or miss."""
         return await self._call(CompiledEngine.compile_report)
+
+    async def _engine(self) -> CompiledEngine:
+        """The engine, once it serves: for those of its methods that any thread may call."""
+        started = self._thread.started
+        if started.done() and started.exception() is None:
+            return started.result()
+        return await self._call(lambda engine: engine)
+
+    async def _beside(self, function: Callable[[], Result]) -> Result:
+        """What ``function`` returns or raises, called in a thread of its own: others are served meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(None, function)
 
     async def _call(self, function: Callable[[CompiledEngine], Result]) -> Result:
         """What ``function`` returns or raises, called between two steps in the engine's thread."""
@@ -227,12 +248,12 @@ class _EngineThread:
     """The thread that makes, owns and steps the engine. Others send it commands, and it sends outputs to readers.
 
     Attributes:
-        started: done when the engine serves, or with the error of its start.
+        started: the engine when it serves, or the error of its start.
         ended: done when the thread is about to end, or with the error of closing the engine.
     """
 
     def __init__(self, make_engine: Callable[[], CompiledEngine]) -> None:
-        self.started: Future[None] = Future()
+        self.started: Future[CompiledEngine] = Future()
         self.ended: Future[None] = Future()
         for future in (self.started, self.ended):
             future.set_running_or_notify_cancel()  # so that no waiter who is cancelled cancels it
@@ -298,7 +319,7 @@ class _EngineThread:
     def _run(self, make_engine: Callable[[], CompiledEngine]) -> None:
         try:
             engine = make_engine()
-            self.started.set_result(None)
+            self.started.set_result(engine)
         except BaseException as error:
             self._end("the engine could not be started", error)
             self.started.set_exception(error)
@@ -341,16 +362,21 @@ class _EngineThread:
         elif future.set_running_or_notify_cancel():
             try:
                 future.set_result(function(engine))
-            except BaseException as error:
+            except _INTERRUPTS as error:
                 future.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
+                raise
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:  # a library's panic: of this command, whatever it was, and no other
+                future.set_exception(_as_exception(error))
         return True
 
     def _step(self, engine: CompiledEngine) -> None:
         try:
             outputs = engine.step()
-        except Exception:
+        except _INTERRUPTS:
+            raise
+        except BaseException:
             outputs = engine.step()  # It has ended all requests concerned, and says so now; or else it is broken.
         delivered = []
         for output in outputs:
@@ -390,6 +416,20 @@ class _EngineThread:
         return error
 
 
+def _may_take_long(prompt: Prompt, params: SamplingParams) -> bool:
+    """Whether the engine's thread should find this request prepared, for the sake of the others."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    is_long = isinstance(text, str) and len(text) > _LONG_PROMPT
+    return is_long or (isinstance(params, SamplingParams) and bool(params.bad_words or params.structured_outputs))
+
+
+def _as_exception(error: BaseException) -> RuntimeError:
+    """For who waits: tasks and threads expect an ``Exception``."""
+    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
 def _hand_out(items: Sequence[tuple[_Reader, RequestOutput | Exception]]) -> None:
     """Each to its reader; one call wakes all readers of a loop."""
     waking: dict[asyncio.AbstractEventLoop, list[_Reader]] = {}
@@ -411,7 +451,8 @@ def _aborted_output(engine: CompiledEngine, reader: _Reader) -> RequestOutput:
     assert reader.request_id is not None
     last = reader.last
     if last is None:
-        text, token_ids, _ = encode_prompt(reader.prompt, engine.tokenizer, engine.scheduler.request_capacity)
+        capacity = Capacity(engine.scheduler.request_capacity, "room")
+        text, token_ids, _ = encode_prompt(reader.prompt, engine.tokenizer, capacity)
         nothing = [CompletionOutput(index=index, text="", token_ids=[]) for index in range(reader.params.n)]
         metrics = RequestMetrics(arrival_time=reader.arrival_time)
         last = RequestOutput(reader.request_id, text, token_ids, nothing, finished=False, metrics=metrics)

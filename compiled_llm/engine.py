@@ -15,6 +15,7 @@ from compiled_llm.compiler import CompileReport
 from compiled_llm.config import EngineConfig, integer
 from compiled_llm.engine_core import EngineCore
 from compiled_llm.engine_parts import load_tokenizer
+from compiled_llm.error_texts import shown
 from compiled_llm.intake import Intake
 from compiled_llm.interrupts import Interrupts
 from compiled_llm.loader import model_directory
@@ -103,6 +104,7 @@ class CompiledEngine:
                 self._core.drain()
             finally:
                 self._chat_encoder.close()
+                self._intake.close()
                 self.runner.close()
 
     # -- Serving lists of prompts
@@ -173,7 +175,9 @@ class CompiledEngine:
             "chat_template_kwargs": chat_template_kwargs,
         }
         items: list[Any] = []
-        for conversation in messages_list(messages):
+        conversations = messages_list(messages)
+        self._check_room(len(conversations))
+        for conversation in conversations:
             try:
                 items.append(self.encode_chat(conversation, **options))
             except ValueError as error:
@@ -205,6 +209,7 @@ class CompiledEngine:
         raise_on_error: bool,
     ) -> list[RequestOutput]:
         """Serve prompts to their ends. In the place of one that is bad already stands its ``ValueError``."""
+        self._check_room(len(items))
         params = pair_sampling_params(sampling_params, len(items))
         priorities = pair_priorities(priority, len(items))
         if self._core.entries.keys() - self._streams.keys():
@@ -288,6 +293,7 @@ class CompiledEngine:
         groups: dict[str, BeamGroup] = {}
         outputs: dict[str, RequestOutput] = {}
         items = prompt_list(prompts)
+        self._check_room(len(items))
         request_ids = [self._unused_id("beam_search") for _ in items]
         for request_id, prompt in zip(request_ids, items, strict=True):
             try:
@@ -337,26 +343,39 @@ class CompiledEngine:
         """Queue a request; ``step`` advances it.
 
         Raises:
-            ValueError: the id is in use, or the prompt or its parameters cannot be served; nothing is queued then.
+            ValueError: the id is in use, the prompt or its parameters cannot be served, or as many requests as may be
+                are unfinished; nothing is queued then.
             RuntimeError: the engine is closed.
         """
         if self._closed:
             raise RuntimeError("the engine is closed")
-        if not isinstance(request_id, str) or not request_id or "\0" in request_id or request_id in self._core.entries:
+        longest = self.config.max_request_id_length
+        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
+        if not is_name or request_id in self._core.entries:
             raise ValueError(
-                f"request_id must be a non-empty str without NUL that no unfinished request has, given {request_id!r}"
+                f"request_id must be a non-empty str without NUL, of at most {longest} characters (the engine's "
+                f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
             )
+        self._check_room(1)
         integer("priority", priority, -(2**31), 2**31 - 1)
         if priority != 0 and self.config.scheduling_policy != "priority":
             raise ValueError(
-                f"priority must be 0 unless the engine's scheduling_policy is 'priority', given {priority!r}"
+                f"priority must be 0 unless the engine's scheduling_policy is 'priority', given {shown(priority)}"
             )
-        params = SamplingParams() if sampling_params is None else sampling_params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
+        params = _checked(sampling_params)
         entry = self._intake.make(request_id, prompt, params, priority, self._core.counts.num_requests)
         with self._interrupts:
             self._core.add(entry)
+
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> EncodedPrompt:
+        """Encode a prompt, and compile the grammar of its parameters, for ``add_request`` to find that done.
+
+        This may take long. Any thread may call it, also while another one steps.
+
+        Raises:
+            ValueError: the prompt or its parameters cannot be served.
+        """
+        return self._intake.prepare(prompt, _checked(sampling_params))
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
@@ -439,6 +458,15 @@ class CompiledEngine:
 
     # -- Inside
 
+    def _check_room(self, count: int) -> None:
+        """``ValueError`` if ``count`` more requests were too many."""
+        unfinished, most = len(self._core.entries), self.config.max_queued_requests
+        if unfinished + count > most:
+            raise ValueError(
+                f"at most {most} requests may be unfinished at once (the engine's max_queued_requests), given {count} "
+                f"beside {unfinished}: wait for some to finish, or raise the limit"
+            )
+
     def _advance(self, only_finished: bool = False) -> list[RequestOutput]:
         """Run one step; outputs of streams go to them, the others are returned."""
         self._abort_dropped_streams()
@@ -482,3 +510,10 @@ class CompiledEngine:
 
     def _unused_id(self, kind: str) -> str:
         return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._core.entries)
+
+
+def _checked(sampling_params: SamplingParams | None) -> SamplingParams:
+    params = SamplingParams() if sampling_params is None else sampling_params
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
+    return params

@@ -285,6 +285,9 @@ class _Process:
                 self._connection.send((dropped, name, token_ids))
             except OSError:
                 self._fail()
+            except BaseException:
+                self.close()
+                raise
 
     def wait_for(self, follower: Follower) -> None:
         """Until ``follower`` has its answer, or this process is closed."""
@@ -303,6 +306,9 @@ class _Process:
             reply = self._connection.recv_bytes() if self._connection.poll(self._patience) else None
         except (EOFError, OSError):
             reply = None
+        except BaseException:  # an interrupt, half-way through a reply: nobody can read on from there
+            self.close()
+            raise
         if reply is None:
             self._fail()
         elif follower := self._unanswered.popleft()():

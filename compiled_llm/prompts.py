@@ -58,8 +58,8 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, capacity: Capacit
         capacity: of a prompt that is longer, some multiple of it is looked at and no more.
 
     Raises:
-        ValueError: it has no such form, is empty, has as many tokens as ``capacity`` or more, or is text for a model without a
-            tokenizer.
+        ValueError: it has no such form, is empty, has as many tokens as ``capacity`` or more, or is text for a model
+            without a tokenizer.
     """
     cache_salt = ""
     if isinstance(prompt, EncodedPrompt):
