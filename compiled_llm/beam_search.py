@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from compiled_llm.error_texts import shown
 from compiled_llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from compiled_llm.request import Request
 from compiled_llm.sampling_params import SamplingParams
@@ -178,10 +179,11 @@ def check_beam_search(
     if isinstance(beam_width, bool) or not isinstance(beam_width, int) or not 1 <= beam_width <= most:
         raise ValueError(
             f"beam_width must be an integer from 1 to {most} (the engine's max_logprobs, {max_logprobs}, over "
-            f"{continuations(1, eos_token_ids)} continuations for each beam), given {beam_width!r}: raise max_logprobs"
+            f"{continuations(1, eos_token_ids)} continuations for each beam), given {shown(beam_width)}: "
+            "raise max_logprobs"
         )
     if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(f"max_tokens must be an integer of at least 1, given {max_tokens!r}")
+        raise ValueError(f"max_tokens must be an integer of at least 1, given {shown(max_tokens)}")
     number = isinstance(length_penalty, int | float) and not isinstance(length_penalty, bool)
     if not number or not math.isfinite(length_penalty) or not -10 <= length_penalty <= 10:
-        raise ValueError(f"length_penalty must be a number from -10 to 10, given {length_penalty!r}")
+        raise ValueError(f"length_penalty must be a number from -10 to 10, given {shown(length_penalty)}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from compiled_llm.chat_template import ChatTemplate
+from compiled_llm.error_texts import shown
 from compiled_llm.prompts import MAX_CHARACTERS_PER_TOKEN
 from compiled_llm.template_process import TemplateProcess
 from compiled_llm.tokenizer import Tokenizer
@@ -85,7 +86,9 @@ class ChatEncoder:
         template, marker = self._compile(chat_template, bool(tools))
         for name, value in variables.items():
             if name not in template.names and (value or name not in ("tools", "documents")):
-                raise ValueError(f"the chat template has no use for {name!r}: leave it out, or give another template")
+                raise ValueError(
+                    f"the chat template has no use for {shown(name)}: leave it out, or give another template"
+                )
         if not self._takes_lists(template, chat):
             chat = [_with_joined_text(message) for message in chat]
 
@@ -204,7 +207,7 @@ def _check_flags(add_generation_prompt: Any, continue_final_message: Any) -> Non
     flags = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            raise ValueError(f"{name} must be True or False, given {flag!r:.100}")
+            raise ValueError(f"{name} must be True or False, given {shown(flag)}")
     if all(flags.values()):
         raise ValueError("continue_final_message=True needs add_generation_prompt=False: a chat has one end")
 
@@ -224,7 +227,7 @@ def _check_message(name: str, message: Any) -> dict[str, Any]:
     role, content, tool_calls = plain.get("role"), plain.get("content"), plain.get("tool_calls")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise ValueError(
-            f"{name}: role must be 1 to 64 letters, digits, spaces or any of _.:/-, such as 'user', given {role!r:.100}"
+            f"{name}: role must be 1 to 64 letters, digits, spaces or any of _.:/-, such as 'user', given {shown(role)}"
         )
     if tool_calls is not None:
         _check_dicts(f"{name}: tool_calls", tool_calls)
@@ -242,19 +245,19 @@ def _check_message(name: str, message: Any) -> dict[str, Any]:
 def _check_part(name: str, part: Any) -> None:
     if not isinstance(part, dict):
         raise ValueError(
-            f"{name}: a part must be a dict such as {{'type': 'text', 'text': '...'}}, given {part!r:.100}"
+            f"{name}: a part must be a dict such as {{'type': 'text', 'text': '...'}}, given {shown(part)}"
         )
     if part.get("type") != "text":
-        raise ValueError(f"{name}: a part must have the type 'text', all that this engine serves, given {part!r:.100}")
+        raise ValueError(f"{name}: a part must have the type 'text', all that this engine serves, given {shown(part)}")
     if not isinstance(part.get("text"), str):
-        raise ValueError(f"{name}: a part of type 'text' must have a str as 'text', given {part!r:.100}")
+        raise ValueError(f"{name}: a part of type 'text' must have a str as 'text', given {shown(part)}")
 
 
 def _check_dicts(name: str, dicts: Any) -> list[dict[str, Any]] | None:
     if dicts is None:
         return None
     if not isinstance(dicts, list | tuple) or not all(isinstance(item, Mapping) for item in dicts):
-        raise ValueError(f"{name} must be a list of dicts, given {dicts!r:.100}")
+        raise ValueError(f"{name} must be a list of dicts, given {shown(dicts)}")
     return _plain(name, dicts)
 
 
@@ -265,7 +268,7 @@ def _check_kwargs(kwargs: Any) -> dict[str, Any]:
         raise ValueError(f"chat_template_kwargs must be a dict, given {type(kwargs).__name__}")
     for name in _RESERVED:
         if name in kwargs:
-            raise ValueError(f"chat_template_kwargs must not have {name!r}: it is an argument of its own")
+            raise ValueError(f"chat_template_kwargs must not have {shown(name)}: it is an argument of its own")
     return _plain("chat_template_kwargs", kwargs)
 
 
@@ -286,7 +289,7 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
         return [_plain(f"{name}[{index}]", item, depth + 1) for index, item in enumerate(value)]
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise ValueError(
-            f"{name} must be a str, a number, a bool, None, a list or a dict with keys of str, given {value!r:.100}"
+            f"{name} must be a str, a number, a bool, None, a list or a dict with keys of str, given {shown(value)}"
         )
     return {str.__str__(key): _plain(f"{name}[{key!r:.40}]", item, depth + 1) for key, item in value.items()}
 

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from compiled_llm.error_texts import shown
+
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
 
@@ -264,7 +266,7 @@ class Limits:
 def integer(name: str, value: Any, low: int, high: int) -> None:
     """``ValueError`` unless ``value`` is an int within ``low..high``."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name} must be an integer from {low} to {high}, given {value!r}")
+        raise ValueError(f"{name} must be an integer from {low} to {high}, given {shown(value)}")
 
 
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

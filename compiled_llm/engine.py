@@ -287,7 +287,7 @@ class CompiledEngine:
         if self._closed:
             raise RuntimeError("the engine is closed")
         if not isinstance(ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be True or False, given {ignore_eos!r}")
+            raise ValueError(f"ignore_eos must be True or False, given {shown(ignore_eos)}")
         eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
         check_beam_search(beam_width, max_tokens, length_penalty, eos_token_ids, self.config.max_logprobs)
         groups: dict[str, BeamGroup] = {}
@@ -353,7 +353,7 @@ class CompiledEngine:
         is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
         if not is_name or request_id in self._core.entries:
             raise ValueError(
-                f"request_id must be a non-empty str without NUL, of at most {longest} characters (the engine's "
+                f"request_id must be a non-empty str without NUL of at most {longest} characters (the engine's "
                 f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
             )
         self._check_room(1)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any
 
+from compiled_llm.error_texts import shown
+
 MAX_CHARACTERS = 65_536
 MAX_WHITESPACE_PATTERN = 256
 _MAX_CHOICES = 4096
@@ -23,7 +25,7 @@ _UNSERVED_ATTRIBUTE = re.compile(
 
 def check_text(name: str, value: Any, most: int) -> None:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"{name} must be a non-empty string, given {value!r}")
+        raise ValueError(f"{name} must be a non-empty string, given {shown(value)}")
     if len(value) > most:
         raise ValueError(f"{name} may have {most} characters at most, given {len(value)}")
     if any("\ud800" <= c <= "\udfff" for c in value):
@@ -36,8 +38,10 @@ def schema_text(value: Any) -> str:
     if isinstance(value, str):
         check_text("json", value, MAX_CHARACTERS)
     try:
-        schema = _SCHEMAS.decode(value) if isinstance(value, str) else dict(value)
-        text = json.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = _json_text(
+            _SCHEMAS.decode(value) if isinstance(value, str) else dict(itertools.islice(value.items(), MAX_CHARACTERS))
+        )
+        check_text("json", text, MAX_CHARACTERS)
         schema = json.loads(text)  # of JSON's own types
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"json must be a JSON schema, given what is not JSON: {error}") from error
@@ -45,9 +49,20 @@ def schema_text(value: Any) -> str:
         raise ValueError(f"json must be a JSON schema that is an object, given {text[:80]}")
     if "x-guidance" in schema:
         raise ValueError("json: x-guidance is not served; use whitespace_pattern or disable_any_whitespace")
-    check_text("json", text, MAX_CHARACTERS)
     _check_multiples("json", schema)
     return text
+
+
+def _json_text(schema: dict[str, Any]) -> str:
+    """Compact JSON; of a longer one than may be, a part that is too long."""
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    pieces, length = [], 0
+    for piece in encoder.iterencode(schema):
+        pieces.append(piece)
+        length += len(piece)
+        if length > MAX_CHARACTERS:
+            break
+    return "".join(pieces)
 
 
 def check_grammar(value: Any) -> None:
@@ -67,7 +82,7 @@ def check_grammar(value: Any) -> None:
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"a key occurs twice among {[key for key, _ in pairs]}")
+        raise ValueError(f"a key occurs twice among {shown([key for key, _ in pairs])}")
     return dict(pairs)
 
 
@@ -97,7 +112,7 @@ def _check_multiples(name: str, schema: Any) -> None:
 
 def choices(value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"choice must be a list of strings, given {value!r}")
+        raise ValueError(f"choice must be a list of strings, given {shown(value)}")
     items = tuple(itertools.islice(value, _MAX_CHOICES + 1))
     if not 1 <= len(items) <= _MAX_CHOICES:
         raise ValueError(f"choice must hold 1 to {_MAX_CHOICES} strings, given {'more' if items else 'none'}")

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.error_texts import shown
+
 _BITS = 32
 
 
@@ -168,14 +170,14 @@ def field_rows(transform: LogitsTransform, argument: Any, vocab_size: int) -> di
             for name, field in transform.fields.items()
         }
     except Exception as error:  # whatever a user's code raises, its request is refused and no other
-        raise ValueError(f"logits_transforms: {transform.name!r} refuses {argument!r}: {error}") from error
+        raise ValueError(f"logits_transforms: {transform.name!r} refuses {shown(argument)}: {error}") from error
     if values:
         raise ValueError(f"logits_transforms: {transform.name!r} has no fields {sorted(map(str, values))}")
     for name, field in transform.fields.items():
         if rows[name].shape != field.shape:
             raise ValueError(
                 f"logits_transforms: {transform.name!r} must give its field {name!r} the shape {field.shape}, gave "
-                f"{tuple(rows[name].shape)} for {argument!r}"
+                f"{tuple(rows[name].shape)} for {shown(argument)}"
             )
     return rows
 

@@ -1,10 +1,12 @@
 """SamplingParams: how a request's tokens are chosen and when it stops. Validated once, frozen."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from compiled_llm.config import integer
+from compiled_llm.error_texts import shown
 from compiled_llm.structured_outputs import StructuredOutputsParams
 
 _MAX_N = 256
@@ -111,13 +113,13 @@ class SamplingParams:
         transforms = self.logits_transforms
         if transforms is not None:
             if not isinstance(transforms, Mapping) or not all(isinstance(name, str) for name in transforms):
-                raise ValueError(f"logits_transforms must be a dict of argument by name, given {transforms!r}")
+                raise ValueError(f"logits_transforms must be a dict of argument by name, given {shown(transforms)}")
             if len(transforms) > _MAX_TRANSFORMS:
                 raise ValueError(f"logits_transforms may name {_MAX_TRANSFORMS} at most, given {len(transforms)}")
             object.__setattr__(self, "logits_transforms", dict(transforms))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, given {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be True or False, given {shown(getattr(self, name))}")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, given False; use stop_token_ids")
         if self.n > 1 and self.greedy:
@@ -140,7 +142,9 @@ class SamplingParams:
         # Each could leave the grammar without a token to go on with.
         for name, off in (("min_tokens", 0), ("allowed_token_ids", None), ("bad_words", ()), ("ignore_eos", False)):
             if getattr(self, name) != off:
-                raise ValueError(f"{name} must be {off!r} with structured_outputs, given {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be {shown(off)} with structured_outputs, given {shown(getattr(self, name))}"
+                )
 
     @property
     def greedy(self) -> bool:
@@ -166,26 +170,31 @@ class SamplingParams:
 def _number(name: str, value: Any, low: float, high: float) -> None:
     # An integer may be too large for a float, and NaN lies nowhere.
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} must be a number from {low} to {high}, given {value!r:.100}")
+        raise ValueError(f"{name} must be a number from {low} to {high}, given {shown(value)}")
 
 
 def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
     if value is None:
         return ()
-    items: list[Any] = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [None]
+    items: list[Any] = [None]
+    if isinstance(value, str):
+        items = [value]
+    elif isinstance(value, Iterable):
+        items = list(itertools.islice(value, most + 1))
     if not all(isinstance(item, str) and item for item in items):
-        raise ValueError(f"{name} must be a non-empty string or a list of them, given {value!r}")
+        raise ValueError(f"{name} must be a non-empty string or a list of them, given {shown(value)}")
+    if len(items) > most or any(len(item) > _MAX_STOP_CHARACTERS for item in items):
+        given = len(items) if len(items) <= most else "more"
+        longest = max(map(len, items))
+        raise ValueError(
+            f"{name} may hold {most} strings of {_MAX_STOP_CHARACTERS} characters at most, given {given}, the "
+            f"longest of {longest}"
+        )
     for item in items:
         try:
             item.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"{name} must be valid Unicode, given {item!r:.100}: {error}") from error
-    if len(items) > most or any(len(item) > _MAX_STOP_CHARACTERS for item in items):
-        longest = max(map(len, items))
-        raise ValueError(
-            f"{name} may hold {most} strings of {_MAX_STOP_CHARACTERS} characters at most, given {len(items)}, the "
-            f"longest of {longest}"
-        )
+            raise ValueError(f"{name} must be valid Unicode, given {shown(item)}: {error}") from error
     return tuple(items)
 
 
@@ -193,10 +202,10 @@ def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} must be a list of token ids, given {value!r}")
-    items = list(value)
+        raise ValueError(f"{name} must be a list of token ids, given {shown(value)}")
+    items = list(itertools.islice(value, most + 1))
     if len(items) > most:
-        raise ValueError(f"{name} may hold {most} ids at most, given {len(items)}")
+        raise ValueError(f"{name} may hold {most} ids at most, given more")
     for item in items:
         integer(name, item, 0, 2**31 - 1)
     return tuple(items)
@@ -206,7 +215,7 @@ def _biases(value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias must be a dict of bias by token id, given {value!r}")
+        raise ValueError(f"logit_bias must be a dict of bias by token id, given {shown(value)}")
     if len(value) > MAX_BIASES:
         raise ValueError(f"logit_bias may hold {MAX_BIASES} ids at most, given {len(value)}")
     biases = {}

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from compiled_llm import grammar_texts
+from compiled_llm.error_texts import shown
 from compiled_llm.grammar_processes import Follower, GrammarProcesses, GrammarSource, Vocabulary, bits
 
 if TYPE_CHECKING:
@@ -73,9 +74,11 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             grammar_texts.check_grammar(self.grammar)
         if self.json_object is not None and self.json_object is not True:
-            raise ValueError(f"json_object must be True or None, given {self.json_object!r}")
+            raise ValueError(f"json_object must be True or None, given {shown(self.json_object)}")
         if not isinstance(self.disable_any_whitespace, bool):
-            raise ValueError(f"disable_any_whitespace must be True or False, given {self.disable_any_whitespace!r}")
+            raise ValueError(
+                f"disable_any_whitespace must be True or False, given {shown(self.disable_any_whitespace)}"
+            )
         if self.whitespace_pattern is not None:
             grammar_texts.check_text(
                 "whitespace_pattern", self.whitespace_pattern, grammar_texts.MAX_WHITESPACE_PATTERN
