@@ -38,13 +38,16 @@ def schema_text(value: Any) -> str:
     if isinstance(value, str):
         check_text("json", value, MAX_CHARACTERS)
     try:
-        text = _json_text(
-            _SCHEMAS.decode(value) if isinstance(value, str) else dict(itertools.islice(value.items(), MAX_CHARACTERS))
-        )
-        check_text("json", text, MAX_CHARACTERS)
-        schema = json.loads(text)  # of JSON's own types
+        # So many keys of a dict alone are too long.
+        given = value if isinstance(value, str) else dict(itertools.islice(value.items(), MAX_CHARACTERS))
+        schema = _SCHEMAS.decode(given) if isinstance(given, str) else given
+        text = _json_text(schema)
+        schema = json.loads(text) if len(text) <= MAX_CHARACTERS else schema  # of JSON's own types
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"json must be a JSON schema, given what is not JSON: {error}") from error
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"json may have {MAX_CHARACTERS} characters at most, given more")
+    check_text("json", text, MAX_CHARACTERS)
     if not isinstance(schema, dict):
         raise ValueError(f"json must be a JSON schema that is an object, given {text[:80]}")
     if "x-guidance" in schema:

@@ -105,11 +105,12 @@ def _token_list(token_ids: Any, capacity: Capacity) -> list[int]:
     """A list of what is given. What its items are, ``check_token_ids`` says."""
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
         raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(token_ids).__name__}")
-    if len(token_ids) >= capacity.num_tokens:
-        raise capacity.error(str(len(token_ids)))
+    length = len(token_ids)
+    if length >= capacity.num_tokens:
+        raise capacity.error(str(length))
     if not token_ids:
         raise ValueError("prompt must have at least one token, given none")
-    return list(itertools.islice(token_ids, capacity.num_tokens))
+    return list(itertools.islice(token_ids, length))  # no more than it said
 
 
 def _check_unicode(name: str, text: str) -> None:

@@ -1,6 +1,6 @@
 """The door: what a request becomes, and what is refused for the model, the tokenizer or the engine's limits."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from compiled_llm.engine import DEMO_MODEL
 from compiled_llm.intake import Intake
 from compiled_llm.logits import Field, LogitsContext, LogitsTransform
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.prompts import Prompt
+from compiled_llm.prompts import EncodedPrompt, Prompt
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.served_request import ServedRequest
 from compiled_llm.tokenizer import Tokenizer
@@ -204,7 +204,125 @@ def test_structured_outputs_mask_the_tokens_and_are_a_state_of_each_completion(
         make(intake, structured_outputs={"regex": "("})
 
 
+def test_bad_words_are_encoded_once_a_request(
+    intake: Intake, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 16 continuations and 1,000 long words it took more than a minute."""
+    words = [f"word {number}" for number in range(50)]
+    encoded: list[list[str]] = []
+    encode = tokenizer.encode_pieces
+    monkeypatch.setattr(tokenizer, "encode_pieces", lambda texts: encoded.append(texts) or encode(texts))
+    entry = make(intake, n=16, bad_words=words)
+    assert len(encoded) == 1
+    masks = [completion.mask for completion in entry.completions]
+    assert len({id(mask) for mask in masks}) == 16
+    assert len({id(mask._always) for mask in masks if mask is not None}) == 1, "what does not change is shared"
+    make(intake, bad_words=words)
+    assert len(encoded) == 1
+    with pytest.raises(ValueError, match=r"bad_words may have 65536 characters at most, .* given 6\d+"):
+        make(intake, bad_words=[f"{number:01000}" for number in range(66)])
+    assert len(encoded) == 1
+
+
+def test_what_is_prepared_is_found_done(intake: Intake, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = {"bad_words": ["prepared"], "max_tokens": 3}
+    encoded = intake.prepare({"prompt": "def f():", "cache_salt": "s"}, SamplingParams(**params))
+    assert encoded == ("def f():", tokenizer.encode("def f():"), "s")
+    monkeypatch.setattr(tokenizer, "encode", None)
+    monkeypatch.setattr(tokenizer, "encode_pieces", None)
+    entry = make(intake, encoded, **params)
+    assert (entry.prompt, entry.prompt_token_ids) == ("def f():", encoded.token_ids)
+    assert entry.completions[0].request.cache_salt == "s"
+    grammar = {"structured_outputs": {"regex": "prepared[0-9]"}}
+    intake.prepare([5], SamplingParams(**grammar))
+    make(intake, [5], **grammar)
+    for prompt, wanted in [
+        ([VOCAB], {}),
+        ("x" * 10**6, {}),
+        ([5], {"logprobs": 8}),
+        ([5], {"structured_outputs": {"regex": "("}}),
+    ]:
+        with pytest.raises(ValueError, match=r"prompt|logprobs|compile"):
+            intake.prepare(prompt, SamplingParams(**wanted))
+
+
 # -- What is refused
+
+
+class Endless(Sequence[int]):
+    """Token ids, so many that to look at each would take for ever."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: Any) -> Any:
+        self.num_read += 1
+        return 5
+
+
+@pytest.mark.parametrize(
+    "form", [lambda ids: ids, lambda ids: {"prompt_token_ids": ids}, lambda ids: EncodedPrompt("x", ids)]
+)
+def test_the_length_of_a_prompt_is_checked_before_its_ids(intake: Intake, form: Any) -> None:
+    ids = Endless(10**9)
+    with pytest.raises(ValueError, match=r"prompt must be shorter than 100 tokens .* given 1000000000"):
+        make(intake, form(ids))
+    assert ids.num_read == 0
+    ids = Endless(7)  # it has more than it says
+    assert make(intake, form(ids)).prompt_token_ids == [5] * 7
+
+
+def test_a_prompt_is_encoded_no_further_than_it_takes_to_refuse_it(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intake = Intake(EngineConfig(), MODEL, tokenizer, [], 1000, 1000)
+    lengths: list[int] = []
+    encode = tokenizer.encode_pieces
+    monkeypatch.setattr(tokenizer, "encode_pieces", lambda texts: lengths.append(sum(map(len, texts))) or encode(texts))
+    with pytest.raises(ValueError, match=r"shorter than 1000 tokens .*given \d{4} in its first 8000 characters alone"):
+        make(intake, "a b c d " * 30_000)
+    assert lengths == [8000]
+    spaces = " " * 15_000  # tokens of 16 characters
+    assert make(intake, spaces).prompt_token_ids == tokenizer.encode(spaces)
+    with pytest.raises(ValueError, match=r"shorter than 1000 tokens .*given 1125$"):
+        make(intake, " " * 18_000)
+
+
+def test_what_the_tokenizers_library_panics_at_is_refused(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """As that of pyo3, which cannot be imported."""
+
+    class Panicking:
+        def __getattr__(self, name: str) -> Any:
+            def panic(*args: Any, **kwargs: Any) -> Any:
+                raise PanicException("retry-limit-in-match over")
+
+            return panic
+
+    intake = make_intake(tokenizer)
+    monkeypatch.setattr(tokenizer, "_backend", Panicking())
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text: PanicException: retry-limit"):
+        make(intake, "x")
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text"):
+        make(intake, bad_words="x")
+    with pytest.raises(ValueError, match="the tokenizer cannot decode these tokens"):
+        tokenizer.decode([5])
+    with pytest.raises(ValueError, match="the tokenizer cannot write its vocabulary"):
+        make(intake, structured_outputs={"regex": "x"})
+    monkeypatch.setattr(tokenizer, "_backend", Interrupting())
+    with pytest.raises(KeyboardInterrupt):
+        make(intake, "x")
+
+
+class Interrupting:
+    def encode(self, *args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])

@@ -1,6 +1,7 @@
 """SamplingParams: every field is checked at the door."""
 
 import dataclasses
+import itertools
 import math
 import pickle
 from typing import Any
@@ -257,3 +258,22 @@ def test_picklable_and_replaceable() -> None:
     assert dataclasses.replace(params, n=2) == SamplingParams(**{**vars(params), "n": 2})
     with pytest.raises(ValueError, match="top_p"):
         dataclasses.replace(params, top_p=2.0)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids"])
+def test_lists_are_not_read_beyond_their_limits(name: str) -> None:
+    item = "x" if name in ("stop", "bad_words") else 5
+    with pytest.raises(ValueError, match=rf"^{name} may hold \d+ .* given more"):
+        SamplingParams(**{name: itertools.repeat(item)})
+
+
+def test_what_was_given_is_not_repeated_at_length() -> None:
+    for name, value in [
+        ("stop", ["x" * 10**6, 5]),
+        ("logit_bias", [5] * 10**6),
+        ("ignore_eos", "x" * 10**6),
+        ("n", 1 << 10**6),
+    ]:
+        with pytest.raises(ValueError, match=name) as error:
+            SamplingParams(**{name: value})
+        assert len(str(error.value)) < 500

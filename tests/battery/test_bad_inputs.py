@@ -258,6 +258,26 @@ CALLS: list[tuple[str, Use, str]] = [
         r"request_id must be .* that no unfinished request has, given 'twice'",
     ),
     (
+        "add_request: an id that is too long",
+        lambda engine: engine.add_request("x" * 10**8, CONTROL),
+        r"request_id must be .* of at most 256 characters \(the engine's max_request_id_length\).* given 'xxx",
+    ),
+    (
+        "add_request: more requests than may wait",
+        lambda engine: [engine.add_request(f"crowd-{number}", CONTROL, GREEDY) for number in range(51)],
+        r"at most 50 requests may be unfinished at once \(the engine's max_queued_requests\), given 1 beside 50",
+    ),
+    (
+        "more prompts than may wait",
+        lambda engine: engine.generate([CONTROL] * 51, GREEDY, use_tqdm=False),
+        r"at most 50 requests may be unfinished at once .* given 51 beside 0: wait for some",
+    ),
+    (
+        "beam search: more prompts than may wait",
+        lambda engine: engine.beam_search([CONTROL] * 51, 2, 4),
+        r"at most 50 requests .* given 51 beside 0",
+    ),
+    (
         "add_request: a priority that is none",
         lambda engine: engine.add_request("x", CONTROL, GREEDY, priority=None),  # type: ignore[arg-type]
         r"priority must be an integer from -2147483648 to 2147483647, given None",
@@ -364,6 +384,10 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"compile_unit": "block"}, r"compile_unit must be one of 'model', 'layer', given 'block'"),
     ({"compile_workers": -1}, r"compile_workers must be an integer from 0 to 1024, given -1"),
     ({"max_logprobs": 1001}, r"max_logprobs must be an integer from 0 to 1000, given 1001"),
+    ({"max_queued_requests": 0}, r"max_queued_requests must be an integer from 1 to \d+, given 0"),
+    ({"max_request_id_length": 0}, r"max_request_id_length must be an integer from 1 to \d+, given 0"),
+    ({"max_grammar_seconds": 0}, r"max_grammar_seconds must be a number from 0.01 to 3600, given 0"),
+    ({"max_grammar_bytes": 5}, r"max_grammar_bytes must be an integer from 1048576 to \d+, given 5"),
     ({"logits_transforms": "json:dumps"}, r"logits_transforms must be a list, given 'json:dumps'"),
     ({"logits_transforms": ["no_such_module:name"]}, r"logits_transforms: 'no_such_module:name' must be 'module:name'"),
     ({"logits_transforms": ["json:JSONDecoder"]}, r"logits_transforms must hold LogitsTransform objects .* given"),
@@ -410,7 +434,13 @@ CASES: list[tuple[str, Use, str]] = [
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[CompiledEngine]:
-    arguments = {"bucket_sizes": (1, 4), "num_kv_blocks": 40, "max_model_len": LENGTH, "check_invariants": True}
+    arguments: dict[str, Any] = {
+        "bucket_sizes": (1, 4),
+        "num_kv_blocks": 40,
+        "max_model_len": LENGTH,
+        "check_invariants": True,
+    }
+    arguments["max_queued_requests"] = 50
     with CompiledEngine(**EAGER, **arguments) as engine:
         yield engine
 
@@ -439,7 +469,7 @@ def test_refused_in_words_and_at_nobody_elses_cost(
     engine: CompiledEngine, control: list[int], use: Use, words: str
 ) -> None:
     reason = reason_of(use, engine)
-    engine.abort("twice")
+    engine.abort(["twice", *(f"crowd-{number}" for number in range(50))])
     assert not engine.has_unfinished_requests()
     assert engine.stats().used_blocks == 0
     (output,) = engine.generate(CONTROL, GREEDY, use_tqdm=False)

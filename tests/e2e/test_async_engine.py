@@ -491,3 +491,102 @@ print(loop.run_until_complete(anext(stream)).finished)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\n", "")
+
+
+# -- Requests that take long, or make a library panic, before they are served
+
+
+class PanicException(BaseException):
+    """As that of pyo3, which cannot be imported."""
+
+
+def test_a_request_that_takes_long_to_prepare_stalls_nobody(
+    sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare, may_go_on = sync_engine.prepare, threading.Event()
+    names: list[str] = []
+
+    def slow(*args: Any) -> Any:
+        names.append(threading.current_thread().name)
+        assert may_go_on.wait(60)
+        return prepare(*args)
+
+    monkeypatch.setattr(sync_engine, "prepare", slow)
+    long = "x = 1\n" * 100
+    monkeypatch.setattr("compiled_llm.async_engine._LONG_PROMPT", len(long) - 1)
+
+    async def main() -> None:
+        async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
+            asks = [{}, {"bad_words": "x"}, {"structured_outputs": {"regex": "[ab]{3}"}, "ignore_eos": False}]
+            params = [SamplingParams(**{"temperature": 0, "max_tokens": 4, "ignore_eos": True} | ask) for ask in asks]
+            prompts = [long, PROMPT, PROMPT]
+            tasks = [
+                asyncio.create_task(collect(engine.generate(prompt, param)))
+                for prompt, param in zip(prompts, params, strict=True)
+            ]
+            assert reason((await collect(engine.generate(PROMPT, GREEDY)))[-1]) == "length"
+            assert not any(task.done() for task in tasks)
+            may_go_on.set()
+            for outputs in await asyncio.gather(*tasks):
+                assert reason(outputs[-1]) in ("length", "stop")
+            await nothing_is_left(engine)
+
+    run(main())
+    assert len(names) == 3
+    assert "compiled_llm engine" not in names
+
+
+@pytest.mark.parametrize("method", ["add_request", "prepare"])
+def test_a_panic_costs_the_request_that_made_it_alone(
+    sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    function = getattr(sync_engine, method)
+
+    def panic(*args: Any) -> Any:
+        if any(isinstance(item, str) and item.startswith("bad") for item in args):
+            raise PanicException("at the library")
+        return function(*args)
+
+    monkeypatch.setattr(sync_engine, method, panic)
+
+    async def main() -> None:
+        async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
+            other = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
+            with pytest.raises((RuntimeError, PanicException), match="at the library"):
+                await collect(engine.generate("bad" * 2000 if method == "prepare" else "bad", GREEDY))
+            assert reason((await other)[-1]) == "length"
+            await nothing_is_left(engine)
+
+    run(main())
+
+
+def test_a_panic_in_a_step_costs_the_requests_of_that_step_alone(
+    sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_once(monkeypatch, sync_engine.runner, "launch", PanicException("at the library"))
+
+    async def main() -> None:
+        async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
+            assert reason((await collect(engine.generate(PROMPT, GREEDY)))[-1]) == "error"
+            await nothing_is_left(engine)
+
+    run(main())
+
+
+def test_a_hostile_grammar_stalls_nobody_and_ends_alone() -> None:
+    patterns = [{"type": "string", "pattern": f"^(a|b)*a(a|b){{{count}}}$"} for count in range(29)]
+    hostile = SamplingParams(structured_outputs={"json": {"allOf": patterns}})
+
+    async def main() -> None:
+        async with AsyncCompiledEngine(**EAGER, max_grammar_seconds=1.0) as engine:
+            await engine.ready()
+            task = asyncio.create_task(collect(engine.generate(PROMPT, hostile)))
+            params = SamplingParams(structured_outputs={"regex": "[ab]{3}"})
+            for _ in range(3):
+                assert reason((await collect(engine.generate(PROMPT, params)))[-1]) == "stop"
+                assert reason((await collect(engine.generate(PROMPT, GREEDY)))[-1]) == "length"
+            with pytest.raises(ValueError, match="needs more than 1 s to compile"):
+                await task
+            await nothing_is_left(engine)
+
+    run(main())
