@@ -439,8 +439,8 @@ def engine() -> Iterator[CompiledEngine]:
         "num_kv_blocks": 40,
         "max_model_len": LENGTH,
         "check_invariants": True,
+        "max_queued_requests": 50,
     }
-    arguments["max_queued_requests"] = 50
     with CompiledEngine(**EAGER, **arguments) as engine:
         yield engine
 

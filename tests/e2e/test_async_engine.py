@@ -563,7 +563,7 @@ def test_a_panic_costs_the_request_that_made_it_alone(
 def test_a_panic_in_a_step_costs_the_requests_of_that_step_alone(
     sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    break_once(monkeypatch, sync_engine.runner, "launch", PanicException("at the library"))
+    break_once(monkeypatch, sync_engine.runner, "launch", 0, PanicException("at the library"))
 
     async def main() -> None:
         async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
