@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.sampling_params import SamplingParams
@@ -118,3 +118,44 @@ def test_a_directory_without_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=str(tmp_path)):
         Tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Tokenizer:
+    return Tokenizer(Path(__file__).parents[1] / "compiled_llm" / "demo_model")
+
+
+def test_long_texts_become_the_same_tokens_by_the_call_that_others_need_not_wait_for(demo: Tokenizer) -> None:
+    for text in ("def f(x):\n    return x\n" * 1000, " " * 10_000, TEXT * 100):
+        assert len(text) > 4096
+        assert demo.encode(text) == demo._backend.encode(text).ids
+        assert demo.encode_pieces([text, "x"]) == [demo.encode(text), demo.encode("x")]
+
+
+@pytest.mark.parametrize("text", ["x y " * 5_000, " " * 160_000, "x" * 20_000, TEXT * 300, "é" * 30_000])
+def test_only_texts_that_do_not_fit_are_said_not_to(demo: Tokenizer, text: str) -> None:
+    """Whatever is said to be too long is; and what is not said to be is not much longer."""
+    length = len(demo.encode(text))
+    for most in (100, 300, 1_000, 3_000, length - 1, length, length + 1, 2 * length):
+        excess = demo.excess(text, most)
+        if excess is None:
+            assert length <= 8 * 4 * max(most, 512)
+        else:
+            found, characters = excess
+            assert most < found <= length
+            assert characters <= len(text)
+    assert demo.excess(text, length) is None
+    assert demo.excess(text, 100) is not None
+
+
+@pytest.mark.battery
+def test_a_panic_of_the_library_is_a_value_error(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pattern by which published tokenizers split a text tries every end of a run of spaces."""
+    backend = Backend.from_str(demo._backend.to_str())
+    pattern = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    split = pre_tokenizers.Split(pattern, "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    monkeypatch.setattr(demo, "_backend", backend)
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text: PanicException"):
+        demo.encode(" " * 12_000_000)
+    assert demo.decode(demo.encode("x  y")) == "x  y"
