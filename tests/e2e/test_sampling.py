@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm import CompiledEngine, RequestOutput, SamplingParams, structured_outputs
 from compiled_llm.engine import DEMO_MODEL
 from compiled_llm.logits import Field, LogitsContext, LogitsTransform
 from compiled_llm.outputs import CompletionOutput, Logprob
@@ -598,7 +598,7 @@ def test_a_grammar_that_fails_costs_its_request_alone(
     working = getattr(GrammarState, method)
 
     def failing(self: GrammarState, argument: Any) -> None:
-        if len(self._token_ids) == 2:
+        if self._num_tokens == 2:
             raise ValueError("the library's limits are reached")
         working(self, argument)
 
@@ -611,6 +611,23 @@ def test_a_grammar_that_fails_costs_its_request_alone(
     assert failed.finish_reason == "error"
     assert "the library's limits are reached" in str(failed.stop_reason)
     assert len(failed.logprobs or ()) == len(failed.token_ids) >= 2
+    assert first.token_ids == last.token_ids == tokens(engine)[:6]
+
+
+def test_a_grammar_whose_tokens_take_too_long_ends_its_request_alone(
+    engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its tokens takes longer than the one before it."""
+    monkeypatch.setattr(structured_outputs, "_SECONDS_AT_ONCE", 0.05)
+    monkeypatch.setattr(structured_outputs, "_SECONDS_A_TOKEN", 0.0)
+    ambiguous = {"grammar": 'start: s\ns: s s | "a" | "b" | s s s'}
+    greedy = {"temperature": 0, "max_tokens": 6}
+    asks = [greedy, greedy | {"structured_outputs": ambiguous, "max_tokens": None}, greedy]
+    outputs = engine.generate([PROMPT] * 3, [SamplingParams(**ask) for ask in asks], use_tqdm=False)
+    first, ended, last = (output.outputs[0] for output in outputs)
+    assert ended.finish_reason == "error"
+    assert "too much time for its tokens" in str(ended.stop_reason)
+    assert set(ended.text) <= {"a", "b"}
     assert first.token_ids == last.token_ids == tokens(engine)[:6]
 
 
