@@ -149,6 +149,7 @@ def serve(
     waiting = deque(sorted(rows, key=lambda row: row.priority))
     queued: dict[str, InputRow] = {}
     most_queued = max(QUEUED_ROWS, 2 * engine.runner.limits.max_num_seqs)
+    most_queued = min(most_queued, engine.config.max_queued_requests)
     while waiting or engine.has_unfinished_requests():
         while waiting and len(queued) < most_queued:
             row = waiting.popleft()
