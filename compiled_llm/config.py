@@ -11,6 +11,7 @@ from compiled_llm.error_texts import shown
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
+MOST_IMPLIED_LEN = 2**20  # tokens that a model may have max_model_len be
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,6 +208,11 @@ class Limits:
     @classmethod
     def resolve(cls, config: EngineConfig, model_max_len: int, default_batched_tokens: int) -> "Limits":
         """Fill in what ``config`` leaves open. ``ValueError`` where its sizes contradict each other or the model."""
+        if config.max_model_len is None and model_max_len > MOST_IMPLIED_LEN:
+            raise ValueError(
+                f"max_model_len must be given for this model: the max_position_embeddings of its config.json, "
+                f"{model_max_len}, is more than the {MOST_IMPLIED_LEN} that are taken unasked. Memory grows with it"
+            )
         max_model_len = config.max_model_len or model_max_len
         if max_model_len > model_max_len:
             raise ValueError(

@@ -16,13 +16,15 @@ ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "Qwen3ForCausalLM": "qwen3",
 }
+# For messages: what these are to a user.
+SUPPORTED = (
+    "Supported are Llama (Llama 2, 3, 3.1, 3.2 and other models of architecture LlamaForCausalLM) and dense Qwen3 "
+    "(Qwen3ForCausalLM); README.md and docs/ list them"
+)
 
 
 def family(architecture: str) -> ModuleType:
     """The module of an architecture's family. ``ValueError`` for one that is not supported."""
     if architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"architecture {architecture!r} is not supported. Supported: {', '.join(sorted(ARCHITECTURES))}. "
-            "To add one, see models/__init__.py."
-        )
+        raise ValueError(f"config.json: architecture {architecture!r:.100} is not supported. {SUPPORTED}")
     return importlib.import_module(f"compiled_llm.models.{ARCHITECTURES[architecture]}")

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.models.config import Llama3RopeScaling, ModelConfig
+from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import LayerCache, StepInput
+from compiled_llm.models.rope_config import Llama3RopeScaling
 from compiled_llm.models.weights import Linear, PackedLinear, linear
 from compiled_llm.ops import paged_attention
 
@@ -56,8 +57,12 @@ def rope_table(config: ModelConfig, device: torch.device) -> Tensor:
     A table, since the compiler would compute them anew in every layer, for every head.
     """
     positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
-    angles = positions[:, None] * rope_inv_freq(config)
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+    table = torch.empty(config.max_position_embeddings, config.head_dim)
+    cosines, sines = table.chunk(2, dim=-1)
+    torch.mul(positions[:, None], rope_inv_freq(config), out=sines)  # in place: a long table takes the memory once
+    torch.cos(sines, out=cosines)
+    sines.sin_()
+    return table.to(device)
 
 
 def rope_cos_sin(positions: Tensor, table: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import pytest
 from compiled_llm.config import EngineConfig, Limits
 
 
-def limits(**arguments) -> Limits:
-    return Limits.resolve(EngineConfig(**arguments), model_max_len=256, default_batched_tokens=512)
+def limits(model_max_len: int = 256, **arguments) -> Limits:
+    return Limits.resolve(EngineConfig(**arguments), model_max_len, default_batched_tokens=512)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,13 @@ def test_defaults() -> None:
     assert resolved.max_num_seqs == 32
     assert resolved.token_bucket_sizes == (32, 128, 512)
     assert resolved.max_model_len == 256
+
+
+def test_a_model_may_not_ask_for_any_length() -> None:
+    """Its config.json may name a length whose tables alone would fill the memory; a user may."""
+    with pytest.raises(ValueError, match=r"max_model_len must be given for this model: .* config\.json, 1000000000"):
+        limits(model_max_len=10**9)
+    assert limits(max_model_len=64, model_max_len=10**9).max_model_len == 64
 
 
 def test_bucket_sizes_are_sorted_and_those_nothing_needs_left_out() -> None:

@@ -1,11 +1,15 @@
-"""ModelConfig: every field of config.json is used, known to have no effect, or refused by name."""
+"""ModelConfig: every field of config.json is used, known to have no effect, ignored by name, or refused by name."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
+import transformers
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_fields import ignored_fields
+from tests.models.published_configs import REFUSED, SUPPORTED
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,8 +56,18 @@ def test_qwen3_head_dim_comes_from_its_own_defaults() -> None:
         ({"architectures": []}, ["architectures"]),
         ({"architectures": "LlamaForCausalLM"}, ["architectures"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
-        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
-        ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config", "Llama", "Qwen3"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"attention_chunk_size": 8192}, ["attention_chunk_size"]),
+        ({"is_causal": False}, ["is_causal"]),
+        ({"model_type": "mistral"}, ["model_type", "mistral", "llama"]),
+        ({"sliding_window": 1024}, ["sliding_window"]),
+        ({"rope_scaling": LLAMA3, "original_max_position_embeddings": 32}, ["original_max_position_embeddings"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
+        ({"rms_norm_eps": 10**400}, ["rms_norm_eps"]),
+        ({"eos_token_id": 100}, ["config.json", "eos_token_id", "0 to 99"]),
+        ({"eos_token_id": [1, -1]}, ["config.json", "eos_token_id", "-1"]),
+        ({"eos_token_id": True}, ["eos_token_id"]),
         ({"layer_types": ["sliding_attention", "full_attention"]}, ["layer_types"]),
         ({"use_sliding_window": True, "sliding_window": 4}, ["sliding_window"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
@@ -67,7 +81,7 @@ def test_qwen3_head_dim_comes_from_its_own_defaults() -> None:
         ({"num_hidden_layers": 2**30}, ["num_hidden_layers"]),
         ({"rope_theta": "big"}, ["rope_theta"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads"]),
-        ({"num_hidden_layers": 0}, ["num_layers"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers"]),
         ({"vocab_size": -5}, ["vocab_size"]),
         ({"vocab_size": "many"}, ["vocab_size"]),
         ({"dtype": "float8"}, ["dtype", "float8"]),
@@ -79,6 +93,88 @@ def test_refused_by_name(change: dict, words: list[str]) -> None:
         ModelConfig.from_dict({**GOOD, **change})
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("name", SUPPORTED)
+def test_as_published(name: str, tmp_path: Path) -> None:
+    """Read as transformers reads it; what it ignores is ignored, and listed once."""
+    content, ignored = SUPPORTED[name]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    if ignored:
+        with pytest.warns(UserWarning, match=r"config\.json: fields that transformers ignores") as warned:
+            found = ModelConfig.from_directory(tmp_path)
+        assert len(warned) == 1
+        assert str(warned[0].message).endswith(": " + ", ".join(ignored))
+    else:
+        found = ModelConfig.from_directory(tmp_path)
+    wanted = transformers.AutoConfig.from_pretrained(tmp_path)
+    for own, theirs in {
+        "vocab_size": "vocab_size",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_heads": "num_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim",
+        "rms_norm_eps": "rms_norm_eps",
+        "max_position_embeddings": "max_position_embeddings",
+        "tie_word_embeddings": "tie_word_embeddings",
+        "attention_bias": "attention_bias",
+    }.items():
+        assert getattr(found, own) == getattr(wanted, theirs), own
+    assert found.rope_theta == wanted.rope_parameters["rope_theta"]
+    assert (found.rope_scaling is None) == (wanted.rope_parameters["rope_type"] == "default")
+    assert f"torch.{found.dtype}" == str(wanted.dtype)
+    ids = content["eos_token_id"]
+    assert found.eos_token_ids == (tuple(ids) if isinstance(ids, list) else (ids,))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_published_but_not_supported(name: str) -> None:
+    content, field = REFUSED[name]
+    with pytest.raises(ValueError, match=field) as error:
+        ModelConfig.from_dict(content)
+    assert "remove" not in str(error.value).lower(), "to edit the file is no remedy"
+
+
+def test_fields_of_other_models_are_ignored_where_transformers_ignores_them() -> None:
+    """None of them is a parameter of the class, and no code of transformers for this class looks at one."""
+    extra = {"final_logit_softcapping": 30.0, "num_experts": 8, "temperature": 0.6, "auto_map": {}, "mlp_bias": True}
+    qwen = {**GOOD, "architectures": ["Qwen3ForCausalLM"]}
+    assert ignored_fields({**qwen, **extra}, transformers.Qwen3Config) == sorted(extra)
+    assert not ModelConfig.from_dict({**qwen, **extra}).mlp_bias
+    assert ModelConfig.from_dict({**GOOD, "mlp_bias": True}).mlp_bias
+
+
+def test_a_field_that_transformers_knows_and_this_engine_does_not_must_have_its_default() -> None:
+    class Newer(transformers.LlamaConfig):
+        residual_scale: float = 1.0
+
+    assert ignored_fields({**GOOD, "residual_scale": 1.0}, Newer) == []
+    with pytest.raises(ValueError, match=r"residual_scale=0\.5 is not supported.*Supported value: 1\.0"):
+        ignored_fields({**GOOD, "residual_scale": 0.5}, Newer)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+def test_sizes_are_bounded_before_transformers_sees_them(architecture: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match="num_hidden_layers must be an integer from 1 to 1024"):
+        ModelConfig.from_dict({**GOOD, "architectures": [architecture], "num_hidden_layers": 10**7})
+    assert time.monotonic() - begun < 3, "Qwen3Config makes a list of that length"
+
+
+def test_windows_that_change_nothing_are_accepted() -> None:
+    assert ModelConfig.from_dict({**GOOD, "sliding_window": 2048, "max_position_embeddings": 2048})
+    assert ModelConfig.from_dict({**GOOD, "sliding_window": 16, "use_sliding_window": False})
+    assert ModelConfig.from_dict({**GOOD, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 16})
+
+
+def test_end_of_text_ids_of_either_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GOOD))
+    for token in (100, -1, 2**70):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, token]}))
+        with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id .* 0 to 99"):
+            ModelConfig.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": ', "\x00", "[" * 100_000])
@@ -96,4 +192,5 @@ def test_missing_file_names_it(tmp_path: Path) -> None:
 def test_auto_map_is_never_followed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**GOOD, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}))
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
-    assert ModelConfig.from_directory(tmp_path).architecture == "LlamaForCausalLM"
+    with pytest.warns(UserWarning, match="auto_map"):
+        assert ModelConfig.from_directory(tmp_path).architecture == "LlamaForCausalLM"
