@@ -1,5 +1,6 @@
 """The parts of an engine that are made from its arguments: the tokenizer and the scheduler."""
 
+import os
 from pathlib import Path
 
 from compiled_llm.block_pool import BlockPool
@@ -16,7 +17,7 @@ def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     """The tokenizer that ``config`` names, else that of the model in ``directory``, if it has one."""
     if config.tokenizer is not None:
         return Tokenizer(model_directory(config.tokenizer))
-    return Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+    return Tokenizer(directory) if os.path.lexists(directory / "tokenizer.json") else None
 
 
 def make_scheduler(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> Scheduler:

@@ -1,30 +1,21 @@
-"""Model directory -> weights. Every tensor is accounted for: missing, extra and mis-shaped ones are listed by file.
+"""Model directory -> weights. Every tensor is accounted for: missing, extra and mis-shaped ones are listed by file."""
 
-Only safetensors files are read: they hold data, never code. An index may name only files beside itself.
-"""
-
-import json
-import os
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from compiled_llm.checkpoint import DTYPES, CheckpointError, StoredTensor, listed, locate
 from compiled_llm.models import family
-from compiled_llm.models.config import ModelConfig, read_json
+from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.weights import Convert, keep
 
 # Tensors that old checkpoints carry and that follow from the config.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
-_LISTED = 8  # how many names an error message lists of each kind
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message names the file and the tensors."""
 
 
 def load_weights(
@@ -33,21 +24,31 @@ def load_weights(
     """The weights of ``directory`` in ``dtype`` on ``device``, read tensor by tensor and converted layer by layer.
 
     Raises:
-        CheckpointError: a file is missing, cut off or not safetensors, or its tensors are not those of ``config``.
+        ValueError: a file is missing, cut off or not safetensors, its tensors are not those of ``config``, or one holds
+            NaN or infinite values.
     """
     shapes = family(config.architecture).checkpoint_shapes(config)
-    locations = _locate(directory)
-    _check(config, shapes, locations, {path: _open(path) for path in sorted(set(locations.values()))})
+    stored = locate(directory)
+    _check(directory, config, shapes, stored)
     with tqdm(total=len(shapes), desc="weights", unit="tensor", disable=None, leave=False) as bar:
 
         def take(name: str) -> Tensor:
             bar.update()
-            # A tensor lies in a map of its file. The file is opened for each and small ones are copied, so that the map
-            # goes when a matrix is packed. Else all that was read of the file would stay in this process's memory.
-            tensor = safe_open(os.fspath(locations[name]), framework="pt").get_tensor(name)
-            return tensor.to(device=device, dtype=dtype, copy=tensor.dim() == 1)
+            original = stored[name].read()
+            tensor = original.to(device=device, dtype=dtype)
+            if not _is_finite(tensor):
+                what = "NaN or infinite values: the file is damaged"
+                if _is_finite(original):
+                    what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
+                raise CheckpointError(f"{stored[name].path}: {name} holds {what}")
+            return tensor
 
         return family(config.architecture).assemble(config, take, convert)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are. One pass at the speed of memory; ``isfinite`` would write what it finds."""
+    return all(math.isfinite(bound) for bound in torch.aminmax(tensor))
 
 
 def dummy_weights(
@@ -78,113 +79,50 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
-def _locate(directory: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
-    index_path = directory / "model.safetensors.index.json"
-    if index_path.is_file():
-        weight_map = read_json(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-            raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
-        for shard in sorted(set(weight_map.values())):
-            if Path(shard).name != shard or not shard.endswith(".safetensors"):
-                raise CheckpointError(f"{index_path}: {shard!r} is no .safetensors file beside the index")
-        missing = sorted({shard for shard in weight_map.values() if not (directory / shard).is_file()})
-        if missing:
-            raise CheckpointError(f"{index_path}: missing files: {_listed(missing)}")
-        locations = {name: directory / shard for name, shard in weight_map.items()}
-        for path in sorted(set(locations.values())):
-            held = set(_open(path).keys())
-            unlisted = sorted(name for name in held if locations.get(name) != path)
-            if unlisted:
-                raise CheckpointError(f"{path}: holds tensors that the index does not place there: {_listed(unlisted)}")
-        return locations
-    paths = sorted(directory.glob("*.safetensors"))
-    if not paths:
-        raise CheckpointError(f"{directory}: no .safetensors file. Other formats can hold code and are not read.")
-    locations = {}
-    for path in paths:
-        for name in _open(path).keys():  # noqa: SIM118 - safe_open is no dict
-            if name in locations:
-                raise CheckpointError(f"tensor {name!r} stands in both {locations[name].name} and {path.name}")
-            locations[name] = path
-    return locations
-
-
-def _open(path: Path) -> Any:
-    """Open a safetensors file after comparing its length with what its header says."""
-    try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            if size < 8 or header_size > min(size - 8, 100_000_000):
-                raise CheckpointError(f"{path}: not a safetensors file, or cut off within its header")
-            header = json.loads(file.read(header_size))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        expected = 8 + header_size + max(ends, default=0)
-        if size != expected:
-            raise CheckpointError(f"{path}: holds {size} bytes where its header says {expected}; download it again")
-        return safe_open(os.fspath(path), framework="pt")
-    except (
-        OSError,
-        UnicodeDecodeError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        RecursionError,
-        SafetensorError,
-    ) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"{path}: not a readable safetensors file: {error}") from error
-
-
 def _check(
-    config: ModelConfig, shapes: dict[str, tuple[int, ...]], locations: dict[str, Path], handles: dict[Path, Any]
+    directory: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], stored: dict[str, StoredTensor]
 ) -> None:
+    """``CheckpointError`` unless the tensors are those that the config implies."""
     problems = []
-    missing = [name for name in shapes if name not in locations]
+    missing = [name for name in shapes if name not in stored]
     if missing:
-        problems.append(f"missing: {_listed(missing)}")
+        problems.append(f"missing: {listed(missing)}")
 
-    extra = [name for name in locations if name not in shapes and not name.endswith(_DERIVED_SUFFIXES)]
+    extra = [name for name in stored if name not in shapes and not name.endswith(_DERIVED_SUFFIXES)]
     if config.tie_word_embeddings and "lm_head.weight" in extra:
         extra.remove("lm_head.weight")
-        problems += _check_tied(locations, handles)
+        problems += _check_tied(shapes, stored)
     if extra:
-        problems.append(f"not part of {config.architecture}: {_listed([f'{n} ({locations[n].name})' for n in extra])}")
+        found = listed(f"{name:.100} ({stored[name].path.name})" for name in extra)
+        problems.append(f"not part of {config.architecture}: {found}")
 
-    wrong = []
-    for name in shapes.keys() & locations.keys():
-        path = locations[name]
-        try:
-            entry = handles[path].get_slice(name)
-        except SafetensorError:
-            wrong.append(f"{name} (the index says {path.name}, which does not hold it)")
-            continue
-        if tuple(entry.get_shape()) != shapes[name]:
-            wrong.append(f"{name} ({path.name}) is {tuple(entry.get_shape())}, config.json implies {shapes[name]}")
-        elif entry.get_dtype() not in ("F32", "F16", "BF16"):
-            wrong.append(f"{name} ({path.name}) is {entry.get_dtype()}; allowed: F32, F16, BF16")
+    wrong = [
+        f"{name} ({stored[name].path.name}) is {difference}"
+        for name in sorted(shapes.keys() & stored.keys())
+        if (difference := _difference(stored[name], shapes[name]))
+    ]
     if wrong:
-        problems.append(f"mismatched: {_listed(sorted(wrong))}")
+        problems.append(f"mismatched: {listed(wrong)}")
     if problems:
-        raise CheckpointError("the checkpoint does not match its config.json; " + "; ".join(problems))
+        raise CheckpointError(f"{directory}: the checkpoint does not match its config.json; {'; '.join(problems)}")
 
 
-def _check_tied(locations: dict[str, Path], handles: dict[Path, Any]) -> list[str]:
+def _difference(tensor: StoredTensor, shape: tuple[int, ...]) -> str | None:
+    if tensor.shape != shape:
+        return f"{tensor.shape!s:.100}, config.json implies {shape}"
+    if tensor.dtype not in DTYPES:
+        return f"{tensor.dtype}; allowed: {', '.join(DTYPES)}"
+    return None
+
+
+def _check_tied(shapes: dict[str, tuple[int, ...]], stored: dict[str, StoredTensor]) -> list[str]:
     # Some checkpoints store the tied head a second time. It may be left out only if it is the embedding.
     names = ("lm_head.weight", "model.embed_tokens.weight")
-    if names[1] not in locations:
-        return []
-    head, embedding = (handles[locations[name]].get_tensor(name) for name in names)
-    same = head.shape == embedding.shape and torch.equal(head, embedding)
+    if names[1] not in stored or _difference(stored[names[1]], shapes[names[1]]):
+        return []  # which is said by itself
+    is_like = _difference(stored[names[0]], shapes[names[1]]) is None
+    same = is_like and torch.equal(stored[names[0]].read(), stored[names[1]].read())
     return [] if same else ["lm_head.weight differs from the embedding, though config.json says they are tied"]
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 
 def model_directory(model: str) -> Path:

@@ -289,11 +289,13 @@ class ModelRunner:
         packs = self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.load("linear_cpu") is not None
         # The largest matrix stands in memory twice while it is packed.
         parameters = loader.num_parameters(c) + (c.vocab_size * c.hidden_size if packs else 0)
-        needed, free = parameters * self.dtype.itemsize, free_bytes(self.device)
+        rope_bytes = c.max_position_embeddings * c.head_dim * 4
+        needed, free = parameters * self.dtype.itemsize + rope_bytes, free_bytes(self.device)
         if needed > free:
             raise ValueError(
-                f"the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, and {free >> 20} are free on "
-                f"{self.device}: choose a smaller model, a shorter dtype or another device"
+                f"{directory / 'config.json'}: the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, "
+                f"{rope_bytes >> 20} of them for max_model_len={c.max_position_embeddings}, and {free >> 20} are free "
+                f"on {self.device}: choose a smaller model, a shorter dtype, a smaller max_model_len or another device"
             )
         convert = pack if packs else keep
         if config.load_format == "dummy":

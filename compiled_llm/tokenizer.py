@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer
 
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.tokenizer_files import read_tokenizer
 
 # How a token reads may depend on those before it: on so many at most, four bytes of a character among them.
 _CONTEXT_TOKENS = 6
@@ -40,12 +40,7 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path) -> None:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # transformers raises whatever the first unreadable file leads to
-            raise ValueError(f"{directory}: no readable tokenizer: {type(error).__name__}: {error}") from error
-        if not tokenizer.is_fast:
-            raise ValueError(f"{directory}: the tokenizer needs a tokenizer.json; save it again with transformers")
+        tokenizer = read_tokenizer(directory)
         self._backend = tokenizer.backend_tokenizer
         # A file may ask for either; a prompt is never cut or filled up here.
         self._backend.no_truncation()

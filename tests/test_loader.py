@@ -2,16 +2,19 @@
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from compiled_llm import checkpoint as checkpoint_files
 from compiled_llm import loader
-from compiled_llm.loader import CheckpointError
+from compiled_llm.checkpoint import CheckpointError
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.weights import Linear
 from tests.families import checkpoint, transformers_model
@@ -132,3 +135,65 @@ def test_missing_shard_and_missing_checkpoint(directory: Path) -> None:
     (directory / "pytorch_model.bin").write_bytes(b"code")
     with pytest.raises(CheckpointError, match=r"no \.safetensors file"):
         load(directory)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight"])
+def test_weights_that_are_no_numbers_are_named(directory: Path, name: str, value: float) -> None:
+    change(directory, lambda tensors: tensors[name].view(-1)[-1:].fill_(value))
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {name} holds NaN or infinite values"):
+        load(directory)
+
+
+def test_weights_that_the_dtype_cannot_hold_are_named(directory: Path) -> None:
+    change(directory, lambda tensors: tensors["lm_head.weight"].fill_(1e30))
+    load(directory)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight holds values too large for float16: choose a wider"):
+        loader.load_weights(directory, ModelConfig.from_directory(directory), torch.float16, CPU)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_fifo_in_place_of_a_file_does_not_hang(directory: Path, name: str) -> None:
+    (directory / name).unlink(missing_ok=True)
+    os.mkfifo(directory / name)
+    with pytest.raises(ValueError, match=rf"{name}: .*a FIFO"):
+        load(directory)
+
+
+def test_a_header_is_parsed_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, parsed = ModelConfig.from_directory(directory), []
+    for owner, name, function in ((json, "loads", json.loads), (checkpoint_files, "safe_open", safe_open)):
+        counting = lambda *args, function=function, **kwargs: parsed.append(1) or function(*args, **kwargs)  # noqa: E731
+        monkeypatch.setattr(owner, name, counting)
+    loader.load_weights(directory, config, torch.float32, CPU)
+    assert len(parsed) == 2, "by this program, and by the library that checks it"
+
+
+def test_a_header_without_end_is_refused(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end] + b" " * (17 << 20)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: its header must have at most 16777216 bytes"):
+        load(directory)
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    stored = checkpoint_files.stored_tensors(path)["model.norm.weight"]
+    os.truncate(path, stored.offset + 4)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cut off within model\.norm\.weight"):
+        stored.read()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_are_read_as_they_were_written(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(7), "c": torch.randn(()), "d": torch.randn(0, 4)}
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    stored = checkpoint_files.stored_tensors(tmp_path / "x.safetensors")
+    assert stored.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(stored[name].read(), tensor)
+        assert stored[name].read().dtype == dtype

@@ -1,7 +1,10 @@
 """Encoding, incremental decoding, and stop strings at every split."""
 
 import itertools
+import json
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -159,3 +162,50 @@ def test_a_panic_of_the_library_is_a_value_error(demo: Tokenizer, monkeypatch: p
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text: PanicException"):
         demo.encode(" " * 12_000_000)
     assert demo.decode(demo.encode("x  y")) == "x  y"
+
+
+def edited(directory: Path, target: Path, **changes) -> Path:
+    """A copy of the directory with these fields of ``tokenizer.json`` changed."""
+    shutil.copytree(directory, target, dirs_exist_ok=True)
+    content = json.loads((target / "tokenizer.json").read_text())
+    (target / "tokenizer.json").write_text(json.dumps({**content, **changes}))
+    return target
+
+
+def test_a_panic_of_the_library_is_an_error_that_names_the_file(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """The library's own cannot be imported."""
+
+    def end_in(error: BaseException) -> None:
+        def from_pretrained(*args: object, **kwargs: object) -> None:
+            raise error
+
+        monkeypatch.setattr("compiled_llm.tokenizer_files.AutoTokenizer.from_pretrained", from_pretrained)
+
+    end_in(PanicException("index out of bounds"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json.*PanicException: index out of bounds"):
+        Tokenizer(directory)
+    end_in(KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer(directory)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json"])
+def test_a_fifo_among_its_files_does_not_hang(directory: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=rf"{name}: must be a regular file, found a FIFO"):
+        Tokenizer(tmp_path)
+
+
+def test_the_sizes_in_a_config_are_not_built_for_a_tokenizer(directory: Path, tmp_path: Path) -> None:
+    """transformers would make a list of the layers, and a dict of the labels."""
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    config = {"model_type": "qwen3", "num_hidden_layers": 10**8, "num_labels": 10**8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    begun = time.monotonic()
+    assert Tokenizer(tmp_path).encode(TEXT) == Tokenizer(directory).encode(TEXT)
+    assert time.monotonic() - begun < 10

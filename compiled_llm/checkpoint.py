@@ -1,0 +1,149 @@
+"""The tensors of a checkpoint: where each lies in its safetensors files, and how it is read.
+
+Only safetensors files are read: they hold data, never code. An index may name only files beside itself. A header is
+parsed once, and a tensor is read from its place in the file, into memory of its own: nothing stays mapped.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compiled_llm.models.files import MAX_JSON_BYTES, open_file, read_json
+
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAX_HEADER_BYTES = 16 << 20  # 100 times what a file of 1,000 tensors has
+_MAX_TENSORS = 100_000
+_LISTED = 8  # how many names an error message lists of each kind
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded; the message names the file and the tensors."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        dtype: as safetensors calls it; ``DTYPES`` has those that can be read.
+        offset: of its first byte in the file; its elements follow in row-major order.
+    """
+
+    name: str
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    def read(self) -> Tensor:
+        """The tensor, on the host in its own dtype. ``CheckpointError`` where the file has become shorter meanwhile."""
+        tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        try:
+            with open_file(self.path) as file:
+                file.seek(self.offset)
+                num_read = file.readinto(content)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {self.name} is not readable: {error}") from error
+        if num_read != len(content):
+            raise CheckpointError(f"{self.path}: cut off within {self.name}")
+        return tensor
+
+
+def locate(directory: Path) -> dict[str, StoredTensor]:
+    """Name -> place of every tensor of a checkpoint.
+
+    Raises:
+        ValueError: a file is missing, damaged or no safetensors file, or the index does not describe its files.
+    """
+    index_path = directory / "model.safetensors.index.json"
+    if os.path.lexists(index_path):
+        return _locate_by_index(index_path)
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"{directory}: no .safetensors file. Other formats can hold code and are not read.")
+    found: dict[str, StoredTensor] = {}
+    for path in paths:
+        for name, stored in stored_tensors(path).items():
+            if name in found:
+                raise CheckpointError(f"tensor {name!r} stands in both {found[name].path.name} and {path.name}")
+            found[name] = stored
+        _check_number(directory, len(found))
+    return found
+
+
+def _locate_by_index(index_path: Path) -> dict[str, StoredTensor]:
+    weight_map = read_json(index_path, MAX_JSON_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index_path}: weight_map must map tensor names to file names")
+    _check_number(index_path, len(weight_map))
+    shards = sorted(set(weight_map.values()))
+    for shard in shards:
+        if "/" in shard or "\0" in shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{index_path}: {shard!r:.200} is no .safetensors file beside the index")
+    directory = index_path.parent
+    missing = [shard for shard in shards if not os.path.lexists(directory / shard)]
+    if missing:
+        raise CheckpointError(f"{index_path}: missing files: {listed(missing)}")
+    found: dict[str, StoredTensor] = {}
+    for shard in shards:
+        held = stored_tensors(directory / shard)
+        unlisted = sorted(name for name in held if weight_map.get(name) != shard)
+        if unlisted:
+            raise CheckpointError(
+                f"{directory / shard}: holds tensors that the index does not place there: {listed(unlisted)}"
+            )
+        found |= held
+    lacking = [f"{name} ({shard})" for name, shard in weight_map.items() if name not in found]
+    if lacking:
+        raise CheckpointError(f"{index_path}: places tensors in files that do not hold them: {listed(lacking)}")
+    return found
+
+
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Name -> place of every tensor of a safetensors file, whose length must be what its header says."""
+    try:
+        with open_file(path) as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            size = file.seek(0, 2)
+            if size < 8 or header_size > size - 8:
+                raise CheckpointError(f"{path}: not a safetensors file, or cut off within its header")
+            if header_size > _MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path}: its header must have at most {_MAX_HEADER_BYTES} bytes, found {header_size}"
+                )
+            file.seek(8)
+            header = json.loads(file.read(header_size))
+        start = 8 + header_size
+        found = {
+            name: StoredTensor(name, path, entry["dtype"], tuple(entry["shape"]), start + entry["data_offsets"][0])
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        expected = start + max((header[name]["data_offsets"][1] for name in found), default=0)
+        if size != expected:
+            raise CheckpointError(f"{path}: holds {size} bytes where its header says {expected}; download it again")
+        with safe_open(path, framework="pt"):  # the library's own check of all that the header says
+            return found
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, SafetensorError) as error:
+        named = "" if str(path) in str(error) else f"{path}: not a readable safetensors file: "
+        raise CheckpointError(f"{named}{error!s:.500}") from error
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for a message: the first ones, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(f"{name:.200}" for name in names[:_LISTED])
+    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+
+
+def _check_number(path: Path, count: int) -> None:
+    if count > _MAX_TENSORS:
+        raise CheckpointError(f"{path}: must have at most {_MAX_TENSORS} tensors, found {count}")
