@@ -182,8 +182,9 @@ class EngineCore:
                 except Exception as error:  # of a grammar's library: this request fails, and no other
                     completion.failure = f"{type(error).__name__}: {error}"
                     continue
-                output.masks.append((index, words))
-                if not allows_any(words, self.model_config.vocab_size):
+                if allows_any(words, self.model_config.vocab_size):
+                    output.masks.append((index, words))
+                else:
                     completion.failure = "bad_words and allowed_token_ids leave no token to go on with"
             if entry.prompt_logprobs is not None and request is entry.completions[0].request:
                 start, count = output.num_computed_tokens[index], output.num_scheduled_tokens[index]
@@ -198,7 +199,7 @@ class EngineCore:
             place_of = {request_id: index for index, request_id in enumerate(output.request_ids)}
             for request in advanced:
                 wanted = request.sampling_params.logprobs
-                if wanted is None:
+                if wanted is None or request.finish_reason == "error":
                     continue
                 place = place_of[request.request_id]
                 logprob, rank, top_logprobs, top_ids = (column[place] for column in columns)

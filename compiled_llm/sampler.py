@@ -30,7 +30,10 @@ class SamplingInput(NamedTuple):
 
 
 def sample_greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row: ``[R, V]`` -> ``[R]`` int64; the lowest id where several are equal."""
+    """The most likely token of each row, ``[R, V]`` -> ``[R]`` int64: the lowest id where several are equal.
+
+    ``NO_TOKEN`` for rows that hold no numbers (``ops/sampling.py``), as in ``sample``.
+    """
     return greedy_tokens(logits)
 
 

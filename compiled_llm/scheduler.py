@@ -28,6 +28,12 @@ from compiled_llm.request import Request, Status
 from compiled_llm.request_queue import RequestQueue
 from compiled_llm.scheduler_output import Admission, SchedulerCounts, SchedulerOutput
 
+# Why a request ends for which a step found no token (ops/sampling.py).
+_NO_TOKEN = (
+    "the model's logits are not finite (NaN, infinity, or every token banned), so that no token can be chosen: see "
+    'whether dtype="float32" helps, and whether the checkpoint is damaged'
+)
+
 
 class Scheduler:
     """Continuous batching over a pool of KV blocks.
@@ -130,8 +136,8 @@ class Scheduler:
     def update(self, output: SchedulerOutput, sampled_token_ids: list[int]) -> list[Request]:
         """Enter the results of the oldest step in flight: entry i belongs to ``output.request_ids[i]``.
 
-        Returns the requests that got a token. Those that this token ended are finished, and their blocks free. What a
-        step in flight sampled for a request that has ended meanwhile is dropped.
+        Returns the requests that got a token, or ended since there was none. Those that this ended are finished, and
+        their blocks free. What a step in flight sampled for a request that has ended meanwhile is dropped.
         """
         requests = self._in_flight.popleft()
         self.forks.end_copies()
@@ -142,6 +148,10 @@ class Scheduler:
             samples = output.samples[index]
             request.num_in_flight -= samples
             if request.finish_reason is not None:
+                continue
+            if samples and sampled_token_ids[index] < 0:  # before its blocks are published
+                self.finish(request, "error", _NO_TOKEN)
+                advanced.append(request)
                 continue
             if caching and request.status is Status.RUNNING:  # else it was preempted while the step ran
                 computed = output.num_computed_tokens[index] + output.num_scheduled_tokens[index]

@@ -86,7 +86,8 @@ def _head(
 def _fed_back(step_input: StepInput, feedback: Feedback) -> StepInput:
     """The step's input with the tokens that the step before sampled."""
     source, last_tokens = feedback.source, feedback.last_tokens
-    fed_back = last_tokens[source.clamp(min=0)].to(step_input.input_ids.dtype)
+    # A step may have found no token (NO_TOKEN, ops/sampling.py). What follows is dropped, but takes some token.
+    fed_back = last_tokens[source.clamp(min=0)].clamp(min=0).to(step_input.input_ids.dtype)
     return step_input._replace(input_ids=torch.where(source >= 0, fed_back, step_input.input_ids))
 
 
@@ -109,7 +110,7 @@ def changing_sampler_function(transforms: tuple[LogitsTransform, ...]) -> Callab
     ) -> None:
         tokens = sample(change_logits(logits, wanted, params.position, token_counts, transforms), params)
         last_tokens[: logits.shape[0]] = tokens
-        token_counts.index_put_((wanted.row, tokens), wanted.is_due, accumulate=True)
+        token_counts.index_put_((wanted.row, tokens.clamp(min=0)), wanted.is_due, accumulate=True)
 
     return changing_sampler
 
@@ -118,7 +119,7 @@ def logprobs_function(count: int) -> Callable:
     """Log-probabilities of the tokens chosen and the ``count`` likeliest: (logits, params, last tokens) -> rows."""
 
     def logprobs(logits: Tensor, params: SamplingInput, last_tokens: Tensor) -> LogprobRows:
-        return logprob_rows(logits, last_tokens[: logits.shape[0]], count)
+        return logprob_rows(logits, last_tokens[: logits.shape[0]].clamp(min=0), count)
 
     return logprobs
 

@@ -12,6 +12,9 @@ that both filters come to: the least weight that stays.
 
 Tokens of equal weight stay or go together. Every row is computed by itself, in the same order of operations whatever
 the other rows are.
+
+A row that no token can be chosen from has the token ``NO_TOKEN``: one with NaN or +inf, or with nothing but -inf. The
+caller sees thereby that a model computes no numbers, and looks at no logits for it.
 """
 
 import torch
@@ -22,6 +25,7 @@ from compiled_llm.ops.library import LIBRARY
 
 # Below, a quotient of logits may overflow; such a row is greedy in all but name.
 MIN_TEMPERATURE = 1e-5
+NO_TOKEN = -1
 
 LIBRARY.define("greedy_tokens(Tensor logits) -> Tensor")
 LIBRARY.define(
@@ -31,7 +35,9 @@ LIBRARY.define(
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """The most likely token of each row, the lowest id where several are equal: ``[R, V]`` -> ``[R]`` int64.
+    """The most likely token of each row, the lowest id where several are equal, or ``NO_TOKEN``.
+
+    ``[R, V]`` -> ``[R]`` int64.
 
     Args:
         logits: ``[R, V]`` float32, bfloat16 or float16; the last stride is 1.
@@ -53,14 +59,15 @@ def sample_tokens(
         uniform: ``[R]`` float64 in [0, 1).
 
     Returns:
-        ``[R]`` int64. Always an id of the vocabulary, also for rows without any number; 0 where all are -inf.
+        ``[R]`` int64: ids of the vocabulary, or ``NO_TOKEN``.
     """
     return torch.ops.compiled_llm.sample_tokens(logits, temperature, top_k, top_p, min_p, uniform)
 
 
 def greedy_tokens_reference(logits: Tensor) -> Tensor:
     """The op in plain torch."""
-    return logits.argmax(dim=-1)
+    largest, tokens = logits.max(dim=-1)
+    return torch.where(largest.isfinite(), tokens, NO_TOKEN)
 
 
 def sample_tokens_reference(
@@ -81,7 +88,8 @@ def sample_tokens_reference(
     least = torch.maximum(torch.maximum(kth, nucleus), min_p.double()[:, None])
     mass = torch.where(weights >= least, weights, 0.0).cumsum(dim=-1)
     chosen = (mass <= uniform[:, None] * mass[:, -1:]).sum(dim=-1).clamp(max=logits.shape[-1] - 1)
-    return torch.where((temperature > 0) & largest.squeeze(-1).isfinite(), chosen, greedy.squeeze(-1))
+    tokens = torch.where(temperature > 0, chosen, greedy.squeeze(-1))
+    return torch.where(largest.squeeze(-1).isfinite(), tokens, NO_TOKEN)
 
 
 @torch.library.register_fake("compiled_llm::greedy_tokens", lib=LIBRARY)

@@ -28,6 +28,7 @@ namespace {
 constexpr int64_t kChunk = 256;  // tokens
 constexpr int64_t kFew = 256;    // weights that are rather sorted than searched
 constexpr float kMinTemperature = 1e-5f;  // as in sampling.py
+constexpr int64_t kNoToken = -1;          // likewise
 
 // The parameters of a row.
 struct Choice {

@@ -135,29 +135,33 @@ template <class T>
 TARGET int64_t sample(const void* all_logits, const Choice& choice, Row& row, std::vector<float>& found) {
   const T* logits = static_cast<const T*>(all_logits);
   float maximum = -kInfinity;
+  IntVec greatest = {};  // of all bits without the sign: those of NaN are above those of infinity
   for (int64_t c = 0; c < row.chunks; ++c) {
     Vec largest = broadcast(-kInfinity);
-    for (int64_t i = 0; i < kChunk; i += kLanes)
-      largest = max(load_logits(logits, c * kChunk + i, row.vocabulary), largest);
+    for (int64_t i = 0; i < kChunk; i += kLanes) {
+      const Vec x = load_logits(logits, c * kChunk + i, row.vocabulary);
+      const IntVec magnitude = bits(x) & 0x7fffffff;
+      greatest = magnitude > greatest ? magnitude : greatest;
+      largest = max(x, largest);
+    }
     row.largest[c] = largest_lane(largest);
     maximum = std::max(maximum, row.largest[c]);
   }
-  if (maximum == -kInfinity) return 0;
-  if (choice.temperature <= 0 || !(maximum < kInfinity)) {
+  if (any(greatest > 0x7f800000) || maximum == kInfinity || maximum == -kInfinity) return kNoToken;
+  if (choice.temperature <= 0) {
     for (int64_t c = 0; c < row.chunks; ++c)
       for (int64_t i = c * kChunk; row.largest[c] == maximum && i < std::min(row.vocabulary, (c + 1) * kChunk); ++i)
         if (static_cast<float>(logits[i]) == maximum) return i;
-    return 0;
   }
   const float scale = 1 / std::max(choice.temperature, kMinTemperature) * kLog2E;
   for (int64_t c = 0; c < row.chunks; ++c) {
     Vec sum = {}, largest = {};
     for (int64_t i = c * kChunk; i < (c + 1) * kChunk; i += kLanes) {
       const Vec x = load_logits(logits, i, row.vocabulary);
-      const Vec w = exp2((x - maximum) * scale), clean = w >= 0.f ? w : Vec{};  // a logit that is no number is banned
-      store(row.weights + i, clean);
-      largest = max(clean, largest);
-      sum += clean;
+      const Vec w = exp2((x - maximum) * scale);
+      store(row.weights + i, w);
+      largest = max(w, largest);
+      sum += w;
     }
     row.largest[c] = largest_lane(largest);
     row.sums[c] = sum_of_lanes(sum);

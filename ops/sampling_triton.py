@@ -40,10 +40,11 @@ TILE = tl.constexpr(8)  # chunks of a program that has no loop
 CELLS = tl.constexpr(16)  # limits of a pass
 LEVELS = tl.constexpr(3)  # passes that are spread over the GPU
 MOST_LISTED = 4096  # depths in a row's list
-BANNED = tl.constexpr(2**30)  # a depth without weight: 2^-64 of the largest, or no number at all
+BANNED = tl.constexpr(2**30)  # a depth without weight: 2^-64 of the largest, or -inf
 HALVING = tl.constexpr(2.0**24)  # depths in a factor of two
 LOG2_E = tl.constexpr(1.4426950408889634)
 MIN_TEMPERATURE = tl.constexpr(sampling.MIN_TEMPERATURE)
+NO_TOKEN = tl.constexpr(sampling.NO_TOKEN)
 
 # No fused operation: a token's weight has the same bits in every kernel.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
@@ -59,9 +60,9 @@ def _num_sms(device: torch.device) -> int:
 
 @triton.jit
 def _load_logits(row_logits, tokens, vocabulary):
-    """As float32; -inf for what is no number and past the end."""
+    """As float32; -inf past the end; +inf for NaN, since a row with either has no token."""
     x = tl.load(row_logits + tokens, mask=tokens < vocabulary, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("-inf"))
+    return tl.where(x == x, x, float("inf"))
 
 
 @triton.jit
@@ -303,7 +304,10 @@ def draw_kernel(
     logits, temperature, uniform, maxima, limits, sums, out, row_stride, vocabulary, num_chunks,
     UNIT: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """The chunk in which the running sum exceeds the drawn threshold, and then the token; or the most likely one."""
+    """The chunk in which the running sum exceeds the drawn threshold, and then the token; or the most likely one.
+
+    No token where the largest logit is infinite.
+    """
     row = tl.program_id(0).to(tl.int64)
     largest, per_unit, drawn = _scale(maxima, temperature, row, num_chunks, BLOCK_C)
     chunks = tl.arange(0, BLOCK_C)
@@ -325,7 +329,8 @@ def draw_kernel(
         chunk = tl.min(tl.where(of_chunks == largest, chunks, BLOCK_C), 0)
         x = _load_logits(logits + row * row_stride, chunk * CHUNK + places, vocabulary)
         place = tl.min(tl.where(x == largest, places, CHUNK), 0)
-    tl.store(out + row, (chunk * CHUNK + place).to(tl.int64))
+    token = (chunk * CHUNK + place).to(tl.int64)
+    tl.store(out + row, tl.where(tl.abs(largest) < float("inf"), token, NO_TOKEN))
 
 
 def _check(logits: Tensor, **columns: tuple[Tensor, torch.dtype]) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from compiled_llm import sampler
+from compiled_llm.ops.sampling import NO_TOKEN
 from compiled_llm.sampler import SamplingInput, philox, sample, sample_greedy, uniform
 from tests.ops.sampling_cases import chi_square_is_likely
 
@@ -223,4 +224,6 @@ def test_extreme_logits() -> None:
     assert set(found.tolist()) == {3, 9}
     equal = torch.full((500, 10), 5.0)
     assert set(sample(equal, Filters(top_p=1e-9).rows(500)).tolist()) == set(range(10)), "equals stay together"
-    assert sample(torch.full((1, 10), -math.inf), Filters().rows(1)).item() == 0
+    for logits in (torch.full((1, 10), -math.inf), torch.eye(10)[:1] * math.nan, torch.eye(10)[:1].log().neg()):
+        assert sample(logits, Filters().rows(1)).item() == NO_TOKEN
+        assert sample_greedy(logits).item() == NO_TOKEN

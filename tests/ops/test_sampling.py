@@ -208,7 +208,7 @@ def test_the_check_accepts_one_token_but_at_a_boundary() -> None:
     assert accepted(weights, min_p=0.4 + 1e-7) == [0, 1]
     assert accepted(weights, temperature=0.0) == [1]
     assert accepted([0.3, 0.3, 0.4, 0.3], top_k=2, uniform=0.9) == [3]  # equals stay together
-    assert accepted([0.0, 0.0]) == [0]
+    assert accepted([0.0, 0.0]) == []  # NO_TOKEN alone
 
 
 def test_the_check_accepts_the_reference_and_no_other() -> None:

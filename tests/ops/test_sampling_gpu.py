@@ -24,7 +24,7 @@ from tests.ops.test_sampling_triton import (
     SEARCHES,
     a_top_k_below_1_is_1,
     a_uniform_of_1_takes_the_last_that_stays,
-    no_number_gives_0,
+    no_number_gives_no_token,
     programs_and_neighbours_change_nothing,
     strided_rows_give_the_same,
 )
@@ -80,8 +80,8 @@ def test_strided_rows(dtype: torch.dtype) -> None:
     strided_rows_give_the_same(dtype, "cuda")
 
 
-def test_no_number_gives_0() -> None:
-    no_number_gives_0(device="cuda")
+def test_no_number_gives_no_token() -> None:
+    no_number_gives_no_token(device="cuda")
 
 
 def test_beyond_what_is_allowed() -> None:

@@ -22,7 +22,7 @@ from tests.ops.sampling_cases import DTYPES, OFF, SamplingCase, check, extreme_c
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops import sampling_triton  # noqa: E402
+from compiled_llm.ops import sampling, sampling_triton  # noqa: E402
 from tests.ops import test_attention_triton as ahead_of_time  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -53,13 +53,13 @@ def of_extremes(vocabulary: int, dtype: torch.dtype) -> None:
 # The next five run on a GPU too, where a row in a great many may differ from the reference by rounding.
 
 
-def no_number_gives_0(device: str = "cpu") -> None:
+def no_number_gives_no_token(device: str = "cpu") -> None:
     """Rows of what is banned and what is no number, in any order."""
     for vocabulary in (1, 2, 600):
         logits = torch.full((4, vocabulary), -math.inf)
         logits[1], logits[2, 0], logits[3, -1] = math.nan, math.nan, math.nan
         case = make_case(1, rows=4)._replace(logits=logits).to(device)
-        assert not check(case, sampling_triton.sample_tokens).any()
+        assert (check(case, sampling_triton.sample_tokens) == sampling.NO_TOKEN).all()
 
 
 def strided_rows_give_the_same(dtype: torch.dtype, device: str = "cpu") -> None:
@@ -143,7 +143,7 @@ INTERPRETED: dict[str, tuple[Callable, dict]] = {
         for pattern in ("normal", "few-values")
     },
     **{f"strided-{dtype}": (strided_rows_give_the_same, {"dtype": dtype}) for dtype in DTYPES},
-    "no-number": (no_number_gives_0, {}),
+    "no-number": (no_number_gives_no_token, {}),
     "top-k-0": (a_top_k_below_1_is_1, {}),
     "uniform-1": (a_uniform_of_1_takes_the_last_that_stays, {}),
 }
