@@ -240,7 +240,7 @@ def _limits(
     limits = machine_limits.cached(device, dtype)
     if limits is None and measure:
         limits = machine_limits.measured(device, dtype)
-    if limits is None or not (surpassed := _surpassed(groups, work, limits)):
+    if limits is None or log.is_cut or not (surpassed := _surpassed(groups, work, limits)):
         return limits, ""
     age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(limits.measured_at).astimezone()
     if not measure or age.total_seconds() < time.perf_counter() - log.made:

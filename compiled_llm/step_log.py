@@ -126,6 +126,7 @@ class StepLog:
 
     Attributes:
         rounded_steps: steps that came when the table of shapes was full, and stand there with their bucket's size.
+        is_cut: whether some step's time lies in part before the log began, so that rates of its steps look too high.
         waiting_seconds: between steps, nothing launched: the engine had nothing to do, or its caller was busy.
         made: when the log was, on ``time.perf_counter``.
         began, ended: of the first arrival and the last step, on ``time.perf_counter``; None before.
@@ -137,6 +138,7 @@ class StepLog:
 
     def __init__(self, pauses: list[tuple[float, float]] | None = None) -> None:
         self.rounded_steps = 0
+        self.is_cut = False
         self.waiting_seconds = 0.0
         self.began: float | None = None
         self.ended: float | None = None
@@ -180,8 +182,8 @@ class StepLog:
 
     def record_step(self, bucket: BucketSize, output: SchedulerOutput, seconds: float) -> None:
         """A step ran in ``bucket`` and took the device ``seconds``. What lies before the log began is cut off."""
-        if self.began is not None:
-            seconds = min(seconds, time.perf_counter() - self.began)
+        if self.began is not None and (since := time.perf_counter() - self.began) < seconds:
+            seconds, self.is_cut = since, True
         requests, tokens = len(output.request_ids), len(output.token_ids)
         row = self._rows.get((bucket.kind, requests, tokens)) or self._new_row(bucket, requests, tokens)
         row.count += 1

@@ -260,6 +260,16 @@ def test_limits_are_not_measured_again_where_they_may_not_or_cannot_be(
     assert (report.limits, report.limits_note.endswith("too low, and no memory is free")) == (SLOW, True)
 
 
+def test_a_step_that_the_log_saw_in_part_says_nothing_of_the_limits(
+    engine: CompiledEngine, machine: list[MachineLimits]
+) -> None:
+    engine.reset_report()
+    serve(engine)
+    engine._core.log.is_cut = True
+    report = engine.report()
+    assert (report.limits, report.limits_note) == (SLOW, "")
+
+
 @pytest.mark.parametrize("doubt", ["", "the machine is busy"])
 def test_the_page_says_how_much_when_and_how_steady(
     monkeypatch: pytest.MonkeyPatch, engine: CompiledEngine, doubt: str

@@ -135,9 +135,12 @@ def test_what_a_step_took_before_the_log_began_is_cut_off_and_no_time_is_negativ
     pauses: list[tuple[float, float]] = []
     log = StepLog(pauses)
     log.arrive()
+    log.record_step(DECODE, step([(9, 1)]), seconds=0.0)
+    assert not log.is_cut
     log.record_step(DECODE, step([(9, 1)]), seconds=1000.0)
     log.leave()
     (row,) = log.rows()
+    assert log.is_cut
     assert 0 < row.seconds <= log.wall_seconds
     pauses.append((0.0, 5.0))  # of a step that then failed: nothing was left behind it
     assert log.wall_seconds == 0
