@@ -149,6 +149,7 @@ class StepLog:
         self._rows: dict[tuple[str, int, int], StepRow] = {}
         self._recent: dict[str, deque[float]] = {}
         self._left: float | None = None
+        self._device_seconds = 0.0
         self.made = time.perf_counter()
 
     # -- Time that passes
@@ -182,8 +183,12 @@ class StepLog:
 
     def record_step(self, bucket: BucketSize, output: SchedulerOutput, seconds: float) -> None:
         """A step ran in ``bucket`` and took the device ``seconds``. What lies before the log began is cut off."""
-        if self.began is not None and (since := time.perf_counter() - self.began) < seconds:
-            seconds, self.is_cut = since, True
+        if self.began is not None:
+            # Steps follow one another on the device. With overlap, one is recorded while the next one runs already.
+            room = max(0.0, time.perf_counter() - self.began - self._device_seconds)
+            if seconds > room:
+                seconds, self.is_cut = room, True
+        self._device_seconds += seconds
         requests, tokens = len(output.request_ids), len(output.token_ids)
         row = self._rows.get((bucket.kind, requests, tokens)) or self._new_row(bucket, requests, tokens)
         row.count += 1
