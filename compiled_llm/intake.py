@@ -48,7 +48,8 @@ class Intake:
         Raises:
             ValueError: it could not be served.
         """
-        text, token_ids, cache_salt = encode_prompt(prompt, self._tokenizer, self._capacity)
+        truncate = params.truncate_prompt_tokens
+        text, token_ids, cache_salt = encode_prompt(prompt, self._tokenizer, self._capacity, truncate)
         check_token_ids("prompt_token_ids", token_ids, self._model_config.vocab_size)
         if len(token_ids) >= self._capacity:
             limit = "max_model_len" if self._capacity == self._max_model_len else "size of the KV pool"

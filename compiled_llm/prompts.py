@@ -31,21 +31,34 @@ def prompt_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) -> tuple[str | None, list[int], str]:
+def encode_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, capacity: int, truncate_prompt_tokens: int | None = None
+) -> tuple[str | None, list[int], str]:
     """(text, token ids, cache salt) of a prompt in any of its forms; the text is None when ids were given.
 
     Requests share cached KV blocks only with those of the same ``cache_salt``, a key that a prompt given as a dict may
     have, so that users who must not learn of each other's prompts by their speed do not.
 
+    Args:
+        capacity: most tokens that a request can ever have. A text that so many could not hold is refused.
+        truncate_prompt_tokens: keep so many token ids at the end of a longer prompt; -1: as many as leave room for one
+            more. Of a text that would be refused, the end is looked at alone.
+
     Raises:
-        ValueError: it has no such form, is empty, has more text than ``max_tokens`` tokens could hold, or is text for a
-            model without a tokenizer.
+        ValueError: it has no such form, is empty, has more text than ``capacity`` tokens could hold, or is text for a
+            model without a tokenizer; or ``truncate_prompt_tokens`` leaves no room for an output.
     """
+    keep = capacity - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+    if keep is not None and keep >= capacity:
+        raise ValueError(
+            f"truncate_prompt_tokens must be less than {capacity}, the most tokens of a request, given {keep}: -1 is as "
+            "many as fit"
+        )
     cache_salt = ""
     if isinstance(prompt, EncodedPrompt):
         if not prompt.token_ids:
             raise ValueError("prompt must have at least one token, given none by the chat template")
-        return prompt.text, prompt.token_ids, cache_salt
+        return prompt.text, _last(prompt.token_ids, keep), cache_salt
     if isinstance(prompt, Mapping):
         keys = set(prompt) - {"cache_salt"}
         if keys not in ({"prompt"}, {"prompt_token_ids"}):
@@ -68,17 +81,22 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, max_tokens: int) 
             raise ValueError("prompt must not be empty, given ''")
         if tokenizer is None:
             raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
-        if len(prompt) > MAX_CHARACTERS_PER_TOKEN * max_tokens:
-            raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {max_tokens} tokens")
+        most = MAX_CHARACTERS_PER_TOKEN * capacity
+        if len(prompt) > most and keep is None:
+            raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {capacity} tokens")
         _check_unicode("prompt", prompt)
-        token_ids = tokenizer.encode(prompt)
+        token_ids = tokenizer.encode(prompt[-most:])
     elif isinstance(prompt, bytes) or not isinstance(prompt, Sequence):
         raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(prompt).__name__}")
     else:
         token_ids = list(prompt)  # type: ignore[arg-type]  # what its items are, check_token_ids says
     if not token_ids:
         raise ValueError("prompt must have at least one token, given none")
-    return prompt if isinstance(prompt, str) else None, token_ids, cache_salt
+    return prompt if isinstance(prompt, str) else None, _last(token_ids, keep), cache_salt
+
+
+def _last(token_ids: list[int], count: int | None) -> list[int]:
+    return token_ids if count is None else token_ids[-count:]
 
 
 def _check_unicode(name: str, text: str) -> None:

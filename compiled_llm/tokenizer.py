@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from compiled_llm.sampling_params import SamplingParams
 
@@ -36,12 +36,8 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path) -> None:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-        except Exception as error:  # transformers raises whatever the first unreadable file leads to
-            raise ValueError(f"{directory}: no readable tokenizer: {type(error).__name__}: {error}") from error
-        if not tokenizer.is_fast:
-            raise ValueError(f"{directory}: the tokenizer needs a tokenizer.json; save it again with transformers")
+        self._directory = directory
+        tokenizer = self.for_users()
         self._backend = tokenizer.backend_tokenizer
         # A file may ask for either; a prompt is never cut or filled up here.
         self._backend.no_truncation()
@@ -58,6 +54,17 @@ class Tokenizer:
         # What a text that the vocabulary lacks becomes, so that this is no sign of a special token in it.
         unknown = getattr(self._backend.model, "unk_token", None)
         self._prepare_chat({tokenizer.unk_token_id, unknown and self._backend.token_to_id(unknown)})
+
+    def for_users(self) -> PreTrainedTokenizerFast:
+        """transformers' own, as the files have it; a new one for each call. ``ValueError`` if they cannot be read."""
+        directory = self._directory
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # transformers raises whatever the first unreadable file leads to
+            raise ValueError(f"{directory}: no readable tokenizer: {type(error).__name__}: {error}") from error
+        if not tokenizer.is_fast:
+            raise ValueError(f"{directory}: the tokenizer needs a tokenizer.json; save it again with transformers")
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with what the model wants around a prompt (its begin-of-text token, say)."""

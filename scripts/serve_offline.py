@@ -41,7 +41,7 @@ from offline_process import GuardedStream, stop_on_signals
 from tqdm import tqdm
 
 import compiled_llm
-from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
+from compiled_llm.arguments import FlagParser, add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
 from compiled_llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # they load torch, which takes seconds: whatever can be wrong is found before
@@ -62,7 +62,7 @@ class RunError(Exception):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Serve a file of prompts and print the results and a summary.")
+    parser = FlagParser(description="Serve a file of prompts and print the results and a summary.")
     parser.add_argument("--input", type=Path, help="prompts, .jsonl or .txt (default: the bundled prompts)")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write a JSON row for each finished request")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --output, serve the missing ones")

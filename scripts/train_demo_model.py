@@ -33,6 +33,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from compiled_llm.arguments import FlagParser
+
 END_OF_TEXT = "<|endoftext|>"
 # Other people's code; the `test` package, which is not installed everywhere and would be most of the text; tables.
 LEFT_OUT = ("site-packages/", "dist-packages/", "test/", "lib2to3/tests/data/", "encodings/", "pydoc_data/")
@@ -45,7 +47,7 @@ DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "compiled_llm" / "demo
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=25.0, help="wall time of the training loop (default: 25)")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
