@@ -29,7 +29,7 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **options})
         self.elsewhere: dict[str, str] = {}
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)

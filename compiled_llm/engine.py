@@ -64,6 +64,8 @@ class CompiledEngine:
         directory = checkpoint_directory(config)
         self.model_config = ModelConfig.from_directory(directory)
         self.tokenizer = load_tokenizer(config, directory)
+        if self.tokenizer is None:
+            _LOGGER.warning("%s has no tokenizer: it serves prompt_token_ids only, and outputs have no text", directory)
         self.runner = ModelRunner(config, self.model_config, directory)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
         self._closed = False
@@ -435,9 +437,7 @@ class CompiledEngine:
         params = self.get_default_sampling_params()
         if self._suggested_sampling and not self._has_shown_sampling:
             self._has_shown_sampling = True
-            _LOGGER.warning(
-                "chat() without sampling_params: %s (generation_config.json)", shown(self._suggested_sampling)
-            )
+            _LOGGER.warning("chat() samples as generation_config.json suggests: %s", shown(self._suggested_sampling))
         return params
 
     # -- Reports

@@ -20,7 +20,8 @@ def warn_if_all_failed(outputs: Sequence[RequestOutput], stacklevel: int) -> Non
         return
     reasons = list(dict.fromkeys(f"{completion.stop_reason!s:.{_MAX_CHARACTERS}}" for completion in completions))
     whole = "the request" if len(outputs) == 1 else f"all {len(outputs)} requests"
-    shown = "; ".join(reasons[:_MAX_REASONS]) + (
-        f"; and {len(reasons) - _MAX_REASONS} more" if len(reasons) > _MAX_REASONS else ""
+    if len(reasons) > _MAX_REASONS:
+        reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} other reasons"]
+    warnings.warn(
+        f"{whole} of this call failed: {'; '.join(reasons)}", RequestsFailedWarning, stacklevel=stacklevel + 1
     )
-    warnings.warn(f"{whole} of this call failed: {shown}", RequestsFailedWarning, stacklevel=stacklevel + 1)

@@ -212,7 +212,5 @@ def model_directory(model: str, revision: str | None = None, name: str = "model"
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(_DATA_FILES)))
     except Exception as error:  # of the network, the hub or the disk
-        of = "" if revision is None else f" with revision={revision!r}"
-        raise ValueError(
-            f"{name}={model!r} is no directory here, and not to be had as a hub id{of}: {error}"
-        ) from error
+        at = "" if revision is None else f", revision={revision!r}"
+        raise ValueError(f"{name}={model!r}{at} is no directory here, nor to be had as a hub id: {error}") from error

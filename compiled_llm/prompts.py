@@ -51,7 +51,7 @@ def encode_prompt(
     keep = capacity - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
     if keep is not None and keep >= capacity:
         raise ValueError(
-            f"truncate_prompt_tokens must be less than {capacity}, the most tokens of a request, given {keep}: -1 is as "
+            f"truncate_prompt_tokens must be below {capacity}, the most tokens of a request, given {keep}: -1 keeps as "
             "many as fit"
         )
     cache_salt = ""

@@ -53,9 +53,9 @@ class SamplingParams:
         structured_outputs: a JSON schema, regex, choice or grammar that the output obeys: a
             ``StructuredOutputsParams``, or a dict of its arguments.
         logits_transforms: name -> argument for those of the engine's ``logits_transforms`` that are to apply.
-        truncate_prompt_tokens: of a longer prompt, only so many of its last tokens are served; -1: as many as the engine
-            takes, one less than ``max_model_len``. What is cut off goes with its special tokens: the begin-of-text
-            token, or the system message of a chat.
+        truncate_prompt_tokens: serve only so many tokens at the end of a longer prompt; -1: as many as leave room for
+            one of output. Special tokens are tokens like others: what is cut off takes the begin-of-text token, or a
+            chat's system message, with it.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False leaves the text empty, and saves the time.
     """

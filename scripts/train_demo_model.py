@@ -43,6 +43,18 @@ WINDOWS_PER_BATCH = 3  # of context_length tokens each
 MATRIX_LEARNING_RATE = 0.02  # the peak, for Muon
 OTHER_LEARNING_RATE = 0.004  # the peak, for AdamW
 NUM_CURVE_POINTS = 12
+CHAT_TEMPLATE = r"""{#- What is said becomes comments of a Python file, and the model answers with the function below them. -#}
+{%- for message in messages -%}
+    {%- if message.role == 'assistant' -%}
+        {{- ('' if message.content.startswith('def ') else 'def') + message.content.rstrip() + '\n\n\n' -}}
+    {%- else -%}
+        {{- '# ' + message.content.strip() | replace('\n', '\n# ') + '\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    def
+{%- endif -%}
+"""
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "compiled_llm" / "demo_model"
 
 
@@ -277,6 +289,7 @@ def measure_held_out(model: Qwen3ForCausalLM, files: dict[str, str], documents: 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, context_length: int) -> None:
     tokenizer.model_max_length = context_length
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     config_file = folder / "tokenizer_config.json"  # the name of the class that transformers before 5.0 knows too
     config = json.loads(config_file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
