@@ -43,7 +43,7 @@ WINDOWS_PER_BATCH = 3  # of context_length tokens each
 MATRIX_LEARNING_RATE = 0.02  # the peak, for Muon
 OTHER_LEARNING_RATE = 0.004  # the peak, for AdamW
 NUM_CURVE_POINTS = 12
-CHAT_TEMPLATE = r"""{#- What is said becomes comments of a Python file, and the model answers with the function below them. -#}
+CHAT_TEMPLATE = r"""{#- Messages become comments of a Python file; the model answers with the function below them. -#}
 {%- for message in messages -%}
     {%- if message.role == 'assistant' -%}
         {{- ('' if message.content.startswith('def ') else 'def') + message.content.rstrip() + '\n\n\n' -}}

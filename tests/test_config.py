@@ -64,6 +64,11 @@ def limits(**arguments) -> Limits:
         ("check_invariants", None),
         ("async_scheduling", "yes"),
         ("async_scheduling", 1),
+        ("revision", "v1"),  # of no model
+        ("revision", ""),
+        ("revision", 1),
+        ("tokenizer_revision", "v1"),  # of no tokenizer
+        ("tokenizer_revision", 1),
     ],
 )
 def test_refused_by_name(name: str, value: object) -> None:
