@@ -23,14 +23,18 @@ def checkpoint_directory(config: EngineConfig) -> Path:
     return DEMO_MODEL if config.model is None else model_directory(config.model, config.revision)
 
 
-def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
-    """The tokenizer that ``config`` names, else that of the model in ``directory``, if it has one.
+def has_tokenizer(config: EngineConfig, directory: Path) -> bool:
+    """Whether prompts may be text. Costs nothing, so a program can ask before it starts an engine."""
+    return config.tokenizer is not None or (directory / "tokenizer.json").is_file()
 
-    It takes about a second, so a program can tell before the engine starts whether text can be served.
-    """
+
+def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
+    """The tokenizer that ``config`` names, else that of the model in ``directory``; None where it has none."""
+    if not has_tokenizer(config, directory):
+        return None
     if config.tokenizer is not None:
         return Tokenizer(model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer"))
-    return Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+    return Tokenizer(directory)
 
 
 def make_scheduler(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> Scheduler:
