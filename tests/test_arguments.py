@@ -88,7 +88,7 @@ def test_numbers_that_may_be_none_are_given_as_none() -> None:
         "--max-tokens", "none", "--truncate-prompt-tokens", "None", "--max-model-len", "none", "--logprobs", "3"
     )
     params = sampling_params(args, max_tokens=5)
-    assert (params.max_tokens, params.logprobs) == (None, None)
+    assert (params.max_tokens, params.truncate_prompt_tokens, params.logprobs) == (None, None, 3)
     assert engine_config(args).max_model_len is None
     assert sampling_params(parse("--truncate-prompt-tokens", "-1")).truncate_prompt_tokens == -1
 

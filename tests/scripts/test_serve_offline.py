@@ -402,7 +402,7 @@ def test_the_engine_does_not_start_for_nothing(
     [
         (
             '{"prompt_token_ids": [5]}\n{"prompt": "a"}\n',
-            "1 of 2 rows are text, first row 1 (prompts.jsonl, line 2): give",
+            "1 of 2 rows are text, first row 1 (prompts.jsonl, line 2)",
         ),
         ('{"prompt": "a"}\n{"prompt": "b"}\n', "2 of 2 rows are text, first row 0"),
     ],
