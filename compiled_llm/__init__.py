@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from compiled_llm.compiler import CompileReport, GraphReport
     from compiled_llm.config import EngineConfig
     from compiled_llm.engine import CompiledEngine
+    from compiled_llm.failures import RequestsFailedWarning
     from compiled_llm.logits import Field, LogitsContext, LogitsTransform
     from compiled_llm.memory import MemoryLedger, MemoryRow
     from compiled_llm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
@@ -36,6 +37,7 @@ _HOMES = {
     "MemoryRow": "memory",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
+    "RequestsFailedWarning": "failures",
     "RunReport": "report",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "structured_outputs",
@@ -57,6 +59,7 @@ __all__ = [
     "MemoryRow",
     "RequestMetrics",
     "RequestOutput",
+    "RequestsFailedWarning",
     "RunReport",
     "SamplingParams",
     "StructuredOutputsParams",

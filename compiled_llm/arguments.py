@@ -1,4 +1,7 @@
-"""Command-line flags for the fields of EngineConfig and SamplingParams: same names with dashes, same defaults."""
+"""Command-line flags for the fields of EngineConfig and SamplingParams: same names with dashes, same defaults.
+
+``FlagParser`` is the parser of all scripts: flags are written out, and an unknown one is refused with the nearest.
+"""
 
 import argparse
 import dataclasses
@@ -7,20 +10,52 @@ import json
 import re
 import types
 import typing
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from compiled_llm.config import EngineConfig
+from compiled_llm.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, name_hint
 from compiled_llm.sampling_params import SamplingParams
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ``ArgumentParser`` that takes no abbreviations, and says of an unknown flag what was meant.
+
+    Attributes:
+        elsewhere: flags of other libraries, as the names of arguments -> what to do here.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.elsewhere: dict[str, str] = {}
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return parsed
+
+    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+        flag = next((text.partition("=")[0] for text in unknown if text.startswith("--")), None)
+        if flag is None:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        elsewhere = {"--" + name.replace("_", "-"): hint for name, hint in self.elsewhere.items()}
+        hint = name_hint(flag, known, elsewhere) or "--help lists all there are"
+        self.error(f"unknown flag {flag}: {hint}")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for every engine argument."""
-    _add(parser.add_argument_group("engine"), EngineConfig, {})
+    _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name."""
-    _add(parser.add_argument_group("sampling"), SamplingParams, defaults)
+    """A flag for every sampling parameter; ``--sampling-seed`` where the engine has an argument of the same name.
+
+    A flag that is not given leaves no attribute: ``sampling_arguments`` are those that were. ``defaults`` are shown.
+    """
+    _add(parser, "sampling", SamplingParams, SAMPLING_PARAMETERS, defaults, default=argparse.SUPPRESS)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -28,11 +63,15 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return EngineConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)})
 
 
-def sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The SamplingParams that the flags say. ``ValueError`` as the parameters themselves raise it."""
-    names = [field.name for field in dataclasses.fields(SamplingParams)]
-    values = {name: getattr(args, _flag_name(SamplingParams, name)) for name in names}
-    return SamplingParams(**values)
+def sampling_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that flags were given for, by their names."""
+    names = {field.name: _flag_name(SamplingParams, field.name) for field in dataclasses.fields(SamplingParams)}
+    return {name: getattr(args, flag) for name, flag in names.items() if hasattr(args, flag)}
+
+
+def sampling_params(args: argparse.Namespace, **defaults: Any) -> SamplingParams:
+    """The SamplingParams that the flags say, over ``defaults``. ``ValueError`` as they raise it themselves."""
+    return SamplingParams(**{**defaults, **sampling_arguments(args)})
 
 
 def _flag_name(cls: type, name: str) -> str:
@@ -40,24 +79,38 @@ def _flag_name(cls: type, name: str) -> str:
     return f"sampling_{name}" if cls is SamplingParams and of_both else name
 
 
-def _add(group: Any, cls: type, defaults: dict[str, Any]) -> None:
+def _add(
+    parser: argparse.ArgumentParser,
+    title: str,
+    cls: type,
+    elsewhere: Mapping[str, str],
+    shown_defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    **common: Any,
+) -> None:
+    group = parser.add_argument_group(title)
     hints, docs = typing.get_type_hints(cls), _attribute_docs(cls)
     for field in dataclasses.fields(cls):
         name = _flag_name(cls, field.name)
-        default = defaults.get(field.name, field.default)
+        default = shown_defaults.get(field.name, field.default)
         text = docs.get(field.name, "").replace("%", "%%")
         shown = ",".join(map(str, default)) or None if isinstance(default, tuple) else default
-        options = {"default": default, "help": f"{text} (default: {shown})".strip(), **_options(hints[field.name])}
-        group.add_argument("--" + name.replace("_", "-"), **options)
+        options = {"help": f"{text} (default: {shown})".strip(), **_options(hints[field.name])}
+        group.add_argument("--" + name.replace("_", "-"), **{"default": default, **options, **common})
+    if isinstance(parser, FlagParser):
+        parser.elsewhere |= elsewhere
 
 
 def _options(hint: Any) -> dict[str, Any]:
     """argparse options for a field's type."""
-    kinds = [k for k in typing.get_args(hint) if k is not type(None)] if isinstance(hint, types.UnionType) else [hint]
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind = kinds[0]
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if kind in (int, float, str):
+    if kind is str:
+        return {"type": str, "metavar": "STR"}
+    if kind in (int, float):
+        if type(None) in kinds:
+            return {"type": _or_none(kind), "metavar": f"{kind.__name__.upper()}|none"}
         return {"type": kind, "metavar": kind.__name__.upper()}
     if typing.get_origin(kind) is typing.Literal:
         return {"choices": typing.get_args(kind)}
@@ -68,6 +121,16 @@ def _options(hint: Any) -> dict[str, Any]:
     if kind == tuple[Any, ...]:
         return {"type": lambda text: tuple(text.split(",")), "metavar": "MODULE:NAME[,...]"}
     return {"type": json.loads, "metavar": "JSON"}
+
+
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return None if text.lower() == "none" else kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {kind.__name__} or none, given {text!r}") from None
+
+    return read
 
 
 def _integers(text: str) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
+from transformers import PreTrainedTokenizerFast
+
 from compiled_llm.compiler import CompileReport
 from compiled_llm.config import EngineConfig
 from compiled_llm.engine import CompiledEngine
@@ -48,7 +50,7 @@ class AsyncCompiledEngine:
     """
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        config = EngineConfig.from_arguments(model=model, **engine_args)
+        config = EngineConfig(model=model, **engine_args)
         self._start(functools.partial(CompiledEngine.from_config, config))
 
     @classmethod
@@ -152,10 +154,14 @@ class AsyncCompiledEngine:
         priority: int = 0,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``generate`` for one conversation, by the chat template. ``options`` are those of ``CompiledEngine.chat``."""
+        """``generate`` for one conversation, by the chat template. ``options`` are those of ``CompiledEngine.chat``.
+
+        Without ``sampling_params``, those of ``get_default_sampling_params``.
+        """
         engine = await self._engine()
+        params = engine.chat_sampling_params() if sampling_params is None else sampling_params
         prompt = await self._beside(lambda: engine.encode_chat(messages, **options))
-        outputs = self.generate(prompt, sampling_params, request_id=request_id, priority=priority)
+        outputs = self.generate(prompt, params, request_id=request_id, priority=priority)
         async with aclosing(outputs):
             async for output in outputs:
                 yield output
@@ -167,6 +173,14 @@ class AsyncCompiledEngine:
         """
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await self._call(lambda engine: self._thread.abort(engine, request_ids))
+
+    async def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """As ``CompiledEngine.get_tokenizer``."""
+        return await self._call(CompiledEngine.get_tokenizer)
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """As ``CompiledEngine.get_default_sampling_params``."""
+        return await self._call(CompiledEngine.get_default_sampling_params)
 
     async def stats(self) -> EngineStats:
         """Counts since the engine was made, and its state between two steps."""
@@ -452,7 +466,8 @@ def _aborted_output(engine: CompiledEngine, reader: _Reader) -> RequestOutput:
     last = reader.last
     if last is None:
         capacity = Capacity(engine.scheduler.request_capacity, "room")
-        text, token_ids, _ = encode_prompt(reader.prompt, engine.tokenizer, capacity)
+        truncate = reader.params.truncate_prompt_tokens
+        text, token_ids, _ = encode_prompt(reader.prompt, engine.tokenizer, capacity, truncate)
         nothing = [CompletionOutput(index=index, text="", token_ids=[]) for index in range(reader.params.n)]
         metrics = RequestMetrics(arrival_time=reader.arrival_time)
         last = RequestOutput(reader.request_id, text, token_ids, nothing, finished=False, metrics=metrics)

@@ -172,7 +172,7 @@ def continuations(beam_width: int, eos_token_ids: Sequence[int]) -> int:
 
 
 def check_beam_search(
-    beam_width: int, max_tokens: int, length_penalty: float, eos_token_ids: Sequence[int], max_logprobs: int
+    beam_width: int, max_tokens: int | None, length_penalty: float, eos_token_ids: Sequence[int], max_logprobs: int
 ) -> None:
     """``ValueError`` for arguments that the search cannot have."""
     most = max_logprobs // continuations(1, eos_token_ids)
@@ -182,8 +182,8 @@ def check_beam_search(
             f"{continuations(1, eos_token_ids)} continuations for each beam), given {shown(beam_width)}: "
             "raise max_logprobs"
         )
-    if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-        raise ValueError(f"max_tokens must be an integer of at least 1, given {shown(max_tokens)}")
+    if max_tokens is not None and (isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1):
+        raise ValueError(f"max_tokens must be an integer of at least 1, or None, given {shown(max_tokens)}")
     number = isinstance(length_penalty, int | float) and not isinstance(length_penalty, bool)
     if not number or not math.isfinite(length_penalty) or not -10 <= length_penalty <= 10:
         raise ValueError(f"length_penalty must be a number from -10 to 10, given {shown(length_penalty)}")

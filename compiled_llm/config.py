@@ -8,19 +8,24 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from compiled_llm.error_texts import shown
+from compiled_llm.names import ENGINE_ARGUMENTS, refuse_unknown_names, value_hint
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
 MOST_IMPLIED_LEN = 2**20  # tokens that a model may have max_model_len be
 
 
+@refuse_unknown_names("engine argument", ENGINE_ARGUMENTS)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Arguments of the engine. Out of range: ``ValueError`` with the name, what is allowed and what was given.
 
     Attributes:
-        model: directory or hub id of a checkpoint; None is the bundled demo model.
-        tokenizer: directory or id, if not the model's own.
+        model: directory or hub id of a checkpoint; None is the bundled demo model. For a private or gated one, set the
+            environment variable HF_TOKEN to an access token of the hub; HF_HOME says where downloads are kept.
+        revision: branch, tag or commit of the hub's ``model``. None: its main branch.
+        tokenizer: directory or hub id, if not the model's own.
+        tokenizer_revision: the same of the hub's ``tokenizer``.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
         load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.
@@ -73,7 +78,9 @@ class EngineConfig:
     """
 
     model: str | None = None
+    revision: str | None = None
     tokenizer: str | None = None
+    tokenizer_revision: str | None = None
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
@@ -113,11 +120,20 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"{name} must be a directory or a hub id as a non-empty str, given {value!r}")
+        for name, of in (("revision", "model"), ("tokenizer_revision", "tokenizer")):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name} must be a branch, tag or commit as a non-empty str, given {value!r}")
+            if value is not None and getattr(self, of) is None:
+                raise ValueError(f"{name} must be None without {of}, the hub id that it belongs to, given {value!r}")
         one_of("dtype", self.dtype, ("auto", *DTYPES))
         one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, *QUANTISED_DTYPES))
         if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', given {self.device!r}")
+            raise ValueError(
+                "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', "
+                f"given {self.device!r}{value_hint('device', self.device)}"
+            )
         one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         one_of("cuda_graphs", self.cuda_graphs, ("trees", "manual"))
@@ -177,15 +193,6 @@ class EngineConfig:
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "check_invariants"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, given {getattr(self, name)!r}")
-
-    @classmethod
-    def from_arguments(cls, **arguments: Any) -> "EngineConfig":
-        """The same as the constructor, but an unknown name is a ``ValueError`` that lists the known ones."""
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = [name for name in arguments if name not in known]
-        if unknown:
-            raise ValueError(f"unknown engine argument {unknown[0]!r}; allowed: {', '.join(known)}")
-        return cls(**arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,7 +285,9 @@ def integer(name: str, value: Any, low: int, high: int) -> None:
 def one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     """``ValueError`` unless ``value`` is one of ``allowed``."""
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, given {value!r}")
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, given {value!r}{value_hint(name, value)}"
+        )
 
 
 def integers(name: str, value: Any, low: int, high: int) -> tuple[int, ...]:

@@ -1,24 +1,27 @@
 """CompiledEngine: prompts in, outputs out. Ties tokenizer, scheduler and runner together."""
 
 import itertools
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.beam_search import BeamGroup, check_beam_search
 from compiled_llm.chat import ChatEncoder, messages_list
 from compiled_llm.compiler import CompileReport
 from compiled_llm.config import EngineConfig, integer
 from compiled_llm.engine_core import EngineCore
-from compiled_llm.engine_parts import load_tokenizer
+from compiled_llm.engine_parts import DEMO_MODEL as DEMO_MODEL
+from compiled_llm.engine_parts import checkpoint_directory, load_tokenizer
 from compiled_llm.error_texts import shown
+from compiled_llm.failures import warn_if_all_failed
+from compiled_llm.generation_config import default_sampling_params, listed, suggested_sampling
 from compiled_llm.intake import Intake
 from compiled_llm.interrupts import Interrupts
-from compiled_llm.loader import model_directory
 from compiled_llm.memory import MemoryLedger
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.outputs import EngineStats, RequestOutput
@@ -32,7 +35,7 @@ from compiled_llm.step_log import StepLog
 from compiled_llm.step_profile import StepProfiler
 from compiled_llm.stream import RequestStream, StreamReference
 
-DEMO_MODEL = Path(__file__).parent / "demo_model"
+_LOGGER = logging.getLogger("compiled_llm")
 
 
 class CompiledEngine:
@@ -49,7 +52,7 @@ class CompiledEngine:
     """
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        self._start(EngineConfig.from_arguments(model=model, **engine_args))
+        self._start(EngineConfig(model=model, **engine_args))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "CompiledEngine":
@@ -59,9 +62,11 @@ class CompiledEngine:
 
     def _start(self, config: EngineConfig) -> None:
         self.config = config
-        directory = DEMO_MODEL if config.model is None else model_directory(config.model)
+        directory = checkpoint_directory(config)
         self.model_config = ModelConfig.from_directory(directory)
         self.tokenizer = load_tokenizer(config, directory)
+        if self.tokenizer is None:
+            _LOGGER.warning("%s has no tokenizer: it serves prompt_token_ids only, and outputs have no text", directory)
         self.runner = ModelRunner(config, self.model_config, directory)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
         self._closed = False
@@ -75,6 +80,8 @@ class CompiledEngine:
             self.runner.limits.max_model_len,
         )
         self._chat_encoder = ChatEncoder(self.tokenizer)
+        self._suggested_sampling = suggested_sampling(directory)
+        self._has_shown_sampling = False
         self._ids = itertools.count()
         self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
         self._stream_references: dict[str, StreamReference] = {}
@@ -127,7 +134,8 @@ class CompiledEngine:
             use_tqdm: show a progress bar.
             priority: one for each prompt, lower is served first; for ``scheduling_policy="priority"``.
             raise_on_error: raise for a bad prompt; otherwise its output has ``finish_reason="error"`` and the reason
-                in ``stop_reason``, and the other prompts are served.
+                in ``stop_reason``, and the other prompts are served. If there are no others, a
+                ``RequestsFailedWarning`` says so.
 
         Raises:
             ValueError: the arguments do not pair up, or ``raise_on_error`` and a prompt is bad.
@@ -157,6 +165,7 @@ class CompiledEngine:
 
         Args:
             messages: a conversation or a list of them; each a list of dicts with ``role`` and ``content``.
+            sampling_params: None: ``get_default_sampling_params()``, which the first such call shows on stderr.
             chat_template: a Jinja template instead of the model's own.
             add_generation_prompt: end with what makes the model answer as the assistant.
             continue_final_message: end within the last message instead, for the model to go on with.
@@ -182,7 +191,8 @@ class CompiledEngine:
                 items.append(self.encode_chat(conversation, **options))
             except ValueError as error:
                 items.append(error)
-        return self._serve("chat", items, sampling_params, use_tqdm, priority, raise_on_error)
+        params = self.chat_sampling_params() if sampling_params is None else sampling_params
+        return self._serve("chat", items, params, use_tqdm, priority, raise_on_error)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> EncodedPrompt:
         """The prompt that ``chat`` makes of one conversation, for ``stream``, ``add_request`` and the others.
@@ -237,6 +247,7 @@ class CompiledEngine:
                                 bar.update()
             finally:
                 self.abort(request_ids)
+        warn_if_all_failed(list(outputs.values()), stacklevel=3)
         return [outputs[request_id] for request_id in request_ids]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
@@ -261,7 +272,7 @@ class CompiledEngine:
         self,
         prompts: Prompt | Sequence[Prompt],
         beam_width: int,
-        max_tokens: int = 16,
+        max_tokens: int | None = 16,
         length_penalty: float = 1.0,
         *,
         ignore_eos: bool = False,
@@ -273,6 +284,7 @@ class CompiledEngine:
         served meanwhile; ``step`` returns their outputs.
 
         Args:
+            max_tokens: most tokens to generate; None: as many as fit in ``max_model_len``.
             length_penalty: score = (sum of log-probabilities) / (number of tokens) ** length_penalty.
             ignore_eos: go on after an end-of-text token.
             raise_on_error: as in ``generate``.
@@ -329,6 +341,7 @@ class CompiledEngine:
             finally:
                 for group in groups.values():
                     self._core.end_beams(group)
+        warn_if_all_failed(list(outputs.values()), stacklevel=2)
         return [outputs[request_id] for request_id in request_ids]
 
     # -- The loop that these run, for those who write their own
@@ -411,6 +424,40 @@ class CompiledEngine:
         if self.scheduler.has_unfinished_requests():
             raise RuntimeError("reset_prefix_cache() while requests are unfinished: finish or abort them first")
         self.scheduler.pool.clear_cache()
+
+    # -- What the model brings
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """transformers' tokenizer of the model: a new one, which may be changed without changing the engine.
+
+        Two things differ. The engine takes special tokens that a prompt spells for text; this one makes special tokens
+        of them, unless ``split_special_tokens=True``. And ``apply_chat_template`` runs the template without the
+        bounds of ``chat``.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give the tokenizer argument")
+        return self.tokenizer.for_users()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's ``generation_config.json`` suggests; the usual defaults for all that it leaves out.
+
+        ``chat`` follows them unless it is given others. ``generate`` and the others follow ``SamplingParams()`` alone.
+
+        Raises:
+            ValueError: the file suggests what ``SamplingParams`` does not allow.
+        """
+        return default_sampling_params(self._suggested_sampling)
+
+    def chat_sampling_params(self) -> SamplingParams:
+        """``get_default_sampling_params``, for a chat that is given none; the first time they are shown on stderr."""
+        params = self.get_default_sampling_params()
+        if self._suggested_sampling and not self._has_shown_sampling:
+            self._has_shown_sampling = True
+            _LOGGER.warning("chat() samples as generation_config.json suggests: %s", listed(self._suggested_sampling))
+        return params
 
     # -- Reports
 

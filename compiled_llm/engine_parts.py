@@ -1,4 +1,4 @@
-"""The parts of an engine that are made from its arguments: the tokenizer and the scheduler."""
+"""The parts of an engine that are made from its arguments: the model's files, the tokenizer and the scheduler."""
 
 import os
 from pathlib import Path
@@ -12,12 +12,30 @@ from compiled_llm.runner import ModelRunner
 from compiled_llm.scheduler import Scheduler
 from compiled_llm.tokenizer import Tokenizer
 
+DEMO_MODEL = Path(__file__).parent / "demo_model"
+
+
+def checkpoint_directory(config: EngineConfig) -> Path:
+    """Where the files of the model lie; a hub's model is downloaded unless it was before.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    return DEMO_MODEL if config.model is None else model_directory(config.model, config.revision)
+
+
+def has_tokenizer(config: EngineConfig, directory: Path) -> bool:
+    """Whether prompts may be text. Costs nothing, so a program can ask before it starts an engine."""
+    return config.tokenizer is not None or os.path.lexists(directory / "tokenizer.json")
+
 
 def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
-    """The tokenizer that ``config`` names, else that of the model in ``directory``, if it has one."""
+    """The tokenizer that ``config`` names, else that of the model in ``directory``; None where it has none."""
+    if not has_tokenizer(config, directory):
+        return None
     if config.tokenizer is not None:
-        return Tokenizer(model_directory(config.tokenizer))
-    return Tokenizer(directory) if os.path.lexists(directory / "tokenizer.json") else None
+        return Tokenizer(model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer"))
+    return Tokenizer(directory)
 
 
 def make_scheduler(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> Scheduler:

@@ -59,7 +59,7 @@ class Intake:
         Raises:
             ValueError: as ``make``.
         """
-        encoded = self._encode(prompt)
+        encoded = self._encode(prompt, params)
         self._check(params)
         self._bad_words(params.bad_words or ())
         if params.structured_outputs is not None:
@@ -75,7 +75,7 @@ class Intake:
         Raises:
             ValueError: it could not be served.
         """
-        text, token_ids, cache_salt = self._encode(prompt)
+        text, token_ids, cache_salt = self._encode(prompt, params)
         self._check(params)
         capacity = self._capacity.num_tokens
         max_tokens = capacity if params.max_tokens is None else params.max_tokens
@@ -109,8 +109,8 @@ class Intake:
         prompt_logprobs: list | None = None if params.prompt_logprobs is None else [None]
         return ServedRequest(request_id, text, list(token_ids), params, completions, prompt_logprobs)
 
-    def _encode(self, prompt: Prompt) -> EncodedPrompt:
-        encoded = encode_prompt(prompt, self._tokenizer, self._capacity)
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
+        encoded = encode_prompt(prompt, self._tokenizer, self._capacity, params.truncate_prompt_tokens)
         check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
         return encoded
 

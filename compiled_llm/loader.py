@@ -16,6 +16,7 @@ from compiled_llm.models.weights import Convert, keep
 
 # Tensors that old checkpoints carry and that follow from the config.
 _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
+_DATA_FILES = ("*.json", "*.safetensors", "*.jinja")  # of a hub's model: configs, weights, chat templates
 
 
 def load_weights(
@@ -125,16 +126,29 @@ def _check_tied(shapes: dict[str, tuple[int, ...]], stored: dict[str, StoredTens
     return [] if same else ["lm_head.weight differs from the embedding, though config.json says they are tied"]
 
 
-def model_directory(model: str) -> Path:
-    """The directory of a model: ``model`` itself, or the hub's snapshot of that id with data files alone."""
+def model_directory(model: str, revision: str | None = None, name: str = "model") -> Path:
+    """The directory of a model: ``model`` itself, or the hub's snapshot of that id with data files alone.
+
+    The hub is asked with the access token of the environment variable HF_TOKEN, or of ``hf auth login``.
+
+    Args:
+        revision: branch, tag or commit of a hub id; None: the main branch.
+        name: of the argument, for messages.
+
+    Raises:
+        ValueError: it is neither, a directory is given a revision, or the hub does not give it.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"revision must be None for a directory, such as {model!r}, given {revision!r}")
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise ValueError(f"model={model!r} is neither a directory nor a hub id ('organisation/name')")
+        raise ValueError(f"{name}={model!r} is neither a directory nor a hub id ('organisation/name')")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors"]))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_DATA_FILES)))
     except Exception as error:  # of the network, the hub or the disk
-        raise ValueError(f"model={model!r} is no directory here, and not to be had as a hub id: {error}") from error
+        at = "" if revision is None else f", revision={revision!r}"
+        raise ValueError(f"{name}={model!r}{at} is no directory here, nor to be had as a hub id: {error}") from error

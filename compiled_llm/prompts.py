@@ -48,7 +48,9 @@ def prompt_list(prompts: Any) -> list[Any]:
     return list(prompts)
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, capacity: Capacity) -> EncodedPrompt:
+def encode_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, capacity: Capacity, truncate_prompt_tokens: int | None = None
+) -> EncodedPrompt:
     """A prompt in any of its forms -> its text and token ids; the text is None when ids were given.
 
     Requests share cached KV blocks only with those of the same ``cache_salt``, a key that a prompt given as a dict may
@@ -56,16 +58,25 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, capacity: Capacit
 
     Args:
         capacity: of a prompt that is longer, some multiple of it is looked at and no more.
+        truncate_prompt_tokens: keep so many token ids at the end of a longer prompt; -1: as many as leave room for one
+            more.
 
     Raises:
         ValueError: it has no such form, is empty, has as many tokens as ``capacity`` or more, or is text for a model
-            without a tokenizer.
+            without a tokenizer; or ``truncate_prompt_tokens`` leaves no room for an output.
     """
+    most = capacity.num_tokens
+    keep = most - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+    if keep is not None and keep >= most:
+        raise ValueError(
+            f"truncate_prompt_tokens must be below {most}, the most tokens of a request, given {keep}: -1 keeps as "
+            "many as fit"
+        )
     cache_salt = ""
     if isinstance(prompt, EncodedPrompt):
         if isinstance(prompt.token_ids, list) and not prompt.token_ids:
             raise ValueError("prompt must have at least one token, given none by the chat template")
-        return EncodedPrompt(prompt.text, _token_list(prompt.token_ids, capacity), prompt.cache_salt)
+        return EncodedPrompt(prompt.text, _token_list(prompt.token_ids, capacity, keep), prompt.cache_salt)
     if isinstance(prompt, Mapping):
         if len(prompt) > 2 or set(prompt) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
             raise ValueError(
@@ -83,29 +94,33 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer | None, capacity: Capacit
         if isinstance(prompt, str) != (key == "prompt"):
             raise ValueError(f"{key} must be {'a str' if key == 'prompt' else 'a list of token ids'}")
     if isinstance(prompt, str):
-        return EncodedPrompt(prompt, _encode(prompt, tokenizer, capacity), cache_salt)
-    return EncodedPrompt(None, _token_list(prompt, capacity), cache_salt)
+        return EncodedPrompt(prompt, _encode(prompt, tokenizer, capacity, keep), cache_salt)
+    return EncodedPrompt(None, _token_list(prompt, capacity, keep), cache_salt)
 
 
-def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity) -> list[int]:
+def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity, keep: int | None) -> list[int]:
     if not prompt:
         raise ValueError("prompt must not be empty, given ''")
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
+    _check_unicode("prompt", prompt)
+    if keep is not None:
+        return _token_list(tokenizer.encode_end(prompt, keep), capacity, keep)
     most = capacity.num_tokens
     if len(prompt) > MAX_CHARACTERS_PER_TOKEN * most:
         raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {most} tokens")
-    _check_unicode("prompt", prompt)
     if excess := tokenizer.excess(prompt, most):
         raise capacity.error(f"{excess[0]} in its first {excess[1]} characters alone")
-    return _token_list(tokenizer.encode(prompt), capacity)
+    return _token_list(tokenizer.encode(prompt), capacity, keep)
 
 
-def _token_list(token_ids: Any, capacity: Capacity) -> list[int]:
-    """A list of what is given. What its items are, ``check_token_ids`` says."""
+def _token_list(token_ids: Any, capacity: Capacity, keep: int | None) -> list[int]:
+    """A list of what is given, or of the last ``keep``. What its items are, ``check_token_ids`` says."""
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
         raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(token_ids).__name__}")
     length = len(token_ids)
+    if keep is not None and length > keep:
+        return list(token_ids[length - keep :])
     if length >= capacity.num_tokens:
         raise capacity.error(str(length))
     if not token_ids:

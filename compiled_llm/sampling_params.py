@@ -7,6 +7,7 @@ from typing import Any
 
 from compiled_llm.config import integer
 from compiled_llm.error_texts import shown
+from compiled_llm.names import SAMPLING_PARAMETERS, refuse_unknown_names
 from compiled_llm.structured_outputs import StructuredOutputsParams
 
 _MAX_N = 256
@@ -20,6 +21,7 @@ _MAX_BAD_WORDS = 1000
 _MAX_TRANSFORMS = 64
 
 
+@refuse_unknown_names("sampling parameter", SAMPLING_PARAMETERS)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request. Out of range: ``ValueError`` with the name, what is allowed and was given.
@@ -53,6 +55,9 @@ class SamplingParams:
         structured_outputs: a JSON schema, regex, choice or grammar that the output obeys: a
             ``StructuredOutputsParams``, or a dict of its arguments.
         logits_transforms: name -> argument for those of the engine's ``logits_transforms`` that are to apply.
+        truncate_prompt_tokens: serve only so many tokens at the end of a longer prompt; -1: as many as leave room for
+            one of output. Special tokens are tokens like others: what is cut off takes the begin-of-text token, or a
+            chat's system message, with it.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False leaves the text empty, and saves the time.
     """
@@ -79,6 +84,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] | None = None
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     logits_transforms: dict[str, Any] | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
 
@@ -117,6 +123,10 @@ class SamplingParams:
             if len(transforms) > _MAX_TRANSFORMS:
                 raise ValueError(f"logits_transforms may name {_MAX_TRANSFORMS} at most, given {len(transforms)}")
             object.__setattr__(self, "logits_transforms", dict(transforms))
+        if self.truncate_prompt_tokens is not None:
+            integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
+            if self.truncate_prompt_tokens == 0:
+                raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, given 0")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, given {shown(getattr(self, name))}")

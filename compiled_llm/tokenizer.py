@@ -5,7 +5,7 @@ import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
@@ -40,7 +40,8 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path) -> None:
-        tokenizer = read_tokenizer(directory)
+        self._directory = directory
+        tokenizer = self.for_users()
         self._backend = tokenizer.backend_tokenizer
         # A file may ask for either; a prompt is never cut or filled up here.
         self._backend.no_truncation()
@@ -57,6 +58,10 @@ class Tokenizer:
         # What a text that the vocabulary lacks becomes, so that this is no sign of a special token in it.
         unknown = getattr(self._backend.model, "unk_token", None)
         self._prepare_chat({tokenizer.unk_token_id, unknown and self._backend.token_to_id(unknown)})
+
+    def for_users(self) -> Any:
+        """transformers' own, as the files have it; a new one for each call. ``ValueError`` if they cannot be read."""
+        return read_tokenizer(self._directory)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with what the model wants around a prompt (its begin-of-text token, say)."""
@@ -85,6 +90,17 @@ class Tokenizer:
             if found > most:
                 return found, min(start + size, len(text))
         return None
+
+    def encode_end(self, text: str, count: int) -> list[int]:
+        """Token ids of ``text``, or of an end of it that has more than ``count``: no more is encoded than it takes."""
+        wanted = count + _TOKENS_OF_A_CUT  # those at the cut may be others than in the whole text
+        size = max(_LONG, 8 * wanted)
+        while size < len(text):
+            token_ids = self.encode(text[-size:])
+            if len(token_ids) > wanted:
+                return token_ids
+            size *= 4
+        return self.encode(text)
 
     def encode_chat(self, text: str, mark: str) -> list[int]:
         """Token ids of a rendered chat, with nothing put around it. Special tokens that it spells become such.

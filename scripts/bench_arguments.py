@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments, model_of, random_tokens
 
 from compiled_llm import EngineConfig, SamplingParams
-from compiled_llm.arguments import add_engine_arguments, engine_config
-from compiled_llm.loader import model_directory
+from compiled_llm.arguments import FlagParser, add_engine_arguments, engine_config
+from compiled_llm.engine_parts import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.prompts import check_token_ids
 from compiled_llm.tokenizer import Tokenizer
@@ -31,7 +31,7 @@ _LENGTH_FLAGS = ("dataset_name", "dataset_path", "num_prompts", "output_len", *_
 
 def bench_parser(description: str | None) -> argparse.ArgumentParser:
     """A parser with a flag for every engine argument, and ``--shape`` beside ``--model``."""
-    parser = argparse.ArgumentParser(description=description, conflict_handler="resolve")
+    parser = FlagParser(description=description, conflict_handler="resolve")
     add_engine_arguments(parser)
     add_model_arguments(parser)  # its --model takes the place of the engine's
     parser.conflict_handler = "error"
@@ -105,15 +105,13 @@ def described_model(args: argparse.Namespace) -> Iterator[Model]:
         changes = {"load_format": "dummy", "dtype": "bfloat16" if args.dtype == "auto" else args.dtype}
     with model_of(args) as named:
         config = dataclasses.replace(engine_config(args), **{"model": named["model"], **changes})
-        directory = model_directory(named["model"])
-        tokenizer_at = directory if config.tokenizer is None else model_directory(config.tokenizer)
-        has_tokenizer = (tokenizer_at / "tokenizer.json").is_file()
+        directory = checkpoint_directory(config)
         yield Model(
             name=args.model or args.shape,
             directory=directory,
             config=config,
             model_config=ModelConfig.from_directory(directory),
-            tokenizer=Tokenizer(tokenizer_at) if has_tokenizer else None,
+            tokenizer=load_tokenizer(config, directory),
         )
 
 

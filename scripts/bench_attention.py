@@ -60,6 +60,7 @@ from bench_attention_contenders import (
 )
 
 from compiled_llm import machine
+from compiled_llm.arguments import FlagParser
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -267,7 +268,7 @@ def positive(text: str) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--decode", nargs="*", type=functools.partial(parse_case, "decode"), metavar="BATCHxCONTEXT[,...]")

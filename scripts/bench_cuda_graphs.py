@@ -8,7 +8,6 @@ prints the median time of a decode step, and what the host needs to hand one to 
 Ends in one JSON line. Exit status: 0, 1 where the two gave different tokens, 2 for bad arguments or without a CUDA GPU.
 """
 
-import argparse
 import contextlib
 import json
 import statistics
@@ -21,6 +20,7 @@ import torch
 from workloads import add_model_arguments, integers, model_of, one_stream
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams, machine
+from compiled_llm.arguments import FlagParser
 
 MODES = ("trees", "manual")
 INPUT_LEN = 32  # short: prompts are not what is measured
@@ -93,7 +93,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     add_model_arguments(parser)
     parser.add_argument("--batch-sizes", type=integers, default=(1, 32), help="default: 1,32")
     parser.add_argument("--output-len", type=int, default=128, help="tokens to generate for each request")

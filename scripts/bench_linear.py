@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from compiled_llm import machine
+from compiled_llm.arguments import FlagParser
 from compiled_llm.ops import native
 from compiled_llm.ops.linear import pack_weight, packed_linear
 
@@ -61,7 +62,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=[name for name, _, _ in SHAPES], metavar="NAME")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 8, 32, 128, 512], metavar="T")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

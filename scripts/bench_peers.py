@@ -31,6 +31,7 @@ from peer_processes import Peer, PeerFailed, Worker
 from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments
 
 from compiled_llm import machine
+from compiled_llm.arguments import FlagParser
 
 
 class Metric(NamedTuple):
@@ -229,7 +230,7 @@ def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdi
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     add_model_arguments(parser)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W")
     parser.add_argument("--repeats", type=int, default=5, help="rounds (default: 5)")

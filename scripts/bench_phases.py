@@ -38,6 +38,7 @@ from bench_phases_sides import Engine, Served, Transformers, in_static_batches, 
 from workloads import Requests, WorkloadRequest
 
 from compiled_llm import CompiledEngine, SamplingParams, kv_cache, machine, machine_limits
+from compiled_llm.arguments import FlagParser
 from compiled_llm.config import EngineConfig
 from compiled_llm.loader import model_directory
 from compiled_llm.models.config import ModelConfig
@@ -273,7 +274,7 @@ def print_table(title: str, rows: list[Row]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     integers = workloads.integers
     workloads.add_model_arguments(parser)
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help="(default: all)")

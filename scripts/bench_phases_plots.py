@@ -5,11 +5,12 @@
 draws them again, from the result of an earlier run.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from compiled_llm.arguments import FlagParser
 
 Row = dict[str, Any]
 
@@ -234,7 +235,7 @@ PLOTS: dict[str, Callable[[Any, Row], None]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the pictures of bench_phases.py again.")
+    parser = FlagParser(description="Draw the pictures of bench_phases.py again.")
     parser.add_argument("result", type=Path, help="phases.json of an earlier run")
     parser.add_argument("directory", type=Path, help="where the pictures go")
     args = parser.parse_args()

@@ -7,7 +7,6 @@ is emptied before each run, so the prefix is computed once a run and never zero 
 tokens computed, and tokens found. Ends in one JSON line.
 """
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -17,6 +16,7 @@ from pathlib import Path
 from workloads import SHAPES, shared_prefix, write_config
 
 from compiled_llm import CompiledEngine, SamplingParams, machine
+from compiled_llm.arguments import FlagParser
 from compiled_llm.runner import resolve_device
 
 
@@ -45,7 +45,7 @@ def run(engine: CompiledEngine, prompts: list[list[int]], output_len: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")

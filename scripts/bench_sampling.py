@@ -30,6 +30,7 @@ from torch import Tensor
 from workloads import add_model_arguments, model_of
 
 from compiled_llm import CompiledEngine, SamplingParams, machine
+from compiled_llm.arguments import FlagParser
 from compiled_llm.batch import Bucket
 from compiled_llm.compiler import CompiledFunction
 from compiled_llm.ops.sampling import greedy_tokens, greedy_tokens_reference, sample_tokens_reference
@@ -59,7 +60,7 @@ KINDS: dict[str, Params] = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--batch-size", type=int, default=32)

@@ -17,6 +17,7 @@ import time
 import torch
 
 from compiled_llm import machine
+from compiled_llm.arguments import FlagParser
 from compiled_llm.batch import RequestRows, StepBuffers, buckets_of, choose_bucket
 from compiled_llm.block_pool import BlockPool
 from compiled_llm.config import Limits
@@ -94,7 +95,7 @@ def bench(num_running: int, num_waiting: int, args: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--running", default="32,64,128,256,512", help="numbers of running requests")
     parser.add_argument("--waiting", default="0,10000", help="numbers of waiting requests")
     parser.add_argument("--context", type=int, default=512, help="tokens of each running request at the start")

@@ -24,9 +24,9 @@ PHASES = ("imports", "kernels", "weights", "compile", "other", "first token")
 def parse_arguments() -> argparse.Namespace:
     from workloads import add_model_arguments
 
-    from compiled_llm.arguments import add_engine_arguments
+    from compiled_llm.arguments import FlagParser, add_engine_arguments
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], conflict_handler="resolve")
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0], conflict_handler="resolve")
     add_engine_arguments(parser)
     add_model_arguments(parser)  # its --model takes the place of the engine's
     parser.add_argument("--warm-runs", type=int, default=3, help="warm starts, of which the median counts (default: 3)")

@@ -41,6 +41,8 @@ from typing import Any
 
 import torch
 
+from compiled_llm.arguments import FlagParser
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # machines with a GPU are not always ours to install on
 
@@ -137,7 +139,7 @@ def passed(name: str, output: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parts = [name for name in PARTS if name != "tune"]
     parser.add_argument("--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all but tune)")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "gpu", help="folder for the results")

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from compiled_llm import loader, machine
+from compiled_llm.arguments import FlagParser
 from compiled_llm.config import QUANTISED_DTYPES, EngineConfig
 from compiled_llm.engine import DEMO_MODEL
 from compiled_llm.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
@@ -233,7 +234,7 @@ def layers_argument(text: str) -> tuple[int, ...]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, metavar="DIR", help="default: the bundled demo model")
     parser.add_argument("--kv-cache-dtype", choices=QUANTISED_DTYPES, required=True)
     parser.add_argument("--skip-layers", type=layers_argument, default=(), metavar="INT[,INT...]", help="not quantised")

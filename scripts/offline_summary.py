@@ -45,6 +45,7 @@ def print_summary(
     outputs: Sequence[RequestOutput],
     seconds: float,
     start_seconds: float,
+    sampling: str,
 ) -> None:
     stats, compiled = engine.stats(), engine.compile_report()
     seconds -= report.profile_seconds
@@ -60,6 +61,7 @@ def print_summary(
     rows = {
         "requests": f"{len(outputs)} in {seconds:.2f} s",
         "tokens": f"{prompt_tokens} prompt, {output_tokens} output",
+        "sampling": sampling,
         "throughput": f"{output_tokens / seconds:.1f} output tokens/s, {len(outputs) / seconds:.2f} requests/s",
         "TTFT": percentiles(report.latencies["ttft"]),
         "TPOT": percentiles(report.latencies["tpot"]),

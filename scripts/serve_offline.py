@@ -41,7 +41,14 @@ from offline_process import GuardedStream, stop_on_signals
 from tqdm import tqdm
 
 import compiled_llm
-from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
+from compiled_llm.arguments import (
+    FlagParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_arguments,
+    sampling_params,
+)
 from compiled_llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # they load torch, which takes seconds: whatever can be wrong is found before
@@ -49,6 +56,7 @@ if TYPE_CHECKING:  # they load torch, which takes seconds: whatever can be wrong
     from compiled_llm.report import RunReport
 
 BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.jsonl"
+DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # where neither flags nor the checkpoint say otherwise
 QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler to choose from
 REPORT_FILES = ("report.html", "report.json", "trace.json")
 
@@ -62,7 +70,7 @@ class RunError(Exception):
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Serve a file of prompts and print the results and a summary.")
+    parser = FlagParser(description="Serve a file of prompts and print the results and a summary.")
     parser.add_argument("--input", type=Path, help="prompts, .jsonl or .txt (default: the bundled prompts)")
     parser.add_argument("--output", type=Path, metavar="FILE.jsonl", help="write a JSON row for each finished request")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --output, serve the missing ones")
@@ -79,7 +87,7 @@ def parse_arguments() -> argparse.Namespace:
         "--remeasure-limits", action="store_true", help="measure the machine's limits anew, not once per machine"
     )
     add_engine_arguments(parser)
-    add_sampling_arguments(parser, max_tokens=64, temperature=0.7)
+    add_sampling_arguments(parser, **DEFAULT_SAMPLING)
     args = parser.parse_args()
     if args.resume and args.output is None:
         parser.error("--resume needs --output, the file to resume")
@@ -174,17 +182,45 @@ def row_seed(engine_seed: int, index: int) -> int:
 # -- The run
 
 
-def prepare(args: argparse.Namespace) -> tuple[SamplingParams, list[InputRow], OutputFile | None]:
-    """Everything that can be wrong is found here, before the start of the engine. ``RunError`` with what is."""
+def prepare(args: argparse.Namespace) -> tuple[list[InputRow], OutputFile | None]:
+    """The rows and the output file. What can be wrong whatever the model is found here: ``RunError`` with what is."""
     try:
         engine_config(args)
-        params = sampling_params(args)
+        sampling_params(args, **DEFAULT_SAMPLING)
         rows = read_rows(args.input or BUNDLED_PROMPTS)
         check_files(args)
         results = None if args.output is None else OutputFile(args.output, rows, resume=args.resume)
     except (ValueError, OSError) as error:
         raise RunError(2, str(error)) from error
-    return params, rows, results
+    return rows, results
+
+
+def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tuple[SamplingParams, str]:
+    """The parameters, and a text that shows them: the flags', else the checkpoint's suggestions, else our defaults.
+
+    ``RunError`` where they do not go together, or ``rows`` have text and the model has no tokenizer.
+    """
+    from compiled_llm.engine_parts import checkpoint_directory, has_tokenizer
+    from compiled_llm.generation_config import default_sampling_params, listed, suggested_sampling
+
+    try:
+        config = engine_config(args)
+        directory = checkpoint_directory(config)
+        texts = [row for row in rows if "prompt" in row.prompt]
+        if texts and not has_tokenizer(config, directory):
+            raise ValueError(
+                f"{directory} has no tokenizer, and {len(texts)} of {len(rows)} rows are text, first {texts[0].name}: "
+                "give --tokenizer, or rows with prompt_token_ids"
+            )
+        given = sampling_arguments(args)
+        suggested = {name: value for name, value in suggested_sampling(directory).items() if name not in given}
+        default_sampling_params(suggested)  # if one is bad, this says whose it is
+        params = SamplingParams(**{**DEFAULT_SAMPLING, **suggested, **given})
+    except (ValueError, OSError) as error:
+        raise RunError(2, str(error)) from error
+    others = {name: value for name, value in {**DEFAULT_SAMPLING, **given}.items() if name not in suggested}
+    parts = [listed(others), suggested and f"by generation_config.json: {listed(suggested)}"]
+    return params, "; ".join(filter(None, parts))
 
 
 def start_engine(args: argparse.Namespace) -> "CompiledEngine":
@@ -251,7 +287,7 @@ def write_reports(engine: "CompiledEngine", report: "RunReport", args: argparse.
 
 def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
     """Serve the rows that are left to serve; returns the exit status."""
-    params, rows, results = prepare(args)
+    rows, results = prepare(args)
     with results or contextlib.nullcontext():
         done = set(results.done) if results is not None else set()
         todo = [row for row in rows if row.error is None and row.index not in done]
@@ -263,6 +299,7 @@ def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
         if not todo:
             print("No row is left to serve: the engine did not start, and there is no summary, report or trace.")
             return 0 if len(done) == len(rows) else 1
+        params, sampling = prepare_sampling(args, todo)
         engine = start_engine(args)
         start_seconds = time.time() - psutil.Process().create_time()  # of the process: imports count
         prepare_report(engine, args)
@@ -284,7 +321,7 @@ def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
     # Limits that are known are measured again where this run shows them to be too low; the first time takes --report.
     known = machine_limits.cached(engine.runner.device, engine.runner.dtype) is not None
     report = engine.report(measure_limits=known or args.report is not None)
-    print_summary(engine, report, outputs, max(seconds, 1e-9), start_seconds)
+    print_summary(engine, report, outputs, max(seconds, 1e-9), start_seconds, sampling)
     is_reported = write_reports(engine, report, args)
     if args.report is not None and is_reported:
         print(f"\nReport: {args.report / 'report.html'}")

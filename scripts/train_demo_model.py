@@ -33,6 +33,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from compiled_llm.arguments import FlagParser
+
 END_OF_TEXT = "<|endoftext|>"
 # Other people's code; the `test` package, which is not installed everywhere and would be most of the text; tables.
 LEFT_OUT = ("site-packages/", "dist-packages/", "test/", "lib2to3/tests/data/", "encodings/", "pydoc_data/")
@@ -41,11 +43,23 @@ WINDOWS_PER_BATCH = 3  # of context_length tokens each
 MATRIX_LEARNING_RATE = 0.02  # the peak, for Muon
 OTHER_LEARNING_RATE = 0.004  # the peak, for AdamW
 NUM_CURVE_POINTS = 12
+CHAT_TEMPLATE = r"""{#- Messages become comments of a Python file; the model answers with the function below them. -#}
+{%- for message in messages -%}
+    {%- if message.role == 'assistant' -%}
+        {{- ('' if message.content.startswith('def ') else 'def') + message.content.rstrip() + '\n\n\n' -}}
+    {%- else -%}
+        {{- '# ' + message.content.strip() | replace('\n', '\n# ') + '\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    def
+{%- endif -%}
+"""
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "compiled_llm" / "demo_model"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--minutes", type=float, default=25.0, help="wall time of the training loop (default: 25)")
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
@@ -275,6 +289,7 @@ def measure_held_out(model: Qwen3ForCausalLM, files: dict[str, str], documents: 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, context_length: int) -> None:
     tokenizer.model_max_length = context_length
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(folder)
     config_file = folder / "tokenizer_config.json"  # the name of the class that transformers before 5.0 knows too
     config = json.loads(config_file.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}

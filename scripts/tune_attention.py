@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm import machine
+from compiled_llm.arguments import FlagParser
 from compiled_llm.ops import attention_tiles, kv_quant
 from compiled_llm.ops.attention_tiles import TileConfig
 
@@ -185,7 +186,7 @@ def tune(head_dim: int, kv_dtype: torch.dtype, start: TileConfig, seconds: float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dim", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=KV_DTYPES, default=["auto", "int8"])
     parser.add_argument("--seconds", type=float, default=600, help="for all shapes together (default: 600)")

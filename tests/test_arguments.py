@@ -7,12 +7,19 @@ from typing import Any
 import pytest
 
 from compiled_llm import EngineConfig, SamplingParams
-from compiled_llm.arguments import add_engine_arguments, add_sampling_arguments, engine_config, sampling_params
+from compiled_llm.arguments import (
+    FlagParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_arguments,
+    sampling_params,
+)
 from compiled_llm.structured_outputs import StructuredOutputsParams
 
 
 def parse(*arguments: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = FlagParser()
     add_engine_arguments(parser)
     add_sampling_arguments(parser)
     return parser.parse_args(arguments)
@@ -25,7 +32,7 @@ def test_defaults_are_those_of_the_classes() -> None:
 
 
 def test_every_field_has_a_flag_with_help_that_formats() -> None:
-    parser = argparse.ArgumentParser()
+    parser = FlagParser()
     add_engine_arguments(parser)
     add_sampling_arguments(parser)
     text = parser.format_help()
@@ -74,3 +81,33 @@ def test_sampling_parameters_arrive_and_nothing_else_changes(arguments: list[str
     params = sampling_params(parse(*arguments))
     assert getattr(params, name) == value
     assert params == SamplingParams(**{name: value})
+
+
+def test_numbers_that_may_be_none_are_given_as_none() -> None:
+    args = parse(
+        "--max-tokens", "none", "--truncate-prompt-tokens", "None", "--max-model-len", "none", "--logprobs", "3"
+    )
+    params = sampling_params(args, max_tokens=5)
+    assert (params.max_tokens, params.truncate_prompt_tokens, params.logprobs) == (None, None, 3)
+    assert engine_config(args).max_model_len is None
+    assert sampling_params(parse("--truncate-prompt-tokens", "-1")).truncate_prompt_tokens == -1
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--max-tokens", "many"), ("--temperature", "none"), ("--n", "none")])
+def test_other_numbers_are_not(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(flag, value)
+    assert f"argument {flag}: " in capsys.readouterr().err
+
+
+def test_defaults_hold_for_the_flags_that_are_not_given() -> None:
+    args = parse("--temperature", "1.0", "--top-k", "0")
+    assert sampling_arguments(args) == {"temperature": 1.0, "top_k": 0}
+    params = sampling_params(args, temperature=0.5, top_k=20, top_p=0.9)
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (1.0, 0, 0.9, 16)
+
+
+def test_no_flag_may_be_abbreviated() -> None:
+    for flag in ("--bucket-size=1", "--enforce-eag", "--temp=1", "--no-enable-chunked", "--hel"):
+        with pytest.raises(SystemExit, match="2"):
+            parse(flag)

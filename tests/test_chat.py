@@ -205,6 +205,11 @@ def test_the_demo_models_tokenizer_chats() -> None:
     text, token_ids = encode(encoder, "a <|endoftext|> b", "{{ messages[0].content }}{{ eos_token }}")
     assert text == tokenizer.decode(token_ids, skip_special_tokens=False) == "a <|endoftext|> b<|endoftext|>"
     assert special_tokens(tokenizer, token_ids) == ["<|endoftext|>"]
+    assert encoder.encode([{"role": "user", "content": "hello"}], 100)[0] == "# hello\ndef"
+
+
+def test_a_tokenizer_without_a_template_says_what_to_give(tmp_path: Path) -> None:
+    encoder = ChatEncoder(Tokenizer(save(tmp_path, byte_level())))
     with pytest.raises(ValueError, match="the model has no chat template: give one with the chat_template argument"):
         encoder.encode([{"role": "user", "content": "hello"}], 100)
 

@@ -64,17 +64,22 @@ def limits(model_max_len: int = 256, **arguments) -> Limits:
         ("check_invariants", None),
         ("async_scheduling", "yes"),
         ("async_scheduling", 1),
+        ("revision", "v1"),  # of no model
+        ("revision", ""),
+        ("revision", 1),
+        ("tokenizer_revision", "v1"),  # of no tokenizer
+        ("tokenizer_revision", 1),
     ],
 )
 def test_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
-        EngineConfig.from_arguments(**{name: value})
+        EngineConfig(**{name: value})
 
 
 @pytest.mark.parametrize("layers", [(-1,), (1, 1), (0.5,), (True,), "0", 0, ("0",), (1024,), None])
 def test_layers_to_skip_are_different_integers(layers: object) -> None:
     with pytest.raises(ValueError, match="kv_cache_skip_layers must be a list of different integers from 0"):
-        EngineConfig.from_arguments(kv_cache_dtype="int8", kv_cache_skip_layers=layers)
+        EngineConfig(kv_cache_dtype="int8", kv_cache_skip_layers=layers)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "bfloat16"])
@@ -93,7 +98,7 @@ def test_swapping_needs_a_place_to_swap_to() -> None:
 
 @pytest.mark.parametrize("async_scheduling", [None, True, False])
 def test_arguments_of_scheduling(async_scheduling: bool | None) -> None:
-    config = EngineConfig.from_arguments(
+    config = EngineConfig(
         scheduling_policy="priority",
         target_itl_ms=20,
         enable_prefix_caching=False,
@@ -112,7 +117,7 @@ def test_defaults_of_scheduling() -> None:
 
 def test_unknown_argument_is_named_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'bucket_size'.*bucket_sizes"):
-        EngineConfig.from_arguments(bucket_size=(1, 8))
+        EngineConfig(bucket_size=(1, 8))
 
 
 def test_defaults() -> None:

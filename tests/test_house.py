@@ -24,6 +24,7 @@ WITHOUT_TORCH = [
     "grammar_texts",
     "grammar_worker",
     "invariants",
+    "names",
     "outputs",
     "prefix_cache",
     "request",
@@ -89,6 +90,17 @@ def test_nothing_runs_code_of_a_checkpoint(path: Path) -> None:
         if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
             assert isinstance(node.value, ast.Constant)
             assert node.value.value is False
+
+
+def test_flags_of_all_scripts_are_written_out() -> None:
+    """``argparse`` takes abbreviations unless it is told not to; ``FlagParser`` tells it."""
+    parsers = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            assert not called.endswith("ArgumentParser"), f"{path}: {called} takes abbreviated flags, use FlagParser"
+            parsers += [path.name] * (called == "FlagParser")
+    assert {"serve_offline.py", "tune_buckets.py", "bench_arguments.py"} < set(parsers)
 
 
 def test_torch_compile_is_said_in_one_file() -> None:

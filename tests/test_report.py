@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm import CompiledEngine, SamplingParams, machine_limits
+from compiled_llm import CompiledEngine, RequestsFailedWarning, SamplingParams, machine_limits
 from compiled_llm.machine_limits import MachineLimits
 from compiled_llm.report import RunReport
 from compiled_llm.report_page import page
@@ -148,7 +148,8 @@ def test_reports_in_the_middle_of_a_run_with_overlap_and_after_close() -> None:
 
 def test_a_run_of_errors_and_aborts_alone(monkeypatch: pytest.MonkeyPatch, engine: CompiledEngine) -> None:
     engine.reset_report()
-    assert engine.generate([[10**9]], use_tqdm=False)[0].outputs[0].finish_reason == "error"
+    with pytest.warns(RequestsFailedWarning, match="prompt_token_ids must be"):
+        assert engine.generate([[10**9]], use_tqdm=False)[0].outputs[0].finish_reason == "error"
     engine.add_request("aborted", PROMPTS[0])
     engine.abort("aborted")
     plausible(engine.report())
@@ -157,7 +158,9 @@ def test_a_run_of_errors_and_aborts_alone(monkeypatch: pytest.MonkeyPatch, engin
         raise RuntimeError("no device")
 
     monkeypatch.setattr(engine.runner, "launch", broken)
-    for output in engine.generate(PROMPTS, PARAMS, use_tqdm=False):
+    with pytest.warns(RequestsFailedWarning, match="no device"):
+        outputs = engine.generate(PROMPTS, PARAMS, use_tqdm=False)
+    for output in outputs:
         assert output.outputs[0].finish_reason == "error"
     report = engine.report()
     plausible(report)

@@ -50,6 +50,7 @@ REFUSED: dict[str, list[Any]] = {
     "bad_words": ["", ["a", ""], 5, [5], ["x"] * 1001, "x" * 1025],
     "structured_outputs": ["[a-z]", 5, [], {}, {"regexp": "a"}, {"regex": "a", "choice": ("a",)}, {5: "a"}],
     "logits_transforms": [[], ["x"], "x", 5, {5: 1}, {None: 1}, {f"t{n}": 1 for n in range(65)}],
+    "truncate_prompt_tokens": [0, -2, 1.0, True, 2**31, "16"],
     "skip_special_tokens": [1, None],
     "detokenize": [0, None],
 }
@@ -109,6 +110,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "prompt_logprobs": [None, -1, 0, 1, 1000],
     "logit_bias": [None, {}, {0: -100, 5: 100.0}, dict.fromkeys(range(300), 0.0)],
     "logits_transforms": [None, {}, {"mine": None, "yours": [1, {"a": 2}]}],
+    "truncate_prompt_tokens": [None, -1, 1, 2**31 - 1],
     "skip_special_tokens": [True, False],
     "detokenize": [True, False],
 }
@@ -158,6 +160,7 @@ def test_defaults() -> None:
         "bad_words": (),
         "structured_outputs": None,
         "logits_transforms": None,
+        "truncate_prompt_tokens": None,
         "skip_special_tokens": True,
         "detokenize": True,
     }
@@ -200,7 +203,7 @@ def test_combinations_that_are_not() -> None:
 
 
 def test_unknown_parameter_is_named() -> None:
-    with pytest.raises(TypeError, match="'max_token'"):
+    with pytest.raises(ValueError, match="'max_token'"):
         SamplingParams(max_token=5)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
         SamplingParams(2)  # type: ignore[misc]

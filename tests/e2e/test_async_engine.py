@@ -78,8 +78,8 @@ def test_a_conversation_is_served_as_chat_serves_it(sync_engine: CompiledEngine)
             outputs = await collect(engine.chat(messages, GREEDY, chat_template=template))
             assert outputs[-1].outputs[0].token_ids == expected.outputs[0].token_ids
             assert outputs[-1].prompt == expected.prompt == f"# user: {PROMPT}\n"
-            with pytest.raises(ValueError, match="no chat template"):
-                await collect(engine.chat(messages, GREEDY))
+            with pytest.raises(ValueError, match="chat_template must be a str, given int"):
+                await collect(engine.chat(messages, GREEDY, chat_template=5))
             async with aclosing(engine.chat(messages, LONG, chat_template=template)) as stream:
                 async for _ in stream:
                     break

@@ -283,6 +283,7 @@ def test_a_model_without_a_tokenizer_gives_ids() -> None:
 # -- When something breaks
 
 
+@pytest.mark.filterwarnings("ignore:.* of this call failed")
 @pytest.mark.parametrize("where", ["launch", "collect"])
 @pytest.mark.parametrize("after", [0, 1, 4])
 def test_a_step_that_breaks_ends_the_searches_in_it_and_no_others(

@@ -277,15 +277,15 @@ def test_a_model_without_a_tokenizer_takes_and_gives_ids() -> None:
         assert output.outputs[0].text == ""
         assert len(output.outputs[0].token_ids) > 0
         for prompt, params in (("text", GREEDY), ([1, 2], SamplingParams(stop="x"))):
-            (output,) = engine.generate([prompt], params, use_tqdm=False)
-            assert "tokenizer" in str(output.outputs[0].stop_reason)
+            with pytest.raises(ValueError, match="tokenizer"):
+                engine.generate([prompt], params, use_tqdm=False, raise_on_error=True)
 
 
 def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_past_it_ends() -> None:
     config = EngineConfig(model=str(checkpoint("llama")), enforce_eager=True, bucket_sizes=(2,), num_kv_blocks=2)
     with CompiledEngine.from_config(config) as engine:
-        (refused,) = engine.generate([[5] * 32], GREEDY, use_tqdm=False)
-        assert "shorter than 32 tokens (the size of the KV pool" in str(refused.outputs[0].stop_reason)
+        with pytest.raises(ValueError, match=r"shorter than 32 tokens \(the size of the KV pool"):
+            engine.generate([[5] * 32], GREEDY, use_tqdm=False, raise_on_error=True)
         params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         (ended,) = engine.generate([[5] * 20], params, use_tqdm=False)
         assert (len(ended.outputs[0].token_ids), ended.outputs[0].finish_reason) == (12, "length")

@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from pathlib import Path
 import pytest
 
 from compiled_llm import CompiledEngine, EngineConfig, RequestOutput, machine_limits
+from compiled_llm.engine import DEMO_MODEL
 from compiled_llm.machine_limits import MachineLimits
+from tests.families import checkpoint
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_offline.py"
 FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--temperature", "0", "--num-kv-blocks", "300"]
@@ -388,6 +391,88 @@ def test_the_engine_does_not_start_for_nothing(
     prompts.write_text('{"prompt": "a"}\n{"prompt":\n')
     assert run(monkeypatch, *arguments) == 1
     assert "row 1 (prompts.jsonl, line 2) failed: not JSON" in capsys.readouterr().err
+
+
+# -- What the model brings, and lacks
+
+
+@pytest.mark.usefixtures("no_start")
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        (
+            '{"prompt_token_ids": [5]}\n{"prompt": "a"}\n',
+            "1 of 2 rows are text, first row 1 (prompts.jsonl, line 2)",
+        ),
+        ('{"prompt": "a"}\n{"prompt": "b"}\n', "2 of 2 rows are text, first row 0"),
+    ],
+)
+def test_text_for_a_model_without_a_tokenizer_is_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompts: str, words: str
+) -> None:
+    path, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    path.write_text(prompts)
+    arguments = ["--model", str(checkpoint("llama")), "--input", str(path), "--output", str(output)]
+    assert run(monkeypatch, *arguments) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert "--tokenizer" in err
+    assert not output.exists()
+
+
+def test_token_ids_for_a_model_without_a_tokenizer_are_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt_token_ids": [5]}\n')
+    arguments = ["--model", str(checkpoint("llama")), "--input", str(prompts), "--output", str(output)]
+    assert run(monkeypatch, *FAST, *arguments) == 0
+    assert len(rows(output)[0]["token_ids"]) == 6
+
+
+def test_the_checkpoints_suggestions_hold_unless_flags_are_given_and_are_shown(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    suggested = {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_new_tokens": 3, "eos_token_id": 0}
+    (model / "generation_config.json").write_text(json.dumps(suggested))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("import os\n")
+    engine = ["--enforce-eager", "--bucket-sizes", "1", "--input", str(prompts), "--quiet"]
+    for arguments, length, shown in (
+        (["--model", str(model)], 3, "by generation_config.json: temperature=0.6, top_k=20, max_tokens=3"),
+        (
+            ["--model", str(model), "--temperature", "0", "--max-tokens", "5", "--ignore-eos"],
+            5,
+            "max_tokens=5, temperature=0.0, ignore_eos=True; by generation_config.json: top_k=20",
+        ),
+        (
+            ["--max-tokens", "none", "--max-model-len", "8", "--ignore-eos"],
+            6,
+            "max_tokens=None, temperature=0.7, ignore_eos",
+        ),
+    ):
+        output = tmp_path / f"out{length}.jsonl"
+        assert run(monkeypatch, *engine, *arguments, "--output", str(output)) == 0
+        assert len(rows(output)[0]["token_ids"]) == length
+        (line,) = [line for line in capsys.readouterr().out.split("\n") if line.startswith("  sampling ")]
+        assert shown in line
+
+
+@pytest.mark.usefixtures("no_start")
+def test_a_bad_suggestion_is_named_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"temperature": "hot", "eos_token_id": 0}')
+    assert run(monkeypatch, "--model", str(model)) == 2
+    assert "generation_config.json: temperature must be a number" in capsys.readouterr().err
+
+
+def test_long_prompts_are_cut_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt_token_ids": [5, 6, 7, 8]}\n{"prompt_token_ids": [7, 8]}\n')
+    cut = ["--truncate-prompt-tokens", "2", "--input", str(prompts), "--output", str(output)]
+    assert run(monkeypatch, *FAST, *cut) == 0
+    assert rows(output)[0]["token_ids"] == rows(output)[1]["token_ids"]
 
 
 # -- Files that must not be written, or cannot be

@@ -35,6 +35,7 @@ def test_a_few_seconds_give_a_loadable_checkpoint(script: ModuleType, tmp_path: 
     assert model.config.architectures == ["Qwen3ForCausalLM"]
     assert model.dtype == torch.bfloat16
     assert tokenizer.decode(tokenizer(ANY_TEXT).input_ids) == ANY_TEXT
+    assert tokenizer.chat_template == AutoTokenizer.from_pretrained(DEMO_MODEL).chat_template == script.CHAT_TEMPLATE
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["steps"] > 0
     assert record["curve"]

@@ -1,0 +1,27 @@
+"""A call whose requests all failed says so: who prints the texts would see nothing."""
+
+import warnings
+from collections.abc import Sequence
+
+from compiled_llm.outputs import RequestOutput
+
+_MAX_REASONS = 3
+_MAX_CHARACTERS = 500  # of a reason
+
+
+class RequestsFailedWarning(UserWarning):
+    """All requests of one call ended with ``finish_reason="error"``; says why, and what to do."""
+
+
+def warn_if_all_failed(outputs: Sequence[RequestOutput], stacklevel: int) -> None:
+    """One warning for the whole call if each of ``outputs`` is an error; ``stacklevel`` as in ``warnings.warn``."""
+    completions = [completion for output in outputs for completion in output.outputs]
+    if not completions or any(completion.finish_reason != "error" for completion in completions):
+        return
+    reasons = list(dict.fromkeys(f"{completion.stop_reason!s:.{_MAX_CHARACTERS}}" for completion in completions))
+    whole = "the request" if len(outputs) == 1 else f"all {len(outputs)} requests"
+    if len(reasons) > _MAX_REASONS:
+        reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} other reasons"]
+    warnings.warn(
+        f"{whole} of this call failed: {'; '.join(reasons)}", RequestsFailedWarning, stacklevel=stacklevel + 1
+    )
