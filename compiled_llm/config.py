@@ -68,6 +68,8 @@ class EngineConfig:
         logits_transforms: changes of logits of one's own, compiled into the step: ``LogitsTransform`` objects, or
             "module:name" of a class or object, for requests that ask for them by name.
         enforce_eager: run the same functions without compiling, for debugging.
+        progress: what a start shows on stderr: "bar", a progress bar for each stage; "lines", a line or two for each
+            stage that takes long; "off", nothing; "auto": a bar on a terminal, else lines.
         seed: of dummy weights and of requests that bring no seed of their own.
         check_invariants: verify the scheduler's and the KV pool's invariants after every step.
     """
@@ -105,6 +107,7 @@ class EngineConfig:
     max_grammar_bytes: int = 2**29
     logits_transforms: tuple[Any, ...] = ()
     enforce_eager: bool = False
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
     seed: int = 0
     check_invariants: bool = False
 
@@ -122,6 +125,7 @@ class EngineConfig:
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         one_of("cuda_graphs", self.cuda_graphs, ("trees", "manual"))
         one_of("compile_unit", self.compile_unit, ("model", "layer"))
+        one_of("progress", self.progress, ("auto", "bar", "lines", "off"))
         if self.cuda_graphs == "manual" and self.enforce_eager:
             raise ValueError("cuda_graphs must be 'trees' with enforce_eager=True (no graph is made), given 'manual'")
         integer("swap_space_bytes", self.swap_space_bytes, 0, 2**48)
