@@ -32,9 +32,11 @@ class EngineConfig:
         max_num_batched_tokens: most tokens a step. None: 512 on a CPU, 2048 on a GPU; the whole ``max_model_len``
             without chunked prefill.
         block_size: tokens in a KV block.
-        num_kv_blocks, kv_cache_memory_bytes, gpu_memory_utilization: the KV pool's size; the first given wins. The
-            share counts, on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free
-            after loading, and never makes the pool larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
+        num_kv_blocks: the KV pool's size in blocks. None: see ``kv_cache_memory_bytes``.
+        kv_cache_memory_bytes: the KV pool's size in bytes. None: see ``gpu_memory_utilization``.
+        gpu_memory_utilization: the share of the memory that the engine may use, where the KV pool's size is not given:
+            on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free after loading. The
+            pool is never larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
         kv_cache_dtype: "auto" (the model's), or "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9), which
             keep a float32 scale for each token and KV head beside the codes. scripts/kv_report.py measures what they
             cost in quality.

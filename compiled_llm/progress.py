@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 Mode = Literal["auto", "bar", "lines", "off"]
 _REFRESH_SECONDS = 1.0
+_TRUST = 0.25  # in experience: as much as in this share of a stage's own time
 _LINE_SECONDS = 30.0  # between the lines of a stage that goes on and on
 
 
@@ -61,12 +62,17 @@ class Stage:
         return min(1.0, sum(self._weights.get(name, 0.0) for name in self._done) / whole) if whole else 1.0
 
     def remaining(self) -> float | None:
-        """Seconds that are left, as far as anyone can tell."""
-        share = self.share
-        if share > 0:
-            spent = self._last_change - self._started  # by what is done; the items at work are still to be paid
-            return max(0.0, spent / share - self.elapsed)
-        return None if self._seconds is None else max(0.0, self._seconds - self.elapsed)
+        """Seconds that are left, as far as anyone can tell: by experience at first, then more and more by what is done.
+
+        The first item often pays for what is done once, so it alone is not believed.
+        """
+        share, spent = self.share, self._last_change - self._started
+        if self._seconds is None:
+            whole = spent / share if share else None
+        else:
+            slower = (spent + _TRUST * self._seconds) / ((share + _TRUST) * self._seconds)
+            whole = spent + slower * self._seconds * (1 - share)
+        return None if whole is None else max(0.0, whole - self.elapsed)
 
     def head(self) -> str:
         return f"{self.name} {len(self._done)}/{len(self._weights)}"
@@ -121,15 +127,16 @@ class StartProgress:
 @contextlib.contextmanager
 def _bar(stage: Stage, stream: TextIO) -> Iterator[Any]:
     """A bar for ``stage``; yields what draws it as it is now."""
-    with tqdm(total=1.0, bar_format="{desc} |{bar:20}| {postfix}", leave=False, file=stream) as bar:
+    # The text at the end is the "unit": before a postfix there would be a comma.
+    look: dict[str, Any] = {"bar_format": "{desc} |{bar:20}| {unit}", "leave": False, "file": stream}
+    with tqdm(total=1.0, desc=stage.head(), unit=stage.state(), **look) as bar:
 
         def show() -> None:
             bar.n = stage.share
             bar.set_description_str(stage.head(), refresh=False)
-            bar.postfix = stage.state()  # set_postfix_str would put a comma before it
+            bar.unit = stage.state()
             bar.refresh()
 
-        show()
         yield show
 
 
