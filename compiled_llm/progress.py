@@ -94,6 +94,8 @@ class StartProgress:
 
     def __init__(self, mode: Mode = "off", stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
+        if self._stream is None:  # a process without a console
+            mode = "off"
         self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
 
     @contextlib.contextmanager
@@ -119,9 +121,10 @@ class StartProgress:
             yield stage
 
     def line(self, text: str) -> None:
-        """A line that stays, unless silence was asked for."""
+        """A line that stays, unless silence was asked for. A stderr that is closed or full stops no engine."""
         if self._mode != "off":
-            print(f"compiled-llm: {text}", file=self._stream, flush=True)
+            with contextlib.suppress(OSError, ValueError):
+                print(f"compiled-llm: {text}", file=self._stream, flush=True)
 
 
 @contextlib.contextmanager

@@ -75,6 +75,16 @@ def test_silence_when_asked() -> None:
     assert stream.getvalue() == ""
 
 
+def test_a_stderr_that_cannot_be_written_to_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", lambda text: (_ for _ in ()).throw(BrokenPipeError()))
+    run("lines", stream)
+    stream.close()
+    run("lines", stream)
+    monkeypatch.setattr("sys.stderr", None)
+    StartProgress("auto").line("ready")
+
+
 def test_what_fails_in_a_stage_comes_through_and_ends_its_thread() -> None:
     for mode in ("bar", "lines"):
         stream = Terminal()
