@@ -93,7 +93,7 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_model_arguments(parser)
     parser.add_argument("--batch-sizes", type=integers, default=(1, 32), help="default: 1,32")
     parser.add_argument("--output-len", type=int, default=128, help="tokens to generate for each request")

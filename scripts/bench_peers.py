@@ -229,7 +229,7 @@ def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdi
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add_model_arguments(parser)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W")
     parser.add_argument("--repeats", type=int, default=5, help="rounds (default: 5)")

@@ -45,7 +45,7 @@ def run(engine: CompiledEngine, prompts: list[list[int]], output_len: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device", default="auto")

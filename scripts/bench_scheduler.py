@@ -94,7 +94,7 @@ def bench(num_running: int, num_waiting: int, args: argparse.Namespace) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--running", default="32,64,128,256,512", help="numbers of running requests")
     parser.add_argument("--waiting", default="0,10000", help="numbers of waiting requests")
     parser.add_argument("--context", type=int, default=512, help="tokens of each running request at the start")

@@ -26,7 +26,7 @@ def parse_arguments() -> argparse.Namespace:
 
     from compiled_llm.arguments import add_engine_arguments
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], conflict_handler="resolve")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], conflict_handler="resolve")
     add_engine_arguments(parser)
     add_model_arguments(parser)  # its --model takes the place of the engine's
     parser.add_argument("--warm-runs", type=int, default=3, help="warm starts, of which the median counts (default: 3)")

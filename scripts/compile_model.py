@@ -27,7 +27,7 @@ from compiled_llm.compile_bundle import export_bundle, import_bundle
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], conflict_handler="resolve")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], conflict_handler="resolve")
     add_engine_arguments(parser)
     add_model_arguments(parser)  # its --model takes the place of the engine's
     parser.add_argument("--export", type=Path, metavar="FILE", help="write a bundle of what this model's start uses")

@@ -137,7 +137,7 @@ def passed(name: str, output: Path) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parts = [name for name in PARTS if name != "tune"]
     parser.add_argument("--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all but tune)")
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "gpu", help="folder for the results")

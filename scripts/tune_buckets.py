@@ -332,7 +332,7 @@ def to_json(result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="what runs have met")
     parser.add_argument("--max-buckets", type=int, default=8, metavar="N", help="most buckets of a kind (default: 8)")
     parser.add_argument(
