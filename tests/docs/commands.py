@@ -106,10 +106,15 @@ NOT_RUN = (
     NotRun(_PYTHON + r" scripts/bench_\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_script),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_script),
     NotRun(_PYTHON + r" scripts/kv_report\.py\b.*", "minutes", parse_script),
+    NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_script),
     NotRun(_PYTHON + r" scripts/train_demo_model\.py\b.*", "25 minutes", parse_script),
 )  # fmt: skip
 # Run with -m battery; else checked only.
-EXPENSIVE = (_PYTHON + r" scripts/compile_model\.py\b.*", _PYTHON + r" scripts/serve_offline\.py\b.* --report .*")
+EXPENSIVE = (
+    _PYTHON + r" scripts/compile_model\.py\b.*",
+    _PYTHON + r" scripts/serve_offline\.py\b.* --(report|trace) .*",
+    _PYTHON + r" scripts/tune_buckets\.py\b.*",
+)
 
 
 def not_run(statement: str) -> NotRun | None:
