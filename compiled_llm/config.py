@@ -29,7 +29,7 @@ class EngineConfig:
         token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None: a ladder of three
             below ``max_num_batched_tokens``, each a quarter of the next.
         max_num_seqs: most requests running at once. None: the largest bucket.
-        max_num_batched_tokens: most tokens a step. None: 512 on a CPU, 2048 on a GPU; the whole ``max_model_len``
+        max_num_batched_tokens: most tokens in a step. None: 512 on a CPU, 2048 on a GPU; the whole ``max_model_len``
             without chunked prefill.
         block_size: tokens in a KV block.
         num_kv_blocks: the KV pool's size in blocks. None: see ``kv_cache_memory_bytes``.
@@ -58,21 +58,21 @@ class EngineConfig:
             "manual", one graph for each bucket captured by hand and replayed without torch's checks. A CPU has no CUDA
             graphs, so there "manual" is refused.
         compile_unit: what becomes one graph: "model", a bucket's whole step, or "layer", one decoder layer for
-            all, with a small graph before and one behind the layers: a faster first start, and somewhat slower steps.
+            all, with a small graph before and one after the layers: a faster first start, and somewhat slower steps.
             On a GPU "layer" is refused, since a CUDA graph holds a whole step.
         compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
         max_request_id_length: most characters of a ``request_id``.
-        max_grammar_seconds: processor time that compiling the grammar of a request may take, of ``structured_outputs``.
-        max_grammar_bytes: memory that a compiled grammar may take.
-        logits_transforms: changes of logits of one's own, compiled into the step: ``LogitsTransform`` objects, or
+        max_grammar_seconds: seconds of processor time that compiling the grammar of a request may take.
+        max_grammar_bytes: bytes of memory that a compiled grammar may take.
+        logits_transforms: your own changes of logits, compiled into the step: ``LogitsTransform`` objects, or
             "module:name" of a class or object, for requests that ask for them by name.
         enforce_eager: run the same functions without compiling, for debugging.
         progress: what a start shows on stderr: "bar", a progress bar for each stage; "lines", a line or two for each
             stage that takes long; "off", nothing; "auto": a bar on a terminal, else lines.
-        seed: of dummy weights and of requests that bring no seed of their own.
+        seed: random seed of dummy weights, and of requests that bring none of their own.
         check_invariants: verify the scheduler's and the KV pool's invariants after every step.
     """
 
