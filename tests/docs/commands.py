@@ -1,6 +1,7 @@
 """What a shell command of the documents is, and how it is checked where it is not run."""
 
 import argparse
+import contextlib
 import re
 import runpy
 import shlex
@@ -22,19 +23,27 @@ class _ParsedError(Exception):
     """The script has got as far as its arguments."""
 
 
-def _until_parsed(
-    script: str, arguments: list[str], parse: Callable[[argparse.ArgumentParser, Any, Any], None]
-) -> None:
-    """Run ``scripts/<script>`` until it parses its arguments, which ``parse`` does; nothing after that runs."""
+def _until_parsed(script: str, arguments: list[str], see: Callable[[argparse.ArgumentParser], object]) -> None:
+    """Run ``scripts/<script>`` until it has parsed its arguments; ``see`` gets the parser before. Nothing else runs.
 
-    def stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> None:
-        parse(self, args, namespace)
-        raise _ParsedError
+    Raises:
+        SystemExit: the parser refuses the arguments.
+    """
+
+    def stopping(parse_args: Callable) -> Callable:
+        def stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> None:
+            see(self)
+            parse_args(self, args, namespace)
+            raise _ParsedError
+
+        return stop
 
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        patch.setattr(argparse.ArgumentParser, "parse_args", stop)
         patch.setattr(sys, "argv", [f"scripts/{script}", *arguments])
+        for kind in (argparse.ArgumentParser, *argparse.ArgumentParser.__subclasses__()):
+            if "parse_args" in vars(kind):
+                patch.setattr(kind, "parse_args", stopping(vars(kind)["parse_args"]))
         with pytest.raises(_ParsedError):
             runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
 
@@ -44,9 +53,8 @@ def parse_script(words: list[str]) -> None:
     script, arguments = words[1], words[2:]
     assert re.fullmatch(r"scripts/\w+\.py", script), words
     assert (ROOT / script).is_file(), f"{script} is not there"
-    original = argparse.ArgumentParser.parse_args
     try:
-        _until_parsed(script.removeprefix("scripts/"), arguments, original)
+        _until_parsed(script.removeprefix("scripts/"), arguments, lambda parser: None)
     except SystemExit as refused:
         raise AssertionError(f"{' '.join(words)} is refused: see stderr") from refused
 
@@ -56,7 +64,8 @@ def options_of(script: str) -> set[str]:
     options: set[str] = set()
     text = (ROOT / "scripts" / script).read_text()
     if "__main__" in text and "parse_arg" in text:
-        _until_parsed(script, [], lambda parser, args, namespace: options.update(parser._option_string_actions))
+        with contextlib.suppress(SystemExit):  # arguments that it requires are not given
+            _until_parsed(script, [], lambda parser: options.update(parser._option_string_actions))
     return options
 
 
