@@ -119,6 +119,7 @@ def test_what_is_left_follows_from_experience_then_from_what_is_done(monkeypatch
 
 
 def test_an_engine_says_in_one_line_that_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    load_kernels(torch.bfloat16, StartProgress())  # from now on they are on disk
     with CompiledEngine(**EAGER):
         pass
     (line,) = capsys.readouterr().err.splitlines()
