@@ -88,7 +88,7 @@ def _add(
     **common: Any,
 ) -> None:
     group = parser.add_argument_group(title)
-    hints, docs = typing.get_type_hints(cls), _attribute_docs(cls)
+    hints, docs = typing.get_type_hints(cls), attribute_docs(cls)
     for field in dataclasses.fields(cls):
         name = _flag_name(cls, field.name)
         default = shown_defaults.get(field.name, field.default)
@@ -140,12 +140,8 @@ def _integers(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"must be integers with commas between, given {text!r}") from None
 
 
-def _attribute_docs(cls: type) -> dict[str, str]:
-    """Name -> text from the ``Attributes:`` section of a class's docstring."""
+def attribute_docs(cls: type) -> dict[str, str]:
+    """Name -> text from the ``Attributes:`` section of a class's docstring; none under ``python -OO``."""
     section = (inspect.getdoc(cls) or "").partition("Attributes:")[2]
-    entries = re.split(r"\n    (?=\w[\w, ]*: )", section)
-    docs: dict[str, str] = {}
-    for entry in entries[1:]:
-        names, _, text = entry.partition(": ")
-        docs |= {name.strip(): " ".join(text.split()) for name in names.split(",")}
-    return docs
+    entries = [entry.partition(": ") for entry in re.split(r"\n    (?=\w+: )", section)[1:]]
+    return {name.strip(): " ".join(text.split()) for name, _, text in entries}

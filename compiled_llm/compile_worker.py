@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from compiled_llm.compile_ahead import Built, Job, receive, send
+from compiled_llm.compile_ahead import Built, Job, receive, send, to_bytes
 from compiled_llm.compile_cache import code_settings, differences
 from compiled_llm.compiler import build
 
@@ -29,7 +29,8 @@ def _run(job: Job, settings: dict[str, Any]) -> Built:
     if other:
         return Built(b"", {}, f"torch is set up otherwise here: {'; '.join(other)}")
     try:
-        _, payload, facts = build(job.recipe(), job.name, job.args)
+        ahead, facts = build(job.recipe(), job.name, job.args)
+        payload = to_bytes(ahead)
     except Exception as error:  # whatever it is, the other process compiles for itself then, and raises it
         return Built(b"", {}, f"{type(error).__name__}: {error}")
     return Built(payload, facts, "")

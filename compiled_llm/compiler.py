@@ -196,9 +196,10 @@ class CompiledFunction:
                     outcome = "miss" if gone else "hit"
                     reason = f"built again, since it was gone from torch's cache: {', '.join(gone)}" if gone else ""
         if not facts:
-            self._call, payload, facts = build(self._copy, self.name, args)
+            ahead, facts = build(self._copy, self.name, args)
+            self._call = ahead.fn
             if self._cache is not None:
-                self._cache.store(key, payload, facts)
+                self._cache.store(key, to_bytes(ahead), facts)
         built = self._cache.built.get(self.name) if self._cache is not None else None
         if built is not None:  # by another process of this start
             outcome, (reason, waited) = "miss", built
@@ -321,8 +322,8 @@ def _compile(function: Callable, cuda_graphs: bool) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=False, options={"triton.cudagraphs": cuda_graphs})
 
 
-def build(function: Callable, name: str, args: tuple) -> tuple[Callable, bytes, dict[str, Any]]:
-    """Compile ahead of time for a CPU: the compiled function, its bytes for ``from_bytes``, and facts about the two."""
+def build(function: Callable, name: str, args: tuple) -> tuple[Any, dict[str, Any]]:
+    """Compile ahead of time for a CPU: an ``AOTCompiledFunction``, which ``to_bytes`` takes, and facts about it."""
     before = _snapshot(torch.device("cpu"))
     with torch.no_grad():
         options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _drop_all, "size_asserts": False}
@@ -334,7 +335,7 @@ def build(function: Callable, name: str, args: tuple) -> tuple[Callable, bytes, 
         "graph_breaks": after["breaks"] - before["breaks"],
         "vec_isa": vec_isa(),
     }
-    return ahead.fn, to_bytes(ahead), facts
+    return ahead, facts
 
 
 def _drop_all(guards: Sequence[Any]) -> list[bool]:

@@ -34,12 +34,14 @@ class EngineConfig:
         token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None: a ladder of three
             below ``max_num_batched_tokens``, each a quarter of the next.
         max_num_seqs: most requests running at once. None: the largest bucket.
-        max_num_batched_tokens: most tokens a step. None: 512 on a CPU, 2048 on a GPU; the whole ``max_model_len``
+        max_num_batched_tokens: most tokens in a step. None: 512 on a CPU, 2048 on a GPU; the whole ``max_model_len``
             without chunked prefill.
         block_size: tokens in a KV block.
-        num_kv_blocks, kv_cache_memory_bytes, gpu_memory_utilization: the KV pool's size; the first given wins. The
-            share counts, on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free
-            after loading, and never makes the pool larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
+        num_kv_blocks: the KV pool's size in blocks. None: see ``kv_cache_memory_bytes``.
+        kv_cache_memory_bytes: the KV pool's size in bytes. None: see ``gpu_memory_utilization``.
+        gpu_memory_utilization: the share of the memory that the engine may use, where the KV pool's size is not given:
+            on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free after loading. The
+            pool is never larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
         kv_cache_dtype: "auto" (the model's), or "int8" or "fp8" (e4m3; on a GPU from compute capability 8.9), which
             keep a float32 scale for each token and KV head beside the codes. scripts/kv_report.py measures what they
             cost in quality.
@@ -61,19 +63,21 @@ class EngineConfig:
             "manual", one graph for each bucket captured by hand and replayed without torch's checks. A CPU has no CUDA
             graphs, so there "manual" is refused.
         compile_unit: what becomes one graph: "model", a bucket's whole step, or "layer", one decoder layer for
-            all, with a small graph before and one behind the layers: a faster first start, and somewhat slower steps.
+            all, with a small graph before and one after the layers: a faster first start, and somewhat slower steps.
             On a GPU "layer" is refused, since a CUDA graph holds a whole step.
         compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
         max_request_id_length: most characters of a ``request_id``.
-        max_grammar_seconds: processor time that compiling the grammar of a request may take, of ``structured_outputs``.
-        max_grammar_bytes: memory that a compiled grammar may take.
-        logits_transforms: changes of logits of one's own, compiled into the step: ``LogitsTransform`` objects, or
+        max_grammar_seconds: seconds of processor time that compiling the grammar of a request may take.
+        max_grammar_bytes: bytes of memory that a compiled grammar may take.
+        logits_transforms: your own changes of logits, compiled into the step: ``LogitsTransform`` objects, or
             "module:name" of a class or object, for requests that ask for them by name.
         enforce_eager: run the same functions without compiling, for debugging.
-        seed: of dummy weights and of requests that bring no seed of their own.
+        progress: what a start shows on stderr: "bar", a progress bar for each stage; "lines", a line or two for each
+            stage that takes long; "off", nothing; "auto": a bar on a terminal, else lines.
+        seed: random seed of dummy weights, and of requests that bring none of their own.
         check_invariants: verify the scheduler's and the KV pool's invariants after every step.
     """
 
@@ -112,6 +116,7 @@ class EngineConfig:
     max_grammar_bytes: int = 2**29
     logits_transforms: tuple[Any, ...] = ()
     enforce_eager: bool = False
+    progress: Literal["auto", "bar", "lines", "off"] = "auto"
     seed: int = 0
     check_invariants: bool = False
 
@@ -138,6 +143,7 @@ class EngineConfig:
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         one_of("cuda_graphs", self.cuda_graphs, ("trees", "manual"))
         one_of("compile_unit", self.compile_unit, ("model", "layer"))
+        one_of("progress", self.progress, ("auto", "bar", "lines", "off"))
         if self.cuda_graphs == "manual" and self.enforce_eager:
             raise ValueError("cuda_graphs must be 'trees' with enforce_eager=True (no graph is made), given 'manual'")
         integer("swap_space_bytes", self.swap_space_bytes, 0, 2**48)

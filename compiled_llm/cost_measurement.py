@@ -13,6 +13,7 @@ from compiled_llm.batch import Bucket, RequestRows
 from compiled_llm.config import Limits
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops import swap
+from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduler_output import Admission, SchedulerOutput
 
@@ -22,13 +23,16 @@ if TYPE_CHECKING:
 _RUNS, _SWAP_BLOCKS = 3, 16
 
 
-def measure_costs(runner: "ModelRunner") -> None:
+def measure_costs(runner: "ModelRunner", progress: StartProgress) -> None:
     """Write ``runner.costs``: time every token bucket full of one or more prompts, and the copying of blocks.
 
     On blocks of the pool that nobody uses yet.
     """
-    for bucket in runner.buckets:
-        if bucket.kind == "tokens":
+    buckets = [bucket for bucket in runner.buckets if bucket.kind == "tokens"]
+    weights = {bucket.name: float(bucket.num_tokens) for bucket in buckets}
+    with progress.stage("measuring steps", weights, is_long=False) as stage:
+        for bucket in buckets:
+            stage.next(bucket.name)
             rows = RequestRows(runner.limits, runner.model_config.vocab_size)
             output = _prompts(bucket, runner.limits, runner.num_blocks)
             runner.buffers[bucket].fill(output, rows.update(output), rows)

@@ -25,6 +25,7 @@ from compiled_llm.interrupts import Interrupts
 from compiled_llm.memory import MemoryLedger
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.outputs import EngineStats, RequestOutput
+from compiled_llm.progress import StartProgress
 from compiled_llm.prompts import EncodedPrompt, Prompt, pair_priorities, pair_sampling_params, prompt_list
 from compiled_llm.report import RunReport, make_report, make_trace
 from compiled_llm.runner import ModelRunner
@@ -62,12 +63,13 @@ class CompiledEngine:
 
     def _start(self, config: EngineConfig) -> None:
         self.config = config
+        started, progress = time.perf_counter(), StartProgress(config.progress)
         directory = checkpoint_directory(config)
         self.model_config = ModelConfig.from_directory(directory)
         self.tokenizer = load_tokenizer(config, directory)
         if self.tokenizer is None:
             _LOGGER.warning("%s has no tokenizer: it serves prompt_token_ids only, and outputs have no text", directory)
-        self.runner = ModelRunner(config, self.model_config, directory)
+        self.runner = ModelRunner(config, self.model_config, directory, progress)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
         self._closed = False
         self._interrupts = Interrupts()
@@ -88,6 +90,7 @@ class CompiledEngine:
         self._dropped: deque[StreamReference] = deque()  # streams that nobody holds any more
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         self.reset_report()
+        progress.line(f"ready in {time.perf_counter() - started:.1f} s: {self.runner.describe_start()}")
 
     @property
     def scheduler(self) -> Scheduler:

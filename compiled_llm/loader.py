@@ -2,12 +2,12 @@
 
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from compiled_llm.checkpoint import DTYPES, CheckpointError, StoredTensor, listed, locate
 from compiled_llm.models import family
@@ -19,10 +19,21 @@ _DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DATA_FILES = ("*.json", "*.safetensors", "*.jinja")  # of a hub's model: configs, weights, chat templates
 
 
+def _ignore(name: str) -> None:
+    """For a caller that shows no progress."""
+
+
 def load_weights(
-    directory: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, convert: Convert = keep
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    convert: Convert = keep,
+    on_tensor: Callable[[str], None] = _ignore,
 ) -> Any:
     """The weights of ``directory`` in ``dtype`` on ``device``, read tensor by tensor and converted layer by layer.
+
+    ``on_tensor`` is called with the name of each tensor that has been read.
 
     Raises:
         ValueError: a file is missing, cut off or not safetensors, its tensors are not those of ``config``, or one holds
@@ -31,20 +42,19 @@ def load_weights(
     shapes = family(config.architecture).checkpoint_shapes(config)
     stored = locate(directory)
     _check(directory, config, shapes, stored)
-    with tqdm(total=len(shapes), desc="weights", unit="tensor", disable=None, leave=False) as bar:
 
-        def take(name: str) -> Tensor:
-            bar.update()
-            original = stored[name].read()
-            tensor = original.to(device=device, dtype=dtype)
-            if not _is_finite(tensor):
-                what = "NaN or infinite values: the file is damaged"
-                if _is_finite(original):
-                    what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
-                raise CheckpointError(f"{stored[name].path}: {name} holds {what}")
-            return tensor
+    def take(name: str) -> Tensor:
+        original = stored[name].read()
+        tensor = original.to(device=device, dtype=dtype)
+        if not _is_finite(tensor):
+            what = "NaN or infinite values: the file is damaged"
+            if _is_finite(original):
+                what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
+            raise CheckpointError(f"{stored[name].path}: {name} holds {what}")
+        on_tensor(name)
+        return tensor
 
-        return family(config.architecture).assemble(config, take, convert)
+    return family(config.architecture).assemble(config, take, convert)
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -53,7 +63,12 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def dummy_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int, convert: Convert = keep
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    convert: Convert = keep,
+    on_tensor: Callable[[str], None] = _ignore,
 ) -> Any:
     """Seeded random weights of the shapes that ``config`` implies: norms near 1, matrices of variance 1 / in_features.
 
@@ -65,6 +80,7 @@ def dummy_weights(
     def take(name: str) -> Tensor:
         shape = shapes.pop(name)
         values = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
+        on_tensor(name)
         if name.endswith("norm.weight"):
             return 1 + 0.1 * values
         return values.mul_(0.1) if name.endswith(".bias") else values.mul_(shape[-1] ** -0.5)
@@ -74,10 +90,15 @@ def dummy_weights(
     return weights
 
 
+def tensor_sizes(config: ModelConfig) -> dict[str, int]:
+    """Elements of each tensor of a checkpoint of this config, by its name."""
+    shapes = family(config.architecture).checkpoint_shapes(config)
+    return {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+
+
 def num_parameters(config: ModelConfig) -> int:
     """Parameters of a model of this config, from the shapes alone."""
-    shapes = family(config.architecture).checkpoint_shapes(config)
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
+    return sum(tensor_sizes(config).values())
 
 
 def _check(

@@ -7,22 +7,21 @@ import itertools
 import time
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from compiled_llm import loader
 from compiled_llm.batch import Bucket, RequestRows, StepBuffers, buckets_of, choose_bucket
-from compiled_llm.compile_ahead import Job, build_missing, unavailable
-from compiled_llm.compile_cache import engine_cache
+from compiled_llm.compile_ahead import Job, build_missing, expected_seconds, unavailable
+from compiled_llm.compile_cache import CompileCache, engine_cache
 from compiled_llm.compiler import CompiledFunction, CompileReport, use_own_cache_directory
 from compiled_llm.config import EngineConfig, Limits
 from compiled_llm.cost_measurement import measure_costs, swap_indices
 from compiled_llm.costs import StepCosts
+from compiled_llm.cpu_kernels import load_kernels
 from compiled_llm.cuda_graphs import graph_pool
 from compiled_llm.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
 from compiled_llm.logits import load_transforms
@@ -32,6 +31,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import keep, pack, tensors
 from compiled_llm.ops import kv_quant, native, swap
+from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.samplers import Samplers, Wanted
 from compiled_llm.scheduler_output import SchedulerOutput
 from compiled_llm.step import Feedback
@@ -39,6 +39,8 @@ from compiled_llm.step_profile import StepProfiler
 from compiled_llm.step_units import LayeredStep, check_unit, compiled_step, functions_of, step_jobs
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
+_SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
+_SECONDS_A_SAMPLER = 5.0  # about, to compile one
 _SWAP_REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
 
 
@@ -98,7 +100,9 @@ class ModelRunner:
     """Runs steps. After construction every bucket is compiled, and the KV pool has ``num_blocks`` blocks."""
 
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside of it
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, directory: Path, progress: StartProgress
+    ) -> None:
         self.device = resolve_device(config.device)
         self._graph_pool = graph_pool(config.cuda_graphs, self.device)
         check_unit(config.compile_unit, self.device, config.enforce_eager)
@@ -118,9 +122,8 @@ class ModelRunner:
         self.start_times = StartTimes()
         started = time.perf_counter()
         if self.device.type == "cpu":
-            # Without a compiler all are None and a warning said so; Inductor cannot compile for a CPU either.
-            with ThreadPoolExecutor() as pool:  # where they are built first, the one waits for the other's compiler
-                list(pool.map(native.load, ("attention_cpu", "linear_cpu", "sampling_cpu")))
+            load_kernels(self.dtype, progress)
+            # Without a compiler none was loaded and a warning said so; Inductor cannot compile for a CPU either.
             enforce_eager = enforce_eager or native.compiler() is None
         self.start_times.kernels = time.perf_counter() - started
 
@@ -134,7 +137,7 @@ class ModelRunner:
             estimated_activations(model_config, self.limits, self.dtype.itemsize),
         )
         started = time.perf_counter()
-        self.weights = self._load(config, directory)
+        self.weights = self._load(config, directory, progress)
         self.start_times.weights = time.perf_counter() - started
         self.weight_bytes = _num_bytes(self.weights)
         memory.check()
@@ -169,18 +172,19 @@ class ModelRunner:
         self._last_report: CompileReport | None = None  # once closed
         memory.before_compiling()
         started = time.perf_counter()
-        self._compile(config, enforce_eager)
+        self._compile(config, enforce_eager, progress)
         self.start_times.compile = time.perf_counter() - started
-        self._rehearse_swap()
-        memory.after_compiling(self._run_largest)
-        self.num_blocks = memory.num_blocks()
-        self.kv_cache = self._allocate(self.num_blocks + 1)  # and the sink
-        self._record_again()
+        with progress.stage("warming up", {"the largest steps": 1.0}, is_long=False):
+            self._rehearse_swap()
+            memory.after_compiling(self._run_largest)
+            self.num_blocks = memory.num_blocks()
+            self.kv_cache = self._allocate(self.num_blocks + 1)  # and the sink
+            self._record_again()
         self.memory_ledger = memory.ledger(
             self.weight_bytes, self._buffer_bytes(), self.kv_cache_bytes, self.swap_space_bytes
         )
         if config.target_itl_ms is not None or (self.num_swap_blocks and config.preemption_mode == "auto"):
-            measure_costs(self)
+            measure_costs(self, progress)
             fastest = min(self.costs.bucket_seconds.values()) * 1e3
             if config.target_itl_ms is not None and fastest > config.target_itl_ms:
                 warnings.warn(
@@ -273,6 +277,14 @@ class ModelRunner:
         functions = [*itertools.chain(*map(functions_of, self._steps.values())), *self.samplers.functions()]
         return CompileReport(tuple(function.report() for function in functions))
 
+    def describe_start(self) -> str:
+        """What the start did and how long that took, in a line."""
+        times, report = self.start_times, self.compile_report()
+        made, found = report.cache_count("miss") + report.cache_count("off"), report.cache_count("hit")
+        graphs = [f"{made} graphs compiled" if made else "", f"{found} graphs from disk" if found else ""]
+        compiled = " and ".join(filter(None, graphs)) or "nothing compiled (eager)"
+        return f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
+
     def compiled_files(self) -> list[Path]:
         """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""
         if self._cache is None:
@@ -283,7 +295,7 @@ class ModelRunner:
     def kv_cache_bytes(self) -> int:
         return _num_bytes(self.kv_cache)
 
-    def _load(self, config: EngineConfig, directory: Path) -> Any:
+    def _load(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         packs = self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.load("linear_cpu") is not None
@@ -298,10 +310,11 @@ class ModelRunner:
                 f"on {self.device}: choose a smaller model, a shorter dtype, a smaller max_model_len or another device"
             )
         convert = pack if packs else keep
-        if config.load_format == "dummy":
-            weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, convert)
-        else:
-            weights = loader.load_weights(directory, c, self.dtype, self.device, convert)
+        with progress.stage("loading weights", loader.tensor_sizes(c), is_long=False) as stage:
+            if config.load_format == "dummy":
+                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, convert, stage.finish)
+            else:
+                weights = loader.load_weights(directory, c, self.dtype, self.device, convert, stage.finish)
         for tensor in tensors(weights):
             torch._dynamo.mark_static_address(tensor)
         return weights
@@ -322,7 +335,7 @@ class ModelRunner:
     def swap_space_bytes(self) -> int:
         return self.swap_space.numel()
 
-    def _compile(self, config: EngineConfig, enforce_eager: bool) -> None:
+    def _compile(self, config: EngineConfig, enforce_eager: bool, progress: StartProgress) -> None:
         """Compile and warm up every bucket, and what runs behind it, on steps that are all padding."""
         keeps = self.device.type == "cpu" and not enforce_eager and torch._inductor.config.fx_graph_cache
         reason = unavailable() if keeps else None
@@ -335,18 +348,26 @@ class ModelRunner:
             )
         cache = engine_cache(self.model_config, self.limits, self.dtype, self.cache_dtypes) if keeps else None
         self._cache = cache
+        jobs = [] if enforce_eager else self._jobs(config.compile_unit)
+        seconds = {job.name: expected_seconds(job) for job in jobs}  # of what is to be compiled here
         if cache is not None:
-            build_missing(cache, self._jobs(config.compile_unit), config.compile_workers)
+            seconds = build_missing(cache, jobs, config.compile_workers, progress)
+        if not enforce_eager:
+            seconds |= dict.fromkeys(self.samplers.uncached(), _SECONDS_A_SAMPLER)
+        title = "compiling graphs" if seconds else "loading compiled graphs"
+        weights = {job.name: _SECONDS_A_CALL for job in jobs} | seconds
+        with progress.stage(title, weights, seconds=sum(seconds.values()) or None, is_long=bool(seconds)) as stage:
+            self._warm_up(config.compile_unit, enforce_eager, cache, stage)
 
+    def _warm_up(self, compile_unit: str, enforce_eager: bool, cache: CompileCache | None, stage: Stage) -> None:
         def make(function: Callable, name: str, keep: bool = True) -> CompiledFunction:
+            stage.next(name)
             return CompiledFunction(
                 function, name, self.device, enforce_eager, graph_pool=self._graph_pool, cache=cache if keep else None
             )
 
-        buckets = tqdm(self._recording_order(), desc="compiling", unit="bucket", disable=None, leave=False)
-        for bucket in buckets:
-            buckets.set_postfix_str(bucket.name)
-            self._steps[bucket] = compiled_step(config.compile_unit, self.model_config, bucket, make)
+        for bucket in self._recording_order():
+            self._steps[bucket] = compiled_step(compile_unit, self.model_config, bucket, make)
             self._steps[bucket].warm_up(functools.partial(self._step_arguments, bucket))
             logits = functools.partial(self.run_step, bucket)
             self.samplers.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)

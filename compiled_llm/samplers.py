@@ -120,6 +120,10 @@ class Samplers:
         jobs.append(Job("prompt_logprobs", self._prompt_recipe, self._prompt_arguments(weights), threads))
         return jobs
 
+    def uncached(self) -> list[str]:
+        """Names of the functions that are compiled at each start, since code of a user's own is in them."""
+        return [f"change_{rows}" for rows in self._change_inputs] if self._transforms else []
+
     def warm_up(
         self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor], make: Make
     ) -> None:

@@ -30,15 +30,15 @@ class SamplingParams:
     ``bad_words``, ``min_tokens``, ``structured_outputs``); then temperature, top-k, top-p and min-p choose.
 
     Attributes:
-        n: how many continuations to generate, each of its own random numbers. They share the prompt's KV blocks.
+        n: how many continuations to generate, each with random numbers of its own. They share the prompt's KV blocks.
         max_tokens: most tokens to generate; None: as many as fit in ``max_model_len``.
-        min_tokens: so many tokens are generated before anything may end the output.
+        min_tokens: tokens that are generated before anything may end the output.
         temperature: 0 is greedy; otherwise logits are divided by it.
         top_p: keep the smallest set of most likely tokens whose probabilities sum to at least this; 1 is off.
         top_k: keep the k most likely tokens; 0 or -1 is off.
         min_p: keep the tokens that are at least this times as likely as the most likely one; 0 is off.
         presence_penalty: subtracted from the logits of tokens that the output has; -2 to 2.
-        frequency_penalty: the same, once for each occurrence in the output; -2 to 2.
+        frequency_penalty: subtracted from the logits of tokens once for each time that the output has them; -2 to 2.
         repetition_penalty: of tokens in prompt or output, positive logits are divided by it, others multiplied; 1 is
             off.
         seed: the request's random numbers follow from it alone. None: from the engine's seed and the request's order.
@@ -47,11 +47,11 @@ class SamplingParams:
         ignore_eos: go on after an end-of-text token.
         include_stop_str_in_output: leave the stop string in the text.
         logprobs: log-probabilities of the tokens chosen and of so many of the most likely ones; -1: of the engine's
-            ``max_logprobs``. They are the model's own, of the logits before any of the above.
-        prompt_logprobs: the same for the tokens of the prompt, which is then computed whole, cached or not.
+            ``max_logprobs``. They are the model's own, of the logits before any of these parameters changes them.
+        prompt_logprobs: as ``logprobs``, for the tokens of the prompt, which is then computed whole, cached or not.
         logit_bias: token id -> what is added to its logit, -100 to 100.
-        allowed_token_ids: nothing but these.
-        bad_words: strings whose token sequences, at the begin of a word or not, are never completed.
+        allowed_token_ids: the only tokens that may be generated.
+        bad_words: strings that are never completed, at the start of a word or elsewhere.
         structured_outputs: a JSON schema, regex, choice or grammar that the output obeys: a
             ``StructuredOutputsParams``, or a dict of its arguments.
         logits_transforms: name -> argument for those of the engine's ``logits_transforms`` that are to apply.

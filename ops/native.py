@@ -57,7 +57,17 @@ def load(name: str) -> ModuleType | None:
     Raises:
         RuntimeError, ValueError: as ``load_source``.
     """
-    return load_source(Path(__file__).resolve().parent / f"{name}.cpp")
+    return load_source(_source(name))
+
+
+def must_be_built(name: str) -> bool:
+    """Whether ``load`` will build ``ops/<name>.cpp``, which takes up to half a minute."""
+    found = compiler()
+    return found is not None and not _library(_source(name), found).exists()
+
+
+def _source(name: str) -> Path:
+    return Path(__file__).resolve().parent / f"{name}.cpp"
 
 
 def load_source(source: Path) -> ModuleType | None:
@@ -76,17 +86,19 @@ def load_source(source: Path) -> ModuleType | None:
             stacklevel=3,
         )
         return None
-    key = hashlib.sha256(
-        "\n".join([*_texts(source), torch.__version__, sys.version, found, *_FLAGS]).encode()
-    ).hexdigest()
-    directory = cache_directory() / "kernels"
-    make_directory(directory)
-    check_trusted(directory)
-    library = directory / f"compiled_llm_{source.stem}_{key[:16]}.so"
+    library = _library(source, found)
+    make_directory(library.parent)
+    check_trusted(library.parent)
     if library.exists():
         with contextlib.suppress(ImportError):  # a file that does not load is built again
             return _import(library)
     return _build(source, library)
+
+
+def _library(source: Path, compiler: str) -> Path:
+    """Where the library of ``source`` is kept: its name holds a hash of all that goes into the build."""
+    key = hashlib.sha256("\n".join([*_texts(source), torch.__version__, sys.version, compiler, *_FLAGS]).encode())
+    return cache_directory() / "kernels" / f"compiled_llm_{source.stem}_{key.hexdigest()[:16]}.so"
 
 
 def _texts(source: Path) -> list[str]:

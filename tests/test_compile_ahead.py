@@ -12,6 +12,7 @@ import torch
 from compiled_llm.compile_ahead import Job, _worth, build_missing, receive, send, unavailable
 from compiled_llm.compile_cache import CompileCache
 from compiled_llm.compiler import CompiledFunction
+from compiled_llm.progress import StartProgress
 from compiled_llm.sampler import SamplingInput
 from compiled_llm.step import sampler_function
 
@@ -36,7 +37,7 @@ def job(name: str, tensors: int = 0) -> Job:
 def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> None:
     built = job("sample_2")
     cache = CompileCache(tmp_path, {})
-    build_missing(cache, [built], num_workers=1)
+    build_missing(cache, [built], num_workers=1, progress=StartProgress())
     assert cache.built.keys() == {"sample_2"}
     function = CompiledFunction(sampler_function, "sample_2", torch.device("cpu"), enforce_eager=False, cache=cache)
     function.warm_up(lambda: built.args)
@@ -50,7 +51,7 @@ def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> No
     assert torch.equal(tokens, expected)
 
     again = CompileCache(tmp_path, {})
-    build_missing(again, [built], num_workers=1)
+    build_missing(again, [built], num_workers=1, progress=StartProgress())
     assert not again.built, "what is there is not compiled again"
 
 
@@ -59,7 +60,7 @@ def test_code_of_other_settings_is_not_taken_from_another_process(tmp_path: Path
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.warns(UserWarning, match=r"torch is set up otherwise here: the default dtype is 'torch.float32'"):
-            build_missing(cache, [built], num_workers=1)
+            build_missing(cache, [built], num_workers=1, progress=StartProgress())
     finally:
         torch.set_default_dtype(torch.float32)
     assert not cache.built
@@ -95,7 +96,7 @@ def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Pat
     cache = CompileCache(tmp_path, {})
     gone = Job("gone", functools.partial(make_sampler), (torch.ones(1),), 1)  # too few arguments
     with pytest.warns(UserWarning, match="gone could not be compiled beside others"):
-        build_missing(cache, [gone], num_workers=1)
+        build_missing(cache, [gone], num_workers=1, progress=StartProgress())
     assert isinstance(cache.find(cache.key_of("gone", sampler_function, gone.args)), str)
     assert not cache.built
 

@@ -271,3 +271,13 @@ assert function.report().cache == "miss"
     expected = tmp_path / wished if wished else tmp_path / "own" / "inductor"
     assert list(expected.rglob("*.so"))
     assert not wished or not (tmp_path / "own" / "inductor").exists()
+
+
+def test_a_function_that_is_not_kept_may_close_over_what_cannot_be_pickled() -> None:
+    class Own:
+        factor = 2.0
+
+    own = Own()
+    function = CompiledFunction(lambda x: x * own.factor, "scale", torch.device("cpu"), enforce_eager=False)
+    function.warm_up(lambda: (torch.ones(4),))
+    assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 6.0))

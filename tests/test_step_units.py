@@ -9,6 +9,7 @@ import torch
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compile_ahead import Job
 from compiled_llm.compile_cache import CompileCache, engine_cache
+from compiled_llm.progress import StartProgress
 from compiled_llm.step_units import LayeredStep, check_unit, layer_kinds
 from tests.families import CONFIGS, checkpoint
 
@@ -51,8 +52,9 @@ def test_compiled_it_gives_the_same_keeps_to_its_graphs_and_is_found_on_disk(
         expected = tokens_of(whole)
     keys = {}
 
-    def record(cache: CompileCache, jobs: list[Job], num_workers: int) -> None:
+    def record(cache: CompileCache, jobs: list[Job], num_workers: int, progress: StartProgress) -> dict[str, float]:
         keys.update({job.name: cache.key_of(job.name, job.recipe(), job.args) for job in jobs})
+        return {}
 
     monkeypatch.setattr("compiled_llm.runner.build_missing", record)
     monkeypatch.setattr("compiled_llm.runner.engine_cache", in_directory(tmp_path))

@@ -1,0 +1,161 @@
+"""What a start is doing, on stderr: a bar on a terminal, plain lines elsewhere, nothing where silence was asked for.
+
+A start takes seconds when it finds what an earlier one left on disk, and minutes when it does not. So every stage has a
+bar, which goes when the stage is done. Lines are for logs: two for a stage that takes long, one when all is ready.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TextIO
+
+from tqdm import tqdm
+
+Mode = Literal["auto", "bar", "lines", "off"]
+_REFRESH_SECONDS = 1.0
+_TRUST = 0.25  # in experience: as much as in this share of a stage's own time
+_LINE_SECONDS = 30.0  # between the lines of a stage that goes on and on
+
+
+class Stage:
+    """One stage at work. The items may be finished in any order, and from any thread.
+
+    Args:
+        weights: how long each item takes, by its name, in any unit: what is left follows from what is done.
+        seconds: what the stage takes by experience; shown until some items are done, which tell more. None: unknown.
+    """
+
+    def __init__(self, name: str, weights: Mapping[str, float], seconds: float | None) -> None:
+        self.name = name
+        self._weights = dict(weights)
+        self._seconds = seconds
+        self._running: list[str] = []
+        self._done: list[str] = []
+        self._started = time.monotonic()
+        self._last_change = self._started
+
+    def begin(self, item: str) -> None:
+        """Work on ``item`` starts. An item that is begun while others are unfinished runs beside them."""
+        self._running = [*self._running, item]
+
+    def finish(self, item: str) -> None:
+        self._running = [name for name in self._running if name != item]
+        self._done = [*self._done, item]
+        self._last_change = time.monotonic()
+
+    def next(self, item: str) -> None:
+        """Work on ``item`` starts, and what was at work is finished: for items that run one after the other."""
+        for name in self._running:
+            self.finish(name)
+        self.begin(item)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def share(self) -> float:
+        """Of the work, how much is done: 0 to 1."""
+        whole = sum(self._weights.values())
+        return min(1.0, sum(self._weights.get(name, 0.0) for name in self._done) / whole) if whole else 1.0
+
+    def remaining(self) -> float | None:
+        """Seconds that are left, as far as anyone can tell: by experience at first, then more and more by what is done.
+
+        The first item often pays for what is done once, so it alone is not believed.
+        """
+        share, spent = self.share, self._last_change - self._started
+        if self._seconds is None:
+            whole = spent / share if share else None
+        else:
+            slower = (spent + _TRUST * self._seconds) / ((share + _TRUST) * self._seconds)
+            whole = spent + slower * self._seconds * (1 - share)
+        return None if whole is None else max(0.0, whole - self.elapsed)
+
+    def head(self) -> str:
+        return f"{self.name} {len(self._done)}/{len(self._weights)}"
+
+    def state(self) -> str:
+        left = self.remaining()
+        parts = [", ".join(self._running[:3]), f"{self.elapsed:.0f} s"]
+        parts += [f"about {left:.0f} s left"] if left is not None and left >= 1 else []
+        return ", ".join(filter(None, parts))
+
+
+class StartProgress:
+    """Shows the stages of one start.
+
+    Args:
+        mode: "auto" is a bar where ``stream`` is a terminal, else lines; "off" prints nothing.
+        stream: where it goes; None is stderr as it is now.
+    """
+
+    def __init__(self, mode: Mode = "off", stream: TextIO | None = None) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        if self._stream is None:  # a process without a console
+            mode = "off"
+        self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
+
+    @contextlib.contextmanager
+    def stage(
+        self, name: str, weights: Mapping[str, float], *, seconds: float | None = None, is_long: bool = True
+    ) -> Iterator[Stage]:
+        """Show a stage while the block runs. ``is_long``: it deserves lines of its own in a log."""
+        stage = Stage(name, weights, seconds)
+        if self._mode == "off" or not weights:
+            yield stage
+            return
+        if self._mode == "lines":
+            if is_long:
+                names = ", ".join(weights) if len(weights) <= 4 else f"{next(iter(weights))} and others"
+                about = "" if seconds is None else f", about {seconds:.0f} s"
+                self.line(f"{name}: {len(weights)} ({names}){about}")
+            with _every(_LINE_SECONDS, lambda: self.line(f"{stage.head()}: {stage.state()}")):
+                yield stage
+            if is_long:
+                self.line(f"{name}: {len(weights)} done in {stage.elapsed:.1f} s")
+            return
+        with _bar(stage, self._stream) as show, _every(_REFRESH_SECONDS, show):
+            yield stage
+
+    def line(self, text: str) -> None:
+        """A line that stays, unless silence was asked for. A stderr that is closed or full stops no engine."""
+        if self._mode != "off":
+            with contextlib.suppress(OSError, ValueError):
+                print(f"compiled-llm: {text}", file=self._stream, flush=True)
+
+
+@contextlib.contextmanager
+def _bar(stage: Stage, stream: TextIO) -> Iterator[Any]:
+    """A bar for ``stage``; yields what draws it as it is now."""
+    # The text at the end is the "unit": before a postfix there would be a comma.
+    look: dict[str, Any] = {"bar_format": "{desc} |{bar:20}| {unit}", "leave": False, "file": stream}
+    with tqdm(total=1.0, desc=stage.head(), unit=stage.state(), **look) as bar:
+
+        def show() -> None:
+            bar.n = stage.share
+            bar.set_description_str(stage.head(), refresh=False)
+            bar.unit = stage.state()
+            bar.refresh()
+
+        yield show
+
+
+@contextlib.contextmanager
+def _every(seconds: float, call: Any) -> Iterator[None]:
+    """Call ``call`` again and again while the block runs, however long one item of it takes."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(seconds):
+            call()
+
+    thread = threading.Thread(target=run, name="start-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,91 @@
+"""Write the tables of docs/engine_arguments.md and docs/sampling_parameters.md from the classes' docstrings.
+
+    python scripts/make_docs.py
+
+Exit status: 0 when both files are as they should be, 1 with ``--check`` when one is out of date.
+"""
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from compiled_llm import EngineConfig, SamplingParams, StructuredOutputsParams
+from compiled_llm.arguments import attribute_docs
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+_NOTE = "<!-- Written by scripts/make_docs.py from the docstrings: change those, and run it. -->"
+
+_ENGINE = """# Engine arguments
+
+The arguments of `CompiledEngine(model, **engine_args)`, `AsyncCompiledEngine` and `EngineConfig`. All are checked when
+the engine is made: one that is unknown, out of range or in conflict with another raises a `ValueError` that says what
+is allowed.
+
+On the command line each is a flag of the same name with dashes, such as `--bucket-sizes 1,8,32` or
+`--no-enable-prefix-caching`.
+"""
+_SAMPLING = """# Sampling parameters
+
+The arguments of `SamplingParams(...)`, all given by name. They are checked when it is made: one that is out of range
+raises a `ValueError` that says what is allowed. [sampling.md](sampling.md) says in which order they apply.
+
+On the command line each is a flag of the same name with dashes, such as `--top-p 0.9`; `--sampling-seed` and
+`--sampling-logits-transforms` are those of the request, since the engine has arguments of the same names.
+"""
+
+
+def table(cls: type) -> str:
+    """A row for each field: name, flag, type, default, meaning."""
+    docs, hints = attribute_docs(cls), typing.get_type_hints(cls)
+    rows = ["| name | type | default | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        meaning = docs[field.name].replace("``", "`").replace("|", r"\|").replace("<", "&lt;")
+        rows.append(
+            f"| `{field.name}` | {type_text(hints[field.name])} | `{default_text(field.default)}` | {meaning} |"
+        )
+    return "\n".join(rows)
+
+
+def type_text(hint: Any) -> str:
+    """A type as a user would say it."""
+    if isinstance(hint, types.UnionType):
+        return " or ".join(dict.fromkeys(type_text(kind) for kind in typing.get_args(hint)))
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f'`"{value}"`' for value in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        items = typing.get_args(hint)[0]
+        return "list" if items is Any else f"list of {type_text(items)}"
+    names = {type(None): "None", StructuredOutputsParams: "`StructuredOutputsParams`", Any: "any"}
+    return names.get(hint) or (typing.get_origin(hint) or hint).__name__
+
+
+def default_text(default: Any) -> str:
+    return f'"{default}"' if isinstance(default, str) else repr(default)
+
+
+def pages() -> dict[Path, str]:
+    """File -> what it should hold."""
+    return {
+        DOCS / "engine_arguments.md": f"{_ENGINE}\n{_NOTE}\n\n{table(EngineConfig)}\n",
+        DOCS / "sampling_parameters.md": f"{_SAMPLING}\n{_NOTE}\n\n{table(SamplingParams)}\n",
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, say which file is out of date")
+    args = parser.parse_args()
+    stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
+    for path, text in stale.items():
+        print(f"{path.name} {'is out of date: run python scripts/make_docs.py' if args.check else 'written'}")
+        if not args.check:
+            path.write_text(text)
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""What a shell command of the documents is, and how it is checked where it is not run."""
+
+import argparse
+import contextlib
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.docs.markdown import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
+
+
+class _ParsedError(Exception):
+    """The script has got as far as its arguments."""
+
+
+def _until_parsed(script: str, arguments: list[str], see: Callable[[argparse.ArgumentParser], object]) -> None:
+    """Run ``scripts/<script>`` until it has parsed its arguments; ``see`` gets the parser before. Nothing else runs.
+
+    Raises:
+        SystemExit: the parser refuses the arguments.
+    """
+
+    def stopping(parse_args: Callable) -> Callable:
+        def stop(self: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> None:
+            see(self)
+            parse_args(self, args, namespace)
+            raise _ParsedError
+
+        return stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        patch.setattr(sys, "argv", [f"scripts/{script}", *arguments])
+        for kind in (argparse.ArgumentParser, *argparse.ArgumentParser.__subclasses__()):
+            if "parse_args" in vars(kind):
+                patch.setattr(kind, "parse_args", stopping(vars(kind)["parse_args"]))
+        with pytest.raises(_ParsedError):
+            runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+
+
+def parse_script(words: list[str]) -> None:
+    """``python scripts/X.py ARGUMENTS``: the script is there, and its parser takes the arguments."""
+    script, arguments = words[1], words[2:]
+    assert re.fullmatch(r"scripts/\w+\.py", script), words
+    assert (ROOT / script).is_file(), f"{script} is not there"
+    try:
+        _until_parsed(script.removeprefix("scripts/"), arguments, lambda parser: None)
+    except SystemExit as refused:
+        raise AssertionError(f"{' '.join(words)} is refused: see stderr") from refused
+
+
+def options_of(script: str) -> set[str]:
+    """The flags that a script knows; empty for a module that is no command."""
+    options: set[str] = set()
+    text = (ROOT / "scripts" / script).read_text()
+    if "__main__" in text and "parse_arg" in text:
+        with contextlib.suppress(SystemExit):  # arguments that it requires are not given
+            _until_parsed(script, [], lambda parser: options.update(parser._option_string_actions))
+    return options
+
+
+def check_pip(words: list[str]) -> None:
+    """``pip install REQUIREMENT...``: each is well-formed; of this project, only extras that it has."""
+    assert words[1] in ("install", "uninstall"), words
+    for word in words[2:]:
+        if word.startswith("-"):
+            assert word in ("-e", "-y"), f"{word} of {words}"
+            continue
+        requirement = Requirement(re.sub(r"^\.", "compiled-llm", word))
+        if requirement.name == PROJECT["project"]["name"]:
+            assert requirement.extras <= PROJECT["project"]["optional-dependencies"].keys(), words
+
+
+def check_pytest(words: list[str]) -> None:
+    """``pytest ARGUMENTS``: its paths are there, and its markers are known."""
+    arguments = words[words.index("pytest") + 1 :]
+    markers = " ".join(PROJECT["tool"]["pytest"]["ini_options"]["markers"])
+    while arguments:
+        word = arguments.pop(0)
+        if word == "-m":
+            assert f"{arguments.pop(0)}:" in markers, words
+        else:
+            assert (ROOT / word).exists(), f"{word} of {words}"
+
+
+def check_nothing(words: list[str]) -> None:
+    """For programs that are not ours."""
+
+
+class NotRun(NamedTuple):
+    """Commands that are checked but not run. ``pattern``: of the whole statement."""
+
+    pattern: str
+    reason: str
+    check: Callable[[list[str]], None]
+
+
+_PYTHON = r"(\S*/)?python"
+NOT_RUN = (
+    NotRun(_PYTHON + r"[\d.]* -m venv \S+", "a directory of its own is made by CI (.ci/run)", check_nothing),
+    NotRun(r"(\S*/)?pip (un)?install .+", "needs the network; CI installs the project (.ci/run)", check_pip),
+    NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
+    NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),
+    NotRun(r"\.venv/bin/(ruff|mypy)\b.*", "CI runs them on the repository (.ci/run)", check_nothing),
+    NotRun(_PYTHON + r" scripts/bench_\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_script),
+    NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_script),
+    NotRun(_PYTHON + r" scripts/kv_report\.py\b.*", "minutes", parse_script),
+    NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_script),
+    NotRun(_PYTHON + r" scripts/train_demo_model\.py\b.*", "25 minutes", parse_script),
+)  # fmt: skip
+# Run with -m battery; else checked only.
+EXPENSIVE = (
+    _PYTHON + r" scripts/compile_model\.py\b.*",
+    _PYTHON + r" scripts/serve_offline\.py\b.* --(report|trace) .*",
+    _PYTHON + r" scripts/tune_buckets\.py\b.*",
+)
+
+
+def not_run(statement: str) -> NotRun | None:
+    """Why a statement is not run by any test; None if one does."""
+    return next((kind for kind in NOT_RUN if re.fullmatch(kind.pattern, statement)), None)
+
+
+def is_expensive(statement: str) -> bool:
+    return any(re.fullmatch(pattern, statement) for pattern in EXPENSIVE)
+
+
+def words_of(statement: str) -> list[str]:
+    """As a shell splits it, without variables set in front of the command."""
+    words = shlex.split(statement)
+    while re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    return words

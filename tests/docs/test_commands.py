@@ -1,0 +1,122 @@
+"""Every shell command of the documents is run word for word, or at least taken by the parser of its script.
+
+In a directory that looks like the repository's root, with the demo model where the documents say ``DIR``.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.docs.commands import SCRIPTS, is_expensive, not_run, options_of, parse_script, words_of
+from tests.docs.markdown import DOCUMENTS, ROOT, blocks, inline_code, name_of, statements
+
+DEMO_MODEL = ROOT / "compiled_llm" / "demo_model"
+SECONDS = 600
+
+
+def commands(path: Path) -> list[str]:
+    return [statement for block in blocks(path, "bash") for statement in statements(block)]
+
+
+def runnable(path: Path) -> list[str]:
+    """What is run of a document, in its order; not what another document before it says in the same words."""
+    before = {
+        plain(statement)
+        for other in DOCUMENTS[: DOCUMENTS.index(path)]
+        for statement in commands(other)
+        if not_run(statement) is None
+    }
+    return [each for each in commands(path) if not_run(each) is None and plain(each) not in before]
+
+
+def plain(statement: str) -> str:
+    return statement.removeprefix(".venv/bin/")
+
+
+def make_root(directory: Path) -> dict[str, str]:
+    """Make ``directory`` look like the repository's root; returns the environment to run in."""
+    for path in ROOT.iterdir():
+        if path.name in ("compiled_llm", "scripts", "ops", "models", "tests", "README.md", "pyproject.toml"):
+            (directory / path.name).symlink_to(path)
+    (directory / "DIR").symlink_to(DEMO_MODEL)
+    programs = directory / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "activate").write_text("")  # PATH is set already
+    for name in ("python", "python3"):
+        (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        (programs / name).chmod(0o755)
+    path = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
+
+
+def run(path: Path, directory: Path, expensive: bool) -> None:
+    """Run a document's commands one after the other. Those that are ``expensive`` need those before them too."""
+    environment = make_root(directory)
+    for statement in runnable(path):
+        if is_expensive(statement) and not expensive:
+            parse_script(words_of(statement))
+            continue
+        command = ["bash", "-euo", "pipefail", "-c", statement]
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
+        assert done.returncode == 0, f"{name_of(path)}: {statement}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        assert "Traceback" not in done.stderr, f"{name_of(path)}: {statement}\n{done.stderr[-4000:]}"
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if runnable(path)], ids=name_of)
+def test_commands_run(path: Path, tmp_path: Path) -> None:
+    run(path, tmp_path, expensive=False)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if any(is_expensive(each) for each in runnable(path))], ids=name_of
+)
+def test_expensive_commands_run(path: Path, tmp_path: Path) -> None:
+    run(path, tmp_path, expensive=True)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_that_are_not_run_would_start(path: Path) -> None:
+    for statement in commands(path):
+        kind = not_run(statement)
+        if kind is not None:
+            kind.check(words_of(statement))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_commands_in_the_text_would_start(path: Path) -> None:
+    for span in inline_code(path):
+        kind = not_run(span)
+        if kind is not None:
+            kind.check(words_of(span))
+        elif re.match(r"python scripts/", span):
+            parse_script(words_of(span))
+        elif re.match(r"scripts/\w+\.py ", span):
+            parse_script(["python", *words_of(span)])
+        for script in re.findall(r"scripts/\w+\.py", span):
+            assert (ROOT / script).is_file(), f"{name_of(path)}: {span}"
+
+
+@pytest.fixture(scope="module")
+def known_options() -> set[str]:
+    return set().union(*map(options_of, SCRIPTS))
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_flags_in_the_text_are_known_to_some_script(path: Path, known_options: set[str]) -> None:
+    for span in inline_code(path):
+        for flag in re.findall(r"(?:^|\s)(--[a-z][a-z-]*)", span if span.startswith("--") else ""):
+            assert flag in known_options, f"{name_of(path)}: `{span}`"
+
+
+def test_a_command_that_would_not_start_is_found() -> None:
+    with pytest.raises(AssertionError, match="is refused"):
+        parse_script(["python", "scripts/bench_linear.py", "--no-such-flag"])
+    with pytest.raises(AssertionError, match="is not there"):
+        parse_script(["python", "scripts/no_such_script.py"])

@@ -1,0 +1,191 @@
+"""What a start shows: a bar on a terminal, lines elsewhere, silence when asked; and that the engine uses it."""
+
+import io
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_llm import CompiledEngine, progress
+from compiled_llm.compile_cache import CompileCache
+from compiled_llm.cpu_kernels import load_kernels
+from compiled_llm.ops import native
+from compiled_llm.progress import Stage, StartProgress
+
+EAGER = {"enforce_eager": True, "num_kv_blocks": 8, "bucket_sizes": (1,), "max_model_len": 64}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def run(mode: progress.Mode, stream: io.StringIO, **options: object) -> None:
+    with StartProgress(mode, stream).stage("building", {"one": 30.0, "two": 10.0}, **options) as stage:  # type: ignore[arg-type]
+        stage.next("one")
+        stage.next("two")
+        stage.finish("two")
+
+
+def test_lines_say_what_and_how_many_when_a_long_stage_starts_and_ends() -> None:
+    stream = io.StringIO()
+    run("auto", stream, seconds=40.0)
+    first, last = stream.getvalue().splitlines()
+    assert first == "compiled-llm: building: 2 (one, two), about 40 s"
+    assert last == "compiled-llm: building: 2 done in 0.0 s"
+    assert "\r" not in stream.getvalue()
+
+
+def test_a_short_stage_leaves_no_line() -> None:
+    stream = io.StringIO()
+    run("auto", stream, is_long=False)
+    assert stream.getvalue() == ""
+
+
+def test_a_terminal_shows_a_bar_at_once_and_leaves_nothing_of_it() -> None:
+    stream = Terminal()
+    shown = StartProgress("auto", stream)
+    with shown.stage("building", {"one": 30.0, "two": 10.0}, seconds=40.0) as stage:
+        assert "building 0/2" in stream.getvalue(), "before the first item is done"
+        assert "about 40 s left" in stream.getvalue()
+        stage.next("one")
+    assert stream.getvalue().split("\r")[-1].strip() == "", "the bar goes when the stage is done"
+    shown.line("ready")
+    assert stream.getvalue().endswith("compiled-llm: ready\n")
+
+
+def test_the_bar_moves_while_one_item_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.01)
+    stream = Terminal()
+    with StartProgress("bar", stream).stage("building", {"one": 1.0}, seconds=40.0) as stage:
+        stage.begin("one")
+        deadline = time.monotonic() + 10
+        while "one, " not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert "building 0/1" in stream.getvalue()
+    assert "one, 0 s, about 40 s left" in stream.getvalue()
+
+
+def test_silence_when_asked() -> None:
+    stream = Terminal()
+    run("off", stream)
+    StartProgress("off", stream).line("ready")
+    assert stream.getvalue() == ""
+
+
+def test_a_stderr_that_cannot_be_written_to_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "write", lambda text: (_ for _ in ()).throw(BrokenPipeError()))
+    run("lines", stream)
+    stream.close()
+    run("lines", stream)
+    monkeypatch.setattr("sys.stderr", None)
+    StartProgress("auto").line("ready")
+
+
+def test_what_fails_in_a_stage_comes_through_and_ends_its_thread() -> None:
+    for mode in ("bar", "lines"):
+        stream = Terminal()
+        with pytest.raises(KeyboardInterrupt), StartProgress(mode, stream).stage("building", {"one": 1.0}):  # type: ignore[arg-type]
+            raise KeyboardInterrupt
+        assert "done" not in stream.getvalue()
+    assert not [thread for thread in threading.enumerate() if thread.name == "start-progress"]
+
+
+def test_what_is_left_follows_from_experience_then_from_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    stage = Stage("building", {"one": 30.0, "two": 10.0}, 40.0)
+    stage.next("one")
+    now[0] += 10
+    assert stage.remaining() == 30
+    now[0] += 50
+    assert stage.remaining() == 0
+    stage.next("two")  # three quarters of the work took 60 s
+    assert stage.share == 0.75
+    assert stage.remaining() == 17.5, "and not 20: the first item is not all that is known"
+    now[0] += 5
+    assert stage.remaining() == 12.5
+    assert stage.head() == "building 1/2"
+    assert stage.state() == "two, 65 s, about 12 s left"
+    unknown = Stage("building", {"one": 30.0, "two": 10.0}, None)
+    assert unknown.remaining() is None
+    unknown.next("one")
+    now[0] += 6
+    unknown.next("two")
+    assert unknown.remaining() == 2
+
+
+def test_an_engine_says_in_one_line_that_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+    load_kernels(torch.bfloat16, StartProgress())  # from now on they are on disk
+    with CompiledEngine(**EAGER):
+        pass
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("compiled-llm: ready in ")
+    assert "nothing compiled" in line
+
+
+def test_an_engine_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    with CompiledEngine(**EAGER, progress="off"):
+        pass
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wrong_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="progress must be one of 'auto', 'bar', 'lines', 'off', given 'loud'"):
+        CompiledEngine(progress="loud")
+
+
+def test_kernels_that_must_be_built_are_counted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(native, "must_be_built", lambda name: name != "sampling_cpu")
+    monkeypatch.setattr(native, "load", loaded.append)
+    stream = io.StringIO()
+    load_kernels(torch.bfloat16, StartProgress("lines", stream))
+    assert sorted(loaded) == ["attention_cpu", "linear_cpu", "sampling_cpu"]
+    assert stream.getvalue().startswith(
+        "compiled-llm: building C++ kernels: 2 (attention_cpu, linear_cpu), about 38 s\n"
+    )
+    loaded.clear()
+    load_kernels(torch.float32, StartProgress("off"))
+    assert sorted(loaded) == ["attention_cpu", "sampling_cpu"], "float32 has no packed linear layers"
+
+
+def test_a_kernel_must_be_built_until_it_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path))
+    assert native.must_be_built("attention_cpu")
+    library = native._library(native._source("attention_cpu"), str(native.compiler()))
+    library.parent.mkdir()
+    library.touch()
+    assert not native.must_be_built("attention_cpu")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not native.must_be_built("linear_cpu"), "nothing is built without a compiler"
+
+
+def test_a_cold_start_names_every_graph_and_a_warm_one_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def nothing_is_stored(self: CompileCache, key: object) -> str:
+        return "nothing of that name is stored"
+
+    stages: list[tuple[str, list[str], bool]] = []
+    shown = StartProgress.stage
+
+    def stage(self, name, weights, *, seconds=None, is_long=True):  # type: ignore[no-untyped-def]
+        stages.append((name, list(weights), is_long))
+        if name == "compiling graphs":
+            raise RuntimeError("seen")  # what follows is what takes minutes
+        return shown(self, name, weights, seconds=seconds, is_long=is_long)
+
+    monkeypatch.setattr(StartProgress, "stage", stage)
+    monkeypatch.setattr(CompileCache, "find", nothing_is_stored)
+    with pytest.raises(RuntimeError, match="seen"):
+        CompiledEngine(bucket_sizes=(1, 2), token_bucket_sizes=(16,), max_model_len=64, num_kv_blocks=8)
+    name, graphs, is_long = stages[-1]
+    assert (name, is_long) == ("compiling graphs", True)
+    assert graphs == [
+        *("decode_1", "decode_2", "tokens_16"),
+        *("sample_1", "change_1", "logprobs_1", "sample_2", "change_2", "logprobs_2", "prompt_logprobs"),
+    ]
