@@ -19,7 +19,7 @@ ARCHITECTURES = {
 # For messages: what these are to a user.
 SUPPORTED = (
     "Supported are Llama (Llama 2, 3, 3.1, 3.2 and other models of architecture LlamaForCausalLM) and dense Qwen3 "
-    "(Qwen3ForCausalLM); README.md and docs/ list them"
+    "(Qwen3ForCausalLM); docs/models.md lists them"
 )
 
 
