@@ -25,7 +25,7 @@ class EngineConfig:
             environment variable HF_TOKEN to an access token of the hub; HF_HOME says where downloads are kept.
         revision: branch, tag or commit of the hub's ``model``. None: its main branch.
         tokenizer: directory or hub id, if not the model's own.
-        tokenizer_revision: the same of the hub's ``tokenizer``.
+        tokenizer_revision: branch, tag or commit of the hub's ``tokenizer``. None: its main branch.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
         load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.

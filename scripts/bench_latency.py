@@ -54,7 +54,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = bench_parser(__doc__.split("\n")[0])
+    parser = bench_parser((__doc__ or "").split("\n")[0])
     parser.set_defaults(enable_prefix_caching=False)
     parser.add_argument("--input-len", type=int, default=32, help="tokens of each prompt (default: 32)")
     parser.add_argument("--output-len", type=int, default=128, help="tokens to generate for each (default: 128)")

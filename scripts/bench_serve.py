@@ -78,7 +78,7 @@ TITLES = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = bench_parser(__doc__.split("\n")[0])
+    parser = bench_parser((__doc__ or "").split("\n")[0])
     add_request_flags(parser)
     add_sampling_flags(parser)
     load = parser.add_argument_group("load")

@@ -65,7 +65,7 @@ _PERCENTILES = (50, 99)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = bench_parser(__doc__.split("\n")[0])
+    parser = bench_parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
     parser.add_argument("--hf-max-batch-size", type=int, help="most requests in a batch of --backend hf")
     parser.add_argument("--repeats", type=int, default=3, help="runs, of which the median counts (default: 3)")
