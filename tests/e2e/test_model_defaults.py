@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,12 +198,18 @@ def test_an_abort_before_the_first_token_tells_the_prompt_that_was_kept() -> Non
     async def main() -> RequestOutput:
         async with AsyncCompiledEngine(**EAGER) as engine:
             params = SamplingParams(truncate_prompt_tokens=3)
-            outputs = engine.generate([5, 6, 7, 8, 9], params, request_id="mine", priority=0)
+            outputs = engine.generate([5, 6, 7, 8, 9], params, request_id="mine")
+            await engine.ready()
+            busy = threading.Event()
+            engine._thread.call(lambda _: busy.wait(60))  # so that no step comes between the next two
             first = asyncio.ensure_future(anext(outputs))
-            await asyncio.sleep(0)
-            await engine.abort("mine")
+            await asyncio.sleep(0.01)
+            abort = asyncio.ensure_future(engine.abort("mine"))
+            await asyncio.sleep(0.01)
+            busy.set()
+            await abort
             output = await first
-            await outputs.aclose()
+            assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("abort", [])
             return output
 
     output = asyncio.run(asyncio.wait_for(main(), 60))
