@@ -1,7 +1,6 @@
 """CompiledEngine: prompts in, outputs out. Ties tokenizer, scheduler and runner together."""
 
 import itertools
-import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -36,8 +35,6 @@ from compiled_llm.step_log import StepLog
 from compiled_llm.step_profile import StepProfiler
 from compiled_llm.stream import RequestStream, StreamReference
 
-_LOGGER = logging.getLogger("compiled_llm")
-
 
 class CompiledEngine:
     """An engine for one model: load, compile every bucket, then serve.
@@ -68,7 +65,7 @@ class CompiledEngine:
         self.model_config = ModelConfig.from_directory(directory)
         self.tokenizer = load_tokenizer(config, directory)
         if self.tokenizer is None:
-            _LOGGER.warning("%s has no tokenizer: it serves prompt_token_ids only, and outputs have no text", directory)
+            progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")
         self.runner = ModelRunner(config, self.model_config, directory, progress)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
         self._closed = False
@@ -459,7 +456,8 @@ class CompiledEngine:
         params = self.get_default_sampling_params()
         if self._suggested_sampling and not self._has_shown_sampling:
             self._has_shown_sampling = True
-            _LOGGER.warning("chat() samples as generation_config.json suggests: %s", listed(self._suggested_sampling))
+            suggested = listed(self._suggested_sampling)
+            StartProgress(self.config.progress).line(f"chat() samples as generation_config.json suggests: {suggested}")
         return params
 
     # -- Reports

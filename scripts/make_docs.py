@@ -5,7 +5,6 @@
 Exit status: 0 when both files are as they should be, 1 with ``--check`` when one is out of date.
 """
 
-import argparse
 import dataclasses
 import sys
 import types
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_llm import EngineConfig, SamplingParams, StructuredOutputsParams
-from compiled_llm.arguments import attribute_docs
+from compiled_llm.arguments import FlagParser, attribute_docs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 _NOTE = "<!-- Written by scripts/make_docs.py from the docstrings: change those, and run it. -->"
@@ -76,7 +75,7 @@ def pages() -> dict[Path, str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--check", action="store_true", help="write nothing, say which file is out of date")
     args = parser.parse_args()
     stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}

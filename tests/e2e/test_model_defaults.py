@@ -200,12 +200,16 @@ def test_an_abort_before_the_first_token_tells_the_prompt_that_was_kept() -> Non
             params = SamplingParams(truncate_prompt_tokens=3)
             outputs = engine.generate([5, 6, 7, 8, 9], params, request_id="mine")
             await engine.ready()
-            busy = threading.Event()
+            commands, busy = engine._thread._commands, threading.Event()
             engine._thread.call(lambda _: busy.wait(60))  # so that no step comes between the next two
+            while commands.qsize():
+                await asyncio.sleep(0.001)
             first = asyncio.ensure_future(anext(outputs))
-            await asyncio.sleep(0.01)
+            while commands.qsize() < 1:
+                await asyncio.sleep(0.001)
             abort = asyncio.ensure_future(engine.abort("mine"))
-            await asyncio.sleep(0.01)
+            while commands.qsize() < 2:
+                await asyncio.sleep(0.001)
             busy.set()
             await abort
             output = await first
