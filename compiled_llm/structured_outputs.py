@@ -14,6 +14,7 @@ import numpy as np
 from compiled_llm import grammar_texts
 from compiled_llm.error_texts import shown
 from compiled_llm.grammar_processes import Follower, GrammarProcesses, GrammarSource, Vocabulary, bits
+from compiled_llm.names import refuse_unknown_names
 
 if TYPE_CHECKING:
     from compiled_llm.tokenizer import Tokenizer
@@ -36,6 +37,7 @@ _SECONDS_A_TOKEN = 0.02
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 
 
+@refuse_unknown_names("field of structured_outputs", {})
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StructuredOutputsParams:
     """What a generation must look like: exactly one of the first five. Otherwise: ``ValueError``.

@@ -85,7 +85,7 @@ def test_messages_say_what_is_allowed_and_what_was_given() -> None:
         ({"allowed_token_ids": []}, "allowed_token_ids must hold at least one id, or be None, given none"),
         ({"bad_words": ["x"] * 1001}, "bad_words may hold 1000 strings"),
         ({"logits_transforms": {f"t{n}": 1 for n in range(65)}}, "may name 64 at most, given 65"),
-        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs: .*regexp"),
+        ({"structured_outputs": {"regexp": "a"}}, "unknown field of structured_outputs 'regexp': did you mean 'regex'"),
         ({"structured_outputs": 5}, "structured_outputs must be a StructuredOutputsParams or a dict, given int"),
     ]:
         with pytest.raises(ValueError, match=message):

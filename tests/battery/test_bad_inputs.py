@@ -113,7 +113,7 @@ PARAMS: list[tuple[dict[str, Any], str]] = [
     ({"detokenize": None}, r"detokenize must be True or False, given None"),
     ({"structured_outputs": "[a-z]"}, r"structured_outputs must be a StructuredOutputsParams or a dict, given str"),
     ({"structured_outputs": {}}, r"structured outputs: exactly one of json, .* must be given, given \[\]"),
-    ({"structured_outputs": {"regexp": "a"}}, r"structured_outputs: .*'regexp'"),
+    ({"structured_outputs": {"regexp": "a"}}, r"unknown field of structured_outputs 'regexp': did you mean 'regex'"),
     ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, r"exactly one of .* given \['regex', 'choice'\]"),
     ({"structured_outputs": {"json": "{"}}, r"json must be a JSON schema, given what is not JSON"),
     ({"structured_outputs": {"regex": HALF}}, r"regex must be Unicode text, given half a surrogate pair"),

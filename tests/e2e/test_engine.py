@@ -310,7 +310,7 @@ def test_weights_larger_than_the_memory_are_refused_before_they_are_made(tmp_pat
     config = json.loads((checkpoint("llama") / "config.json").read_text())
     config |= {"hidden_size": 2**16, "intermediate_size": 2**18, "num_hidden_layers": 200}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"the weights need \d+ MiB in float32, and \d+ are free on cpu"):
+    with pytest.raises(ValueError, match=r"the weights need \d+ MiB in float32, .* and \d+ are free on cpu"):
         CompiledEngine(str(tmp_path), load_format="dummy", device="cpu")
 
 
@@ -319,7 +319,7 @@ def test_models_that_cannot_be_had(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="model="):
             CompiledEngine(model)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*LlamaForCausalLM, Qwen3ForCausalLM"):
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*Supported are Llama .*LlamaForCausalLM.* Qwen3"):
         CompiledEngine(str(tmp_path))
     with pytest.raises(ValueError, match="bucket_size"):
         CompiledEngine(bucket_size=(1,))
