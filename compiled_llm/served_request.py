@@ -170,7 +170,12 @@ class LogprobReader:
         return found
 
     def _text(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        if self._tokenizer is None:
+            return None
+        try:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        except ValueError:  # the library panics at it: that ends no request, of which this may only be an alternative
+            return None
 
 
 def error_output(request_id: str, prompt: Any, reason: str) -> RequestOutput:
