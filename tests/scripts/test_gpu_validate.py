@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_llm.arguments import FlagParser
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,7 +48,8 @@ def test_a_part_is_a_command_that_its_script_understands(
         assert unknown == []
         raise Parsed
 
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    for parser in (argparse.ArgumentParser, FlagParser):
+        monkeypatch.setattr(parser, "parse_args", parse_args)
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(Parsed):
