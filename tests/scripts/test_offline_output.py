@@ -1,5 +1,6 @@
 """offline_output: one writer, whole rows only, and nothing that is not a run's own rows is resumed."""
 
+import contextlib
 import errno
 import importlib
 import json
@@ -47,13 +48,15 @@ def line_of(index: Any, **fields: Any) -> str:
     return json.dumps({"index": index, "prompt": str(index), "finish_reason": "stop"} | fields) + "\n"
 
 
-@pytest.fixture
-def _limited_file_size() -> Iterator[None]:
-    """A process may not write more than 1000 bytes to a file: as on a full disk, what still fits is written."""
+@contextlib.contextmanager
+def limited_file_size() -> Iterator[None]:
+    """As a full disk: no file grows beyond 1,000 bytes. Within a test alone, since pytest may write to a file, too."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_failures_are_whatever_did_not_come_to_its_end(module: ModuleType) -> None:
@@ -121,10 +124,9 @@ def test_a_new_file_without_a_row_goes_when_the_run_cannot_start(
     assert "holds 1 rows; --resume serves the others" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_limited_file_size")
 def test_a_full_disk_leaves_no_half_row(open_file: Any, tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
-    with open_file() as file:
+    with limited_file_size(), open_file() as file:
         file.write(0, output_of(0, text="x" * 600))
         before = path.read_bytes()
         with pytest.raises(OSError, match=rf"--output .*out\.jsonl: {os.strerror(errno.EFBIG)}"):
