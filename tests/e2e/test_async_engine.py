@@ -484,7 +484,7 @@ def test_the_interpreter_ends_without_close() -> None:
     code = """
 import asyncio
 from compiled_llm import AsyncCompiledEngine, SamplingParams
-engine = AsyncCompiledEngine(enforce_eager=True, dtype="float32", bucket_sizes=(1,))
+engine = AsyncCompiledEngine(enforce_eager=True, dtype="float32", bucket_sizes=(1,), progress="off")
 stream = engine.generate("def", SamplingParams(max_tokens=None, ignore_eos=True))
 loop = asyncio.new_event_loop()
 print(loop.run_until_complete(anext(stream)).finished)
