@@ -392,9 +392,8 @@ class CompiledEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether ``step`` has something to do or to return."""
-        with self._interrupts:
-            self._abort_dropped_streams()
-            return self._core.has_unfinished_requests() or bool(self._undelivered)
+        self._abort_dropped_streams()
+        return self._core.has_unfinished_requests() or bool(self._undelivered)
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out.
@@ -547,8 +546,10 @@ class CompiledEngine:
 
     def _abort_dropped_streams(self) -> None:
         """Streams that the garbage collector found: it may run anywhere, so they wait for a safe moment."""
-        while self._dropped:
-            self._end_stream(self._dropped.popleft().request_id)
+        if self._dropped:
+            with self._interrupts:
+                while self._dropped:
+                    self._end_stream(self._dropped.popleft().request_id)
 
     def _end_stream(self, request_id: str) -> None:
         with self._interrupts:
