@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm import CompiledEngine, RequestsFailedWarning, SamplingParams
 from tests.families import checkpoint
 
 DAMAGED = 200  # a token whose embedding is damaged
@@ -56,7 +56,8 @@ def test_a_request_that_loses_them_on_its_way_keeps_what_it_has(engine: Compiled
     damage(engine, 0.1)
     params = SamplingParams(temperature=0, max_tokens=6, logit_bias={DAMAGED: 100.0})
     damage(engine, torch.nan)
-    (output,) = engine.generate([[5, 6, 7]], params, use_tqdm=False)
+    with pytest.warns(RequestsFailedWarning, match="logits are not finite"):
+        (output,) = engine.generate([[5, 6, 7]], params, use_tqdm=False)
     assert (output.outputs[0].finish_reason, output.outputs[0].token_ids) == ("error", [DAMAGED])
 
 
