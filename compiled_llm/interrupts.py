@@ -73,12 +73,13 @@ class Interrupts:
             self._put_back()
         finally:
             self._put_back()  # the rest, if the first handler that was put back was called at once, and raised
-            self._handlers.clear()
 
     def _put_back(self) -> None:
-        for number, handler in self._handlers.items():
+        while self._handlers:
+            number, handler = next(iter(self._handlers.items()))
             if signal.getsignal(number) == self._hold_back:  # else it was given another one meanwhile
                 signal.signal(number, handler)
+            del self._handlers[number]
 
     def _hold_back(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
