@@ -104,9 +104,10 @@ def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity, keep: 
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
     _check_unicode("prompt", prompt)
-    if keep is not None:
-        return _token_list(tokenizer.encode_end(prompt, keep), capacity, keep)
     most = capacity.num_tokens
+    if keep is not None:
+        end = prompt[-MAX_CHARACTERS_PER_TOKEN * most :]  # it holds at least as many tokens
+        return _token_list(tokenizer.encode_end(end, keep), capacity, keep)
     if len(prompt) > MAX_CHARACTERS_PER_TOKEN * most:
         raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {most} tokens")
     if excess := tokenizer.excess(prompt, most):

@@ -13,6 +13,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from compiled_llm.engine_parts import DEMO_MODEL
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.tokenizer import OutputText, Tokenizer
 
@@ -209,3 +210,16 @@ def test_the_sizes_in_a_config_are_not_built_for_a_tokenizer(directory: Path, tm
     begun = time.monotonic()
     assert Tokenizer(tmp_path).encode(TEXT) == Tokenizer(directory).encode(TEXT)
     assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize("count", [1, 64, 700])
+def test_the_end_of_a_long_text_has_the_tokens_that_the_whole_text_ends_in(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(DEMO_MODEL)
+    text = "".join(f"def function_{n}(a, b):\n    return a + {n} * b\n\n\n" for n in range(3000))
+    whole, encode, lengths = tokenizer.encode(text), tokenizer.encode, []
+    monkeypatch.setattr(tokenizer, "encode", lambda piece: lengths.append(len(piece)) or encode(piece))
+    assert tokenizer.encode_end(text, count)[-count:] == whole[-count:]
+    assert sum(lengths) < len(text) / 4
+    assert tokenizer.encode_end(text, len(whole)) == whole
