@@ -44,7 +44,7 @@ from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report import machine_limits
 from compiled_llm.report.roofline import ModelWork, StepWork
-from compiled_llm.worker import kv_cache
+from compiled_llm.step import kv_cache
 from compiled_llm.worker.loader import model_directory
 from compiled_llm.worker.runner import resolve_device
 

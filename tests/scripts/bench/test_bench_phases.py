@@ -200,7 +200,7 @@ def test_every_part_has_a_picture(script: ModuleType, results: Row, tmp_path: Pa
 
 
 def test_no_text_of_the_roofline_is_printed_over_another_or_over_the_limit(script: ModuleType) -> None:
-    record = json.loads((SCRIPTS.parent / "docs" / "results" / "cpu" / "study-amx.json").read_text())
+    record = json.loads((SCRIPTS.parents[1] / "docs" / "results" / "cpu" / "study-amx.json").read_text())
     figure = script.bench_phases_plots.figure_of("intensity", record["parts"]["intensity"], "a model")
     figure.canvas.draw()
     (axes,) = figure.axes
