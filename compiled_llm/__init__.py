@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from compiled_llm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from compiled_llm.report.report import RunReport
     from compiled_llm.sampling_params import SamplingParams
-    from compiled_llm.step.logits import Field, LogitsContext, LogitsTransform
+    from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
     from compiled_llm.structured_outputs import StructuredOutputsParams
     from compiled_llm.worker.memory import MemoryLedger, MemoryRow
 
@@ -28,10 +28,10 @@ _HOMES = {
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
     "EngineStats": "outputs",
-    "Field": "step.logits",
+    "Field": "step.logits_transforms",
     "GraphReport": "compiling.function",
-    "LogitsContext": "step.logits",
-    "LogitsTransform": "step.logits",
+    "LogitsContext": "step.logits_transforms",
+    "LogitsTransform": "step.logits_transforms",
     "Logprob": "outputs",
     "MemoryLedger": "worker.memory",
     "MemoryRow": "worker.memory",

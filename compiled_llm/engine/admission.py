@@ -14,7 +14,7 @@ from compiled_llm.error_texts import shown
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.request import Request
-from compiled_llm.step.logits import LogitsTransform, field_rows
+from compiled_llm.step.logits_transforms import LogitsTransform, field_rows
 from compiled_llm.structured_outputs import StructuredOutputsParams
 from compiled_llm.text.prompts import Capacity, EncodedPrompt, Prompt, check_token_ids, encode_prompt
 from compiled_llm.text.tokenizer import OutputText, Tokenizer

@@ -14,7 +14,8 @@ from torch import Tensor
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
-from compiled_llm.step.logits import LogitsInput, LogitsTransform, change_logits
+from compiled_llm.step.logits import LogitsInput, change_logits
+from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
 from compiled_llm.step.sampling import SamplingInput, sample, sample_greedy
 

@@ -15,7 +15,8 @@ from compiled_llm.ops import swap
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
-from compiled_llm.worker.step_buffers import Bucket, RequestRows
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import Bucket
 
 if TYPE_CHECKING:
     from compiled_llm.worker.runner import ModelRunner

@@ -4,7 +4,7 @@ Filling is numpy, and a GPU gets all fields by one copy. Where a GPU runs a step
 the first may not have been copied yet when the host writes the second: so there are two host arrays, used in turns.
 """
 
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 
 _ALIGNMENT = 64  # bytes; Inductor copies inputs that are not aligned to 16
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[Any, np.ndarray]
+Fields = dict[Any, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype)
 
 
 class FieldBuffers:
@@ -22,7 +23,7 @@ class FieldBuffers:
         tensors: views on the device at fixed addresses.
     """
 
-    def __init__(self, fields: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> None:
+    def __init__(self, fields: Fields, device: torch.device) -> None:
         offsets, size = {}, 0
         for name, (shape, dtype) in fields.items():
             offsets[name] = size
@@ -32,7 +33,7 @@ class FieldBuffers:
         self._hosts = [torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2 if on_gpu else 1)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device) if on_gpu else self._hosts[0]
 
-        def view(memory: Tensor, name: str) -> Tensor:
+        def view(memory: Tensor, name: Any) -> Tensor:
             shape, dtype = fields[name]
             num_bytes = torch.Size(shape).numel() * dtype.itemsize
             return memory[offsets[name] : offsets[name] + num_bytes].view(dtype).view(shape)

@@ -27,7 +27,7 @@ from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
-from compiled_llm.step.logits import load_transforms
+from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.step import Feedback
 from compiled_llm.worker import loader
@@ -35,8 +35,9 @@ from compiled_llm.worker.calibration import measure_costs, swap_indices
 from compiled_llm.worker.cpu_kernels import load_kernels
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.profiler import StepProfiler
+from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import Samplers, Wanted
-from compiled_llm.worker.step_buffers import Bucket, RequestRows, StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.step_buffers import Bucket, StepBuffers, buckets_of, choose_bucket
 from compiled_llm.worker.step_units import LayeredStep, check_unit, compiled_step, functions_of, step_jobs
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -144,7 +145,6 @@ class ModelRunner:
         memory.check()
         self.kv_cache = self._allocate(TRIAL_BLOCKS)
         self.swap_space = swap.host_pool(tensors(self.kv_cache), config.swap_space_bytes // self._block_bytes)
-        self.rows = RequestRows(self.limits, model_config.vocab_size)
         self.buckets = buckets_of(self.limits)
         self.buffers = {bucket: StepBuffers(bucket, self.limits, self.device) for bucket in self.buckets}
         rows = self.limits.decode_bucket_sizes[-1]
@@ -154,6 +154,7 @@ class ModelRunner:
         for tensor in (self.last_tokens, self._hidden):
             torch._dynamo.mark_static_address(tensor)
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
+        self.rows = RequestRows(self.limits, model_config.vocab_size, self.transforms)
         self.samplers = Samplers(
             model_config,
             self.limits,
@@ -210,7 +211,7 @@ class ModelRunner:
         self.samplers.admit(output.admissions, self.rows)
         wanted = Wanted.of(rows, output.samples, self.rows)
         if wanted.changes:
-            self.samplers.fill(rows, output, bucket.num_requests)
+            self.samplers.fill(rows, output, self.rows, bucket.num_requests)
         prepared = time.perf_counter()
         self._move_blocks(output)
         swapped = time.perf_counter()

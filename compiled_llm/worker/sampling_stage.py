@@ -18,10 +18,11 @@ from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.config import EngineLimits
 from compiled_llm.constraints.token_masks import num_mask_words
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.sampling_params import MAX_BIASES
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
-from compiled_llm.step.logits import LogitsInput, LogitsTransform, field_rows
+from compiled_llm.step.logits import LogitsInput
+from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
+from compiled_llm.step.parameters import logits_parameters
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import (
     changing_sampler_function,
@@ -29,8 +30,9 @@ from compiled_llm.step.step import (
     prompt_logprobs_function,
     sampler_function,
 )
-from compiled_llm.worker.field_buffers import Arrays, FieldBuffers
-from compiled_llm.worker.step_buffers import Bucket, RequestRows
+from compiled_llm.worker.field_buffers import FieldBuffers, Fields
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import Bucket
 
 Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
 # What runs behind a step, and what it runs behind there: CUDA graph trees tell these apart, and nothing else does.
@@ -51,7 +53,7 @@ class Wanted(NamedTuple):
         """``is_due``: for each row, whether the step chooses a token of its request."""
         due = np.asarray(rows)[np.asarray(is_due, dtype=bool)]
         return cls(
-            samples=bool(store.temperature[due].any()),
+            samples=bool(store.parameters["temperature"][due].any()),
             changes=bool(store.changes_logits[due].any()),
             logprobs=bool(store.wants_logprobs[due].any()),
         )
@@ -91,8 +93,13 @@ class Samplers:
         # The last row is that of padding.
         self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
         torch._dynamo.mark_static_address(self._token_counts)
-        self._changes = _ChangeRows(limits.max_num_seqs, model_config.vocab_size, transforms)
-        self._change_inputs = {rows: _ChangeInput(rows, self._changes, device) for rows in limits.decode_bucket_sizes}
+        self._logits_buffers = {
+            rows: _LogitsBuffers(rows, model_config.vocab_size, transforms, device)
+            for rows in limits.decode_bucket_sizes
+        }
+        empty = RequestRows(limits, model_config.vocab_size, transforms)
+        for buffers in self._logits_buffers.values():
+            buffers.fill([], SchedulerOutput(), empty)
         rows = min(_MOST_PROMPT_ROWS, limits.token_bucket_sizes[-1])
         self._prompt_rows = FieldBuffers(
             {"indices": ((rows,), torch.int64), "token_ids": ((rows,), torch.int64)}, device
@@ -103,7 +110,7 @@ class Samplers:
     @property
     def nbytes(self) -> int:
         """Of all tensors on the device."""
-        inputs = sum(change_input.buffers.nbytes for change_input in self._change_inputs.values())
+        inputs = sum(buffers.buffers.nbytes for buffers in self._logits_buffers.values())
         return self._token_counts.nbytes + inputs + self._prompt_rows.nbytes
 
     # -- Compiling
@@ -122,7 +129,7 @@ class Samplers:
 
     def uncached(self) -> list[str]:
         """Names of the functions that are compiled at each start, since code of a user's own is in them."""
-        return [f"change_{rows}" for rows in self._change_inputs] if self._transforms else []
+        return [f"change_{rows}" for rows in self._logits_buffers] if self._transforms else []
 
     def warm_up(
         self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor], make: Make
@@ -162,7 +169,7 @@ class Samplers:
         self, rows: int, logits: Tensor, sampling_input: SamplingInput
     ) -> dict[str, tuple[Callable[[], Callable], tuple]]:
         """kind -> (what makes the function, its arguments)."""
-        changed = self._change_inputs[rows].logits_input
+        changed = self._logits_buffers[rows].logits_input
         return {
             "sample": (_sampler, (logits, sampling_input, self._last_tokens)),
             "change": (
@@ -206,16 +213,15 @@ class Samplers:
         """Take in what requests that the runner meets ask for."""
         for admission in admissions:
             row, params = store.row_of(admission.request_id), admission.sampling_params
-            self._changes.admit(row, admission)
             if params.counts_tokens:
                 counts = self._token_counts[row].zero_()
                 counts[torch.tensor(sorted(set(admission.prompt_token_ids)), device=self._device)] = 0.5
                 output = torch.tensor(admission.output_token_ids, dtype=torch.int64, device=self._device)
                 counts.index_add_(0, output, torch.ones(len(output), device=self._device))
 
-    def fill(self, rows: Sequence[int], output: SchedulerOutput, num_rows: int) -> None:
+    def fill(self, rows: Sequence[int], output: SchedulerOutput, store: RequestRows, num_rows: int) -> None:
         """Write what a step's rows ask for that changes logits, for a bucket of ``num_rows``."""
-        self._change_inputs[num_rows].fill(rows, output, self._changes)
+        self._logits_buffers[num_rows].fill(rows, output, store)
 
     def run(self, bucket: Bucket, sampling_input: SamplingInput, logits: Tensor, wanted: Wanted) -> LogprobRows | None:
         """Behind the bucket's step: leave the tokens in ``last_tokens``; returns log-probabilities, if wanted."""
@@ -249,77 +255,34 @@ def _sampler() -> Callable:
     return sampler_function
 
 
-class _ChangeRows:
-    """What requests ask for that changes logits, a row each, as long as they run. The last row is that of padding."""
-
-    def __init__(self, max_num_seqs: int, vocab_size: int, transforms: tuple[LogitsTransform, ...]) -> None:
-        rows = max_num_seqs + 1
-        self.vocab_size, self.transforms, self.padding_row = vocab_size, transforms, max_num_seqs
-        self.arrays: Arrays = {
-            "presence_penalty": np.zeros(rows, dtype=np.float32),
-            "frequency_penalty": np.zeros(rows, dtype=np.float32),
-            "repetition_penalty": np.ones(rows, dtype=np.float32),
-            "bias_ids": np.zeros((rows, MAX_BIASES), dtype=np.int64),
-            "biases": np.zeros((rows, MAX_BIASES), dtype=np.float32),
-        }
-        self.dtypes = {name: torch.from_numpy(array).dtype for name, array in self.arrays.items()}
-        for transform in transforms:
-            for name, field in transform.fields.items():
-                key = field_name(transform, name)
-                array = torch.full((rows, *field.shape), field.default, dtype=field.dtype).numpy()
-                self.arrays[key], self.dtypes[key] = array, field.dtype
-
-    def admit(self, row: int, admission: Admission) -> None:
-        params, arrays = admission.sampling_params, self.arrays
-        arrays["presence_penalty"][row] = params.presence_penalty
-        arrays["frequency_penalty"][row] = params.frequency_penalty
-        arrays["repetition_penalty"][row] = params.repetition_penalty
-        biases = params.logit_bias or {0: 0.0}
-        arrays["biases"][row] = next(iter(biases.values()))  # what is left over says the first again
-        arrays["biases"][row, : len(biases)] = list(biases.values())
-        arrays["bias_ids"][row] = next(iter(biases))
-        arrays["bias_ids"][row, : len(biases)] = list(biases)
-        for transform in self.transforms:
-            arguments = params.logits_transforms or {}
-            asks = transform.name in arguments
-            values = field_rows(transform, arguments[transform.name], self.vocab_size) if asks else {}
-            for name, field in transform.fields.items():
-                arrays[field_name(transform, name)][row] = values[name].numpy() if asks else field.default
-
-
-class _ChangeInput:
+class _LogitsBuffers:
     """A ``LogitsInput`` for one number of rows, as the host fills it and the graph reads it."""
 
-    def __init__(self, rows: int, changes: _ChangeRows, device: torch.device) -> None:
-        words = num_mask_words(changes.vocab_size)
-        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    def __init__(
+        self, rows: int, vocab_size: int, transforms: tuple[LogitsTransform, ...], device: torch.device
+    ) -> None:
+        self._parameters = logits_parameters(transforms)
+        fields: Fields = {
             "row": ((rows,), torch.int64),
             "is_due": ((rows,), torch.float32),
-            "allowed": ((rows, words), torch.int32),
+            "allowed": ((rows, num_mask_words(vocab_size)), torch.int32),
         }
-        for name, array in changes.arrays.items():
-            fields[name] = (rows, *array.shape[1:]), changes.dtypes[name]
+        for parameter in self._parameters:
+            fields[parameter.name] = (rows, *parameter.shape), parameter.dtype
         self.buffers = FieldBuffers(fields, device)
         views = self.buffers.tensors
-        custom = tuple(tuple(views[field_name(t, name)] for name in t.fields) for t in changes.transforms)
+        custom = tuple(tuple(views[t.name, name] for name in t.fields) for t in transforms)
         own = {name: views[name] for name in LogitsInput._fields if name != "fields"}
         self.logits_input = LogitsInput(**own, fields=custom)
-        self.fill([], SchedulerOutput(), changes)
 
-    def fill(self, rows: Sequence[int], output: SchedulerOutput, changes: _ChangeRows) -> None:
+    def fill(self, rows: Sequence[int], output: SchedulerOutput, store: RequestRows) -> None:
         arrays, n = self.buffers.next_arrays(), len(rows)
-        num_rows = len(arrays["row"])
-        taken = [*rows, *[changes.padding_row] * (num_rows - n)]
-        arrays["row"][:] = taken
+        padded = [*rows, *[store.padding_row] * (len(arrays["row"]) - n)]
+        arrays["row"][:] = padded
         arrays["is_due"][:n], arrays["is_due"][n:] = output.samples, 0
-        for name, array in changes.arrays.items():
-            arrays[name][:] = array[taken]
+        for parameter in self._parameters:
+            arrays[parameter.name][:] = store.parameters[parameter.name][padded]
         arrays["allowed"][:] = -1
         for index, words in output.masks:
             arrays["allowed"][index] = words
         self.buffers.copy()
-
-
-def field_name(transform: LogitsTransform, name: str) -> str:
-    """What a transform's field is called among those of all."""
-    return f"{transform.name}\0{name}"

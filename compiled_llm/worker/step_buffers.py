@@ -1,7 +1,7 @@
 """SchedulerOutput -> StepInput and SamplingInput, in buffers of fixed size and address, padded to a bucket.
 
-What lives as long as a request (its row of the block table, its sampling parameters) stands in ``RequestRows`` and is
-written once. What lives for a step is written into a bucket's ``StepBuffers``.
+What lasts as long as a request (its row of the block table, its sampling parameters) is in ``RequestRows`` and is
+written once. What lasts for a step is written into a bucket's ``StepBuffers``.
 """
 
 import dataclasses
@@ -11,11 +11,12 @@ import torch
 
 from compiled_llm.config import EngineLimits
 from compiled_llm.models.inputs import StepInput
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
-from compiled_llm.worker.field_buffers import Arrays, FieldBuffers
+from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
+from compiled_llm.worker.request_rows import RequestRows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,59 +49,6 @@ def choose_bucket(buckets: list[Bucket], output: SchedulerOutput) -> Bucket:
     return next(bucket for bucket in buckets if bucket.kind == kind and bucket.num_tokens >= num_tokens)
 
 
-class RequestRows:
-    """What the runner keeps for each running request, a row each, from admission to release."""
-
-    def __init__(self, limits: EngineLimits, vocab_size: int) -> None:
-        rows = limits.max_num_seqs
-        self.vocab_size = vocab_size
-        self.block_table = np.full((rows, limits.blocks_per_request), SINK_BLOCK, dtype=np.int32)
-        self.num_blocks = np.zeros(rows, dtype=np.int32)
-        self.temperature = np.zeros(rows, dtype=np.float32)
-        self.top_p = np.ones(rows, dtype=np.float32)
-        self.top_k = np.full(rows, vocab_size, dtype=np.int32)
-        self.min_p = np.zeros(rows, dtype=np.float32)
-        self.seed = np.zeros(rows, dtype=np.int64)
-        self.changes_logits = np.zeros(rows, dtype=bool)
-        self.wants_logprobs = np.zeros(rows, dtype=bool)
-        self._row_of: dict[str, int] = {}
-        self._free_rows = list(range(rows - 1, -1, -1))
-
-    def update(self, output: SchedulerOutput) -> list[int]:
-        """Take in a step's releases, admissions and new blocks. Returns the row of each scheduled request."""
-        row_of = self._row_of
-        for request_id in output.released_request_ids:
-            self._free_rows.append(row_of.pop(request_id))
-        for admission in output.admissions:
-            row_of[admission.request_id] = row = self._free_rows.pop()
-            self._admit(row, admission.sampling_params, admission.seed)
-        for request_id, start, blocks in output.table_updates:
-            row, end = row_of[request_id], start + len(blocks)
-            assert start <= self.num_blocks[row], "a block table has a hole"
-            self.block_table[row, start:end] = blocks
-            self.num_blocks[row] = end
-        return [row_of[request_id] for request_id in output.request_ids]
-
-    def row_of(self, request_id: str) -> int:
-        """The row of a running request."""
-        return self._row_of[request_id]
-
-    def clear(self) -> None:
-        """Forget all requests."""
-        self._row_of.clear()
-        self._free_rows = list(range(len(self.num_blocks) - 1, -1, -1))
-
-    def _admit(self, row: int, params: SamplingParams, seed: int) -> None:
-        self.num_blocks[row] = 0
-        self.temperature[row] = params.temperature
-        self.top_p[row] = params.top_p
-        self.top_k[row] = params.top_k if 0 < params.top_k < self.vocab_size else self.vocab_size
-        self.min_p[row] = params.min_p
-        self.seed[row] = seed
-        self.changes_logits[row] = params.changes_logits
-        self.wants_logprobs[row] = params.logprobs is not None
-
-
 class StepBuffers:
     """The inputs of one bucket, as the host fills them and the graph reads them.
 
@@ -114,7 +62,7 @@ class StepBuffers:
         self.bucket = bucket
         self.block_size = limits.block_size
         tokens, rows = bucket.num_tokens, bucket.num_requests
-        fields: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        fields: Fields = {
             "input_ids": ((tokens,), torch.int32),
             "positions": ((tokens,), torch.int32),
             "slot_mapping": ((tokens,), torch.int32),
@@ -123,12 +71,8 @@ class StepBuffers:
             "seq_lens": ((rows,), torch.int32),
             "logits_indices": ((rows,), torch.int32),
             "block_table": ((rows, limits.blocks_per_request), torch.int32),
-            "temperature": ((rows,), torch.float32),
-            "top_p": ((rows,), torch.float32),
-            "top_k": ((rows,), torch.int32),
-            "min_p": ((rows,), torch.float32),
-            "seed": ((rows,), torch.int64),
             "position": ((rows,), torch.int32),
+            **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
         }
         self._buffers = FieldBuffers(fields, device)
         views = self._buffers.tensors
@@ -178,11 +122,8 @@ class StepBuffers:
         fields["positions"][:total] = positions
         fields["slot_mapping"][:total] = block_table[owners, blocks] * self.block_size + offsets
 
-        fields["temperature"][:n] = store.temperature[rows]
-        fields["top_p"][:n] = store.top_p[rows]
-        fields["top_k"][:n] = store.top_k[rows]
-        fields["min_p"][:n] = store.min_p[rows]
-        fields["seed"][:n] = store.seed[rows]
+        for field in SAMPLING:
+            fields[field.name][:n] = store.parameters[field.name][rows]
         fields["position"][:n] = fields["seq_lens"][:n]
         self._pad(fields, total, n)
         self._buffers.copy()
@@ -198,9 +139,6 @@ class StepBuffers:
         fields["query_start_loc"][num_requests + 1 :] = num_tokens
         fields["seq_lens"][num_requests:] = 0
         fields["logits_indices"][num_requests:] = 0
-        fields["temperature"][num_requests:] = 0.0
-        fields["top_p"][num_requests:] = 1.0
-        fields["top_k"][num_requests:] = 1
-        fields["min_p"][num_requests:] = 0.0
-        fields["seed"][num_requests:] = 0
+        for field in SAMPLING:
+            fields[field.name][num_requests:] = field.padding
         fields["position"][num_requests:] = 0

@@ -113,7 +113,7 @@ class Measured:
         fields.top_p.fill_(p.top_p)
         fields.min_p.fill_(p.min_p)
         if self.wanted.changes:
-            self.runner.samplers.fill(range(rows), SchedulerOutput(samples=[True] * rows), rows)
+            self.runner.samplers.fill(range(rows), SchedulerOutput(samples=[True] * rows), self.runner.rows, rows)
 
     def run(self, logits: Tensor) -> None:
         if any(self.wanted):

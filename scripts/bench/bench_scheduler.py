@@ -24,7 +24,8 @@ from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.worker.step_buffers import RequestRows, StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import StepBuffers, buckets_of, choose_bucket
 
 PARTS = ("schedule", "prepare", "update")
 GREEDY = SamplingParams(temperature=0, max_tokens=2**20, ignore_eos=True)

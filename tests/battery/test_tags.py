@@ -24,7 +24,8 @@ from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.step import Feedback, step_function
-from compiled_llm.worker.step_buffers import RequestRows, StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import StepBuffers, buckets_of, choose_bucket
 from tests.battery.test_schedules import (
     MAX_LEN,
     Watch,

@@ -14,7 +14,7 @@ from compiled_llm.engine.completions import ServedRequest
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.step.logits import Field, LogitsContext, LogitsTransform
+from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
 from compiled_llm.text.prompts import EncodedPrompt, Prompt
 from compiled_llm.text.tokenizer import Tokenizer
 

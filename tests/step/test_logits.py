@@ -19,16 +19,8 @@ from transformers.generation import (
 
 from compiled_llm.constraints.token_masks import TokenMask, num_mask_words
 from compiled_llm.sampling_params import MAX_BIASES
-from compiled_llm.step.logits import (
-    Field,
-    LogitsContext,
-    LogitsInput,
-    LogitsTransform,
-    change_logits,
-    load_transforms,
-    penalised,
-    unpacked,
-)
+from compiled_llm.step.logits import LogitsInput, change_logits, penalised, unpacked
+from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform, load_transforms
 
 CPU = torch.device("cpu")
 VOCAB = 45  # no multiple of 32

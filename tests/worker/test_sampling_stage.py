@@ -13,11 +13,12 @@ from compiled_llm.config import EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
-from compiled_llm.step.logits import Field, LogitsContext, LogitsTransform
+from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
 from compiled_llm.step.sampling import SamplingInput
-from compiled_llm.worker.sampling_stage import Samplers, Wanted, field_name
-from compiled_llm.worker.step_buffers import Bucket, RequestRows
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.sampling_stage import Samplers, Wanted
+from compiled_llm.worker.step_buffers import Bucket
 from tests.families import checkpoint
 
 CPU = torch.device("cpu")
@@ -64,7 +65,7 @@ class Served:
             transforms=transforms,
             max_logprobs=5,
         )
-        self.rows = RequestRows(LIMITS, VOCAB)
+        self.rows = RequestRows(LIMITS, VOCAB, transforms)
         self.kept: dict[str, bool] = {}
         for rows in LIMITS.decode_bucket_sizes:
             logits = torch.randn(rows, VOCAB)
@@ -91,7 +92,7 @@ class Served:
         output = SchedulerOutput(request_ids=list(names), samples=samples, masks=masks or [])
         rows = self.rows.update(output)
         wanted = Wanted.of(rows, samples, self.rows)
-        self.samplers.fill(rows, output, len(logits))
+        self.samplers.fill(rows, output, self.rows, len(logits))
         self.last_tokens[: len(logits)] = logits.argmax(-1)  # as the step leaves it
         logprobs = self.samplers.run(bucket(len(logits)), sampling_input(len(logits), position), logits, wanted)
         return self.last_tokens[: len(names)].tolist(), logprobs
@@ -211,11 +212,11 @@ def test_a_row_begins_anew_with_each_request() -> None:
     served.admit(admission("b", [4], **{"presence_penalty": 1.0}), released=["a"])
     assert served.counts("b") == {4: 0.5}
     row = served.rows.row_of("b")
-    arrays = served.samplers._changes.arrays
-    off = {"presence_penalty": 1, "frequency_penalty": 0, "repetition_penalty": 1, "add\0times": 0}
+    arrays = served.rows.parameters
+    off = {"presence_penalty": 1, "frequency_penalty": 0, "repetition_penalty": 1, ("add", "times"): 0}
     assert {name: arrays[name][row] for name in off} == off
     assert not arrays["biases"][row].any()
-    assert not arrays[field_name(Add(), "vector")][row].any()
+    assert not arrays["add", "vector"][row].any()
     assert served.step(["b"], rising(2), position=1)[0] == [VOCAB - 1]
 
 

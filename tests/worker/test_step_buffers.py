@@ -9,7 +9,8 @@ from compiled_llm.config import EngineLimits
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
-from compiled_llm.worker.step_buffers import Bucket, RequestRows, StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import Bucket, StepBuffers, buckets_of, choose_bucket
 
 LIMITS = EngineLimits(
     max_model_len=32,
@@ -188,7 +189,7 @@ def test_a_request_may_leave_and_come_back_under_its_id_in_one_step(store: Reque
     store.update(step_of(Item("a", [1] * 9, 0, [1, 2, 3], SamplingParams(temperature=1.0))))
     (row,) = store.update(step_of(Item("a", [1], 0, [4], SamplingParams(temperature=0.5)), released=("a",)))
     assert store.num_blocks[row] == 1
-    assert store.temperature[row] == 0.5
+    assert store.parameters["temperature"][row] == 0.5
     other = [Item(name, [1], 0, [5], SamplingParams()) for name in ("b", "c")]
     assert len({row, *store.update(step_of(*other))}) == 3, "its first row is free again"
 
@@ -206,7 +207,7 @@ def test_a_table_grows_and_its_entries_may_be_exchanged(store: RequestRows) -> N
 def test_top_k_is_off_at_0_and_beyond_the_vocabulary(store: RequestRows) -> None:
     items = [Item(name, [1], 0, [1], SamplingParams(top_k=k)) for name, k in (("a", 0), ("b", 99), ("c", 101))]
     rows = store.update(step_of(*items))
-    assert store.top_k[rows].tolist() == [100, 99, 100]
+    assert store.parameters["top_k"][rows].tolist() == [100, 99, 100]
 
 
 @pytest.mark.parametrize("bucket", buckets_of(LIMITS), ids=lambda bucket: bucket.name)
