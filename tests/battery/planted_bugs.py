@@ -545,8 +545,8 @@ _BATCH = [
     ),
     (
         "all rows have the first one's seed",
-        'fields["seed"][:n] = store.seed[rows]',
-        'fields["seed"][:n] = store.seed[rows[0]]',
+        "fields[field.name][:n] = store.parameters[field.name][rows]",
+        "fields[field.name][:n] = store.parameters[field.name][rows if field.name != 'seed' else rows[0]]",
     ),
     (
         "a row's random numbers depend on its chunk",
@@ -563,6 +563,9 @@ _BATCH = [
         '        fields["feedback"][:total] = -1\n',
         "",
     ),
+]
+
+_REQUEST_ROWS = [
     (
         "two requests share a row",
         "row_of[admission.request_id] = row = self._free_rows.pop()",
@@ -575,8 +578,9 @@ _BATCH = [
     ),
     (
         "a row keeps the temperature of the request before",
-        "self.temperature[row] = params.temperature",
-        "self.temperature[row] = self.temperature[row] or params.temperature",
+        "            self.parameters[field.name][row] = field.value(params, admission.seed, self.vocab_size)",
+        "            if field.name != 'temperature' or not self.parameters['temperature'][row]:\n"
+        "                self.parameters[field.name][row] = field.value(params, admission.seed, self.vocab_size)",
     ),
 ]
 
@@ -824,6 +828,7 @@ BUGS: dict[Bug, Checks] = {
         ("scheduling.request", SCHEDULING, _REQUEST),
         ("scheduling.scheduler", SCHEDULING, _SCHEDULER),
         ("worker.step_buffers", TAGS, _BATCH),
+        ("worker.request_rows", TAGS, _REQUEST_ROWS),
         ("step.step", TAGS, _STEP),
         ("ops.swap", TAGS, _SWAP),
         ("ops.swap", COPIES, _COPY_ROWS),
