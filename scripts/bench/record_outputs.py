@@ -29,26 +29,12 @@ from compiled_llm import AsyncCompiledEngine, CompiledEngine, Field, LogitsTrans
 from compiled_llm.arguments import FlagParser
 
 DEMO_MODEL = Path(compiled_llm.__file__).parent / "demo_model"
-_SMALL = {
-    "vocab_size": 4096,  # of the demo model, whose tokenizer they have
-    "hidden_size": 112,
-    "intermediate_size": 160,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+# Vocabulary and end-of-text token are the demo model's, whose tokenizer they all have.
+_SMALL: dict[str, Any] = {"vocab_size": 4096, "bos_token_id": None, "eos_token_id": 0, "max_position_embeddings": 512}
+_SMALL |= {"hidden_size": 112, "intermediate_size": 160, "num_hidden_layers": 2}
+_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+_LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LLAMA3_ROPE |= {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
 # Name -> transformers' model class without ForCausalLM, and its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {**_SMALL, "rope_parameters": _LLAMA3_ROPE}),
@@ -163,7 +149,7 @@ def prefixes(engine: CompiledEngine) -> list[Any]:
 
 
 def beams(engine: CompiledEngine) -> list[Any]:
-    found = engine.beam_search(PROMPTS[:3], 3, max_tokens=8)
+    found = engine.beam_search(PROMPTS[:3], 3, max_tokens=8) + engine.beam_search(PROMPTS[5], 4, max_tokens=32)
     return found + engine.beam_search(PROMPTS[3], 2, max_tokens=6, length_penalty=0.5, ignore_eos=True)
 
 
@@ -172,6 +158,22 @@ def streams(engine: CompiledEngine) -> list[Any]:
     outputs = list(engine.stream(PROMPTS[0], seeded(1, logprobs=1)))
     pairs = zip(engine.stream(PROMPTS[1], greedy()), engine.stream(PROMPTS[2], seeded(2)), strict=True)
     return outputs + [output for pair in pairs for output in pair]
+
+
+def aborts(engine: CompiledEngine) -> list[Any]:
+    """Requests that are aborted while they wait or run, and a stream that is closed, beside others in a loop."""
+    params = [seeded(n, n=3, logprobs=0) if n % 2 else greedy() for n in range(10)]
+    for n, param in enumerate(params):
+        engine.add_request(f"abort-{n}", PROMPTS[n % 8] + SHARED[:n], param)
+    stream = engine.stream(PROMPTS[0], greedy())
+    outputs = [next(stream)]
+    stream.close()
+    for aborted in ("abort-1", "abort-9", ["abort-0", "abort-7", "unknown"]):
+        engine.abort(aborted)
+        outputs += engine.step() + engine.step()
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
 
 
 def chats(engine: CompiledEngine) -> list[Any]:
@@ -186,11 +188,10 @@ def preempted(engine: CompiledEngine) -> list[Any]:
     """More requests than the KV cache has blocks for, of prompts longer than a step; priorities if they are on."""
     priorities = [n % 3 for n in range(10)] if engine.config.scheduling_policy == "priority" else None
     prompts = [PROMPTS[n % 8] * (1 + n % 3) for n in range(10)]
-    params = [
-        greedy(max_tokens=24, logprobs=1, ignore_eos=True) if n % 2 else seeded(n, max_tokens=24) for n in range(10)
-    ]
-    params[4] = seeded(4, max_tokens=24, n=2, frequency_penalty=0.5)
-    params[7] = greedy(structured_outputs=STRUCTURES[1])
+    params = [seeded(n, max_tokens=24, ignore_eos=n % 4 == 0) for n in range(10)]
+    params[1::3] = [greedy(max_tokens=24, logprobs=1)] * 3
+    params[5] = seeded(5, max_tokens=24, n=2, frequency_penalty=0.5)
+    params[8] = greedy(structured_outputs=STRUCTURES[1])
     outputs = engine.generate(prompts, params, use_tqdm=False, priority=priorities)
     counts = engine.stats()
     assert (counts.num_swap_preemptions if engine.config.swap_space_bytes else counts.num_recompute_preemptions) > 0
@@ -221,7 +222,7 @@ def asynchronous(engine: CompiledEngine) -> list[Any]:
 
 
 Case = Callable[[CompiledEngine], list[Any]]
-SERVING: list[Case] = [parameters, structures, mixed_structures, prefixes, beams, streams, chats]
+SERVING: list[Case] = [parameters, structures, mixed_structures, prefixes, beams, streams, aborts, chats]
 
 
 # -- Engines
@@ -242,7 +243,7 @@ def engines() -> Iterator[tuple[str, str, dict[str, Any], list[Case]]]:
         skip = {} if cache == "auto" else {"kv_cache_skip_layers": (0,)}
         yield f"{name}-large", model, {**kind, **large}, [*SERVING, asynchronous]
         yield f"{name}-swap", model, {**kind, **small, **swap}, [preempted, parameters]
-        yield f"{name}-recompute", model, {**kind, **small, **recompute, **skip}, [preempted, structures, beams]
+        yield f"{name}-recompute", model, {**kind, **small, **recompute, **skip}, [preempted, structures, aborts, beams]
     whole = {"load_format": "dummy", "enable_chunked_prefill": False, "enable_prefix_caching": False, "block_size": 4}
     yield "dummy-bfloat16", "qwen3", {**eager, **whole, "dtype": "bfloat16", "num_kv_blocks": 200}, [parameters, beams]
     compiled: dict[str, Any] = {"bucket_sizes": (8,), "token_bucket_sizes": (64,), "max_num_batched_tokens": 64}
@@ -325,7 +326,7 @@ def steps(engine: CompiledEngine) -> dict[str, int]:
     """The engine's counts, without the times."""
     stats = engine.stats()
     names = ("num_steps", "num_computed_tokens", "num_padding_tokens", "num_recomputed_tokens", "prefix_hit_tokens")
-    return {name: getattr(stats, name) for name in (*names, "num_swapped_out_tokens", "num_evictions", "cached_blocks")}
+    return {name: getattr(stats, name) for name in (*names, "num_swapped_out_tokens", "num_evictions", "used_blocks")}
 
 
 def differences(before: Any, after: Any, path: str) -> Iterator[str]:
@@ -367,11 +368,8 @@ def main() -> int:
         parser.error("give --write FILE, --compare FILE or both")
     before = json.loads(args.compare.read_text()) if args.compare else None
     cases = record(args.only)
-    made_by = {
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-    }
+    made_by = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    made_by["cpu"] = torch.backends.cpu.get_cpu_capability()
     if args.write:
         args.write.write_text(json.dumps({"made_by": made_by, "cases": cases}, indent=0) + "\n")
         print(f"{args.write}: {len(cases)} cases")
