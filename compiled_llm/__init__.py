@@ -7,38 +7,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compiled_llm.async_engine import AsyncCompiledEngine
-    from compiled_llm.compiler import CompileReport, GraphReport
+    from compiled_llm.compiling.function import CompileReport, GraphReport
     from compiled_llm.config import EngineConfig
-    from compiled_llm.engine import CompiledEngine
-    from compiled_llm.failures import RequestsFailedWarning
-    from compiled_llm.logits import Field, LogitsContext, LogitsTransform
-    from compiled_llm.memory import MemoryLedger, MemoryRow
+    from compiled_llm.engine.async_engine import AsyncCompiledEngine
+    from compiled_llm.engine.engine import CompiledEngine
+    from compiled_llm.engine.failures import RequestsFailedWarning
     from compiled_llm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
-    from compiled_llm.report import RunReport
+    from compiled_llm.report.report import RunReport
     from compiled_llm.sampling_params import SamplingParams
+    from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
     from compiled_llm.structured_outputs import StructuredOutputsParams
+    from compiled_llm.worker.memory import MemoryLedger, MemoryRow
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncCompiledEngine": "async_engine",
-    "CompiledEngine": "engine",
-    "CompileReport": "compiler",
+    "AsyncCompiledEngine": "engine.async_engine",
+    "CompiledEngine": "engine.engine",
+    "CompileReport": "compiling.function",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
     "EngineStats": "outputs",
-    "Field": "logits",
-    "GraphReport": "compiler",
-    "LogitsContext": "logits",
-    "LogitsTransform": "logits",
+    "Field": "step.logits_transforms",
+    "GraphReport": "compiling.function",
+    "LogitsContext": "step.logits_transforms",
+    "LogitsTransform": "step.logits_transforms",
     "Logprob": "outputs",
-    "MemoryLedger": "memory",
-    "MemoryRow": "memory",
+    "MemoryLedger": "worker.memory",
+    "MemoryRow": "worker.memory",
     "RequestMetrics": "outputs",
     "RequestOutput": "outputs",
-    "RequestsFailedWarning": "failures",
-    "RunReport": "report",
+    "RequestsFailedWarning": "engine.failures",
+    "RunReport": "report.report",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "structured_outputs",
 }

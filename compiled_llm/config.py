@@ -1,4 +1,4 @@
-"""EngineConfig: every argument of the engine, validated once. Limits: the sizes that follow from it and the model.
+"""EngineConfig: every argument of the engine, validated once. EngineLimits: sizes that follow from it and the model.
 
 No torch here: the scheduler reads these too.
 """
@@ -202,7 +202,7 @@ class EngineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class EngineLimits:
     """The sizes of an engine, all known: what the scheduler obeys and what the buckets are made of."""
 
     max_model_len: int
@@ -219,7 +219,7 @@ class Limits:
         return -(-self.max_model_len // self.block_size)
 
     @classmethod
-    def resolve(cls, config: EngineConfig, model_max_len: int, default_batched_tokens: int) -> "Limits":
+    def resolve(cls, config: EngineConfig, model_max_len: int, default_batched_tokens: int) -> "EngineLimits":
         """Fill in what ``config`` leaves open. ``ValueError`` where its sizes contradict each other or the model."""
         if config.max_model_len is None and model_max_len > MOST_IMPLIED_LEN:
             raise ValueError(

@@ -1,40 +1,28 @@
-"""Structured output: which tokens may follow, so that a generation is JSON of a schema, or matches a regex or grammar.
-
-The grammars are compiled and followed by llguidance (https://github.com/guidance-ai/llguidance), in processes that are
-started when the first one is needed; docs/structured_outputs.md says why, and what is supported. No torch here.
-"""
+"""StructuredOutputsParams: what an output must look like, checked and bounded before any grammar is compiled."""
 
 import dataclasses
-import importlib.util
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, cast
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from decimal import Decimal
+from typing import Any
 
-import numpy as np
-
-from compiled_llm import grammar_texts
 from compiled_llm.error_texts import shown
-from compiled_llm.grammar_processes import Follower, GrammarProcesses, GrammarSource, Vocabulary, bits
 from compiled_llm.names import refuse_unknown_names
 
-if TYPE_CHECKING:
-    from compiled_llm.tokenizer import Tokenizer
-
-# What the library may do at most, in its units. It counts about 50,000 of fuel a millisecond when it compiles, 14,000
-# in a step, and 20,000 items. A lexer state takes up to 2 kB.
-_LIMITS: dict[str, Any] = {
-    "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 200_000,
-    "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 30_000,
-    "verbose_errors": False,
-}
-# Processor time that it may take to say which tokens may follow; an ordinary step takes less than a millisecond.
-_SECONDS_AT_ONCE = 1.0
-_SECONDS_A_TOKEN = 0.02
-# JSON's whitespace, but never endlessly: models like to go on with spaces.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+_MAX_CHARACTERS = 65_536
+_MAX_WHITESPACE_PATTERN = 256
+_MAX_CHOICES = 4096
+_MAX_MULTIPLE = 10_000
+# Attributes of a rule that only the library's own sampling loop honours, such as x[temperature=0.5]: /[a-z]+/
+_UNSERVED_ATTRIBUTE = re.compile(
+    r"^[^\S\n]*[?!]*[\w-]+[^\S\n]*\["
+    r'(?:\s*\w+(?:\s*=\s*(?:"[^"\n]*"|/(?:\\.|[^/\\\n])*/|[\w.]+))?\s*,)*'
+    r"\s*(temperature|stop)\s*=",
+    re.MULTILINE,
+)
 
 
 @refuse_unknown_names("field of structured_outputs", {})
@@ -68,13 +56,13 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise ValueError(f"structured outputs: exactly one of {', '.join(kinds)} must be given, given {given}")
         if self.json is not None:
-            object.__setattr__(self, "json", grammar_texts.schema_text(self.json))
+            object.__setattr__(self, "json", _schema_text(self.json))
         if self.regex is not None:
-            grammar_texts.check_text("regex", self.regex, grammar_texts.MAX_CHARACTERS)
+            _check_text("regex", self.regex, _MAX_CHARACTERS)
         if self.choice is not None:
-            object.__setattr__(self, "choice", grammar_texts.choices(self.choice))
+            object.__setattr__(self, "choice", _choices(self.choice))
         if self.grammar is not None:
-            grammar_texts.check_grammar(self.grammar)
+            _check_grammar(self.grammar)
         if self.json_object is not None and self.json_object is not True:
             raise ValueError(f"json_object must be True or None, given {shown(self.json_object)}")
         if not isinstance(self.disable_any_whitespace, bool):
@@ -82,9 +70,7 @@ class StructuredOutputsParams:
                 f"disable_any_whitespace must be True or False, given {shown(self.disable_any_whitespace)}"
             )
         if self.whitespace_pattern is not None:
-            grammar_texts.check_text(
-                "whitespace_pattern", self.whitespace_pattern, grammar_texts.MAX_WHITESPACE_PATTERN
-            )
+            _check_text("whitespace_pattern", self.whitespace_pattern, _MAX_WHITESPACE_PATTERN)
             if self.disable_any_whitespace:
                 raise ValueError("give whitespace_pattern or disable_any_whitespace, not both")
         asks_for_whitespace = self.whitespace_pattern is not None or self.disable_any_whitespace
@@ -92,140 +78,104 @@ class StructuredOutputsParams:
             raise ValueError(f"whitespace options belong to json and json_object, given {given[0]}")
 
 
-class GrammarCompiler:
-    """Compiles what requests ask for, for one model; made once an engine. Any thread may use it.
+def _check_text(name: str, value: Any, most: int) -> None:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} must be a non-empty string, given {shown(value)}")
+    if len(value) > most:
+        raise ValueError(f"{name} may have {most} characters at most, given {len(value)}")
+    if any("\ud800" <= c <= "\udfff" for c in value):
+        raise ValueError(f"{name} must be Unicode text, given half a surrogate pair")
 
-    Args:
-        tokenizer: byte-level or byte-fallback BPE. To take in a vocabulary of 150,000 tokens takes some seconds, which
-            the first grammar waits for.
-        vocab_size: the model's, V; the tokenizer may have fewer tokens.
-        eos_token_ids: the tokens that end a text, at least one.
-        max_seconds: of processor time, that compiling a grammar may take.
-        max_bytes: of memory, that a compiled grammar may take.
-        most: compiled grammars that are kept.
 
-    Raises:
-        ValueError: llguidance is not installed; no eos.
-    """
+def _schema_text(value: Any) -> str:
+    if not isinstance(value, str | Mapping):
+        raise ValueError(f"json must be a JSON schema, as text or as a dict, given {type(value).__name__}")
+    if isinstance(value, str):
+        _check_text("json", value, _MAX_CHARACTERS)
+    try:
+        # So many keys of a dict alone are too long.
+        given = value if isinstance(value, str) else dict(itertools.islice(value.items(), _MAX_CHARACTERS))
+        schema = _SCHEMAS.decode(given) if isinstance(given, str) else given
+        text = _json_text(schema)
+        schema = json.loads(text) if len(text) <= _MAX_CHARACTERS else schema  # of JSON's own types
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"json must be a JSON schema, given what is not JSON: {error}") from error
+    if len(text) > _MAX_CHARACTERS:
+        raise ValueError(f"json may have {_MAX_CHARACTERS} characters at most, given more")
+    _check_text("json", text, _MAX_CHARACTERS)
+    if not isinstance(schema, dict):
+        raise ValueError(f"json must be a JSON schema that is an object, given {text[:80]}")
+    if "x-guidance" in schema:
+        raise ValueError("json: x-guidance is not served; use whitespace_pattern or disable_any_whitespace")
+    _check_multiples("json", schema)
+    return text
 
-    def __init__(
-        self,
-        tokenizer: "Tokenizer",
-        vocab_size: int,
-        eos_token_ids: Collection[int],
-        *,
-        max_seconds: float = 3.0,
-        max_bytes: int = 2**29,
-        most: int = 32,
-    ) -> None:
-        if importlib.util.find_spec("llguidance") is None:
-            raise ValueError("structured outputs need llguidance: pip install 'compiled-llm[structured]'")
-        if not eos_token_ids:
-            raise ValueError("structured outputs need a model with an end-of-text token; its config.json names none")
-        text, token_ids = tokenizer.vocabulary()
-        # The library wants room for each token of the tokenizer, even if the model has fewer.
-        size = max(vocab_size, max(token_ids) + 1)
-        self._vocabulary = Vocabulary(
-            text=text,
-            size=size,
-            words=bits(token_ids, size) & bits(range(vocab_size), size),
-            eos_words=bits(eos_token_ids, size),
-            eos_token_ids=sorted(eos_token_ids),
+
+def _json_text(schema: dict[str, Any]) -> str:
+    """Compact JSON; of a longer one than may be, a part that is too long."""
+    encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    pieces, length = [], 0
+    for piece in encoder.iterencode(schema):
+        pieces.append(piece)
+        length += len(piece)
+        if length > _MAX_CHARACTERS:
+            break
+    return "".join(pieces)
+
+
+def _check_grammar(value: Any) -> None:
+    _check_text("grammar", value, _MAX_CHARACTERS)
+    if attribute := _UNSERVED_ATTRIBUTE.search(value):
+        raise ValueError(
+            f"grammar: the attribute {attribute[1]} of a rule is not served; "
+            "set the temperature in SamplingParams, and end a rule by suffix or lazy"
         )
-        self._vocab_size = vocab_size
-        self._max_seconds, self._max_bytes = max_seconds, max_bytes
-        self._processes = GrammarProcesses(self._vocabulary, most)
-
-    def start(self, params: StructuredOutputsParams) -> "GrammarState":
-        """The state of a generation before its first token.
-
-        Raises:
-            ValueError: it does not compile, can never be matched, or is too large: with the library's reason. Or the
-                library cannot read the tokenizer.
-        """
-        follower = self._processes.start(_source(params, self._max_seconds, self._max_bytes))
-        return GrammarState(follower, self._vocabulary, self._vocab_size)
-
-    def close(self) -> None:
-        """End the processes."""
-        self._processes.close()
+    for start in re.finditer(r"%json\s*", value):
+        try:
+            schema, _ = _SCHEMAS.raw_decode(value, start.end())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"grammar: %json must be followed by a JSON schema: {error}") from error
+        _check_multiples("grammar", schema)
 
 
-class GrammarState:
-    """Where one generation is in its grammar. Made by ``GrammarCompiler.start``."""
-
-    def __init__(self, follower: Follower, vocabulary: Vocabulary, vocab_size: int) -> None:
-        self._follower = follower
-        self._vocabulary = vocabulary
-        self._vocab_size = vocab_size
-        self._num_tokens = 0
-        self._ended = False
-
-    def allow(self, words: np.ndarray) -> None:
-        """Write which tokens may follow. Eos tokens may if the text is complete, and no others if nothing can follow.
-
-        Args:
-            words: int32 [ceil(V / 32)], written: bit v % 32 of word v // 32 says whether token v may follow.
-
-        Raises:
-            ValueError: nothing may follow though the text is not complete, or the limits of work are reached.
-        """
-        assert words.dtype == np.int32, words.dtype
-        assert words.shape == (-(-self._vocab_size // 32),), words.shape
-        words[:] = (self._vocabulary.eos_words if self._ended else self._follower.look()[0])[: len(words)]
-
-    def accept(self, token_id: int) -> None:
-        """The token was generated. What may follow it is computed meanwhile; ``allow`` and ``finished`` wait for that.
-
-        Raises:
-            ValueError: it may not follow (the state stays as it was).
-        """
-        name = f"structured outputs: token {token_id}, after {self._num_tokens} of the grammar's,"
-        if not 0 <= token_id < self._vocab_size:
-            raise ValueError(f"{name} must be below the vocabulary's size, {self._vocab_size}")
-        words = self._vocabulary.eos_words if self._ended else self._follower.look()[0]
-        if not words[token_id // 32] >> token_id % 32 & 1:
-            raise ValueError(f"{name} may not follow")
-        if token_id in self._vocabulary.eos_token_ids:
-            self._ended = True
-            return
-        self._follower.accept(token_id)
-        self._num_tokens += 1
-
-    @property
-    def finished(self) -> bool:
-        """Whether the text is complete and nothing but an eos token may follow, or one did.
-
-        Raises:
-            ValueError: as ``allow``.
-        """
-        return self._ended or self._follower.look()[1]
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"a key occurs twice among {shown([key for key, _ in pairs])}")
+    return dict(pairs)
 
 
-def _source(params: StructuredOutputsParams, max_seconds: float, max_bytes: int) -> GrammarSource:
-    """The library's own form of a grammar. Whether it compiles is not known yet."""
-    options: dict[str, Any] = {}
-    if params.json is not None or params.json_object:
-        kind, text = "json", cast(str, params.json) if params.json is not None else '{"type":"object"}'
-        pattern = None if params.disable_any_whitespace else params.whitespace_pattern or _WHITESPACE
-        options = {"whitespace_flexible": pattern is not None, "whitespace_pattern": pattern}
-    elif params.grammar is not None:
-        kind, text = "lark", params.grammar
-    elif params.regex is not None:
-        kind, text = "regex", params.regex
-    else:
-        kind, text = "regex", "|".join(_escaped(item) for item in params.choice or ())
-    return GrammarSource(
-        kind=kind,
-        text=text,
-        json_options=tuple(options.items()),
-        limits=tuple(_LIMITS.items()),
-        seconds=max_seconds,
-        seconds_at_once=_SECONDS_AT_ONCE,
-        seconds_a_token=_SECONDS_A_TOKEN,
-        num_bytes=max_bytes,
-    )
+_SCHEMAS = json.JSONDecoder(object_pairs_hook=_unique_keys)
 
 
-def _escaped(text: str) -> str:
-    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+def _check_multiples(name: str, schema: Any) -> None:
+    """Limit ``multipleOf``: the library makes a state for each remainder of each value, and of each set of values."""
+    multiple, nodes = 1, [schema]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            value = node.get("multipleOf")
+            if isinstance(value, int | float) and 0 < value < math.inf:
+                number = Decimal(str(value)).normalize().as_tuple()
+                digits = int("".join(map(str, number.digits)))
+                multiple = math.lcm(multiple, digits * 10 ** max(0, int(number.exponent)))
+            nodes.extend(node.values())
+        elif isinstance(node, list):
+            nodes.extend(node)
+        if multiple > _MAX_MULTIPLE:
+            raise ValueError(
+                f"{name}: the least common multiple of all multipleOf must be {_MAX_MULTIPLE} at most "
+                "(without decimal points: 0.25 counts as 25)"
+            )
+
+
+def _choices(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f"choice must be a list of strings, given {shown(value)}")
+    items = tuple(itertools.islice(value, _MAX_CHOICES + 1))
+    if not 1 <= len(items) <= _MAX_CHOICES:
+        raise ValueError(f"choice must hold 1 to {_MAX_CHOICES} strings, given {'more' if items else 'none'}")
+    for item in items:
+        _check_text("choice", item, _MAX_CHARACTERS)
+    if sum(map(len, items)) > _MAX_CHARACTERS:
+        raise ValueError(f"choice may have {_MAX_CHARACTERS} characters at most, given {sum(map(len, items))}")
+    return items

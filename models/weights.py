@@ -21,7 +21,7 @@ class Linear(NamedTuple):
 
 
 class PackedLinear(NamedTuple):
-    """The same with the weight in the order the CPU kernel reads (bfloat16; see ops/linear.py)."""
+    """The same with the weight in the order the CPU kernel reads (bfloat16; see ops/linear/packed_linear.py)."""
 
     packed: Tensor
     bias: Tensor | None

@@ -5,9 +5,9 @@ It needs torch alone; Triton is imported when a kernel first runs on a GPU, the 
 runs on a CPU.
 """
 
-from compiled_llm.ops.attention import paged_attention, paged_attention_reference
-from compiled_llm.ops.linear import pack_weight, packed_linear, unpack_rows
-from compiled_llm.ops.sampling import greedy_tokens, sample_tokens
+from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
+from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear, unpack_rows
+from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens
 
 __all__ = [
     "greedy_tokens",

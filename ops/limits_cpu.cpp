@@ -1,4 +1,4 @@
-// The limits of a CPU, for compiled_llm/machine_limits.py: how fast memory can be read, and how many floating-point
+// The limits of a CPU, for compiled_llm/report/machine_limits.py: how fast memory can be read, and how many floating-point
 // operations a second its best multiply-add instruction does. Loops that do nothing else, on all threads at once.
 // Without torch's headers, which take half a minute to compile.
 

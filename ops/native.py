@@ -1,6 +1,6 @@
-"""What the CPU's ops stand on: building and loading their C++ kernels, and memory in huge pages.
+"""What the CPU's ops need: building and loading their C++ kernels, and memory in huge pages.
 
-A source file ``ops/NAME.cpp`` is compiled once with the user's C++ compiler, through ``torch.utils.cpp_extension``,
+A source file ``NAME.cpp`` is compiled once with the user's C++ compiler, through ``torch.utils.cpp_extension``,
 into the user's own cache directory, and loaded from there afterwards. The library's name holds a hash of everything
 that goes into the build, so a changed source or another torch never meets an old binary.
 
@@ -52,7 +52,7 @@ def cache_directory() -> Path:
 
 @functools.cache
 def load(name: str) -> ModuleType | None:
-    """The module of ``ops/<name>.cpp``, built if need be (once, up to half a minute), or None without a compiler.
+    """The module of ``<name>.cpp``, built if need be (once, up to half a minute), or None without a compiler.
 
     Raises:
         RuntimeError, ValueError: as ``load_source``.
@@ -61,17 +61,18 @@ def load(name: str) -> ModuleType | None:
 
 
 def must_be_built(name: str) -> bool:
-    """Whether ``load`` will build ``ops/<name>.cpp``, which takes up to half a minute."""
+    """Whether ``load`` will build ``<name>.cpp``, which takes up to half a minute."""
     found = compiler()
     return found is not None and not _library(_source(name), found).exists()
 
 
 def _source(name: str) -> Path:
-    return Path(__file__).resolve().parent / f"{name}.cpp"
+    (source,) = Path(__file__).resolve().parent.glob(f"**/{name}.cpp")
+    return source
 
 
 def load_source(source: Path) -> ModuleType | None:
-    """The same for any source file; the headers it includes by ``#include "NAME"`` lie beside it.
+    """The same for any source file; headers are included by ``#include "PATH"`` relative to it.
 
     Raises:
         RuntimeError: the compiler is there and the build failed.

@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from workloads import add_model_arguments, model_of
+from bench.workloads import add_model_arguments, model_of
 
 from compiled_llm import CompiledEngine
-from compiled_llm.arguments import FlagParser, add_engine_arguments, engine_config
-from compiled_llm.compile_bundle import export_bundle, import_bundle
+from compiled_llm.command_line import FlagParser, add_engine_arguments, engine_config
+from compiled_llm.compiling.bundle import export_bundle, import_bundle
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -41,12 +41,13 @@ from typing import Any
 
 import torch
 
-from compiled_llm.arguments import FlagParser
+from compiled_llm.command_line import FlagParser
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # machines with a GPU are not always ours to install on
 
-from compiled_llm import machine, machine_limits  # noqa: E402
+from compiled_llm import hardware as machine  # noqa: E402
+from compiled_llm.report import machine_limits  # noqa: E402
 
 # With many cores the kernels' hundreds of variants compile side by side. pytest-benchmark warns there, an error to us.
 _PARALLEL = "-n 12" if importlib.util.find_spec("xdist") else ""
@@ -56,35 +57,38 @@ _PYTEST = "-m pytest -v -W default -p no:benchmark -p no:cacheprovider"
 # {folder} a folder for more.
 PARTS = {
     "limits": (60, "scripts/gpu_validate.py --measure-limits {json}"),
-    "e2e": (300, f"{_PYTEST} -m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/test_sampling_gpu.py"),
-    "graphs": (200, "scripts/bench_cuda_graphs.py --shape qwen3-0.6b --json {json}"),
+    "e2e": (
+        300,
+        f"{_PYTEST} -m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py",
+    ),
+    "graphs": (200, "scripts/bench/bench_cuda_graphs.py --shape qwen3-0.6b --json {json}"),
     "latency": (
         240,
-        "scripts/bench_throughput.py --backend compiled-llm --device cuda --shape qwen3-8b --workload W1 "
+        "scripts/bench/bench_throughput.py --backend compiled-llm --device cuda --shape qwen3-8b --workload W1 "
         "--bucket-sizes 1 --token-bucket-sizes 128 --output-json {json}",
     ),
     "throughput": (
         240,
-        "scripts/bench_throughput.py --backend compiled-llm --device cuda --shape qwen3-0.6b --workload W2 "
+        "scripts/bench/bench_throughput.py --backend compiled-llm --device cuda --shape qwen3-0.6b --workload W2 "
         "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048 --output-json {json}",
     ),
     "transformers": (
         120,
-        "scripts/bench_throughput.py --backend hf --device cuda --shape qwen3-0.6b --workload W2 "
+        "scripts/bench/bench_throughput.py --backend hf --device cuda --shape qwen3-0.6b --workload W2 "
         "--hf-max-batch-size 32 --output-json {json}",
     ),
-    "attention": (240, "scripts/bench_attention.py --device cuda --seconds 1 --json {json}"),
-    "sampling": (240, "scripts/bench_sampling.py --batch-size 32 --json {json}"),
-    "graphs-8b": (400, "scripts/bench_cuda_graphs.py --shape qwen3-8b --json {json}"),
+    "attention": (240, "scripts/bench/bench_attention.py --device cuda --seconds 1 --json {json}"),
+    "sampling": (240, "scripts/bench/bench_sampling.py --batch-size 32 --json {json}"),
+    "graphs-8b": (400, "scripts/bench/bench_cuda_graphs.py --shape qwen3-8b --json {json}"),
     "serve": (
         240,
-        "scripts/bench_serve.py --device cuda --shape qwen3-0.6b --workload W2 --request-rate 16 "
+        "scripts/bench/bench_serve.py --device cuda --shape qwen3-0.6b --workload W2 --request-rate 16 "
         "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048 --goodput ttft:200 tpot:20",
     ),
     "report": (120, "scripts/serve_offline.py --device cuda --quiet --report {folder}"),
-    "phases": (300, "scripts/bench_phases.py --device cuda --shape qwen3-0.6b"),
-    "prefix": (120, "scripts/bench_prefix_caching.py --device cuda"),
-    "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/test_attention_gpu.py"),
+    "phases": (300, "scripts/bench/bench_phases.py --device cuda --shape qwen3-0.6b"),
+    "prefix": (120, "scripts/bench/bench_prefix_caching.py --device cuda"),
+    "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/attention/test_attention_gpu.py"),
     "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
 }
 

@@ -39,17 +39,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
-from compiled_llm import loader, machine
-from compiled_llm.arguments import FlagParser
+from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser
 from compiled_llm.config import QUANTISED_DTYPES, EngineConfig
-from compiled_llm.engine import DEMO_MODEL
-from compiled_llm.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
+from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.ops import kv_quant
-from compiled_llm.runner import resolve_device
-from compiled_llm.tokenizer import Tokenizer
+from compiled_llm.ops.attention import kv_quant
+from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
+from compiled_llm.text.tokenizer import Tokenizer
+from compiled_llm.worker import loader
+from compiled_llm.worker.runner import resolve_device
 
 BLOCK_SIZE = 16
 MAX_WINDOW = 4096  # of the default, for models whose own length would ask for a very large cache

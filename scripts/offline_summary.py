@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from compiled_llm import CompiledEngine, RequestOutput
-from compiled_llm.kv_cache import describe
-from compiled_llm.machine_limits import significant
-from compiled_llm.report import RunReport
+from compiled_llm.report.machine_limits import significant
+from compiled_llm.report.report import RunReport
+from compiled_llm.step.kv_cache import describe
 
 
 def percentiles(summary: dict[str, float] | None) -> str:

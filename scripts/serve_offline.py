@@ -41,7 +41,7 @@ from offline_process import GuardedStream, stop_on_signals
 from tqdm import tqdm
 
 import compiled_llm
-from compiled_llm.arguments import (
+from compiled_llm.command_line import (
     FlagParser,
     add_engine_arguments,
     add_sampling_arguments,
@@ -53,7 +53,7 @@ from compiled_llm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # they load torch, which takes seconds: whatever can be wrong is found before
     from compiled_llm import CompiledEngine, RequestOutput
-    from compiled_llm.report import RunReport
+    from compiled_llm.report.report import RunReport
 
 BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.jsonl"
 DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # where neither flags nor the checkpoint say otherwise
@@ -200,8 +200,8 @@ def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tupl
 
     ``RunError`` where they do not go together, or ``rows`` have text and the model has no tokenizer.
     """
-    from compiled_llm.engine_parts import checkpoint_directory, has_tokenizer
-    from compiled_llm.generation_config import default_sampling_params, listed, suggested_sampling
+    from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
+    from compiled_llm.engine.parts import checkpoint_directory, has_tokenizer
 
     try:
         config = engine_config(args)
@@ -234,7 +234,7 @@ def start_engine(args: argparse.Namespace) -> "CompiledEngine":
 
 def prepare_report(engine: "CompiledEngine", args: argparse.Namespace) -> None:
     """Measure the machine's limits and have the engine log what the report needs, where they are asked for."""
-    from compiled_llm import machine_limits
+    from compiled_llm.report import machine_limits
 
     if args.report is not None or args.remeasure_limits:
         try:
@@ -314,11 +314,11 @@ def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
 
     from offline_summary import print_results, print_summary
 
-    from compiled_llm import machine_limits
+    from compiled_llm.report import machine_limits
 
     if not args.quiet:
         print_results(outputs)
-    # Limits that are known are measured again where this run shows them to be too low; the first time takes --report.
+    # Known limits are measured again where this run shows them to be too low; the first time takes --report.
     known = machine_limits.cached(engine.runner.device, engine.runner.dtype) is not None
     report = engine.report(measure_limits=known or args.report is not None)
     print_summary(engine, report, outputs, max(seconds, 1e-9), start_seconds, sampling)

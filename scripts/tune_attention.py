@@ -27,10 +27,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiled_llm import machine
-from compiled_llm.arguments import FlagParser
-from compiled_llm.ops import attention_tiles, kv_quant
-from compiled_llm.ops.attention_tiles import TileConfig
+from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser
+from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention import tiles as attention_tiles
+from compiled_llm.ops.attention.tiles import TileConfig
 
 KV_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # What is searched together, and the steps it is timed on: requests, query length, tokens before the query.
@@ -133,7 +134,7 @@ class Step:
         return k, v, k_scale, v_scale
 
     def run(self, layer: int, tiles: TileConfig) -> Tensor:
-        from compiled_llm.ops import attention_triton
+        from compiled_llm.ops.attention import triton_attention as attention_triton
 
         return attention_triton.paged_attention(
             *self.inputs, *self.caches[layer], *self.lengths, *self.options, tiles=tiles

@@ -42,8 +42,8 @@ import numpy as np
 import torch
 from tune_buckets_choice import best_buckets, bucket_of, interpolated, never_falling
 
-from compiled_llm import machine
-from compiled_llm.arguments import FlagParser
+from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser
 
 FORMAT = 1
 KINDS = ("decode", "tokens")

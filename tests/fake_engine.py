@@ -12,18 +12,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from compiled_llm.block_pool import SINK_BLOCK, BlockPool
-from compiled_llm.config import Limits
-from compiled_llm.costs import StepCosts
-from compiled_llm.invariants import check_scheduler, check_step
-from compiled_llm.prefix_cache import PrefixCache
-from compiled_llm.request import Request, Status
+from compiled_llm.config import EngineLimits
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduler import Scheduler
-from compiled_llm.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
+from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.invariants import check_scheduler, check_step
+from compiled_llm.scheduling.prefix_cache import PrefixCache
+from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
 VOCABULARY = 1000
-LIMITS = Limits(
+LIMITS = EngineLimits(
     max_model_len=64,
     max_num_seqs=4,
     max_num_batched_tokens=16,
@@ -117,7 +117,7 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
 class FakeRunner:
     """Keeps the context of every KV slot, as the real cache keeps keys, and checks all that a step reads and writes."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: EngineLimits) -> None:
         self.limits = limits
         self.slots: dict[tuple[int, int], int] = {}
         self.host: dict[int, dict[int, int]] = {}

@@ -1,14 +1,14 @@
-"""EngineConfig and Limits: what is refused, and what follows from the arguments."""
+"""EngineConfig and EngineLimits: what is refused, and what follows from the arguments."""
 
 import math
 
 import pytest
 
-from compiled_llm.config import EngineConfig, Limits
+from compiled_llm.config import EngineConfig, EngineLimits
 
 
-def limits(model_max_len: int = 256, **arguments) -> Limits:
-    return Limits.resolve(EngineConfig(**arguments), model_max_len, default_batched_tokens=512)
+def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
+    return EngineLimits.resolve(EngineConfig(**arguments), model_max_len, default_batched_tokens=512)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_llm import EngineConfig, SamplingParams
-from compiled_llm.arguments import FlagParser, add_engine_arguments, add_sampling_arguments
+from compiled_llm.command_line import FlagParser, add_engine_arguments, add_sampling_arguments
 from compiled_llm.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, VALUES
 
 CLASSES = {EngineConfig: ENGINE_ARGUMENTS, SamplingParams: SAMPLING_PARAMETERS}

@@ -18,7 +18,7 @@ def test_the_wheel_is_complete_and_holds_nothing_else(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
 
-    expected = {f"compiled_llm/{path.name}" for path in (ROOT / "compiled_llm").glob("*.py")}
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "compiled_llm").rglob("*.py")}
     for room in ("ops", "models"):
         paths = [path for path in (ROOT / room).rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
         assert paths

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, progress
-from compiled_llm.compile_cache import CompileCache
-from compiled_llm.cpu_kernels import load_kernels
+from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.ops import native
 from compiled_llm.progress import Stage, StartProgress
+from compiled_llm.worker.cpu_kernels import load_kernels
 
 EAGER = {"enforce_eager": True, "num_kv_blocks": 8, "bucket_sizes": (1,), "max_model_len": 64}
 

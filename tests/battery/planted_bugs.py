@@ -38,29 +38,31 @@ class Bug:
 POOL = Checks(
     (
         "tests/battery/test_block_pool.py::test_random_operations",
-        "tests/test_block_pool.py",
-        "tests/test_prefix_cache.py",
+        "tests/scheduling/test_block_pool.py",
+        "tests/scheduling/test_prefix_cache.py",
     ),
     load_torch=False,
 )
 SCHEDULING = Checks(
     (
         "tests/battery/test_schedules.py::test_random_schedules",
-        "tests/test_request_queue.py",
-        "tests/test_scheduler.py",
-        "tests/test_scheduler_overlap.py",
-        "tests/test_scheduler_preemption.py",
-        "tests/test_scheduler_prefixes.py",
-        "tests/test_forks.py",
+        "tests/scheduling/test_request_queue.py",
+        "tests/scheduling/test_scheduler.py",
+        "tests/scheduling/test_scheduler_overlap.py",
+        "tests/scheduling/test_scheduler_preemption.py",
+        "tests/scheduling/test_scheduler_prefixes.py",
+        "tests/scheduling/test_forks.py",
         "tests/battery/test_planted_bugs_checks.py",
     ),
     load_torch=False,
 )
-FORKS = Checks(("tests/battery/test_schedules.py::test_random_schedules", "tests/test_forks.py"), load_torch=False)
-TAGS = Checks(("tests/battery/test_tags.py", "tests/test_batch.py"), load_torch=True)
+FORKS = Checks(
+    ("tests/battery/test_schedules.py::test_random_schedules", "tests/scheduling/test_forks.py"), load_torch=False
+)
+TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
-BEAM_GROUP = Checks(("tests/test_beam_search.py",), load_torch=True)
+BEAM_GROUP = Checks(("tests/engine/test_beam_search.py",), load_torch=True)
 BEAMS = Checks(
     (
         "tests/e2e/test_beam_search.py::test_equal_to_transformers[blocks of 4]",
@@ -71,15 +73,18 @@ BEAMS = Checks(
 )
 ENGINE = Checks(
     (
-        "tests/test_runner.py",
+        "tests/worker/test_runner.py",
         "tests/battery/test_identity.py::test_tokens_equal_the_reference[small-chunks-swap-async-priority]",
     ),
     load_torch=True,
 )
 ABORTS = Checks(("tests/e2e/test_engine.py::test_a_stream_closed_early_aborts_its_request",), load_torch=True)
-SAMPLER = Checks(("tests/test_sampler.py",), load_torch=True)
+SAMPLER = Checks(("tests/step/test_sampling.py",), load_torch=True)
 QUANTISED = Checks(
-    ("tests/ops/test_kv_quant.py", "tests/ops/test_attention.py::test_quantised_cache[decode-gqa1-h64-int8]"),
+    (
+        "tests/ops/attention/test_kv_quant.py",
+        "tests/ops/attention/test_paged_attention.py::test_quantised_cache[decode-gqa1-h64-int8]",
+    ),
     load_torch=True,
 )
 
@@ -813,26 +818,26 @@ _ATTENTION = [
 BUGS: dict[Bug, Checks] = {
     Bug(name, f"compiled_llm.{module}", old, new): checks
     for module, checks, texts in (
-        ("block_pool", POOL, _BLOCK_POOL),
-        ("prefix_cache", POOL, _PREFIX_CACHE),
-        ("request_queue", SCHEDULING, _REQUEST_QUEUE),
-        ("request", SCHEDULING, _REQUEST),
-        ("scheduler", SCHEDULING, _SCHEDULER),
-        ("batch", TAGS, _BATCH),
-        ("step", TAGS, _STEP),
+        ("scheduling.block_pool", POOL, _BLOCK_POOL),
+        ("scheduling.prefix_cache", POOL, _PREFIX_CACHE),
+        ("scheduling.request_queue", SCHEDULING, _REQUEST_QUEUE),
+        ("scheduling.request", SCHEDULING, _REQUEST),
+        ("scheduling.scheduler", SCHEDULING, _SCHEDULER),
+        ("worker.step_buffers", TAGS, _BATCH),
+        ("step.step", TAGS, _STEP),
         ("ops.swap", TAGS, _SWAP),
         ("ops.swap", COPIES, _COPY_ROWS),
-        ("runner", ENGINE, _RUNNER),
-        ("cost_measurement", ENGINE, _SWAP_INDICES),
-        ("engine_core", ABORTS, _ENGINE_CORE),
-        ("forks", FORKS, _FORKS),
-        ("scheduler", FORKS, _FORKS_SCHEDULED),
+        ("worker.runner", ENGINE, _RUNNER),
+        ("worker.calibration", ENGINE, _SWAP_INDICES),
+        ("engine.core", ABORTS, _ENGINE_CORE),
+        ("scheduling.forks", FORKS, _FORKS),
+        ("scheduling.scheduler", FORKS, _FORKS_SCHEDULED),
         ("ops.swap", BLOCK_COPIES, _COPY_BLOCKS),
-        ("beam_search", BEAM_GROUP, _BEAMS),
-        ("beam_search", BEAMS, _BEAM_REQUESTS),
-        ("sampler", SAMPLER, _SAMPLER),
-        ("ops.kv_quant", QUANTISED, _KV_QUANT),
-        ("ops.attention", QUANTISED, _ATTENTION),
+        ("engine.beam_search", BEAM_GROUP, _BEAMS),
+        ("engine.beam_search", BEAMS, _BEAM_REQUESTS),
+        ("step.sampling", SAMPLER, _SAMPLER),
+        ("ops.attention.kv_quant", QUANTISED, _KV_QUANT),
+        ("ops.attention.paged_attention", QUANTISED, _ATTENTION),
     )
     for name, old, new in texts
 }

@@ -11,7 +11,7 @@ import random
 import torch
 import transformers
 
-from compiled_llm.engine import DEMO_MODEL
+from compiled_llm.engine.engine import DEMO_MODEL
 from tests.families import checkpoint, transformers_model
 
 NUM_TOKENS = 32

@@ -13,9 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from compiled_llm.block_pool import BlockPool
-from compiled_llm.prefix_cache import PrefixCache
-from compiled_llm.request import Request
+from compiled_llm.scheduling.block_pool import BlockPool
+from compiled_llm.scheduling.prefix_cache import PrefixCache
+from compiled_llm.scheduling.request import Request
 from tests.fake_engine import make_request
 
 NUM_BLOCKS = 20

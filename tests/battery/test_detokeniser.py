@@ -15,9 +15,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from compiled_llm.engine import DEMO_MODEL
+from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.tokenizer import OutputText, Tokenizer
+from compiled_llm.text.tokenizer import OutputText, Tokenizer
 
 REPLACEMENT = "\ufffd"
 SPECIALS = ["<s>", "</s>", "<|tool 🔧|>"]

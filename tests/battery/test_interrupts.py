@@ -17,29 +17,29 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
-from compiled_llm.engine_core import EngineCore
-from compiled_llm.invariants import check_scheduler
+from compiled_llm.engine.core import EngineCore
+from compiled_llm.scheduling.invariants import check_scheduler
 from tests.families import checkpoint
 
 PACKAGE = Path(sys.modules["compiled_llm"].__file__ or "").parent
 # Where requests, blocks and queues are changed.
 STATE = [
-    "engine",
-    "engine_core",
-    "scheduler",
-    "forks",
-    "block_pool",
-    "prefix_cache",
-    "request_queue",
-    "request",
-    "served_request",
-    "stream",
-    "beam_search",
-    "interrupts",
-    "token_masks",
+    "engine/engine",
+    "engine/core",
+    "scheduling/scheduler",
+    "scheduling/forks",
+    "scheduling/block_pool",
+    "scheduling/prefix_cache",
+    "scheduling/request_queue",
+    "scheduling/request",
+    "engine/completions",
+    "engine/request_stream",
+    "engine/beam_search",
+    "engine/interrupts",
+    "constraints/token_masks",
 ]
 # What else runs inside a step.
-DEVICE = ["runner", "batch", "samplers", "field_buffers"]
+DEVICE = ["worker/runner", "worker/step_buffers", "worker/sampling_stage", "worker/field_buffers"]
 FILES = {str(PACKAGE / f"{name}.py") for name in STATE + DEVICE}
 SIGNAL_FILES = {str(PACKAGE / f"{name}.py") for name in STATE}
 

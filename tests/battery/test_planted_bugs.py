@@ -73,8 +73,10 @@ def test_the_checks_pass_until_a_bug_is_planted(names: set[str], battery_counts:
 def test_what_is_no_bug_is_not_caught() -> None:
     """A change that nothing observes passes; and one that breaks the source itself does not count as caught."""
     place = "return len(self._empty) + len(self._cached)"
-    harmless = Bug("", "compiled_llm.block_pool", place, place.replace("len(self._empty)", "1 * len(self._empty)"))
-    checks = dataclasses.replace(POOL, tests=("tests/test_block_pool.py",))
+    harmless = Bug(
+        "", "compiled_llm.scheduling.block_pool", place, place.replace("len(self._empty)", "1 * len(self._empty)")
+    )
+    checks = dataclasses.replace(POOL, tests=("tests/scheduling/test_block_pool.py",))
     broken = [
         dataclasses.replace(harmless, new=new, old=old)
         for old, new in [(place, "return ("), (place, "return no_such_name"), ("no such text", "")]
@@ -90,6 +92,6 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     module = ROOT / "compiled_llm" / "block_pool.py"
     cached = Path(importlib.util.cache_from_source(str(module)))
     before = module.read_bytes(), cached.stat().st_mtime_ns if cached.exists() else None
-    (found,) = outcomes([(bug, dataclasses.replace(POOL, tests=("tests/test_block_pool.py",)))])
+    (found,) = outcomes([(bug, dataclasses.replace(POOL, tests=("tests/scheduling/test_block_pool.py",)))])
     assert found["outcome"] == "caught"
     assert before == (module.read_bytes(), cached.stat().st_mtime_ns if cached.exists() else None)

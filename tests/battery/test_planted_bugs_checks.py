@@ -1,6 +1,6 @@
 """What planted bugs showed to be checked by nothing else: turns that random schedules take too rarely."""
 
-from compiled_llm.request import Status
+from compiled_llm.scheduling.request import Status
 from tests.fake_engine import FakeEngine, check_result, make_request, make_scheduler
 
 

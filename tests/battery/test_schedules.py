@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from compiled_llm.costs import StepCosts
-from compiled_llm.invariants import check_scheduler
-from compiled_llm.request import Request, Status
-from compiled_llm.scheduler import Scheduler
+from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.invariants import check_scheduler
+from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.scheduler import Scheduler
 from tests.fake_engine import VOCABULARY, FakeEngine, check_result, hash_of, make_child, make_request, make_scheduler
 
 MAX_LEN = 24

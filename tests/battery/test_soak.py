@@ -131,7 +131,7 @@ def test_nothing_is_left_of_any_request(
         memories = []
         for _ in range(NUM_PARTS):
             client.serve(num_requests // NUM_PARTS)
-            engine.reset_report()  # what the report keeps has bounds of its own: tests/test_step_log.py
+            engine.reset_report()  # what the report keeps has bounds of its own: tests/report/test_step_log.py
             memories.append(memory())
         stats, report = engine.stats(), engine.compile_report()
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm import CompiledEngine, Field, LogitsContext, LogitsTransform, SamplingParams
-from compiled_llm.engine import DEMO_MODEL
-from compiled_llm.tokenizer import Tokenizer
+from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.text.tokenizer import Tokenizer
 from tests.schemas import SCHEMAS
 
 SIZES = [pytest.param(2, id="small"), pytest.param(25, id="full", marks=pytest.mark.battery)]

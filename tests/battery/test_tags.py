@@ -14,17 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.batch import RequestRows, StepBuffers, buckets_of, choose_bucket
-from compiled_llm.block_pool import SINK_BLOCK, BlockPool
-from compiled_llm.config import Limits
-from compiled_llm.invariants import check_scheduler
+from compiled_llm.config import EngineLimits
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops import swap
-from compiled_llm.request import Request
-from compiled_llm.scheduler import Scheduler
-from compiled_llm.scheduler_output import SchedulerOutput
-from compiled_llm.step import Feedback, step_function
+from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
+from compiled_llm.scheduling.invariants import check_scheduler
+from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.step.step import Feedback, step_function
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import StepBuffers, buckets_of, choose_bucket
 from tests.battery.test_schedules import (
     MAX_LEN,
     Watch,
@@ -228,7 +229,7 @@ class TagEngine:
         self.runner.poison()
 
 
-def with_buckets(scheduler: Scheduler) -> Limits:
+def with_buckets(scheduler: Scheduler) -> EngineLimits:
     """Its limits, with a bucket for one request and for all, so that there are padding rows."""
     seats = scheduler.limits.max_num_seqs
     return dataclasses.replace(scheduler.limits, decode_bucket_sizes=tuple(sorted({1, min(3, seats), seats})))
@@ -239,7 +240,7 @@ def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatc
     scheduler = random_scheduler(rng)
     scheduler.limits = with_buckets(scheduler)
     model = TagModel(scheduler.limits.block_size)
-    monkeypatch.setattr("compiled_llm.step.family", lambda architecture: model)
+    monkeypatch.setattr("compiled_llm.step.step.family", lambda architecture: model)
     runner = TagRunner(scheduler, model, counts)
     watch = Watch(TagEngine(scheduler, runner, overlap=rng.random() < 0.5))
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from tests.docs.markdown import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SCRIPTS = sorted(path.name for path in (ROOT / "scripts").glob("*.py"))
+SCRIPTS = sorted(str(path.relative_to(ROOT / "scripts")) for path in (ROOT / "scripts").glob("**/*.py"))
 
 
 class _ParsedError(Exception):
@@ -39,7 +39,7 @@ def _until_parsed(script: str, arguments: list[str], see: Callable[[argparse.Arg
         return stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "scripts"))
+        patch.syspath_prepend(str((ROOT / "scripts" / script).parent))
         patch.setattr(sys, "argv", [f"scripts/{script}", *arguments])
         for kind in (argparse.ArgumentParser, *argparse.ArgumentParser.__subclasses__()):
             if "parse_args" in vars(kind):
@@ -51,7 +51,7 @@ def _until_parsed(script: str, arguments: list[str], see: Callable[[argparse.Arg
 def parse_script(words: list[str]) -> None:
     """``python scripts/X.py ARGUMENTS``: the script is there, and its parser takes the arguments."""
     script, arguments = words[1], words[2:]
-    assert re.fullmatch(r"scripts/\w+\.py", script), words
+    assert re.fullmatch(r"scripts/(bench/)?\w+\.py", script), words
     assert (ROOT / script).is_file(), f"{script} is not there"
     try:
         _until_parsed(script.removeprefix("scripts/"), arguments, lambda parser: None)
@@ -112,7 +112,7 @@ NOT_RUN = (
     NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),
     NotRun(r"\.venv/bin/(ruff|mypy)\b.*", "CI runs them on the repository (.ci/run)", check_nothing),
-    NotRun(_PYTHON + r" scripts/bench_\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_script),
+    NotRun(_PYTHON + r" scripts/bench/\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_script),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_script),
     NotRun(_PYTHON + r" scripts/kv_report\.py\b.*", "minutes", parse_script),
     NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_script),

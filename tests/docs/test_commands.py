@@ -97,9 +97,9 @@ def test_commands_in_the_text_would_start(path: Path) -> None:
             kind.check(words_of(span))
         elif re.match(r"python scripts/", span):
             parse_script(words_of(span))
-        elif re.match(r"scripts/\w+\.py ", span):
+        elif re.match(r"scripts/(bench/)?\w+\.py ", span):
             parse_script(["python", *words_of(span)])
-        for script in re.findall(r"scripts/\w+\.py", span):
+        for script in re.findall(r"scripts/(?:bench/)?\w+\.py", span):
             assert (ROOT / script).is_file(), f"{name_of(path)}: {span}"
 
 
@@ -117,6 +117,6 @@ def test_flags_in_the_text_are_known_to_some_script(path: Path, known_options: s
 
 def test_a_command_that_would_not_start_is_found() -> None:
     with pytest.raises(AssertionError, match="is refused"):
-        parse_script(["python", "scripts/bench_linear.py", "--no-such-flag"])
+        parse_script(["python", "scripts/bench/bench_linear.py", "--no-such-flag"])
     with pytest.raises(AssertionError, match="is not there"):
         parse_script(["python", "scripts/no_such_script.py"])

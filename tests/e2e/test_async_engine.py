@@ -513,7 +513,7 @@ def test_a_request_that_takes_long_to_prepare_stalls_nobody(
 
     monkeypatch.setattr(sync_engine, "prepare", slow)
     long = "x = 1\n" * 40
-    monkeypatch.setattr("compiled_llm.async_engine._LONG_PROMPT", len(long) - 1)
+    monkeypatch.setattr("compiled_llm.engine.async_engine._LONG_PROMPT", len(long) - 1)
 
     async def main() -> None:
         async with AsyncCompiledEngine.from_engine(sync_engine) as engine:

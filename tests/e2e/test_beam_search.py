@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
-from compiled_llm.engine import DEMO_MODEL
+from compiled_llm.engine.engine import DEMO_MODEL
 from tests.e2e.test_failures import STAGES, Fault, break_once
 from tests.families import checkpoint
 

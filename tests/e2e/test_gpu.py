@@ -9,9 +9,9 @@ import transformers
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.compiler import CompiledFunction
-from compiled_llm.engine import DEMO_MODEL
-from compiled_llm.sampler import uniform
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.step.sampling import uniform
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.engine import DEMO_MODEL
+from compiled_llm.engine.engine import DEMO_MODEL
 
 NUM_PROMPTS, NUM_TOKENS = 50, 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -12,8 +12,8 @@ import pytest
 import transformers
 
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, RequestOutput, SamplingParams
-from compiled_llm.engine import DEMO_MODEL
-from compiled_llm.prompts import EncodedPrompt
+from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.text.prompts import EncodedPrompt
 from tests.families import checkpoint
 
 EAGER: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "bucket_sizes": (4,), "num_kv_blocks": 65}

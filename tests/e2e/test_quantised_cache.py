@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.engine import DEMO_MODEL
+from compiled_llm.engine.engine import DEMO_MODEL
 
 NUM_PROMPTS, NUM_TOKENS = 16, 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)

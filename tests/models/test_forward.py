@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from compiled_llm import loader
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.layers import rope_cos_sin, rope_inv_freq, rope_table
 from compiled_llm.models.weights import PackedLinear, embed, keep, pack, tensors
+from compiled_llm.worker import loader
 from tests.families import CONFIGS, checkpoint, transformers_model
 
 BLOCK_SIZE = 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_llm.arguments import FlagParser
+from compiled_llm.command_line import FlagParser
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +50,7 @@ def test_a_part_is_a_command_that_its_script_understands(
 
     for parser in (argparse.ArgumentParser, FlagParser):
         monkeypatch.setattr(parser, "parse_args", parse_args)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(Parsed):
         load(ROOT / script).main()

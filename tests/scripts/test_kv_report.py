@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compiled_llm.engine import DEMO_MODEL
-from compiled_llm.kv_cache import allocate
+from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.step.kv_cache import allocate
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kv_report.py"
 NUM_TOKENS = 1024

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.machine_limits import MachineLimits
+from compiled_llm.report.machine_limits import MachineLimits
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 LIMITS = MachineLimits("cpu", "bfloat16", 3.15e10, 4e9, "amx", "2026-01-01T00:00:00+00:00", 0.02, 0.04)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm import CompiledEngine, EngineConfig, RequestOutput, machine_limits
-from compiled_llm.engine import DEMO_MODEL
-from compiled_llm.machine_limits import MachineLimits
+from compiled_llm import CompiledEngine, EngineConfig, RequestOutput
+from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.report import machine_limits
+from compiled_llm.report.machine_limits import MachineLimits
 from tests.families import checkpoint
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_offline.py"
@@ -634,7 +635,7 @@ def test_help_and_bad_arguments_need_neither_docstrings_nor_torch() -> None:
         assert done.returncode == status, done.stderr
         assert words in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
-        assert "compiled_llm.arguments" in done.stderr
+        assert "compiled_llm.command_line" in done.stderr
         assert " torch\n" not in done.stderr
 
 

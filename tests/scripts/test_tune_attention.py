@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from compiled_llm.ops import attention_tiles
-from compiled_llm.ops.attention_tiles import HOPPER, TileConfig, default_config, key, tile_config
+from compiled_llm.ops.attention import tiles as attention_tiles
+from compiled_llm.ops.attention.tiles import HOPPER, TileConfig, default_config, key, tile_config
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tune_attention.py"
 H200 = "NVIDIA H200"

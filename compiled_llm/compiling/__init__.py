@@ -1,0 +1,1 @@
+"""Compiled functions: made, checked, kept on disk, reported."""

@@ -1,0 +1,238 @@
+"""Compiled functions kept on disk, each under a readable key of everything that its code depends on.
+
+An entry is one file ``NAME-DIGEST.graph``, so that it is there whole or not at all: a line with the SHA-256 of the
+rest, a line of JSON with the key's fields, and what torch wrote and reads. A start that finds its entries neither
+traces nor compiles. One that does not can say which field was another the last time. Entries that no start used for a
+month go.
+
+An entry is code. Nobody but the user can write to the directory (``check_trusted``, before a start), and nothing of
+another origin gets there but a bundle that the user names (see compile_bundle.py).
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+
+from compiled_llm.compiling.argument_specs import settings, specs_of
+from compiled_llm.config import EngineLimits
+from compiled_llm.hardware import hardware
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.ops import native
+
+_PACKAGE = Path(__file__).parents[1]
+# Whose text decides what is traced: a change of any of them misses.
+_SOURCES = ("models/**/*.py", "ops/**/*.py", "step/*.py", "compiling/*.py")
+
+_DIGESTS = ("arguments", "code")  # they follow from other fields
+_SUFFIX = ".graph"
+_UNUSED_SECONDS = 30 * 24 * 3600
+
+Fields = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A compiled function on disk: its key's fields, and what torch made of it."""
+
+    fields: Fields
+    facts: Fields
+    payload: bytes
+
+
+class CompileCache:
+    """The entries of one machine and one model. ``fields``: JSON values that all functions of an engine share."""
+
+    def __init__(self, directory: Path, fields: Fields) -> None:
+        self.directory = directory
+        self.fields = json.loads(json.dumps(dict(fields)))  # tuples become lists, as they are read from disk
+        # Functions that other processes compiled in this start: why, and in how many seconds.
+        self.built: dict[str, tuple[str, float]] = {}
+        # Files of the entries that were found or stored.
+        self.used: list[Path] = []
+        # Entries that the disk would not take, for this start alone.
+        self._unwritten: dict[Path, Entry] = {}
+
+    def key_of(self, name: str, function: FunctionType, args: tuple) -> dict[str, Any]:
+        """All fields of one function's key; its own code and the arguments' kinds go in as digests."""
+        closed_over = [_text(cell.cell_contents) for cell in function.__closure__ or ()]
+        defaults = [
+            _text(value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
+        ]
+        code = {"code": _code(function.__code__), "closed_over": closed_over, "defaults": defaults}
+        return {
+            "function": name,
+            **self.fields,
+            "code": digest(code)[:16],
+            "arguments": hashlib.sha256(repr(specs_of(args)).encode()).hexdigest()[:16],
+        }
+
+    def find(self, key: Fields) -> Entry | str:
+        """The entry of a key, or the reason why there is none."""
+        path = self._path(key)
+        if path in self._unwritten:
+            return self._unwritten[path]
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return self._reason(key)
+        except OSError as error:
+            return f"the stored file cannot be read: {error}"
+        sha256, _, rest = content.partition(b"\n")
+        if hashlib.sha256(rest).hexdigest().encode() != sha256:
+            return "the stored file is damaged"
+        line, _, payload = rest.partition(b"\n")
+        header = json.loads(line)
+        if dict(key) != header["fields"]:
+            return self._reason(key)
+        with contextlib.suppress(OSError):  # on a disk that is only read, nothing is dropped either
+            os.utime(path)
+        self._note(path)
+        return Entry(header["fields"], header["facts"], payload)
+
+    def store(self, key: Fields, payload: bytes, facts: Fields) -> None:
+        """Keep what torch made. ``facts``: JSON values about it that are no part of the key.
+
+        What the disk does not take serves this start, with a warning.
+        """
+        path = self._path(key)
+        line = json.dumps({"fields": dict(key), "facts": dict(facts)}).encode()
+        rest = line + b"\n" + payload
+        try:
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._drop_unused()
+            write_whole(path, hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+        except OSError as error:
+            self._unwritten[path] = Entry(**json.loads(line), payload=payload)
+            warnings.warn(f"{key['function']} is not kept, the next start compiles it again: {error}", stacklevel=2)
+            return
+        self._note(path)
+
+    def _drop_unused(self) -> None:
+        """Delete what no start used for long, and what a start left that ended while it wrote."""
+        oldest = time.time() - _UNUSED_SECONDS
+        for path in self.directory.iterdir():
+            with contextlib.suppress(OSError):  # another start deletes it too, or it is a directory
+                if path.stat().st_mtime < oldest:
+                    path.unlink()
+
+    def _note(self, path: Path) -> None:
+        if path not in self.used:
+            self.used.append(path)
+
+    def _path(self, key: Fields) -> Path:
+        return self.directory / f"{key['function']}-{digest(key)[:16]}{_SUFFIX}"
+
+    def _reason(self, key: Fields) -> str:
+        """Why a key misses: what differs from the entry of the same function that differs least."""
+        stored = []
+        for path in self.directory.glob(f"{key['function']}-*{_SUFFIX}"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
+                file.readline()
+                stored.append(dict(json.loads(file.readline())["fields"]))
+        if not stored:
+            return "nothing of that name is stored"
+        nearest = min((differences(fields, key) for fields in stored), key=len)
+        return "; ".join(nearest) or "the stored file is gone"
+
+
+def engine_cache(
+    model_config: ModelConfig, limits: EngineLimits, dtype: torch.dtype, cache_dtypes: Sequence[torch.dtype]
+) -> CompileCache:
+    """The cache of an engine on this CPU, in the user's cache directory."""
+    fields = {
+        **machine_fields(),
+        **{f"model.{name}": value for name, value in dataclasses.asdict(model_config).items()},
+        "dtype": str(dtype),
+        "kv_cache_dtypes": [str(layer) for layer in cache_dtypes],
+        "block_size": limits.block_size,
+        "max_model_len": limits.max_model_len,
+        "largest_decode_bucket": limits.decode_bucket_sizes[-1],
+    }
+    return CompileCache(native.cache_directory() / "graphs", fields)
+
+
+def differences(was: Fields, now: Fields) -> list[str]:
+    """ "block_size is 32 and was 16" for each field in which two keys differ, digests only where nothing else does."""
+    names = [name for name in {**now, **was} if now.get(name) != was.get(name)]
+    readable = [name for name in names if name not in _DIGESTS]
+    return [f"{name} is {now.get(name)!r} and was {was.get(name)!r}" for name in readable or names]
+
+
+def machine_fields() -> dict[str, Any]:
+    """What code for this CPU depends on besides the model and the arguments: the same on all machines of a kind."""
+    fields = hardware(torch.device("cpu")) | {
+        "torch_directory": str(Path(torch.__file__).parent),  # the generated code's build names torch's headers
+        "python": sys.version.split()[0],
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "compiler": native.compiler(),
+        "sources": sources_digest(),
+        **code_settings(),
+    }
+    fields.pop("cpus")  # how many there are decides nothing: the number of threads does
+    return fields
+
+
+def sources_digest() -> str:
+    """A digest of the engine's own files that are traced or that trace."""
+    hashed = hashlib.sha256()
+    for pattern in _SOURCES:
+        for path in sorted(_PACKAGE.glob(pattern)):
+            hashed.update(f"{path.name}\n".encode() + path.read_bytes())
+    return hashed.hexdigest()[:16]
+
+
+def code_settings() -> dict[str, Any]:
+    """What this process has set of torch that goes into compiled code, beside threads: JSON values.
+
+    ``torch_config`` is a digest of the compiler's settings: environment variables (``TORCHINDUCTOR_...``) and programs
+    change them.
+    """
+    values = [module.save_config_portable() for module in (torch._inductor.config, torch._functorch.config)]
+    text = repr([sorted(each.items()) for each in values])
+    return {
+        **settings(),
+        "default device": str(torch.get_default_device()),
+        "torch_config": hashlib.sha256(text.encode()).hexdigest()[:16],
+    }
+
+
+def digest(fields: Fields) -> str:
+    """A digest of JSON values that does not depend on their order."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _text(value: Any) -> str:
+    """A value that a function closes over, without the address that a function's own text has."""
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
+
+
+def _code(code: CodeType) -> list[Any]:
+    """What a code object does, without its name, file and lines."""
+    constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), constants]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that no other process ever sees half of it. ``OSError`` leaves nothing behind."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise

@@ -1,0 +1,1 @@
+"""Which tokens may follow: grammars and masks."""

@@ -1,0 +1,244 @@
+"""Processes that compile grammars and follow them, for grammar_processes.py; started by ``python -m``.
+
+The first process takes in the vocabulary, which may take seconds, and forks a process for each grammar. That one limits
+itself: the kernel ends it when it uses more processor time than it may, whatever the library is busy with, and gives it
+no more memory than it may have. No torch here, and no thread before a fork.
+"""
+
+import os
+import resource
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Collection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from compiled_llm.constraints.grammar_processes import GrammarSource, Vocabulary, brief_reason, encode_reply
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_TOKENS_BETWEEN_RESTARTS = 256  # of a generation's matcher
+# The library compiles by recursion, and would kill the process at the stack's end. The deepest texts of
+# grammar_texts.MAX_CHARACTERS that we could make take less than 32 MiB.
+_STACK_BYTES = 256 * 2**20
+
+
+def main() -> None:
+    """Read a vocabulary, then fork a process for each socket that comes, until the other side is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the engine
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that end
+    control = socket.socket(fileno=int(sys.argv[1]))
+    messages = Connection(os.dup(control.fileno()))
+    vocabulary: Vocabulary = messages.recv()
+    try:
+        import llguidance
+
+        tokenizer = llguidance.LLTokenizer(vocabulary.text, n_vocab=vocabulary.size, eos_token=vocabulary.eos_token_ids)
+    except BaseException as error:  # a panic of the library is no Exception
+        reason = f"structured outputs: llguidance cannot use this tokenizer: {brief_reason(error)}"
+        messages.send_bytes(encode_reply(error=reason))
+        return
+    messages.send_bytes(encode_reply())
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not data:
+            return
+        if os.fork() == 0:
+            control.close()
+            messages.close()
+            _follow(Connection(descriptors[0]), tokenizer, vocabulary)
+            os._exit(0)
+        os.close(descriptors[0])
+
+
+def _follow(connection: Connection, tokenizer: "LLTokenizer", vocabulary: Vocabulary) -> None:
+    """In a process of its own: compile a grammar, and answer what generations ask until the other side is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what a library writes as it dies helps nobody
+    grammar = None
+    try:
+        source: GrammarSource = connection.recv()
+        _limit_memory(source.num_bytes)
+        with _Allowance(source, source.seconds):
+            grammar = _Grammar(tokenizer, source)
+    except EOFError:
+        return
+    except BaseException as error:  # a panic of the library is no Exception
+        failure = f"structured outputs: does not compile: {brief_reason(error)}"
+    states: dict[int, _State] = {}
+    allowance = _Allowance(source, source.seconds_at_once)
+    while True:
+        try:
+            dropped, name, token_ids = connection.recv()
+        except EOFError:
+            return
+        for old in dropped:
+            states.pop(old, None)
+        try:
+            if grammar is None:
+                raise ValueError(failure)
+            allowance.earn(len(token_ids))
+            with allowance:
+                if name not in states:
+                    states[name] = _State(grammar, vocabulary, allowance)
+                reply = encode_reply(*states[name].accept(token_ids))
+        except ValueError as error:
+            reply = encode_reply(error=str(error))
+        except BaseException as error:  # a panic of the library is no Exception
+            reply = encode_reply(error=f"structured outputs: {type(error).__name__}: {brief_reason(error)}")
+        connection.send_bytes(reply)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    status = Path("/proc/self/statm")
+    if status.exists():  # elsewhere the address space cannot be limited
+        used = int(status.read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + _STACK_BYTES + num_bytes,) * 2)
+
+
+class _Allowance:
+    """Processor time that this process may use: within ``with`` the kernel ends it when the time is used up."""
+
+    def __init__(self, source: GrammarSource, seconds: float) -> None:
+        self._source = source
+        self._left = seconds
+
+    def earn(self, num_tokens: int) -> None:
+        """A generation went on by so many tokens."""
+        source = self._source
+        self._left = min(self._left + num_tokens * source.seconds_a_token, source.seconds_at_once)
+
+    def compile_again(self) -> None:
+        """What comes now includes compiling the grammar once more."""
+        self._left += self._source.seconds
+        signal.setitimer(signal.ITIMER_PROF, self._left)
+
+    def __enter__(self) -> None:
+        self._begun = time.process_time()
+        signal.setitimer(signal.ITIMER_PROF, max(self._left, 0.001))
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        self._left -= time.process_time() - self._begun
+
+
+class _Grammar:
+    """A compiled grammar, and how to compile it again."""
+
+    def __init__(self, tokenizer: "LLTokenizer", source: GrammarSource) -> None:
+        self._tokenizer = tokenizer
+        self._source = source
+        self._text = self._library_text()
+        self._first = self._compile()
+
+    def matcher(self, anew: bool = False) -> "LLMatcher":
+        """A matcher at the beginning; ``anew``: with a lexer of its own, which later ones share."""
+        if anew:
+            self._first = self._compile()
+        return self._first.deep_copy()
+
+    def _library_text(self) -> str:
+        from llguidance import LLMatcher
+
+        source = self._source
+        if source.kind == "json":
+            options: Any = dict(source.json_options)
+            return LLMatcher.grammar_from_json_schema(source.text, overrides=options)
+        return (LLMatcher.grammar_from_regex if source.kind == "regex" else LLMatcher.grammar_from_lark)(source.text)
+
+    def _compile(self) -> "LLMatcher":
+        import llguidance
+
+        limits = llguidance.LLParserLimits(**dict(self._source.limits))
+        made: list[LLMatcher] = []
+
+        def compile_() -> None:
+            made.append(llguidance.LLMatcher(self._tokenizer, self._text, log_level=0, limits=limits))
+
+        threading.stack_size(_STACK_BYTES)
+        thread = threading.Thread(target=compile_)
+        thread.start()
+        thread.join()
+        if not made:
+            raise ValueError("the library failed")
+        matcher = made[0]
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+
+class _State:
+    """Where one generation is in its grammar."""
+
+    def __init__(self, grammar: _Grammar, vocabulary: Vocabulary, allowance: _Allowance) -> None:
+        self._grammar, self._vocabulary, self._allowance = grammar, vocabulary, allowance
+        self._matcher = grammar.matcher()
+        self._token_ids: list[int] = []
+        self._restarted_at: int | None = None
+
+    def accept(self, token_ids: Collection[int]) -> tuple[bytes, bool]:
+        """These tokens were generated. Returns which may follow, int32 [W], and whether none but eos tokens may.
+
+        Raises:
+            ValueError: these may not follow, none may though the text is not complete, or the library's limits are
+                reached.
+        """
+        for token_id in token_ids:
+            if not self._matcher.consume_token(token_id):
+                self._restart()
+                self._matcher.consume_token(token_id)
+                self._raise_for_error()
+            self._token_ids.append(token_id)
+        words = self._compute_words()
+        if self._matcher.is_error():
+            self._restart()
+            words = self._compute_words()
+            self._raise_for_error()
+        words &= self._vocabulary.words
+        accepting = self._matcher.is_accepting()
+        if not accepting:
+            words &= ~self._vocabulary.eos_words
+        if not words.any():
+            raise ValueError(_dead_end(len(self._token_ids)))
+        finished = accepting and (self._matcher.is_stopped() or not (words & ~self._vocabulary.eos_words).any())
+        return words.tobytes(), bool(finished)
+
+    def _compute_words(self) -> np.ndarray:
+        words = np.zeros_like(self._vocabulary.words)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return words
+
+    def _restart(self) -> None:
+        """Go over the tokens again with a new matcher, if that may help.
+
+        The copies of a matcher share a lexer, whose states only grow in number, so that after many generations it
+        may reach its limits though no one of them needs much. A generation that does shall not restart endlessly.
+        """
+        place = len(self._token_ids)
+        if self._restarted_at is not None and place - self._restarted_at < _TOKENS_BETWEEN_RESTARTS:
+            return
+        self._allowance.compile_again()
+        self._matcher = self._grammar.matcher(anew=True)
+        self._matcher.consume_tokens(self._token_ids)
+        self._restarted_at = place
+
+    def _raise_for_error(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error()
+            if reason.startswith("NoExtension"):
+                raise ValueError(_dead_end(len(self._token_ids)))
+            raise ValueError(f"structured outputs: after {len(self._token_ids)} tokens: {brief_reason(reason)}")
+
+
+def _dead_end(num_tokens: int) -> str:
+    return f"structured outputs: after {num_tokens} tokens no token may follow, and the grammar is not matched"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""TokenMask: which tokens may follow in one generation. Host side, plain numpy; the graph applies the words.
+
+What is banned follows from the tokens so far, which the host knows; so everything of the kind (allowed ids, bad words,
+a minimum of tokens, a grammar) becomes one bit a token, and the graph knows nothing of the reasons.
+"""
+
+import copy
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from compiled_llm.constraints.grammars import GrammarState
+
+_BITS = 32
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """Words of 32 bits that have a bit for each token."""
+    return -(-vocab_size // _BITS)
+
+
+class TokenMask:
+    """The mask of one generation, token after token.
+
+    Args:
+        allowed_token_ids: nothing but these; None: all of the vocabulary.
+        bad_words: token sequences that are never completed.
+        min_tokens: so many tokens come before any of ``stop_token_ids``.
+        grammar: what it allows; it takes in the tokens as the mask sees them.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        allowed_token_ids: Sequence[int] | None = None,
+        bad_words: Sequence[tuple[int, ...]] = (),
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
+        grammar: GrammarState | None = None,
+    ) -> None:
+        self._always = np.zeros(num_mask_words(vocab_size), dtype=np.uint32)
+        if allowed_token_ids is None:
+            self._always[:] = 0xFFFFFFFF
+        else:
+            _set(self._always, allowed_token_ids)
+        _clear(self._always, [word[0] for word in bad_words if len(word) == 1])
+        # By the token before the last one.
+        self._sequences: dict[int, list[tuple[int, ...]]] = {}
+        for word in bad_words:
+            if len(word) > 1:
+                self._sequences.setdefault(word[-2], []).append(word)
+        self._min_tokens = min_tokens
+        self._before_minimum = self._always.copy()
+        _clear(self._before_minimum, stop_token_ids)
+        self._grammar = grammar
+        self._num_accepted = 0
+
+    def copy(self, grammar: GrammarState | None) -> "TokenMask":
+        """The same for another generation, with its own state of the grammar. The words are shared."""
+        other = copy.copy(self)
+        other._grammar, other._num_accepted = grammar, 0
+        return other
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether a mask follows from the tokens themselves and not from their number alone."""
+        return self._grammar is not None or bool(self._sequences)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the grammar has come to its end, so that nothing but an end-of-text token may follow."""
+        return self._grammar is not None and self._grammar.finished
+
+    def accept(self, output_token_ids: Sequence[int]) -> None:
+        """Take in the tokens that came since the last call: all tokens of the output so far are given."""
+        if self._grammar is not None:
+            for token_id in output_token_ids[self._num_accepted :]:
+                self._grammar.accept(token_id)
+            self._num_accepted = len(output_token_ids)
+
+    def words(self, output_token_ids: Sequence[int], num_output_tokens: int) -> np.ndarray:
+        """int32 ``[ceil(V / 32)]``: bit v % 32 of word v // 32 says whether token v may follow.
+
+        Args:
+            output_token_ids: the tokens known so far; all of them, if ``needs_last_token``.
+            num_output_tokens: how many there are, known or not.
+        """
+        words = self._before_minimum if num_output_tokens < self._min_tokens else self._always
+        if self._grammar is not None:
+            self.accept(output_token_ids)
+            words = words.copy()
+            self._grammar.allow(words.view(np.int32))
+        banned = [
+            sequence[-1]
+            for sequence in self._sequences.get(output_token_ids[-1] if output_token_ids else -1, ())
+            if tuple(output_token_ids[len(output_token_ids) + 1 - len(sequence) :]) == sequence[:-1]
+        ]
+        if banned:
+            words = words.copy()
+            _clear(words, banned)
+        return words.view(np.int32)
+
+
+def allows_any(words: np.ndarray, vocab_size: int) -> bool:
+    """Whether a mask leaves a token of the vocabulary."""
+    whole, rest = divmod(vocab_size, _BITS)
+    return bool(words[:whole].any() or (rest and int(words[whole]) & ((1 << rest) - 1)))
+
+
+def _set(words: np.ndarray, token_ids: Collection[int]) -> None:
+    ids = np.fromiter(token_ids, dtype=np.int64)
+    np.bitwise_or.at(words, ids // _BITS, np.uint32(1) << (ids % _BITS).astype(np.uint32))
+
+
+def _clear(words: np.ndarray, token_ids: Collection[int]) -> None:
+    ids = np.fromiter(token_ids, dtype=np.int64)
+    np.bitwise_and.at(words, ids // _BITS, ~(np.uint32(1) << (ids % _BITS).astype(np.uint32)))

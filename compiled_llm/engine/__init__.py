@@ -1,0 +1,1 @@
+"""What a user calls, and the loop below it."""

@@ -1,0 +1,199 @@
+"""Intake: the door. A prompt and its parameters are checked against the model, and become a request to be served."""
+
+import functools
+import hashlib
+import threading
+import time
+from collections.abc import Collection, Sequence
+
+from compiled_llm.config import EngineConfig
+from compiled_llm.constraints.grammars import GrammarCompiler, GrammarState
+from compiled_llm.constraints.token_masks import TokenMask, allows_any
+from compiled_llm.engine.completions import Completion, ServedRequest
+from compiled_llm.error_texts import shown
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.request import Request
+from compiled_llm.step.logits_transforms import LogitsTransform, field_rows
+from compiled_llm.structured_outputs import StructuredOutputsParams
+from compiled_llm.text.prompts import Capacity, EncodedPrompt, Prompt, check_token_ids, encode_prompt
+from compiled_llm.text.tokenizer import OutputText, Tokenizer
+
+_MAX_BAD_WORD_CHARACTERS = 65_536  # of all words of a request together
+_MIN_GRAMMARS = 32  # that are kept compiled
+
+
+class Intake:
+    """Makes requests for one model.
+
+    Args:
+        capacity: most tokens that a request can ever have.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        transforms: Sequence[LogitsTransform],
+        capacity: int,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._model_config = model_config
+        self._tokenizer = tokenizer
+        self._transforms = {transform.name: transform for transform in transforms}
+        limit = "max_model_len" if capacity == max_model_len else "size of the KV pool"
+        self._capacity = Capacity(capacity, limit)
+        self._grammars: GrammarCompiler | None = None  # made for the first request that has a grammar
+        self._making_grammars = threading.Lock()
+        self._bad_words = functools.lru_cache(maxsize=32)(self._token_sequences)
+
+    def close(self) -> None:
+        """End the processes that follow grammars."""
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
+        """Do beforehand, in any thread, what of ``make`` may take long; to be given to it as the prompt.
+
+        Raises:
+            ValueError: as ``make``.
+        """
+        encoded = self._encode(prompt, params)
+        self._check(params)
+        self._bad_words(params.bad_words or ())
+        if params.structured_outputs is not None:
+            self._start_grammar(params)
+        return encoded
+
+    def make(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, order: int) -> ServedRequest:
+        """A request with all its completions.
+
+        Args:
+            order: how many requests came before: it decides the random numbers where no seed is given.
+
+        Raises:
+            ValueError: it could not be served.
+        """
+        text, token_ids, cache_salt = self._encode(prompt, params)
+        self._check(params)
+        capacity = self._capacity.num_tokens
+        max_tokens = capacity if params.max_tokens is None else params.max_tokens
+        stop_token_ids = frozenset(params.stop_token_ids or ())
+        if not params.ignore_eos:
+            stop_token_ids |= frozenset(self._model_config.eos_token_ids)
+        seed = _derived(f"{self._config.seed}/{order}") if params.seed is None else params.seed
+        completions = []
+        first_mask = self._mask(params, stop_token_ids)
+        for index in range(params.n):
+            mask = first_mask
+            if index > 0 and first_mask is not None:
+                mask = first_mask.copy(self._start_grammar(params))
+            request = Request(
+                request_id=request_id if index == 0 else f"{request_id}\0{index}",
+                prompt_token_ids=token_ids,
+                sampling_params=params,
+                seed=seed if index == 0 else _derived(f"{seed}/{index}"),
+                stop_token_ids=stop_token_ids,
+                max_num_tokens=min(len(token_ids) + max_tokens, capacity),
+                arrival_time=time.monotonic(),
+                priority=priority,
+                cache_salt=cache_salt,
+                reads_cache=params.prompt_logprobs is None,
+                waits_for_tokens=mask is not None and mask.needs_last_token,
+                keeps_blocks=index == 0 and params.n > 1,
+            )
+            decodes = self._tokenizer is not None and params.detokenize
+            output_text = OutputText(self._tokenizer, token_ids, params) if self._tokenizer and decodes else None
+            completions.append(Completion(index, request, output_text, mask))
+        prompt_logprobs: list | None = None if params.prompt_logprobs is None else [None]
+        return ServedRequest(request_id, text, list(token_ids), params, completions, prompt_logprobs)
+
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
+        encoded = encode_prompt(prompt, self._tokenizer, self._capacity, params.truncate_prompt_tokens)
+        check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
+        return encoded
+
+    def _check(self, params: SamplingParams) -> None:
+        """What ``SamplingParams`` cannot know by itself: the model's vocabulary, the tokenizer, the engine's limits."""
+        vocab_size = self._model_config.vocab_size
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            check_token_ids(name, tuple(getattr(params, name) or ()), vocab_size)
+        if self._tokenizer is None:
+            for name, instead in (
+                ("stop", "stop_token_ids"),
+                ("bad_words", "logit_bias or allowed_token_ids"),
+                ("structured_outputs", "allowed_token_ids"),
+            ):
+                if getattr(params, name):
+                    raise ValueError(f"{name} needs a tokenizer, and the model has none: use {instead}")
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted, most = getattr(params, name), self._config.max_logprobs
+            if wanted is not None and wanted > most:
+                raise ValueError(f"{name} must be at most the engine's max_logprobs, {most}, given {wanted}")
+        for name, argument in (params.logits_transforms or {}).items():
+            if name not in self._transforms:
+                raise ValueError(
+                    f"logits_transforms must name some of the engine's, {sorted(self._transforms)}, given {shown(name)}"
+                )
+            field_rows(self._transforms[name], argument, vocab_size)
+
+    def _mask(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenMask | None:
+        if not params.masks_tokens:
+            return None
+        vocab_size = self._model_config.vocab_size
+        grammar = self._start_grammar(params)
+        mask = TokenMask(
+            vocab_size,
+            allowed_token_ids=params.allowed_token_ids,
+            bad_words=self._bad_words(params.bad_words or ()),
+            min_tokens=params.min_tokens,
+            stop_token_ids=stop_token_ids,
+            grammar=grammar,
+        )
+        if grammar is None and not allows_any(mask.words([], 0), vocab_size):
+            raise ValueError(
+                "allowed_token_ids, bad_words and min_tokens leave no token to begin with: allow one that is neither a "
+                "bad word nor ends the output"
+            )
+        return mask
+
+    def _start_grammar(self, params: SamplingParams) -> GrammarState | None:
+        if params.structured_outputs is None:
+            return None
+        assert isinstance(params.structured_outputs, StructuredOutputsParams)
+        assert self._tokenizer is not None
+        with self._making_grammars:
+            if self._grammars is None:
+                config = self._config
+                self._grammars = GrammarCompiler(
+                    self._tokenizer,
+                    self._model_config.vocab_size,
+                    self._model_config.eos_token_ids,
+                    max_seconds=config.max_grammar_seconds,
+                    max_bytes=config.max_grammar_bytes,
+                    most=max(_MIN_GRAMMARS, 2 * (config.max_num_seqs or config.bucket_sizes[-1])),
+                )
+        return self._grammars.start(params.structured_outputs)
+
+    def _token_sequences(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """How each word is spelled in tokens at the begin of a text, and behind a space where that is another way."""
+        if not words:
+            return []
+        assert self._tokenizer is not None
+        length = sum(map(len, words))
+        if length > _MAX_BAD_WORD_CHARACTERS:
+            raise ValueError(
+                f"bad_words may have {_MAX_BAD_WORD_CHARACTERS} characters at most, all words together, given {length}"
+            )
+        texts = [text for word in words for text in (word, " " + word.lstrip())]
+        found = [tuple(token_ids) for token_ids in self._tokenizer.encode_pieces(texts)]
+        if () in found:
+            raise ValueError(f"bad_words must be strings that have tokens, given {shown(texts[found.index(())])}")
+        return list(dict.fromkeys(found))
+
+
+def _derived(text: str) -> int:
+    """A seed that follows from a text."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)

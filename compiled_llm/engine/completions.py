@@ -1,0 +1,192 @@
+"""ServedRequest: a request as its user sees it, with its continuations, their text and log-probabilities."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compiled_llm.constraints.token_masks import TokenMask
+from compiled_llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.text.tokenizer import OutputText, Tokenizer
+
+Logprobs = dict[int, Logprob]
+
+
+class Completion:
+    """One continuation: its request in the scheduler, and what its user sees of it.
+
+    Attributes:
+        text: None where nothing is decoded.
+        mask: None where every token may follow.
+        logprobs: of the tokens that were read; None unless asked for.
+        last_token_time: as ``StepLog.record_token`` gave it; None before the first token that the log sees.
+        failure: why it cannot go on, though its tokens could.
+    """
+
+    def __init__(self, index: int, request: Request, text: OutputText | None, mask: TokenMask | None) -> None:
+        self.index = index
+        self.request = request
+        self.text = text
+        self.mask = mask
+        self.logprobs: list[Logprobs] | None = None if request.sampling_params.logprobs is None else []
+        self.cumulative_logprob = 0.0
+        self.last_token_time: float | None = None
+        self.failure: str | None = None
+        self._num_read = 0
+
+    def add_logprobs(self, logprobs: Logprobs) -> None:
+        """Those of the output's next token, which stands first."""
+        assert self.logprobs is not None
+        self.logprobs.append(logprobs)
+        self.cumulative_logprob += next(iter(logprobs.values())).logprob
+
+    def drop_last_token(self) -> None:
+        """The last token was chosen though none was allowed."""
+        del self.request.output_token_ids[-1]
+        if self.logprobs is not None:
+            self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob
+
+    def read_new_tokens(self) -> str | None:
+        """Decode what came since the last time. Returns the stop string that the text has met, if it has."""
+        request, text, params = self.request, self.text, self.request.sampling_params
+        if text is None or request.finish_reason == "error":
+            return None
+        token_ids = request.output_token_ids
+        # The token that ended a request is not text, unless asked for.
+        hides_last = request.finish_reason == "stop" and not params.include_stop_str_in_output
+        while self._num_read < len(token_ids) - hides_last:
+            self._num_read += 1
+            stop = text.append(token_ids[self._num_read - 1], may_stop=self._num_read > params.min_tokens)
+            if stop is not None:
+                return stop
+        return text.finish() if request.status is Status.FINISHED else None
+
+    def output(self) -> CompletionOutput:
+        """Its state now."""
+        request = self.request
+        return CompletionOutput(
+            index=self.index,
+            text=self.text.text(request.status is Status.FINISHED) if self.text else "",
+            token_ids=list(request.output_token_ids),
+            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+        )
+
+
+@dataclasses.dataclass
+class ServedRequest:
+    """A user's request: its completions, the first of which computes the prompt for all.
+
+    Attributes:
+        prompt: None when token ids were given.
+        prompt_token_ids: a list of the user's own, shared by all outputs of the request.
+        prompt_logprobs: as far as they are computed; None unless asked for.
+        is_forked: whether the other completions have been set going.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    completions: list[Completion]
+    prompt_logprobs: list[Logprobs | None] | None = None
+    is_forked: bool = False
+
+    @property
+    def requests(self) -> list[Request]:
+        return [completion.request for completion in self.completions]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(request.status is Status.FINISHED for request in self.requests)
+
+    def wanted_prompt_targets(self, start: int, count: int) -> list[int]:
+        """The prompt's tokens behind those at ``start..start + count - 1``, if their log-probabilities are wanted."""
+        known = self.prompt_logprobs
+        if known is None or len(known) >= min(start + count + 1, len(self.prompt_token_ids)):
+            return []
+        return self.prompt_token_ids[start + 1 : start + count + 1]
+
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[Logprobs]) -> None:
+        """Those of the tokens from ``start + 1`` on. What is known already, from before a preemption, stays."""
+        assert self.prompt_logprobs is not None
+        assert start < len(self.prompt_logprobs), "log-probabilities of some tokens of the prompt were left out"
+        self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start - 1 :]
+        if len(self.prompt_logprobs) == len(self.prompt_token_ids):
+            self.completions[0].request.reads_cache = True  # when it has to start over, that is
+
+    def output(self) -> RequestOutput:
+        """Its state now."""
+        requests, finished = self.requests, self.is_finished
+        ends = [request.finished_time for request in requests if request.finished_time is not None]
+        metrics = RequestMetrics(
+            arrival_time=requests[0].arrival_time,
+            first_scheduled_time=requests[0].first_scheduled_time,
+            first_token_time=requests[0].first_token_time,
+            finished_time=max(ends) if finished else None,
+            num_preemptions=sum(request.num_preemptions for request in requests),
+            num_recomputed_tokens=sum(request.num_recomputed_tokens for request in requests),
+            num_swapped_tokens=sum(request.num_swapped_tokens for request in requests),
+        )
+        known = self.prompt_logprobs
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[completion.output() for completion in self.completions],
+            finished=finished,
+            metrics=metrics,
+            prompt_logprobs=known if known is not None and len(known) == len(self.prompt_token_ids) else None,
+            num_cached_tokens=max(0, requests[0].num_cached_tokens),
+        )
+
+
+class LogprobReader:
+    """Rows of log-probabilities, from the device, as the user reads them. ``None`` as tokenizer: no text of tokens."""
+
+    def __init__(self, tokenizer: Tokenizer | None, max_logprobs: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_logprobs = max_logprobs
+
+    def read(self, row: tuple[float, int, list[float], list[int]], token_id: int, wanted: int) -> Logprobs:
+        """The token itself first, then the ``wanted`` most likely ones (-1: as many as there are).
+
+        Args:
+            row: log-probability and rank of the token; log-probabilities and ids of the most likely ones, falling.
+        """
+        logprob, rank, top_logprobs, top_ids = row
+        count = self._max_logprobs if wanted < 0 else wanted
+        found = {token_id: Logprob(logprob, rank, self._text(token_id))}
+        place = 0
+        for index, (top_id, top_logprob) in enumerate(zip(top_ids[:count], top_logprobs[:count], strict=True)):
+            if index == 0 or top_logprob < top_logprobs[index - 1]:
+                place = index + 1
+            if top_id != token_id:
+                found[top_id] = Logprob(top_logprob, place, self._text(top_id))
+        return found
+
+    def _text(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        try:
+            return self._tokenizer.decode([token_id], skip_special_tokens=False)
+        except ValueError:  # the library panics at it: that ends no request, of which this may only be an alternative
+            return None
+
+
+def error_output(request_id: str, prompt: Any, reason: str) -> RequestOutput:
+    """The output of a request that could not be served."""
+    now = time.monotonic()
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return RequestOutput(
+        request_id=request_id,
+        prompt=text if isinstance(text, str) else None,
+        prompt_token_ids=[],
+        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", stop_reason=reason)],
+        finished=True,
+        metrics=RequestMetrics(arrival_time=now, finished_time=now),
+    )

@@ -1,0 +1,568 @@
+"""CompiledEngine: prompts in, outputs out. Ties tokenizer, scheduler and runner together."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from compiled_llm.compiling.function import CompileReport
+from compiled_llm.config import EngineConfig, integer
+from compiled_llm.engine.admission import Intake
+from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
+from compiled_llm.engine.completions import error_output
+from compiled_llm.engine.core import EngineCore
+from compiled_llm.engine.failures import warn_if_all_failed
+from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
+from compiled_llm.engine.interrupts import Interrupts
+from compiled_llm.engine.parts import DEMO_MODEL as DEMO_MODEL
+from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
+from compiled_llm.engine.request_stream import RequestStream, StreamReference
+from compiled_llm.error_texts import shown
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.outputs import EngineStats, RequestOutput
+from compiled_llm.progress import StartProgress
+from compiled_llm.report.report import RunReport, make_report, make_trace
+from compiled_llm.report.step_log import StepLog
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.text.chat import ChatEncoder, messages_list
+from compiled_llm.text.prompts import EncodedPrompt, Prompt, pair_priorities, pair_sampling_params, prompt_list
+from compiled_llm.worker.memory import MemoryLedger
+from compiled_llm.worker.profiler import StepProfiler
+from compiled_llm.worker.runner import ModelRunner
+
+
+class CompiledEngine:
+    """An engine for one model: load, compile every bucket, then serve.
+
+    ``CompiledEngine(model, **engine_args)``; the arguments are those of ``EngineConfig``. Compilation happens here, so
+    that no request waits for it; from then on a recompile is an error.
+
+    An interrupt (Ctrl-C, or another signal whose handler raises) is taken between two steps. What it ends is what was
+    called: ``generate`` and ``beam_search`` abort their requests, ``step`` and ``stream`` keep theirs.
+
+    Raises:
+        ValueError: an argument, the model directory or the memory does not allow it; the message says what would.
+    """
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        self._start(EngineConfig(model=model, **engine_args))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "CompiledEngine":
+        engine = cls.__new__(cls)
+        engine._start(config)
+        return engine
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        started, progress = time.perf_counter(), StartProgress(config.progress)
+        directory = checkpoint_directory(config)
+        self.model_config = ModelConfig.from_directory(directory)
+        self.tokenizer = load_tokenizer(config, directory)
+        if self.tokenizer is None:
+            progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")
+        self.runner = ModelRunner(config, self.model_config, directory, progress)
+        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
+        self._closed = False
+        self._interrupts = Interrupts()
+        self._intake = Intake(
+            config,
+            self.model_config,
+            self.tokenizer,
+            self.runner.transforms,
+            self.scheduler.request_capacity,
+            self.runner.limits.max_model_len,
+        )
+        self._chat_encoder = ChatEncoder(self.tokenizer)
+        self._suggested_sampling = suggested_sampling(directory)
+        self._has_shown_sampling = False
+        self._ids = itertools.count()
+        self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
+        self._stream_references: dict[str, StreamReference] = {}
+        self._dropped: deque[StreamReference] = deque()  # streams that nobody holds any more
+        self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
+        self.reset_report()
+        progress.line(f"ready in {time.perf_counter() - started:.1f} s: {self.runner.describe_start()}")
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler at work. A fault in it is survived with a new one."""
+        return self._core.scheduler
+
+    def __enter__(self) -> "CompiledEngine":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all requests and free the weights and the KV cache. The engine serves nothing afterwards."""
+        with self._interrupts:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self.abort(list(self._core.entries))
+                self._core.drain()
+            finally:
+                self._chat_encoder.close()
+                self._intake.close()
+                self.runner.close()
+
+    # -- Serving lists of prompts
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        raise_on_error: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; returns the outputs in the order of the prompts.
+
+        Args:
+            prompts: a str, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``, or a list of
+                these.
+            sampling_params: one for all, or one for each prompt.
+            use_tqdm: show a progress bar.
+            priority: one for each prompt, lower is served first; for ``scheduling_policy="priority"``.
+            raise_on_error: raise for a bad prompt; otherwise its output has ``finish_reason="error"`` and the reason
+                in ``stop_reason``, and the other prompts are served. If there are no others, a
+                ``RequestsFailedWarning`` says so.
+
+        Raises:
+            ValueError: the arguments do not pair up, or ``raise_on_error`` and a prompt is bad.
+            RuntimeError: requests of ``add_request`` are unfinished; their outputs would be lost.
+        """
+        return self._serve("generate", prompt_list(prompts), sampling_params, use_tqdm, priority, raise_on_error)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        raise_on_error: bool = False,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """``generate`` for conversations, through the model's chat template; ``prompt`` is what that makes of them.
+
+        The template is data of the checkpoint: it runs in a process of its own, with limits of time and memory.
+        Special tokens that a message spells stay text.
+
+        Args:
+            messages: a conversation or a list of them; each a list of dicts with ``role`` and ``content``.
+            sampling_params: None: ``get_default_sampling_params()``, which the first such call shows on stderr.
+            chat_template: a Jinja template instead of the model's own.
+            add_generation_prompt: end with what makes the model answer as the assistant.
+            continue_final_message: end within the last message instead, for the model to go on with.
+            tools, documents: for a template that knows them.
+            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+
+        Raises:
+            ValueError, RuntimeError: as ``generate``.
+        """
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            "documents": documents,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
+        items: list[Any] = []
+        conversations = messages_list(messages)
+        self._check_room(len(conversations))
+        for conversation in conversations:
+            try:
+                items.append(self.encode_chat(conversation, **options))
+            except ValueError as error:
+                items.append(error)
+        params = self.chat_sampling_params() if sampling_params is None else sampling_params
+        return self._serve("chat", items, params, use_tqdm, priority, raise_on_error)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> EncodedPrompt:
+        """The prompt that ``chat`` makes of one conversation, for ``stream``, ``add_request`` and the others.
+
+        Args:
+            options: those of ``chat``, from ``chat_template`` on.
+
+        Raises:
+            ValueError: the conversation or the template does not allow it.
+            RuntimeError: the engine is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        text, token_ids = self._chat_encoder.encode(messages, self.scheduler.request_capacity, **options)
+        return EncodedPrompt(text, token_ids)
+
+    def _serve(
+        self,
+        kind: str,
+        items: list[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+        raise_on_error: bool,
+    ) -> list[RequestOutput]:
+        """Serve prompts to their ends. In the place of one that is bad already stands its ``ValueError``."""
+        self._check_room(len(items))
+        params = pair_sampling_params(sampling_params, len(items))
+        priorities = pair_priorities(priority, len(items))
+        if self._core.entries.keys() - self._streams.keys():
+            raise RuntimeError(f"{kind}() while requests of add_request() are unfinished: finish or abort them first")
+        outputs: dict[str, RequestOutput] = {}
+        with self._interrupts:
+            request_ids = [self._unused_id(kind) for _ in items]
+            try:
+                for request_id, prompt, param, number in zip(request_ids, items, params, priorities, strict=True):
+                    self._interrupts.take()
+                    try:
+                        if isinstance(prompt, ValueError):
+                            raise prompt
+                        self.add_request(request_id, prompt, param, number)
+                    except ValueError as error:
+                        if raise_on_error:
+                            raise
+                        outputs[request_id] = error_output(request_id, prompt, str(error))
+                with tqdm(total=len(items), initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar:
+                    while len(outputs) < len(items):
+                        self._interrupts.take()
+                        for output in self._advance(only_finished=not self._streams):
+                            if output.finished:
+                                outputs[output.request_id] = output
+                                bar.update()
+            finally:
+                self.abort(request_ids)
+        warn_if_all_failed(list(outputs.values()), stacklevel=3)
+        return [outputs[request_id] for request_id in request_ids]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
+        """Complete one prompt; an iterator over its output after each of its tokens, the text so far each time.
+
+        Several streams may be consumed in turns. A stream that is closed early, or dropped, aborts its request.
+        """
+
+        def advance() -> None:
+            with self._interrupts:
+                self._undelivered += self._advance()
+
+        with self._interrupts:
+            request_id = self._unused_id("stream")
+            self.add_request(request_id, prompt, sampling_params)
+            stream = RequestStream(advance, lambda: self._end_stream(request_id))
+            self._streams[request_id] = stream.outputs
+            self._stream_references[request_id] = StreamReference(stream, request_id, self._dropped)
+        return stream
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        beam_width: int,
+        max_tokens: int | None = 16,
+        length_penalty: float = 1.0,
+        *,
+        ignore_eos: bool = False,
+        raise_on_error: bool = False,
+    ) -> list[RequestOutput]:
+        """The likeliest continuations of every prompt, as transformers' ``generate(num_beams=beam_width)`` finds them.
+
+        Beams share the KV blocks of what they have in common, and copy the last one when they part. Other requests are
+        served meanwhile; ``step`` returns their outputs.
+
+        Args:
+            max_tokens: most tokens to generate; None: as many as fit in ``max_model_len``.
+            length_penalty: score = (sum of log-probabilities) / (number of tokens) ** length_penalty.
+            ignore_eos: go on after an end-of-text token.
+            raise_on_error: as in ``generate``.
+
+        Returns:
+            For each prompt the ``beam_width`` best in ``outputs``, best first, with their ``cumulative_logprob``.
+
+        Raises:
+            ValueError: an argument, with what is allowed; with ``raise_on_error`` also a bad prompt.
+            RuntimeError: the engine is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        if not isinstance(ignore_eos, bool):
+            raise ValueError(f"ignore_eos must be True or False, given {shown(ignore_eos)}")
+        eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
+        check_beam_search(beam_width, max_tokens, length_penalty, eos_token_ids, self.config.max_logprobs)
+        groups: dict[str, BeamGroup] = {}
+        outputs: dict[str, RequestOutput] = {}
+        items = prompt_list(prompts)
+        self._check_room(len(items))
+        request_ids = [self._unused_id("beam_search") for _ in items]
+        for request_id, prompt in zip(request_ids, items, strict=True):
+            try:
+                entry = self._intake.make(request_id, prompt, SamplingParams(max_tokens=max_tokens), 0, 0)
+            except ValueError as error:
+                if raise_on_error:
+                    raise
+                outputs[request_id] = error_output(request_id, prompt, str(error))
+                continue
+            request = entry.completions[0].request
+            groups[request_id] = BeamGroup(
+                request_id,
+                entry.prompt,
+                request.prompt_token_ids,
+                request.cache_salt,
+                beam_width=beam_width,
+                max_tokens=request.max_num_tokens - len(request.prompt_token_ids),
+                length_penalty=length_penalty,
+                eos_token_ids=eos_token_ids,
+            )
+        with self._interrupts:
+            try:
+                for group in groups.values():
+                    self._core.add_beams(group)
+                while groups:
+                    self._interrupts.take()
+                    self._undelivered += self._advance()
+                    for request_id, group in list(groups.items()):
+                        if group.failure is not None or (group.has_all and not self._core.advance_beams(group)):
+                            outputs[request_id] = group.output(self.tokenizer)
+                            self._core.end_beams(group)
+                            del groups[request_id]
+            finally:
+                for group in groups.values():
+                    self._core.end_beams(group)
+        warn_if_all_failed(list(outputs.values()), stacklevel=2)
+        return [outputs[request_id] for request_id in request_ids]
+
+    # -- The loop that these run, for those who write their own
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request; ``step`` advances it.
+
+        Raises:
+            ValueError: the id is in use, the prompt or its parameters cannot be served, or as many requests as may be
+                are unfinished; nothing is queued then.
+            RuntimeError: the engine is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        longest = self.config.max_request_id_length
+        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
+        if not is_name or request_id in self._core.entries:
+            raise ValueError(
+                f"request_id must be a non-empty str without NUL of at most {longest} characters (the engine's "
+                f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
+            )
+        self._check_room(1)
+        integer("priority", priority, -(2**31), 2**31 - 1)
+        if priority != 0 and self.config.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority must be 0 unless the engine's scheduling_policy is 'priority', given {shown(priority)}"
+            )
+        params = _checked(sampling_params)
+        entry = self._intake.make(request_id, prompt, params, priority, self._core.counts.num_requests)
+        with self._interrupts:
+            self._core.add(entry)
+
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> EncodedPrompt:
+        """Encode a prompt, and compile the grammar of its parameters, for ``add_request`` to find that done.
+
+        This may take long. Any thread may call it, also while another one steps.
+
+        Raises:
+            ValueError: the prompt or its parameters cannot be served.
+        """
+        return self._intake.prepare(prompt, _checked(sampling_params))
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has something to do or to return."""
+        self._abort_dropped_streams()
+        return self._core.has_unfinished_requests() or bool(self._undelivered)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out.
+
+        After an interrupt in a step, the next call returns that step's outputs with its own.
+        """
+        with self._interrupts:
+            self._undelivered += self._advance()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests now and free their blocks. Unknown and finished ids are passed over.
+
+        A stream gets a last output, with ``finish_reason="abort"``.
+        """
+        with self._interrupts:
+            for name in [request_id] if isinstance(request_id, str) else request_id:
+                entry = self._core.entries.get(name)
+                if entry is not None:
+                    self._core.abort(entry)
+                    if name in self._streams:
+                        self._streams[name].append(entry.output())
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV blocks. ``RuntimeError`` while requests are unfinished: theirs are in use."""
+        if self.scheduler.has_unfinished_requests():
+            raise RuntimeError("reset_prefix_cache() while requests are unfinished: finish or abort them first")
+        self.scheduler.pool.clear_cache()
+
+    # -- What the model brings
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """transformers' tokenizer of the model: a new one, which may be changed without changing the engine.
+
+        Two things differ. The engine takes special tokens that a prompt spells for text; this one makes special tokens
+        of them, unless ``split_special_tokens=True``. And ``apply_chat_template`` runs the template without the
+        bounds of ``chat``.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give the tokenizer argument")
+        return self.tokenizer.for_users()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's ``generation_config.json`` suggests; the usual defaults for all that it leaves out.
+
+        ``chat`` follows them unless it is given others. ``generate`` and the others follow ``SamplingParams()`` alone.
+
+        Raises:
+            ValueError: the file suggests what ``SamplingParams`` does not allow.
+        """
+        return default_sampling_params(self._suggested_sampling)
+
+    def chat_sampling_params(self) -> SamplingParams:
+        """``get_default_sampling_params``, for a chat that is given none; the first time they are shown on stderr."""
+        params = self.get_default_sampling_params()
+        if self._suggested_sampling and not self._has_shown_sampling:
+            self._has_shown_sampling = True
+            suggested = listed(self._suggested_sampling)
+            StartProgress(self.config.progress).line(f"chat() samples as generation_config.json suggests: {suggested}")
+        return params
+
+    # -- Reports
+
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made, and its state now."""
+        return self._core.counts.stats(self.scheduler, self.runner.times)
+
+    def compile_report(self) -> CompileReport:
+        """Per compiled graph: graph breaks, recompiles since ready, seconds, cache hit or miss."""
+        return self.runner.compile_report()
+
+    def memory_report(self) -> MemoryLedger:
+        """What the memory goes to, as measured at the start: weights, graphs, activations, KV pool, what stays free."""
+        return self.runner.memory_ledger
+
+    def reset_report(self, *, profile_steps: int = 0) -> None:
+        """Begin the report anew: what was served so far, a warm-up perhaps, is no part of it.
+
+        Args:
+            profile_steps: so many steps of each bucket are run a second time under torch's profiler, for the shares of
+                attention, linears and sampling. No time in the report counts that, but the run takes longer by it.
+        """
+        integer("profile_steps", profile_steps, 0, 1000)
+        profiler = StepProfiler(profile_steps, self.runner.device) if profile_steps else None
+        self.runner.profiler = profiler
+        with self._interrupts:
+            self._core.reset_log(StepLog(profiler.pauses if profiler else None))
+        self._stats_before = self.stats()
+
+    def report(self, *, measure_limits: bool = True) -> RunReport:
+        """What was served since the start or ``reset_report``, and how near the machine's limits that was.
+
+        Args:
+            measure_limits: measure the machine's limits, once and in a few seconds, if no earlier run did, or if this
+                run came to more than 110% of what was measured.
+
+        Raises:
+            RuntimeError: they are to be measured and too little memory is free for that.
+        """
+        return make_report(self, self._core.log, self.stats().since(self._stats_before), measure_limits)
+
+    def trace(self) -> dict[str, Any]:
+        """The shapes of all steps since the start or ``reset_report``, as ``scripts/tune_buckets.py`` reads them."""
+        return make_trace(self, self._core.log)
+
+    # -- Inside
+
+    def _check_room(self, count: int) -> None:
+        """``ValueError`` if ``count`` more requests were too many."""
+        unfinished, most = len(self._core.entries), self.config.max_queued_requests
+        if unfinished + count > most:
+            raise ValueError(
+                f"at most {most} requests may be unfinished at once (the engine's max_queued_requests), given {count} "
+                f"beside {unfinished}: wait for some to finish, or raise the limit"
+            )
+
+    def _advance(self, only_finished: bool = False) -> list[RequestOutput]:
+        """Run one step; outputs of streams go to them, the others are returned."""
+        self._abort_dropped_streams()
+        self._core.log.enter(device_is_busy=bool(self._core.launched))
+        self._core.advance()
+        outputs = []
+        while self._core.touched:
+            request_id = next(iter(self._core.touched))
+            output = self._next_output(request_id, only_finished)
+            del self._core.touched[request_id]
+            if output is not None and request_id in self._streams:
+                self._streams[request_id].append(output)
+            elif output is not None:
+                outputs.append(output)
+        self._core.log.leave()
+        return outputs
+
+    def _next_output(self, request_id: str, only_finished: bool) -> RequestOutput | None:
+        """What the user sees of a request that advanced."""
+        started = time.perf_counter()
+        entry = self._core.entries.get(request_id)
+        if entry is None:
+            return None
+        finished = entry.is_finished
+        output = entry.output() if finished or not only_finished else None
+        if finished:
+            self._core.forget(entry)
+        self._core.counts.output_seconds += time.perf_counter() - started
+        return output
+
+    def _abort_dropped_streams(self) -> None:
+        """Streams that the garbage collector found: it may run anywhere, so they wait for a safe moment."""
+        if self._dropped:
+            with self._interrupts:
+                while self._dropped:
+                    self._end_stream(self._dropped.popleft().request_id)
+
+    def _end_stream(self, request_id: str) -> None:
+        with self._interrupts:
+            self._streams.pop(request_id, None)
+            self._stream_references.pop(request_id, None)
+            self.abort(request_id)
+
+    def _unused_id(self, kind: str) -> str:
+        return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._core.entries)
+
+
+def _checked(sampling_params: SamplingParams | None) -> SamplingParams:
+    params = SamplingParams() if sampling_params is None else sampling_params
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
+    return params

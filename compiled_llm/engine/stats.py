@@ -1,0 +1,52 @@
+"""EngineCounts: what an engine counts while it serves, and the statistics that it hands out."""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from compiled_llm.outputs import EngineStats
+from compiled_llm.scheduling.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from compiled_llm.worker.runner import RunnerTimes
+
+
+@dataclasses.dataclass
+class EngineCounts:
+    """The engine's own counts since it was made; scheduler and runner have theirs. Names as in ``EngineStats``."""
+
+    num_requests: int = 0
+    num_finished: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_computed_tokens: int = 0
+    schedule_seconds: float = 0.0
+    output_seconds: float = 0.0
+
+    def stats(self, scheduler: Scheduler, times: "RunnerTimes") -> EngineStats:
+        """All counts together, and the state now."""
+        pool, prefix_cache, counts = scheduler.pool, scheduler.prefix_cache, scheduler.counts
+        return EngineStats(
+            **dataclasses.asdict(self),
+            num_waiting=scheduler.num_waiting,
+            num_running=len(scheduler.running),
+            num_padding_tokens=times.num_padding_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_recompute_preemptions=counts.num_recompute_preemptions,
+            num_swap_preemptions=counts.num_swap_preemptions,
+            num_recomputed_tokens=counts.num_recomputed_tokens,
+            num_swapped_out_tokens=counts.num_swapped_out_tokens,
+            num_swapped_in_tokens=counts.num_swapped_in_tokens,
+            prefix_queried_tokens=prefix_cache.num_queried_tokens,
+            prefix_hit_tokens=prefix_cache.num_hit_tokens,
+            num_evictions=pool.num_evictions,
+            num_kv_blocks=pool.num_blocks,
+            used_blocks=pool.num_used,
+            cached_blocks=pool.num_cached,
+            peak_used_blocks=pool.peak_used,
+            num_swap_blocks=scheduler.swap_pool.num_blocks,
+            used_swap_blocks=scheduler.swap_pool.num_used,
+            prepare_seconds=times.prepare_seconds,
+            launch_seconds=times.launch_seconds,
+            execute_seconds=times.execute_seconds,
+        )

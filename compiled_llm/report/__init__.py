@@ -1,0 +1,1 @@
+"""What a run did, and how near the machine's limits it came."""

@@ -1,0 +1,294 @@
+"""What a machine can do at most: bytes read a second, and multiply-adds a second. Measured once and kept on disk.
+
+A share of these limits says how well a step used the machine, whatever the machine. Both are the fastest of several
+tries, since everything else on the machine can only slow them down.
+
+A measurement is kept for later starts when several tries agree on it, each with the processor to itself, and no
+processor with that instruction is as slow as that. Otherwise ``MachineLimits.doubt`` says what is wrong, and the limits
+hold for this process alone. Virtual machines share their memory with others, so the bandwidth there changes by the
+minute: a limit says when it was measured, and ``remeasure`` measures it anew.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import json
+import math
+import os
+import time
+import uuid
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from compiled_llm import hardware as machine
+from compiled_llm.compiling.cache import write_whole
+from compiled_llm.ops import native
+
+_FORMAT = 2
+_PROCESS = uuid.uuid4().hex  # tells this process from all others
+_READ_BYTES = 1 << 28  # and four times the last cache where that is more
+_COPY_BYTES = 1 << 30  # on a GPU
+_LEAST_READ_BYTES = 1 << 26
+_MATRIX_SIZES = (1024, 2048, 4096, 8192)
+_CALIBRATION_ROUNDS = 20_000
+_PEAK_SECONDS = 0.01  # of a try: short, so that some are not interrupted even where other programs run
+_AGREEING_TRIES = 5
+_MOST_SPREAD = 0.1
+_LEAST_CPU_SHARE = 0.8  # of the time of all threads, for a try to count
+_LEAST_SECONDS, _MOST_SECONDS = 0.3, 1.2  # for the tries of one limit
+_FLOPS_PER_CYCLE = {"amx": 1024, "avx512_bf16": 64, "avx512": 32, "avx2": 16}  # of a thread, where not faster
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineLimits:
+    """The limits of one device for one dtype.
+
+    Attributes:
+        read_bytes_per_second: all threads streaming through memory much larger than the last cache; on a GPU a large
+            copy, read and written bytes together, or a large sum, whichever is faster.
+        flops_per_second: on a CPU a loop of its best multiply-add instruction for the dtype; on a GPU the fastest of
+            some square matrix products. A multiply-add is two operations.
+        instruction: which instruction, or which size of matrices, that was.
+        measured_at: UTC, ISO 8601.
+        read_spread, flops_spread: how far apart the five fastest tries were that had the processor to themselves, as a
+            share of the fastest; 1 where there were fewer. The smaller, the steadier.
+        doubt: why these limits may be too low and are measured again at the next start; empty where they are kept.
+    """
+
+    device: str
+    dtype: str
+    read_bytes_per_second: float
+    flops_per_second: float
+    instruction: str
+    measured_at: str
+    read_spread: float = 0.0
+    flops_spread: float = 0.0
+    doubt: str = ""
+
+    def __str__(self) -> str:
+        return (
+            f"{significant(self.read_bytes_per_second / 1e9)} GB/s, "
+            f"{significant(self.flops_per_second / 1e12)} TFLOP/s in {self.dtype} ({self.instruction}), "
+            f"measured {self.measured_at}, {self.steadiness}"
+        )
+
+    @property
+    def steadiness(self) -> str:
+        """How far the tries agreed, in words."""
+        if self.doubt:
+            return f"NOT STEADY ({self.doubt}): measured again at the next start"
+        return f"steady: tries within {self.read_spread:.0%} and {self.flops_spread:.0%}"
+
+
+def significant(value: float) -> str:
+    """``value`` with three significant digits and no exponent: a small rate is never printed as 0.00."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def cached(device: torch.device, dtype: torch.dtype) -> MachineLimits | None:
+    """The limits that an earlier ``measured`` left on disk for this hardware; None when there are none.
+
+    Limits with a doubt are found by the process alone that measured them.
+    """
+    try:
+        content = json.loads(_path(device, dtype).read_text())
+        limits = MachineLimits(**content["limits"])
+        datetime.datetime.fromisoformat(limits.measured_at)
+        sound = (
+            content["format"] == _FORMAT
+            and content["hardware"] == machine.hardware(device)
+            and (limits.device, limits.dtype) == _names(device, dtype)
+            and all(0 < rate < math.inf for rate in (limits.read_bytes_per_second, limits.flops_per_second))
+            and all(0 <= spread <= 1 for spread in (limits.read_spread, limits.flops_spread))
+        )
+        doubt = limits.doubt or _implausible(
+            device, limits.instruction, limits.read_bytes_per_second, limits.flops_per_second
+        )
+        own = content["process"] == _PROCESS
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not there, or not whole: measured anew
+        return None
+    return limits if sound and (own or not doubt) else None
+
+
+def measured(device: torch.device, dtype: torch.dtype, *, remeasure: bool = False) -> MachineLimits:
+    """The limits of ``device`` for ``dtype``: from disk, or measured now (below four seconds) and kept there.
+
+    Raises:
+        RuntimeError: too little memory is free to measure in.
+    """
+    known = None if remeasure else cached(device, dtype)
+    if known is not None:
+        return known
+    measure = _measure_gpu if device.type == "cuda" else _measure_cpu
+    read, flops, instruction = measure(device, dtype)
+    limits = MachineLimits(
+        *_names(device, dtype),
+        read_bytes_per_second=read.value,
+        flops_per_second=flops.value,
+        instruction=instruction,
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        read_spread=read.spread,
+        flops_spread=flops.spread,
+        doubt=_implausible(device, instruction, read.value, flops.value) or _unsteady(read, flops),
+    )
+    content = {
+        "format": _FORMAT,
+        "limits": dataclasses.asdict(limits),
+        "hardware": machine.hardware(device),
+        "process": _PROCESS,
+    }
+    path = _path(device, dtype)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+    except OSError as error:
+        warnings.warn(f"the machine's limits are not kept, so they will be measured again: {error}", stacklevel=2)
+    return limits
+
+
+def _names(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    return device.type, str(dtype).removeprefix("torch.")
+
+
+def _path(device: torch.device, dtype: torch.dtype) -> Path:
+    facts = json.dumps([machine.hardware(device), str(dtype)], sort_keys=True)
+    return native.cache_directory() / "limits" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+
+
+def _buffer_bytes(wanted: int, free: int) -> int:
+    """At most a quarter of what is free."""
+    if free // 4 < _LEAST_READ_BYTES:
+        raise RuntimeError(
+            f"the machine's limits cannot be measured with {free >> 20} MiB of memory free: measure them before the "
+            "engine takes it, with machine_limits.measured(device, dtype)"
+        )
+    return min(wanted, free // 4)
+
+
+# -- Whether to believe it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rate:
+    """The highest of several tries, a second; see ``MachineLimits`` for ``spread``."""
+
+    value: float
+    spread: float
+
+
+def _agreed(run: Callable[[], tuple[float, float]], threads: int) -> _Rate:
+    """Tries until enough of them agree, or until it takes too long.
+
+    Two programs on one core each get half of it, and then tries agree on half the rate: so a try counts only where this
+    process had its threads' whole time.
+
+    Args:
+        run: one try, which gives (bytes or operations, seconds).
+        threads: that work in ``run``; 0 where it is not the processor that works.
+    """
+    best, alone, count, began = 0.0, [], 0, time.perf_counter()
+    while True:
+        cpu_seconds = time.process_time()
+        amount, seconds = run()
+        cpu_seconds = time.process_time() - cpu_seconds
+        best, count = max(best, amount / seconds), count + 1
+        if cpu_seconds >= _LEAST_CPU_SHARE * threads * seconds:
+            alone.append(amount / seconds)
+        fastest = sorted(alone, reverse=True)[:_AGREEING_TRIES]
+        spread = 1 - fastest[-1] / best if len(fastest) == _AGREEING_TRIES else 1.0
+        passed = time.perf_counter() - began
+        if count >= _AGREEING_TRIES and (
+            passed > _MOST_SECONDS or (passed > _LEAST_SECONDS and spread <= _MOST_SPREAD)
+        ):
+            return _Rate(best, spread)
+
+
+def _unsteady(read: _Rate, flops: _Rate) -> str:
+    """What a measurement whose tries do not agree is doubted for; empty where they do."""
+    names = [name for name, rate in (("bandwidth", read), ("arithmetic", flops)) if not rate.spread <= _MOST_SPREAD]
+    return f"the machine is busy, the tries of {' and '.join(names)} disagree" if names else ""
+
+
+def _implausible(device: torch.device, instruction: str, read: float, flops: float) -> str:
+    """What is doubted about rates far below those of any such machine: a tenth of a processor's at 1 GHz."""
+    least_read, least_flops = 1e9, 1e8 * torch.get_num_threads() * _FLOPS_PER_CYCLE.get(instruction, 1)
+    if device.type == "cuda":
+        least_read, least_flops = 1e10, 1e11
+    if read < least_read:
+        return f"less than {significant(least_read / 1e9)} GB/s is not plausible"
+    if flops < least_flops:
+        return f"less than {significant(least_flops / 1e12)} TFLOP/s is not plausible"
+    return ""
+
+
+# -- CPU
+
+
+def _measure_cpu(device: torch.device, dtype: torch.dtype) -> tuple[_Rate, _Rate, str]:
+    loops, threads = native.load("limits_cpu"), torch.get_num_threads()
+    size = _buffer_bytes(max(_READ_BYTES, 4 * _last_cache_bytes()), psutil.virtual_memory().available)
+    memory = native.huge_zeros([size // 4], torch.float32).fill_(1.0)
+    if loops is None:
+        matrix = torch.ones(1024, 1024, dtype=dtype)
+        read = _agreed(lambda: (memory.nbytes, _seconds(memory.sum)), threads)
+        flops = _agreed(lambda: (2 * 1024**3, _seconds(lambda: matrix @ matrix)), threads)
+        return read, flops, "a matrix product of torch, for lack of a C++ compiler"
+    array, instruction = memory.numpy(), loops.supported(dtype == torch.bfloat16)[0]
+    # By one thread, which none has to wake, and the fastest: a single slow try once made all others much too short.
+    seconds = min(loops.run_peak(instruction, _CALIBRATION_ROUNDS, 1)[1] for _ in range(_AGREEING_TRIES))
+    rounds = max(_CALIBRATION_ROUNDS, int(_CALIBRATION_ROUNDS * _PEAK_SECONDS / seconds))
+    read = _agreed(lambda: (memory.nbytes, loops.read_seconds(array, threads)), threads)
+    return read, _agreed(lambda: loops.run_peak(instruction, rounds, threads), threads), instruction
+
+
+def _last_cache_bytes() -> int:
+    with contextlib.suppress(ValueError, OSError):  # a system that does not know the name
+        return max(0, os.sysconf("SC_LEVEL3_CACHE_SIZE"))
+    return 0
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+# -- GPU
+
+
+def _measure_gpu(device: torch.device, dtype: torch.dtype) -> tuple[_Rate, _Rate, str]:
+    free, _ = torch.cuda.mem_get_info(device)
+    source = torch.ones(_buffer_bytes(_COPY_BYTES, free) // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    read = max(
+        (_agreed_on_gpu(2 * source.nbytes, lambda: target.copy_(source)), _agreed_on_gpu(source.nbytes, source.sum)),
+        key=lambda rate: rate.value,
+    )
+    rates: dict[str, _Rate] = {}
+    for size in _MATRIX_SIZES:
+        if 3 * size * size * dtype.itemsize <= free // 4:
+            a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+            rates[f"matrices of {size} x {size}"] = _agreed_on_gpu(2 * size**3, lambda a=a, b=b: a @ b)  # type: ignore[misc]
+    best = max(rates, key=lambda name: rates[name].value)
+    return read, rates[best], best
+
+
+def _agreed_on_gpu(amount: float, run: Callable[[], object]) -> _Rate:
+    def timed() -> tuple[float, float]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        return amount, start.elapsed_time(end) / 1e3
+
+    for _ in range(3):
+        run()
+    return _agreed(timed, threads=0)

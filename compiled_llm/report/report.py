@@ -1,0 +1,307 @@
+"""RunReport: what an engine served, how near the machine's limits it ran, and where the rest of the time went.
+
+Definitions, all over the time from the first arrival to the end of the last step:
+
+- A bucket's **padding** is the time of its steps times the share of its rows that held no token. In a decode step that
+  memory limits, dropping these rows would save less than that.
+- **share of the limit** is the time that the bytes or the operations of the steps would need at the machine's limits
+  (whichever takes longer, for each shape of step apart), over the time that the device took.
+- **waiting** is the time between steps with nothing launched: no request was there, or the caller was busy.
+- **host** is what remains beside device and waiting. Its parts are measured apart; where the host prepares a step while
+  the device runs another, they may add up to more.
+"""
+
+import dataclasses
+import datetime
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compiled_llm import hardware as machine
+from compiled_llm.compiling.function import CompileReport
+from compiled_llm.outputs import EngineStats
+from compiled_llm.report import machine_limits
+from compiled_llm.report.machine_limits import MachineLimits
+from compiled_llm.report.page import write_page
+from compiled_llm.report.roofline import ModelWork
+from compiled_llm.report.step_log import Point, StepLog, StepRow
+from compiled_llm.step.kv_cache import bytes_per_token
+from compiled_llm.worker.memory import MemoryLedger
+from compiled_llm.worker.profiler import KINDS
+
+if TYPE_CHECKING:
+    from compiled_llm.engine.engine import CompiledEngine
+
+Shares = dict[str, float]
+_MOST_LIMIT_SHARE = 1.1  # beyond it, a limit was measured too low
+
+
+@dataclasses.dataclass(frozen=True)
+class StepsReport:
+    """Steps of one bucket or of one phase ("decode", or "prefill": steps in which some request runs several tokens).
+
+    Attributes:
+        seconds: of the device.
+        num_requests: over all steps, requests in them.
+        padding_share: of the buckets' rows, those that held no token.
+        padding_seconds: each bucket's time times its padding share.
+        bytes, flops: that had to be moved and done; see ``roofline``.
+        limit_seconds: what these would need at the machine's limits; None where the limits are not known.
+        device_shares: of the time, by kind of work; None where no step was profiled.
+    """
+
+    name: str
+    num_steps: int
+    seconds: float
+    num_requests: int
+    num_tokens: int
+    padding_share: float
+    padding_seconds: float
+    bytes: float
+    flops: float
+    limit_seconds: float | None
+    bandwidth_share: float | None
+    peak_share: float | None
+    device_shares: Shares | None
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes / self.seconds if self.seconds else 0.0
+
+    @property
+    def flops_per_second(self) -> float:
+        return self.flops / self.seconds if self.seconds else 0.0
+
+    @property
+    def limit_share(self) -> float | None:
+        """The time at the limits over the time taken."""
+        return None if self.limit_seconds is None or not self.seconds else self.limit_seconds / self.seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class RunReport:
+    """What was served since the engine was made, or since ``engine.reset_report()``. Times in seconds.
+
+    Attributes:
+        seconds: from the first arrival to the end of the last step.
+        limits_note: what else is to be known of ``limits``: that this run showed older ones to be too low, so that they
+            were measured again, or why they were not; empty mostly.
+        phases: "decode" and "prefill", those that ran; ``buckets``: the same for each bucket.
+        time: seconds that sum up to ``seconds``: "device" (padding left out), "padding", "host", "waiting".
+        host_parts: host seconds by part; beside a busy device they may exceed ``time["host"]``.
+        device_shares: of the device's time, by kind of work; None where no step was profiled.
+        latencies: of "ttft", "tpot", "itl", "e2e", "queue": count, mean, p50, p90, p99; None where there is none.
+            ``itl`` has all gaps between two tokens of a request, ``tpot`` each request's mean gap.
+        series: the engine's state over time, thinned out when long.
+        stats: counts; what is a state is that of now, and the peak that since the engine was made.
+        profiled_steps: by bucket. They were run a second time, which took ``profile_seconds`` that no time here counts.
+    """
+
+    model: str
+    seconds: float
+    num_finished: int
+    limits: MachineLimits | None
+    limits_note: str
+    phases: tuple[StepsReport, ...]
+    buckets: tuple[StepsReport, ...]
+    time: dict[str, float]
+    host_parts: dict[str, float]
+    device_shares: Shares | None
+    latencies: dict[str, dict[str, float] | None]
+    series: tuple[Point, ...]
+    stats: EngineStats
+    profiled_steps: dict[str, int]
+    profile_seconds: float
+    compile_report: CompileReport
+    memory: MemoryLedger
+    trace: dict[str, Any]
+    machine: dict[str, Any]
+
+    def phase(self, name: str) -> StepsReport | None:
+        """The phase of that name; None where no such step ran."""
+        return next((phase for phase in self.phases if phase.name == name), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        content = dataclasses.asdict(self)
+        for key in ("phases", "buckets"):
+            for entry, report in zip(content[key], getattr(self, key), strict=True):
+                entry |= {
+                    "bytes_per_second": report.bytes_per_second,
+                    "flops_per_second": report.flops_per_second,
+                    "limit_share": report.limit_share,
+                }
+        content["series"] = {name: [point[place] for point in self.series] for place, name in enumerate(Point._fields)}
+        return content
+
+    def write(self, directory: str | Path) -> None:
+        """Write ``report.json``, ``report.html`` (one file, pictures inline) and ``trace.json`` into ``directory``.
+
+        Without matplotlib (``pip install compiled-llm[plot]``) the page has the tables alone, and says so.
+        """
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "report.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        (path / "trace.json").write_text(json.dumps(self.trace, indent=1) + "\n")
+        write_page(self, path / "report.html")
+
+
+def make_report(engine: "CompiledEngine", log: StepLog, stats: EngineStats, measure_limits: bool) -> RunReport:
+    """The report of what ``log`` saw. ``stats``: counts since it was made."""
+    runner = engine.runner
+    work = ModelWork.of(
+        engine.model_config, runner.dtype.itemsize, bytes_per_token(engine.model_config, runner.cache_dtypes)
+    )
+    profiler = runner.profiler
+    rows = log.rows()
+    in_bucket: dict[str, list[StepRow]] = {}
+    for row in rows:
+        in_bucket.setdefault(row.bucket.name, []).append(row)
+    shares = {name: profiler.shares(name) if profiler else None for name in in_bucket}
+    sizes = {row.bucket.name: (row.bucket.kind, row.bucket.num_tokens) for row in rows}
+    in_phase = {name: found for name, kind in _PHASES if (found := [row for row in rows if row.bucket.kind == kind])}
+    limits, limits_note = _limits(engine, log, measure_limits, work, in_phase | in_bucket)
+
+    def steps(name: str, rows: list[StepRow]) -> StepsReport:
+        return _steps_report(name, rows, work, limits, _mixed_shares(rows, shares.get))
+
+    device = sum(row.seconds for row in rows)
+    padding = sum(_padding_seconds(row) for row in rows)
+    host = log.wall_seconds - device - log.waiting_seconds
+    return RunReport(
+        model=model_name(engine),
+        seconds=log.wall_seconds,
+        num_finished=log.num_finished,
+        limits=limits,
+        limits_note=limits_note,
+        phases=tuple(steps(name, found) for name, found in in_phase.items()),
+        buckets=tuple(steps(name, in_bucket[name]) for name in sorted(in_bucket, key=lambda name: sizes[name])),
+        time={"device": device - padding, "padding": padding, "host": max(0.0, host), "waiting": log.waiting_seconds},
+        host_parts={
+            "schedule": stats.schedule_seconds,
+            "prepare": stats.prepare_seconds,
+            "launch": stats.launch_seconds,
+            "output": stats.output_seconds,
+        },
+        device_shares=_mixed_shares(rows, shares.get),
+        latencies={
+            "ttft": log.ttft.summary(),
+            "tpot": log.tpot.summary(),
+            "itl": log.gaps.summary(),
+            "e2e": log.e2e.summary(),
+            "queue": log.queue.summary(),
+        },
+        series=tuple(log.series.points),
+        stats=stats,
+        profiled_steps=dict(profiler.num_steps) if profiler else {},
+        profile_seconds=log.paused_seconds,
+        compile_report=engine.compile_report(),
+        memory=engine.memory_report(),
+        trace=make_trace(engine, log),
+        machine=machine.describe(runner.device),
+    )
+
+
+def make_trace(engine: "CompiledEngine", log: StepLog) -> dict[str, Any]:
+    """What ``scripts/tune_buckets.py`` reads: the shapes of all steps, and what buckets and graphs cost."""
+    limits = engine.runner.limits
+    names = {bucket.name for bucket in engine.runner.buckets}
+    reports = engine.compile_report().reports
+    return {
+        "format": 1,
+        "buckets": {"decode": list(limits.decode_bucket_sizes), "tokens": list(limits.token_bucket_sizes)},
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "compile_seconds": {report.name: report.compile_seconds for report in reports if report.name in names},
+        "step_seconds": log.step_seconds(),
+        "steps": log.trace_rows(),
+        "rounded_steps": log.rounded_steps,
+        "model": model_name(engine),
+        "machine": machine.describe(engine.runner.device),
+    }
+
+
+def model_name(engine: "CompiledEngine") -> str:
+    return engine.config.model or "the bundled model"
+
+
+_PHASES = (("decode", "decode"), ("prefill", "tokens"))
+
+
+def _limits(
+    engine: "CompiledEngine", log: StepLog, measure: bool, work: ModelWork, groups: dict[str, list[StepRow]]
+) -> tuple[MachineLimits | None, str]:
+    """The machine's limits and what is to be known of them. ``groups``: steps by name of their phase or bucket.
+
+    Limits that a group surpasses were measured too low: they are measured again, but not twice for one log.
+    """
+    device, dtype = engine.runner.device, engine.runner.dtype
+    limits = machine_limits.cached(device, dtype)
+    if limits is None and measure:
+        limits = machine_limits.measured(device, dtype)
+    if limits is None or log.is_cut or not (surpassed := _surpassed(groups, work, limits)):
+        return limits, ""
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(limits.measured_at).astimezone()
+    if not measure or age.total_seconds() < time.perf_counter() - log.made:
+        return limits, f"{surpassed}: these limits are too low, or a cache of the processor holds the model's weights"
+    try:
+        again = machine_limits.measured(device, dtype, remeasure=True)
+    except RuntimeError as error:
+        return limits, f"{surpassed}: these limits are too low, and {error}"
+    note = f"measured again, because with those of {limits.measured_at} {surpassed}"
+    if still := _surpassed(groups, work, again):
+        note += f". With these, {still}: a cache of the processor may hold the model's weights"
+    return again, note
+
+
+def _surpassed(groups: dict[str, list[StepRow]], work: ModelWork, limits: MachineLimits) -> str:
+    """Which group surpasses the limits most, and how far; empty where none does, errors of measurement apart."""
+    reports = [_steps_report(name, rows, work, limits, None) for name, rows in groups.items()]
+    share, name = max(((report.limit_share or 0.0, report.name) for report in reports), default=(0.0, ""))
+    return f"{name} came to {share:.0%} of the limit" if share > _MOST_LIMIT_SHARE else ""
+
+
+def _padding_share(row: StepRow) -> float:
+    return 1 - row.total_tokens / (row.count * row.bucket.num_tokens)
+
+
+def _padding_seconds(row: StepRow) -> float:
+    return row.seconds * _padding_share(row)
+
+
+def _steps_report(
+    name: str, rows: Sequence[StepRow], model: ModelWork, limits: MachineLimits | None, shares: Shares | None
+) -> StepsReport:
+    seconds = sum(row.seconds for row in rows)
+    num_bytes = sum(model.bytes(row.work()) for row in rows)
+    flops = sum(model.flops(row.work()) for row in rows)
+    buckets_rows = sum(row.count * row.bucket.num_tokens for row in rows)
+    num_tokens = sum(row.total_tokens for row in rows)
+    read, peak = (limits.read_bytes_per_second, limits.flops_per_second) if limits else (None, None)
+    return StepsReport(
+        name=name,
+        num_steps=sum(row.count for row in rows),
+        seconds=seconds,
+        num_requests=sum(row.total_requests for row in rows),
+        num_tokens=num_tokens,
+        padding_share=1 - num_tokens / buckets_rows,
+        padding_seconds=sum(_padding_seconds(row) for row in rows),
+        bytes=num_bytes,
+        flops=flops,
+        limit_seconds=sum(model.seconds(row.work(), read, peak) for row in rows) if read and peak else None,
+        bandwidth_share=num_bytes / seconds / read if read and seconds else None,
+        peak_share=flops / seconds / peak if peak and seconds else None,
+        device_shares=shares,
+    )
+
+
+def _mixed_shares(rows: Sequence[StepRow], shares_of: Callable[[str], Shares | None]) -> Shares | None:
+    """Shares of the time of ``rows``, from those of their buckets; of profiled buckets alone."""
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for row in rows:
+        for kind, share in (shares_of(row.bucket.name) or {}).items():
+            seconds[kind] += row.seconds * share
+    whole = sum(seconds.values())
+    return {kind: value / whole for kind, value in seconds.items()} if whole else None

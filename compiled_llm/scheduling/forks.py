@@ -1,0 +1,124 @@
+"""Forks: requests that go on from what another one has computed, on the same KV blocks. Plain Python, copy on write.
+
+A fork is for continuations of one prompt (``n > 1``) and for beams. The new request names the blocks of its parent in
+its own table at once, while it still waits; so the parent may go on, or end, whenever it likes. The last of these
+blocks may be half full, and both will write to it: whoever writes first to a block that others name too takes a copy of
+it. So does who writes to one that the prefix cache has: the parent has filled it by then, and it is found as what the
+parent wrote.
+
+A copy is made when the step runs, after all swaps. Until then nobody else gets the blocks that it reads and writes.
+
+What waiting requests hold is a favour: when blocks run out it is taken back, and they compute their tokens themselves.
+"""
+
+from compiled_llm.scheduling.block_pool import BlockPool
+from compiled_llm.scheduling.request import Request, Status
+
+
+class Forks:
+    """Who holds blocks without running.
+
+    Attributes:
+        kept: ended requests whose blocks are kept, since they are about to be forked.
+        holders: waiting requests that name blocks of their parents.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self.pool = pool
+        self.block_size = block_size
+        self.kept: dict[Request, None] = {}
+        self.holders: dict[Request, None] = {}
+        self._sources: list[int] = []  # of copies that were not made yet, and have one reference more meanwhile
+        self._targets: list[int] = []
+
+    def fork(self, parent: Request, child: Request) -> None:
+        """``child`` begins with the tokens of ``parent``, and gets what that has computed of them, if it has blocks."""
+        assert child.status is Status.WAITING
+        known = len(parent.prompt_token_ids) + len(parent.output_token_ids)
+        count = min(parent.num_computed_tokens, known, child.num_tokens - 1)
+        num_blocks = -(-count // self.block_size)
+        if not num_blocks or len(parent.block_ids) < num_blocks:  # it was preempted, or its blocks were taken back
+            return
+        blocks = parent.block_ids[:num_blocks]
+        for block in blocks:
+            self.pool.share(block)
+        child.block_ids = blocks
+        child.num_computed_tokens = count
+        if count % self.block_size:
+            child.forked_index = num_blocks - 1
+            if parent.num_computed_tokens // self.block_size == child.forked_index:  # where it writes next
+                parent.forked_index = child.forked_index
+        self.holders[child] = None
+
+    def keep(self, request: Request) -> None:
+        """``request`` has ended, and its blocks stay until it is let go."""
+        self.kept[request] = None
+
+    def let_go(self, request: Request) -> None:
+        """``request`` will not be forked any more."""
+        request.keeps_blocks = False
+        if request in self.kept:
+            self._take_back(request, self.kept)
+
+    def drop(self, request: Request) -> None:
+        """A waiting request is ended: it holds nothing any more."""
+        if request in self.holders:
+            self._take_back(request, self.holders)
+
+    def take_back_one(self, besides: Request | None = None) -> Request | None:
+        """Free the blocks of one that does not run, and return it. None: nobody but ``besides`` holds any."""
+        for group in (self.kept, self.holders):
+            for request in reversed(group):
+                if request is not besides:
+                    self._take_back(request, group)
+                    return request
+        return None
+
+    def must_copy(self, request: Request, position: int) -> bool:
+        """Whether the block of ``position``, which ``request`` will write to, is one that others read or will."""
+        index = position // self.block_size
+        if index != request.forked_index:
+            return False
+        block = request.block_ids[index]
+        return self.num_tables(block) > 1 or self.pool.digest(block) is not None
+
+    def num_tables(self, block: int) -> int:
+        """How many requests name ``block``."""
+        return self.pool.num_references(block) - self._sources.count(block) - self._targets.count(block)
+
+    def replace(self, request: Request, position: int, block: int) -> tuple[int, int]:
+        """``request`` has ``block`` in place of the shared one of ``position``: that is to be copied to it."""
+        index = position // self.block_size
+        shared = request.block_ids[index]
+        request.block_ids[index] = block
+        request.num_sent_blocks = min(request.num_sent_blocks, index)
+        request.num_published_blocks = min(request.num_published_blocks, index)
+        for held in (shared, block):
+            self.pool.share(held)
+        self.pool.free([shared])
+        self._sources.append(shared)
+        self._targets.append(block)
+        return shared, block
+
+    def is_copied_to(self, request: Request) -> bool:
+        """Whether a block of ``request`` waits to be written by a copy."""
+        return not set(self._targets).isdisjoint(request.block_ids)
+
+    def end_copies(self) -> None:
+        """The copies of the last step are made, or in line to be."""
+        self.pool.free(self._sources)
+        self.pool.free(self._targets)
+        self._sources, self._targets = [], []
+
+    def tables(self) -> list[list[int]]:
+        """The blocks of those that do not run, and those that copies hold."""
+        held = [[block] for block in (*self._sources, *self._targets)]
+        return [*(request.block_ids for request in (*self.kept, *self.holders)), *held]
+
+    def _take_back(self, request: Request, group: dict[Request, None]) -> None:
+        del group[request]
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+        request.forked_index = -1
+        if request.status is Status.WAITING:
+            request.num_computed_tokens = 0

@@ -1,0 +1,70 @@
+"""What must hold of the scheduler and its pools between any two steps; ``check_invariants=True`` asserts it."""
+
+from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """``AssertionError`` with what is wrong. Costs time in the order of the pool's size."""
+    running, waiting = scheduler.running, list(scheduler.waiting)
+    held_back = scheduler.prefix_cache.held_back()
+    requests = [*running, *waiting, *held_back]
+    assert len(running) <= scheduler.limits.max_num_seqs
+    assert len(set(requests)) == len(requests), "a request stands in two queues"
+    assert [r.rank for r in running] == sorted(r.rank for r in running), "the running requests are out of order"
+    for request in running:
+        _check_running(scheduler, request)
+    for request in [*waiting, *held_back]:
+        assert request.status is Status.WAITING
+        assert bool(request.block_ids) == (request in scheduler.forks.holders), "a waiting request has blocks"
+        assert request.num_sent_blocks == request.num_published_blocks == 0
+        blocks = -(-request.num_computed_tokens // scheduler.limits.block_size)
+        there = request.block_ids or request.host_block_ids
+        assert len(there) == blocks, "what is swapped out, or held, is not what was computed"
+    assert all(request.status is Status.FINISHED for request in scheduler.forks.kept)
+    scheduler.pool.check_invariants([*(request.block_ids for request in running), *scheduler.forks.tables()])
+    scheduler.swap_pool.check_invariants([request.host_block_ids for request in requests])
+    scheduler.prefix_cache.check_invariants(running)
+    if not requests and not scheduler.forks.kept:
+        assert scheduler.pool.num_used == 0, "blocks are used while nothing runs"
+        assert scheduler.swap_pool.num_used == 0, "host blocks are used while nothing waits"
+
+
+def check_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
+    """The same for a step that was just scheduled: its budgets, and that each token is written to a slot of its own."""
+    limits, running = scheduler.limits, {request.request_id: request for request in scheduler.running}
+    counts = output.num_scheduled_tokens
+    assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
+    assert sum(counts) == output.num_tokens <= limits.max_num_batched_tokens
+    written = set()
+    for request_id, start, count in zip(output.request_ids, output.num_computed_tokens, counts, strict=True):
+        request = running[request_id]
+        assert 0 < count == request.num_computed_tokens - start
+        assert not scheduler.forks.must_copy(request, start), "a block that others go on from is written to"
+        for block in request.block_ids[start // limits.block_size : -(-(start + count) // limits.block_size)]:
+            assert block not in written, "two requests write to one block"
+            assert scheduler.pool.digest(block) is None, "a block that others may read is written to"
+            written.add(block)
+
+
+def _check_running(scheduler: Scheduler, request: Request) -> None:
+    pool, size = scheduler.pool, scheduler.limits.block_size
+    assert request.status is Status.RUNNING
+    assert not request.host_block_ids
+    assert 0 <= request.num_in_flight <= 2
+    known = len(request.prompt_token_ids) + len(request.output_token_ids)
+    assert request.num_tokens == known + request.num_in_flight <= request.max_num_tokens
+    assert request.num_computed_tokens < request.num_tokens, "no token is left to compute"
+    assert request.num_computed_tokens <= len(request.block_ids) * size, "computed tokens have no block"
+    assert len(request.block_ids) <= -(-request.num_tokens // size)
+    assert request.num_sent_blocks <= len(request.block_ids)
+    num_full = request.num_computed_tokens // size
+    for index, block in enumerate(request.block_ids[num_full:], num_full):
+        shared = scheduler.forks.num_tables(block) > 1
+        assert not shared or index == request.forked_index, "a block to be written to is shared"
+        assert pool.digest(block) is None, "a block that is not full can be found"
+    if scheduler.prefix_cache.enabled:
+        assert request.num_published_blocks <= num_full
+        for index, block in enumerate(request.block_ids[: request.num_published_blocks]):
+            assert pool.digest(block) == request.block_digests[index], "a block is published as something else"

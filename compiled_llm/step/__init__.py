@@ -1,0 +1,1 @@
+"""What is compiled: forward and sampling as pure functions."""

@@ -1,0 +1,89 @@
+"""The KV cache's memory: the dtype of each layer's, what a token takes, and the tensors themselves."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_llm.config import EngineConfig
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import KVCache, LayerCache
+from compiled_llm.ops import native
+from compiled_llm.ops.attention import kv_quant
+
+_QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+
+
+def layer_dtypes(config: EngineConfig, dtype: torch.dtype, num_layers: int) -> tuple[torch.dtype, ...]:
+    """The dtype of each layer's cache, where the model's is ``dtype``. ``ValueError`` for what cannot be served."""
+    name, skipped = config.kv_cache_dtype, config.kv_cache_skip_layers
+    if name not in ("auto", dtype_name(dtype), *_QUANTISED):
+        raise ValueError(
+            f"kv_cache_dtype must be 'auto', the model's dtype, {dtype_name(dtype)!r}, or one of "
+            f"{', '.join(map(repr, _QUANTISED))}, given {name!r}"
+        )
+    if skipped and skipped[-1] >= num_layers:
+        raise ValueError(
+            f"kv_cache_skip_layers must be layers of the model, 0 to {num_layers - 1}, given {skipped[-1]} in "
+            f"{skipped!r}"
+        )
+    chosen = _QUANTISED.get(name, dtype)
+    return tuple(dtype if layer in skipped else chosen for layer in range(num_layers))
+
+
+def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:
+    """Bytes that a token's keys and values take in all layers, scales included; ``dtypes`` has one for each layer."""
+    c = model_config
+    scale_bytes = torch.float32.itemsize
+    rows = (c.head_dim * dtype.itemsize + (scale_bytes if kv_quant.is_quantised(dtype) else 0) for dtype in dtypes)
+    return 2 * c.num_kv_heads * sum(rows)
+
+
+def num_tensors(dtypes: Sequence[torch.dtype]) -> int:
+    """How many tensors a cache consists of; ``dtypes`` has one for each layer."""
+    return sum(4 if kv_quant.is_quantised(dtype) else 2 for dtype in dtypes)
+
+
+def allocate(
+    model_config: ModelConfig, dtypes: Sequence[torch.dtype], num_blocks: int, block_size: int, device: torch.device
+) -> KVCache:
+    """A zeroed cache; ``dtypes`` has one for each layer.
+
+    The tensors are marked for the compiler: their addresses stay, so that CUDA graphs do not copy them, and their
+    number of blocks is dynamic, so that what was compiled on one cache runs on another of any size from 2 blocks on.
+    """
+    rows = (num_blocks, model_config.num_kv_heads, block_size)
+    shape = (*rows, model_config.head_dim)
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        on_cpu = device.type == "cpu"
+        tensor = native.huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
+        # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.
+        torch._dynamo.mark_static_address(tensor, guard=False)
+        torch._dynamo.mark_dynamic(tensor, 0)
+        return tensor
+
+    def layer(dtype: torch.dtype) -> LayerCache:
+        cache = LayerCache(zeros(shape, dtype), zeros(shape, dtype))
+        if kv_quant.is_quantised(dtype):
+            cache = cache._replace(k_scale=zeros(rows, torch.float32), v_scale=zeros(rows, torch.float32))
+        return cache
+
+    return tuple(layer(dtype) for dtype in dtypes)
+
+
+def describe(model_config: ModelConfig, dtypes: Sequence[torch.dtype], model_dtype: torch.dtype) -> str:
+    """Dtype and bytes per token, as "int8, 544 bytes a token, 53.1% of bfloat16's 1024"."""
+    kept = [str(layer) for layer, dtype in enumerate(dtypes) if dtype == model_dtype]
+    ours, full = (bytes_per_token(model_config, kind) for kind in (dtypes, [model_dtype] * len(dtypes)))
+    if len(kept) == len(dtypes):
+        return f"{dtype_name(model_dtype)}, {full} bytes a token"
+    quantised = next(dtype for dtype in dtypes if dtype != model_dtype)
+    name = next(name for name, dtype in _QUANTISED.items() if dtype == quantised)
+    skipped = f" ({dtype_name(model_dtype)} in layers {','.join(kept)})" if kept else ""
+    return f"{name}{skipped}, {ours} bytes a token, {ours / full:.1%} of {dtype_name(model_dtype)}'s {full}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that arguments use: "float32" for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")

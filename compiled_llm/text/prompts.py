@@ -1,0 +1,169 @@
+"""Prompts in all their forms -> token ids, checked before any work is done on them."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from compiled_llm.error_texts import shown
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.text.tokenizer import Tokenizer
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt that is encoded already: by a chat template, say, whose tokens its text alone would not give."""
+
+    text: str | None
+    token_ids: list[int]
+    cache_salt: str = ""
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any] | EncodedPrompt
+
+
+class Capacity(NamedTuple):
+    """Most tokens that a request can ever have, and what sets that limit."""
+
+    num_tokens: int
+    limit: str
+
+    def error(self, given: str) -> ValueError:
+        """For a prompt that leaves no room for the output."""
+        return ValueError(
+            f"prompt must be shorter than {self.num_tokens} tokens (the {self.limit}; the output needs one at least), "
+            f"given {given}"
+        )
+
+
+# No token is longer, so that a longer text cannot fit and need not be encoded to know it.
+MAX_CHARACTERS_PER_TOKEN = 256
+_MAX_SALT_CHARACTERS = 1024
+
+
+def prompt_list(prompts: Any) -> list[Any]:
+    """One prompt or a list of them -> a list. A list of integers is one prompt."""
+    if isinstance(prompts, str | bytes | Mapping | EncodedPrompt) or not isinstance(prompts, Sequence):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]
+    return list(prompts)
+
+
+def encode_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, capacity: Capacity, truncate_prompt_tokens: int | None = None
+) -> EncodedPrompt:
+    """A prompt in any of its forms -> its text and token ids; the text is None when ids were given.
+
+    Requests share cached KV blocks only with those of the same ``cache_salt``, a key that a prompt given as a dict may
+    have, so that users who must not learn of each other's prompts by their speed do not.
+
+    Args:
+        capacity: of a prompt that is longer, some multiple of it is looked at and no more.
+        truncate_prompt_tokens: keep so many token ids at the end of a longer prompt; -1: as many as leave room for one
+            more.
+
+    Raises:
+        ValueError: it has no such form, is empty, has as many tokens as ``capacity`` or more, or is text for a model
+            without a tokenizer; or ``truncate_prompt_tokens`` leaves no room for an output.
+    """
+    most = capacity.num_tokens
+    keep = most - 1 if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+    if keep is not None and keep >= most:
+        raise ValueError(
+            f"truncate_prompt_tokens must be below {most}, the most tokens of a request, given {keep}: -1 keeps as "
+            "many as fit"
+        )
+    cache_salt = ""
+    if isinstance(prompt, EncodedPrompt):
+        if isinstance(prompt.token_ids, list) and not prompt.token_ids:
+            raise ValueError("prompt must have at least one token, given none by the chat template")
+        return EncodedPrompt(prompt.text, _token_list(prompt.token_ids, capacity, keep), prompt.cache_salt)
+    if isinstance(prompt, Mapping):
+        if len(prompt) > 2 or set(prompt) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
+            raise ValueError(
+                "a prompt given as a dict must have one key, 'prompt' or 'prompt_token_ids', beside an optional "
+                f"'cache_salt', given {shown(sorted(map(str, itertools.islice(prompt, 5))))}"
+            )
+        cache_salt = prompt.get("cache_salt", "")
+        if not isinstance(cache_salt, str) or len(cache_salt) > _MAX_SALT_CHARACTERS:
+            raise ValueError(
+                f"cache_salt must be a str of at most {_MAX_SALT_CHARACTERS} characters, given {shown(cache_salt)}"
+            )
+        _check_unicode("cache_salt", cache_salt)
+        key = "prompt" if "prompt" in prompt else "prompt_token_ids"
+        prompt = prompt[key]
+        if isinstance(prompt, str) != (key == "prompt"):
+            raise ValueError(f"{key} must be {'a str' if key == 'prompt' else 'a list of token ids'}")
+    if isinstance(prompt, str):
+        return EncodedPrompt(prompt, _encode(prompt, tokenizer, capacity, keep), cache_salt)
+    return EncodedPrompt(None, _token_list(prompt, capacity, keep), cache_salt)
+
+
+def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity, keep: int | None) -> list[int]:
+    if not prompt:
+        raise ValueError("prompt must not be empty, given ''")
+    if tokenizer is None:
+        raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
+    _check_unicode("prompt", prompt)
+    most = capacity.num_tokens
+    if keep is not None:
+        end = prompt[-MAX_CHARACTERS_PER_TOKEN * most :]  # it holds at least as many tokens
+        return _token_list(tokenizer.encode_end(end, keep), capacity, keep)
+    if len(prompt) > MAX_CHARACTERS_PER_TOKEN * most:
+        raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {most} tokens")
+    if excess := tokenizer.excess(prompt, most):
+        raise capacity.error(f"{excess[0]} in its first {excess[1]} characters alone")
+    return _token_list(tokenizer.encode(prompt), capacity, keep)
+
+
+def _token_list(token_ids: Any, capacity: Capacity, keep: int | None) -> list[int]:
+    """A list of what is given, or of the last ``keep``. What its items are, ``check_token_ids`` says."""
+    if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
+        raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(token_ids).__name__}")
+    length = len(token_ids)
+    if keep is not None and length > keep:
+        return list(token_ids[length - keep :])
+    if length >= capacity.num_tokens:
+        raise capacity.error(str(length))
+    if not token_ids:
+        raise ValueError("prompt must have at least one token, given none")
+    return list(itertools.islice(token_ids, length))  # no more than it said
+
+
+def _check_unicode(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be valid Unicode: {error}") from error
+
+
+def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """``ValueError`` unless all are ids of the vocabulary."""
+    if set(map(type, token_ids)) <= {int} and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)):
+        return  # the same as below, but soon
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+            raise ValueError(f"{name} must be integers from 0 to {vocab_size - 1}, given {shown(token_id)}")
+
+
+def pair_sampling_params(sampling_params: Any, count: int) -> list[Any]:
+    """One for each of ``count`` prompts."""
+    if sampling_params is None or isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * count
+    if not isinstance(sampling_params, Sequence):
+        raise ValueError(f"sampling_params must be a SamplingParams or a list, given {type(sampling_params).__name__}")
+    if len(sampling_params) != count:
+        raise ValueError(
+            f"sampling_params must be one or as many as the prompts, {count}, given {len(sampling_params)}"
+        )
+    return list(sampling_params)
+
+
+def pair_priorities(priority: Any, count: int) -> list[int]:
+    """One for each of ``count`` prompts; 0 where none is given."""
+    if priority is None:
+        return [0] * count
+    if isinstance(priority, str) or not isinstance(priority, Sequence):
+        raise ValueError(f"priority must be a list of integers, one for each prompt, given {shown(priority)}")
+    if len(priority) != count:
+        raise ValueError(f"priority must have as many integers as there are prompts, {count}, given {len(priority)}")
+    return list(priority)

@@ -1,0 +1,321 @@
+"""Text to token ids and back, over transformers' tokenizers; incremental decoding with stop strings."""
+
+import itertools
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.text.tokenizer_files import read_tokenizer
+
+# How a token reads may depend on those before it: on so many at most, four bytes of a character among them.
+_CONTEXT_TOKENS = 6
+_CONTEXT_SEARCH = 64
+_REPLACEMENT = "\ufffd"
+# Longer texts are encoded by a call that lets other threads run meanwhile.
+_LONG = 4096
+# What a cut through a text adds to its tokens, at most.
+_TOKENS_OF_A_CUT = 64
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
+
+
+class SpecialToken(NamedTuple):
+    token_id: int
+    single_word: bool  # beside a letter or digit it is text
+    stand_in: str  # stands for it in a text that is encoded
+
+
+class Tokenizer:
+    """The tokenizer of a model directory, from its ``tokenizer.json``. Never runs code of the directory.
+
+    Attributes:
+        chat_templates: the directory's own by name; one without a name is ``"default"``.
+        named_tokens: what chat templates know by name, such as ``bos_token``, as text.
+        special_tokens: all of them by their text.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        tokenizer = self.for_users()
+        self._backend = tokenizer.backend_tokenizer
+        # A file may ask for either; a prompt is never cut or filled up here.
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        # Text of a user that spells a special token is text, not that token.
+        self._backend.encode_special_tokens = True
+
+        template = tokenizer.chat_template or {}
+        self.chat_templates: dict[str, str] = template if isinstance(template, dict) else {"default": template}
+        named = tokenizer.special_tokens_map
+        self.named_tokens: dict[str, str] = {name: text for name, text in named.items() if isinstance(text, str)}
+        self._chat_backend: Backend | None = None
+        self._stand_ins: set[int | None] = set()  # their ids there
+        # What a text that the vocabulary lacks becomes, so that this is no sign of a special token in it.
+        unknown = getattr(self._backend.model, "unk_token", None)
+        self._prepare_chat({tokenizer.unk_token_id, unknown and self._backend.token_to_id(unknown)})
+
+    def for_users(self) -> Any:
+        """transformers' own, as the files have it; a new one for each call. ``ValueError`` if they cannot be read."""
+        return read_tokenizer(self._directory)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``, with what the model wants around a prompt (its begin-of-text token, say)."""
+        return _encode(self._backend, [text], True)[0]
+
+    def encode_piece(self, text: str) -> list[int]:
+        """Token ids of a piece of text by itself."""
+        return self.encode_pieces([text])[0]
+
+    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of pieces of text, each by itself."""
+        return _encode(self._backend, texts, False)
+
+    def excess(self, text: str, most: int) -> tuple[int, int] | None:
+        """Of a ``text`` that is far from fitting into ``most`` tokens: the tokens of its first characters, and how many
+        characters those are. Encodes some multiple of ``most`` at most.
+
+        None: it may fit. If it does not, then not by so much that to encode it as a whole would take long.
+        """
+        size = max(_LONG, 8 * most)
+        if len(text) <= size:
+            return None
+        found = 0
+        for start in range(0, len(text), size):
+            found += max(0, len(self.encode_piece(text[start : start + size])) - _TOKENS_OF_A_CUT)
+            if found > most:
+                return found, min(start + size, len(text))
+        return None
+
+    def encode_end(self, text: str, count: int) -> list[int]:
+        """Token ids of ``text``, or of an end of it that has more than ``count``: no more is encoded than it takes."""
+        wanted = count + _TOKENS_OF_A_CUT  # those at the cut may be others than in the whole text
+        size = max(_LONG, 8 * wanted)
+        while size < len(text):
+            token_ids = self.encode(text[-size:])
+            if len(token_ids) > wanted:
+                return token_ids
+            size *= 4
+        return self.encode(text)
+
+    def encode_chat(self, text: str, mark: str) -> list[int]:
+        """Token ids of a rendered chat, with nothing put around it. Special tokens that it spells become such.
+
+        Those with the character ``mark`` in them stay text. The marks themselves are left out. A special token that the
+        tokenizer would look for in normalized text is looked for in the text as it is.
+
+        Raises:
+            ValueError: the tokenizer makes a special token of what should stay text.
+        """
+        pieces, special_ids, end = [], [], 0
+        for start, stop, token in self._special_tokens_in(text):
+            pieces += [text[end:start].replace(mark, ""), token.stand_in]
+            special_ids.append(token.token_id)
+            end = stop
+        pieces.append(text[end:].replace(mark, ""))
+        if self._chat_backend is None:
+            self._chat_backend = self._with_stand_ins()
+        token_ids = _encode(self._chat_backend, ["".join(pieces)], False)[0]
+        for token_id in self._never_text.intersection(token_ids):
+            name = self._backend.id_to_token(token_id)
+            raise ValueError(
+                f"messages spell {name!r}, which the tokenizer reads as a special token even in plain text"
+            )
+        found = iter(special_ids)
+        token_ids = [next(found) if token_id in self._stand_ins else token_id for token_id in token_ids]
+        assert next(found, None) is None, "a special token of the chat was lost"
+        return token_ids
+
+    def vocabulary(self) -> tuple[str, set[int]]:
+        """Its ``tokenizer.json`` as text, and all its token ids."""
+        try:
+            return self._backend.to_str(), set(self._backend.get_vocab(with_added_tokens=True).values())
+        except BaseException as error:
+            raise _library_error("write its vocabulary", error) from error
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise _library_error("decode these tokens", error) from error
+
+    def byte_value(self, token_id: int) -> int | None:
+        """The byte that a token stands for, if it is one of ``<0x00>`` to ``<0xFF>`` and its decoder reads it so."""
+        token = self._backend.id_to_token(token_id)
+        if token is None or not _BYTE_TOKEN.fullmatch(token) or self.decode([token_id], False) == token:
+            return None
+        return int(token[3:5], 16)
+
+    def _prepare_chat(self, unknown_ids: set[int | None]) -> None:
+        """Give the special tokens of a chat stand-ins, which no text can spell.
+
+        They are added tokens of a tokenizer apart, made for the first chat: so it is the tokenizer that cuts the text
+        at them, and strips the spaces beside those that want it; and no model can generate one.
+        """
+        # By whether it strips spaces at its left and right. Between noncharacters, so that it is apart from all others.
+        stand_in = f"\ufdd0{secrets.token_hex(16)}{{:d}}{{:d}}\ufdd0".format
+        self.special_tokens = {
+            token.content: SpecialToken(token_id, token.single_word, stand_in(token.lstrip, token.rstrip))
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special and token.content
+        }
+        self._never_text = {token.token_id for token in self.special_tokens.values()} - unknown_ids
+        self._lengths = sorted({len(text) for text in self.special_tokens}, reverse=True)
+        firsts = {re.escape(text[0]) for text in self.special_tokens}
+        self._firsts = re.compile("|".join(firsts) or "(?!)")
+        self._stand_in_tokens = [
+            AddedToken(stand_in(lstrip, rstrip), lstrip=lstrip, rstrip=rstrip, normalized=False)
+            for lstrip, rstrip in itertools.product((False, True), repeat=2)
+        ]
+
+    def _with_stand_ins(self) -> Backend:
+        backend = Backend.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True  # no part of what is written
+        backend.add_tokens(self._stand_in_tokens)
+        self._stand_ins = {backend.token_to_id(token.content) for token in self._stand_in_tokens}
+        return backend
+
+    def _special_tokens_in(self, text: str) -> Iterator[tuple[int, int, SpecialToken]]:
+        """(start, stop, token) of each, in order; of several that start at one place, the longest."""
+        stop = 0
+        while match := self._firsts.search(text, stop):
+            start = match.start()
+            stop = start + 1
+            for length in self._lengths:
+                token = self.special_tokens.get(text[start : start + length])
+                if token is None:
+                    continue
+                stop = min(start + length, len(text))
+                around = text[max(0, start - 1) : start] + text[stop : stop + 1]
+                if not (token.single_word and re.search(r"\w", around)):
+                    yield start, stop, token
+                break
+
+
+def _encode(backend: Backend, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    """``ValueError``: the library cannot."""
+    try:
+        if len(texts) == 1 and len(texts[0]) <= _LONG:
+            return [backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
+        return [found.ids for found in backend.encode_batch(texts, add_special_tokens=add_special_tokens)]
+    except BaseException as error:
+        raise _library_error("encode this text", error) from error
+
+
+def _library_error(what: str, error: BaseException) -> BaseException:
+    """What to raise for an error of the library: its panics are no ``Exception``, and would end whoever calls."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+        return error
+    return ValueError(f"the tokenizer cannot {what}: {type(error).__name__}: {str(error)[:200]}")
+
+
+class OutputText:
+    """The text of one request's output as its tokens come in, up to a stop string.
+
+    What was shown is never taken back, and in the end it is the whole: the bytes of prompt and output decoded as UTF-8
+    at once, less the text of the prompt. A character that is spread over tokens appears when it is complete, also one
+    that the prompt left incomplete. Bytes that are no character become U+FFFD, as ``bytes.decode(errors="replace")``
+    has it. So does a tokenizer's own decoder, but for one with tokens ``<0x00>`` to ``<0xFF>``: it gives up every
+    character that stands beside such a byte, those too that were shown long ago.
+
+    The stop string that is complete first ends the text, before it or behind it as the parameters ask; the longest,
+    where several are complete at once. How the text is cut into tokens changes none of that.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._stops: tuple[str, ...] = tuple(params.stop or ())
+        self._text = ""
+        # Decoding goes over the last tokens that show. Of what they decode to, ``num_read`` characters are in the text
+        # already, or the prompt's.
+        nearest = (token_id for token_id in reversed(prompt_token_ids[-_CONTEXT_SEARCH:]) if self._shows(token_id))
+        self._ids = list(itertools.islice(nearest, _CONTEXT_TOKENS))[::-1]
+        self._decoded = self._decode()
+        self._num_read = len(self._decoded)
+        self._prompt_may_go_on = self._decoded.endswith(_REPLACEMENT)
+
+    def append(self, token_id: int, may_stop: bool = True) -> str | None:
+        """Take in a token. Returns the stop string that the text now holds, if any; the text then ends there.
+
+        Args:
+            may_stop: False: a stop string that this token completes is text like any other.
+        """
+        if len(self._ids) >= 2 * _CONTEXT_TOKENS:
+            num_unread = len(self._decoded) - self._num_read
+            del self._ids[:-_CONTEXT_TOKENS]
+            self._decoded = self._decode()
+            self._num_read = len(self._decoded) - num_unread
+        self._ids.append(token_id)
+        decoded = self._decode()
+        if decoded == self._decoded:
+            if not self._shows(token_id):
+                self._ids.pop()
+            return None
+        if self._prompt_may_go_on and not decoded.startswith(self._decoded):
+            self._num_read -= 1  # the prompt's last character: it is complete now
+        self._prompt_may_go_on = False
+        self._decoded = decoded
+        # The last one may be the beginning of a character.
+        return self._read(len(decoded) - decoded.endswith(_REPLACEMENT), may_stop)
+
+    def finish(self) -> str | None:
+        """No token follows: bytes that never became a character stand as replacements. May complete a stop string."""
+        return self._read(len(self._decoded), True)
+
+    def text(self, finished: bool) -> str:
+        """The text so far. While the request runs, an end that may become a stop string is held back."""
+        if finished:
+            return self._text
+        return self._text[: min((self._begin_of_stop(stop) for stop in self._stops), default=len(self._text))]
+
+    def _begin_of_stop(self, stop: str) -> int:
+        """Where an end of the text begins that ``stop`` begins with, the longest there is; the text's end if none."""
+        begin = self._text.find(stop[0], max(0, len(self._text) - len(stop) + 1))
+        while begin >= 0 and not stop.startswith(self._text[begin:]):
+            begin = self._text.find(stop[0], begin + 1)
+        return begin if begin >= 0 else len(self._text)
+
+    def _read(self, end: int, may_stop: bool) -> str | None:
+        """The characters up to ``end`` of what is decoded are text."""
+        num_searched = len(self._text)
+        self._text += self._decoded[self._num_read : end]
+        self._num_read = max(end, self._num_read)
+        if not may_stop:
+            return None
+        # A stop string may begin in the text before the new piece.
+        found = [(self._text.find(stop, max(0, num_searched - len(stop) + 1)), stop) for stop in self._stops]
+        ends = [(begin + len(stop), begin, stop) for begin, stop in found if begin >= 0]
+        if not ends:
+            return None
+        end, begin, stop = min(ends)
+        self._text = self._text[: end if self._params.include_stop_str_in_output else begin]
+        return stop
+
+    def _shows(self, token_id: int) -> bool:
+        """Whether a token is ever seen. Twice, since a single space may be cut off at the begin of a text."""
+        return self._plain([token_id, token_id]) != ""
+
+    def _decode(self) -> str:
+        text = self._plain(self._ids)
+        if _REPLACEMENT not in text:
+            return text
+        values = [self._tokenizer.byte_value(token_id) for token_id in self._ids]
+        if not any(value is not None for value in values):
+            return text
+        data = bytearray()
+        for index, (token_id, value) in enumerate(zip(self._ids, values, strict=True)):
+            # The first byte that stands for a character by itself is treated like other text, as its decoder may.
+            if value is not None and (data or value >= 0x80):
+                data.append(value)
+            else:
+                before = self._ids[max(0, index - 1) : index]
+                data += self._plain([*before, token_id])[len(self._plain(before)) :].encode()
+        return data.decode(errors="replace")
+
+    def _plain(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, self._params.skip_special_tokens)

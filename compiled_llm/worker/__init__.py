@@ -1,0 +1,1 @@
+"""What runs on the device: weights, KV cache, buffers, the steps' launches."""

@@ -1,0 +1,333 @@
+"""What an engine's memory goes to: measured while it starts, made into the KV pool's size, and kept as a ledger.
+
+The pool comes last: first the weights are loaded, every bucket is compiled and (on a GPU) recorded on a pool of a few
+blocks, and what all that holds is measured. The pool then gets a share of what is really left.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.models.config import ModelConfig
+
+# Blocks of the pool to compile on, the sink among them. Not fewer: a size of 1 would be compiled in as a constant.
+TRIAL_BLOCKS = 3
+
+_MOST_SLOTS = 2**31  # slots are int32
+_CUDA_ROUNDING = 2 << 20  # torch's allocator rounds each large tensor up to this
+_STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CONTROL_GROUPS = [  # limit, use, statistics: of version 2, and of version 1
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """One use of memory.
+
+    Attributes:
+        where: "device" (a GPU's memory) or "host".
+        how: "exact" (the sum of tensors), "measured" (at the start, as the system or the allocator tells it) or
+            "estimated" (by arithmetic, where the system cannot be asked).
+    """
+
+    name: str
+    bytes: int
+    where: str
+    how: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryLedger:
+    """All memory of the machine or the GPU where the model runs, row by row, and what the engine holds elsewhere.
+
+    The rows add up to all the memory there is (on a host to what its container may use, if that is less), whoever uses
+    it; the other programs' share is in one of them. ``str()`` of it is a table. The rows:
+
+    - weights, step buffers, KV pool (the sink block included), swap space: the engine's tensors.
+    - compiled code and CUDA graphs: what compiling, recording and loading kernels left behind.
+    - activations: what the largest step needs besides. On a GPU the graphs hold it all the time, and what torch's
+      allocator rounds up and keeps is counted here; on a CPU it comes and goes.
+    - other programs and everything else: all that other processes hold, the operating system, Python and its
+      libraries, the CUDA context. It grows and shrinks with what else runs, and says little about the engine.
+    - free afterwards: what remains of all memory when the largest step runs and every block of the pool is in use.
+
+    Attributes:
+        start_peak_bytes: most host memory this process held, as far as the system's own count (``ru_maxrss``) has
+            forgotten it, because measuring the activations started that count anew.
+    """
+
+    rows: tuple[MemoryRow, ...]
+    where: str
+    start_peak_bytes: int
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of the row ``name``."""
+        return next(row.bytes for row in self.rows if row.name == name)
+
+    @property
+    def total(self) -> int:
+        """All memory of the machine or GPU where the model runs, used or not. The rows there sum up to it."""
+        return sum(row.bytes for row in self.rows if row.where == self.where)
+
+    def __str__(self) -> str:
+        table = [("memory", "MiB", "where", "how")]
+        table += [(row.name, f"{row.bytes / 2**20:.1f}", row.where, row.how) for row in self.rows]
+        whole = "total of the GPU" if self.where == "device" else "total of the machine"
+        table.append((whole, f"{self.total / 2**20:.1f}", self.where, ""))
+        names, numbers, places, _ = (max(map(len, column)) for column in zip(*table, strict=True))
+        return "\n".join(
+            f"{name:<{names}}  {number:>{numbers}}  {where:<{places}}  {how}".rstrip()
+            for name, number, where, how in table
+        )
+
+
+class StartMemory:
+    """The memory of an engine that starts. Made before anything is loaded; then its methods are called in their order.
+
+    The size of the KV pool follows from the first that is given of ``num_kv_blocks``, ``kv_cache_memory_bytes`` and
+    ``gpu_memory_utilization``. The share counts, on a GPU, of all its memory; on a CPU, of half the memory free, and
+    nothing goes to a pool that ``max_num_seqs`` requests of ``max_model_len`` could not use.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: EngineLimits,
+        device: torch.device,
+        block_bytes: int,
+        num_cache_tensors: int,
+        activation_estimate: int,
+    ) -> None:
+        self._config, self._limits, self._device = config, limits, device
+        self._on_gpu = device.type == "cuda"
+        self._block_bytes = block_bytes
+        self._rounding = num_cache_tensors * _CUDA_ROUNDING if self._on_gpu else 0
+        self._estimate = activation_estimate
+        self._activations = 0
+        self._activations_are_measured = True
+        self._compiled = 0
+        self._set_aside = 0
+        self._start_peak = 0
+        if self._on_gpu:
+            torch.cuda.synchronize(device)  # makes the context, if nothing did before
+            torch.cuda.empty_cache()
+        self._at_start = self._now()
+        self._before_compiling = self._at_start
+        self._free_for_pool = 0
+
+    def check(self) -> None:
+        """Fail before compiling where there plainly is too little memory, even if compiling and running took none.
+
+        Raises:
+            ValueError: with the largest ``max_model_len`` that would fit, by an estimate of what a step takes.
+        """
+        config, free = self._config, host_free_bytes()
+        if config.swap_space_bytes and not self._block_bytes <= config.swap_space_bytes <= free:
+            raise ValueError(
+                f"swap_space_bytes must be 0 or from {self._block_bytes} (one block) to {free} (the host memory free), "
+                f"given {config.swap_space_bytes}"
+            )
+        if self._on_gpu:
+            torch.cuda.empty_cache()  # what loading left in torch's allocator
+        self._free_for_pool = free_bytes(self._device) - self._host_reserve()
+        self.num_blocks(unmeasured=self._estimate)
+
+    def before_compiling(self) -> None:
+        """Weights and step buffers are there."""
+        self._before_compiling = self._now()
+
+    def after_compiling(self, run_largest: Callable[[], object]) -> None:
+        """All buckets are compiled, and recorded on the trial pool. ``run_largest`` runs a step of each largest one."""
+        before, now = self._before_compiling, self._now()
+        self._compiled = max(0, now.outside_allocator - before.outside_allocator)
+        if self._on_gpu:
+            # The graphs are recorded once more, on the real pool, and that may cost as much again.
+            self._set_aside = max(0, now.used - before.used)
+        else:
+            self._start_peak = _peak_resident_bytes() or 0
+            measured = _growth_while(run_largest)
+            self._activations_are_measured = measured is not None
+            self._activations = self._estimate if measured is None else measured
+        self._free_for_pool = free_bytes(self._device) - self._set_aside - self._activations - self._host_reserve()
+
+    def num_blocks(self, unmeasured: int = 0) -> int:
+        """Blocks that the KV pool gets, the sink left out.
+
+        Args:
+            unmeasured: bytes that may turn out to be needed besides. The pool fails for none of them, but a
+                ``max_model_len`` that is named as fitting leaves them free.
+
+        Raises:
+            ValueError: too little memory for the size asked for, or for one request of ``max_model_len`` tokens; the
+                message names the largest ``max_model_len`` that fits.
+        """
+        config, limits, block_bytes = self._config, self._limits, self._block_bytes
+        most = self._blocks_within(self._free_for_pool)
+        if config.num_kv_blocks is not None:
+            if config.num_kv_blocks > most:
+                raise ValueError(
+                    f"num_kv_blocks must be at most {most} (the memory free), given {config.num_kv_blocks}"
+                    + self._fitting(self._free_for_pool - unmeasured)
+                )
+            return config.num_kv_blocks
+        if config.kv_cache_memory_bytes is not None:
+            blocks = config.kv_cache_memory_bytes // block_bytes
+            if not 1 <= blocks <= most:
+                raise ValueError(
+                    f"kv_cache_memory_bytes must be from {block_bytes} (one block) to {most * block_bytes} (the memory "
+                    f"free), given {config.kv_cache_memory_bytes}"
+                    + (self._fitting(self._free_for_pool - unmeasured) if blocks else "")
+                )
+            return blocks
+        room = self._share(self._free_for_pool)
+        blocks = min(self._blocks_within(room), limits.max_num_seqs * limits.blocks_per_request)
+        if blocks < limits.blocks_per_request:
+            raise ValueError(
+                f"{max(0, room) >> 20} MiB are free for the KV pool, and a request of max_model_len="
+                f"{limits.max_model_len} tokens needs {(limits.blocks_per_request + 1) * block_bytes >> 20}"
+                + self._fitting(self._share(self._free_for_pool - unmeasured))
+            )
+        return blocks
+
+    def ledger(self, weight_bytes: int, buffer_bytes: int, pool_bytes: int, swap_bytes: int) -> MemoryLedger:
+        """What everything came to, now that the pool is there (and on a GPU the graphs are recorded on it)."""
+        total, held = total_bytes(self._device), weight_bytes + buffer_bytes + pool_bytes
+        if self._on_gpu:
+            before, now = self._before_compiling, self._now()
+            compiled = max(0, now.outside_allocator - before.outside_allocator)
+            activations = now.reserved - self._at_start.reserved - held
+            free = total - now.used
+        else:
+            # Pages of the pool and of the swap space become resident as they are first written.
+            compiled, activations, held = self._compiled, self._activations, held + swap_bytes
+            free = self._free_for_pool - pool_bytes
+        everything_else = total - free - held - compiled - activations
+        where = "device" if self._on_gpu else "host"
+        rows = (
+            MemoryRow("weights", weight_bytes, where, "exact"),
+            MemoryRow("step buffers", buffer_bytes, where, "exact"),
+            MemoryRow("compiled code and CUDA graphs", compiled, where, "measured"),
+            MemoryRow("activations", activations, where, "measured" if self._activations_are_measured else "estimated"),
+            MemoryRow("KV pool", pool_bytes, where, "exact"),
+            MemoryRow("swap space", swap_bytes, "host", "exact"),
+            MemoryRow("other programs and everything else", everything_else, where, "measured"),
+            MemoryRow("free afterwards", free, where, "measured"),
+        )
+        return MemoryLedger(rows, where, self._start_peak)
+
+    def _share(self, free: int) -> int:
+        """Of the bytes free, those that the pool may take where no size is given."""
+        share = self._config.gpu_memory_utilization
+        return int(free - (1 - share) * total_bytes(self._device)) if self._on_gpu else int(free * 0.5 * share)
+
+    def _blocks_within(self, size: int) -> int:
+        """Blocks of a pool of ``size`` bytes, its sink left out."""
+        return max(0, min((size - self._rounding) // self._block_bytes, _MOST_SLOTS // self._limits.block_size) - 1)
+
+    def _fitting(self, size: int) -> str:
+        """What to do about a pool of ``size`` bytes that cannot hold one request of ``max_model_len`` tokens."""
+        blocks, block_size = self._blocks_within(size), self._limits.block_size
+        if blocks >= self._limits.blocks_per_request:
+            return ""
+        return f". Lower max_model_len to {blocks * block_size} or less" if blocks else ". Free some memory"
+
+    def _host_reserve(self) -> int:
+        """Swap space on a CPU comes out of the same memory as the pool."""
+        return 0 if self._on_gpu else self._config.swap_space_bytes
+
+    def _now(self) -> "_Use":
+        if not self._on_gpu:
+            return _Use(resident_bytes(), 0)
+        torch.cuda.synchronize(self._device)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return _Use(total - free, torch.cuda.memory_reserved(self._device))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Use:
+    """Bytes in use at one moment: on a CPU by this process; on a GPU by all, ``reserved`` of them by torch here."""
+
+    used: int
+    reserved: int
+
+    @property
+    def outside_allocator(self) -> int:
+        return self.used - self.reserved
+
+
+def estimated_activations(model_config: ModelConfig, limits: EngineLimits, itemsize: int) -> int:
+    """Bytes that the largest step holds besides weights and cache: logits, and the widest layer's tensors."""
+    c, tokens = model_config, limits.token_bucket_sizes[-1]
+    per_token = 4 * c.hidden_size + 3 * c.intermediate_size + 2 * c.qkv_features
+    logits = limits.decode_bucket_sizes[-1] * c.vocab_size * 16
+    return tokens * per_token * itemsize + logits * len(limits.decode_bucket_sizes)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory free where the model runs."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_free_bytes()
+
+
+def total_bytes(device: torch.device) -> int:
+    """All memory where the model runs, used or free; on a host, what the container may use of it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    limit = _control_group()
+    total = psutil.virtual_memory().total
+    return min(total, limit[0]) if limit else total
+
+
+def host_free_bytes() -> int:
+    """Host memory free: the machine's, or what is left of the container's if that is less."""
+    limit = _control_group()
+    free = psutil.virtual_memory().available
+    return max(0, min(free, limit[0] - limit[1])) if limit else free
+
+
+def resident_bytes() -> int:
+    """Host memory that this process holds."""
+    return psutil.Process().memory_info().rss
+
+
+def _control_group(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
+    """Bytes that this container may use and does use, file pages that can be dropped left out. None without a limit."""
+    for names in _CONTROL_GROUPS:
+        try:
+            limit, used, statistics = ((root / name).read_text() for name in names)
+            droppable = re.search(r"^(?:total_)?inactive_file (\d+)", statistics, re.MULTILINE)
+            return int(limit), int(used) - int(droppable[1] if droppable else 0)
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return None
+
+
+def _peak_resident_bytes() -> int | None:
+    """Most host memory this process held, since the start or the last reset; None where the system does not tell."""
+    try:
+        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+    except OSError:
+        return None
+    return int(found[1]) << 10 if found else None
+
+
+def _growth_while(run: Callable[[], object]) -> int | None:
+    """How far host memory rises above what is held now, at its highest while ``run`` runs; None if it cannot be told.
+
+    Linux counts the highest since the last reset, which is a 5 written to ``clear_refs``.
+    """
+    try:
+        _CLEAR_REFS.write_text("5")
+    except OSError:
+        return None
+    before = _peak_resident_bytes()
+    run()
+    after = _peak_resident_bytes()
+    # Linux counts pages roughly, so that what grew by nothing may look smaller by some.
+    return None if before is None or after is None else max(0, after - before)

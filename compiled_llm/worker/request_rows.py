@@ -1,0 +1,72 @@
+"""RequestRows: what the worker keeps for each running request, one row each, from its admission to its release."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from compiled_llm.config import EngineLimits
+from compiled_llm.scheduling.block_pool import SINK_BLOCK
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.step.logits_transforms import LogitsTransform
+from compiled_llm.step.parameters import SAMPLING, Name, logits_parameters
+
+
+class RequestRows:
+    """Block tables and sampling parameters of the running requests.
+
+    Attributes:
+        block_table: ``[max_num_seqs, blocks_per_request]`` int32.
+        num_blocks: ``[max_num_seqs]`` int32, entries of each row of ``block_table``.
+        parameters: each sampling parameter, ``[max_num_seqs + 1, *shape]`` in its dtype; the last row is for padding.
+        changes_logits, wants_logprobs: ``[max_num_seqs]`` bool.
+        padding_row: index of the last row of ``parameters``.
+    """
+
+    def __init__(self, limits: EngineLimits, vocab_size: int, transforms: Sequence[LogitsTransform] = ()) -> None:
+        rows = limits.max_num_seqs
+        self.vocab_size = vocab_size
+        self.padding_row = rows
+        self.block_table = np.full((rows, limits.blocks_per_request), SINK_BLOCK, dtype=np.int32)
+        self.num_blocks = np.zeros(rows, dtype=np.int32)
+        self._fields = *SAMPLING, *logits_parameters(transforms)
+        self.parameters: dict[Name, np.ndarray] = {
+            field.name: torch.full((rows + 1, *field.shape), field.padding, dtype=field.dtype).numpy()
+            for field in self._fields
+        }
+        self.changes_logits = np.zeros(rows, dtype=bool)
+        self.wants_logprobs = np.zeros(rows, dtype=bool)
+        self._row_of: dict[str, int] = {}
+        self._free_rows = list(range(rows - 1, -1, -1))
+
+    def update(self, output: SchedulerOutput) -> list[int]:
+        """Enter a step's releases, admissions and new blocks. Returns the row of each scheduled request."""
+        row_of = self._row_of
+        for request_id in output.released_request_ids:
+            self._free_rows.append(row_of.pop(request_id))
+        for admission in output.admissions:
+            row_of[admission.request_id] = row = self._free_rows.pop()
+            self._admit(row, admission)
+        for request_id, start, blocks in output.table_updates:
+            row, end = row_of[request_id], start + len(blocks)
+            assert start <= self.num_blocks[row], "a block table has a hole"
+            self.block_table[row, start:end] = blocks
+            self.num_blocks[row] = end
+        return [row_of[request_id] for request_id in output.request_ids]
+
+    def row_of(self, request_id: str) -> int:
+        """The row of a running request."""
+        return self._row_of[request_id]
+
+    def clear(self) -> None:
+        """Forget all requests."""
+        self._row_of.clear()
+        self._free_rows = list(range(len(self.num_blocks) - 1, -1, -1))
+
+    def _admit(self, row: int, admission: Admission) -> None:
+        params = admission.sampling_params
+        self.num_blocks[row] = 0
+        for field in self._fields:
+            self.parameters[field.name][row] = field.value(params, admission.seed, self.vocab_size)
+        self.changes_logits[row] = params.changes_logits
+        self.wants_logprobs[row] = params.logprobs is not None

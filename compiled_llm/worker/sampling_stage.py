@@ -1,0 +1,288 @@
+"""Samplers: the compiled functions that run behind a step, if some request asks for more than the likeliest token.
+
+There are three for each number of rows: sampling, sampling of changed logits, log-probabilities; and one for the
+log-probabilities of prompts. All are compiled at the start. Which of them run follows from the requests of a step, so a
+step whose requests are all greedy runs none.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_llm.compiling.ahead import Job
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.config import EngineLimits
+from compiled_llm.constraints.token_masks import num_mask_words
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.step.logits import LogitsInput
+from compiled_llm.step.logits_transforms import LogitsTransform
+from compiled_llm.step.logprobs import LogprobRows
+from compiled_llm.step.parameters import logits_parameters
+from compiled_llm.step.sampling import SamplingInput
+from compiled_llm.step.step import (
+    changing_sampler_function,
+    logprobs_function,
+    prompt_logprobs_function,
+    sampler_function,
+)
+from compiled_llm.worker.field_buffers import FieldBuffers, Fields
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import Bucket
+
+Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
+# What runs behind a step, and what it runs behind there: CUDA graph trees tell these apart, and nothing else does.
+_KINDS = (("sample", None), ("change", None), ("logprobs", None))
+_PATHS_OF_TREES = (*_KINDS, ("logprobs", "sample"), ("logprobs", "change"))
+_MOST_PROMPT_ROWS = 64  # tokens of prompts at a time
+
+
+class Wanted(NamedTuple):
+    """What the requests of a step ask for, beyond the likeliest token."""
+
+    samples: bool
+    changes: bool  # logits; then it samples in any case
+    logprobs: bool
+
+    @classmethod
+    def of(cls, rows: Sequence[int], is_due: Sequence[bool], store: RequestRows) -> "Wanted":
+        """``is_due``: for each row, whether the step chooses a token of its request."""
+        due = np.asarray(rows)[np.asarray(is_due, dtype=bool)]
+        return cls(
+            samples=bool(store.parameters["temperature"][due].any()),
+            changes=bool(store.changes_logits[due].any()),
+            logprobs=bool(store.wants_logprobs[due].any()),
+        )
+
+
+class Samplers:
+    """Owns these functions, their inputs on the device, and the counts of tokens that penalties are made of.
+
+    Args:
+        last_tokens: [R] int64, where a step leaves its tokens.
+        hidden: [T, D], where it leaves what the head takes.
+        max_logprobs: most likely tokens whose log-probabilities are computed.
+        uses_trees: whether torch's CUDA graph trees record what runs here.
+        make: compiles; what it makes with ``keep=False`` stays out of the cache on disk, which cannot see a change in a
+            user's code.
+    """
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        limits: EngineLimits,
+        device: torch.device,
+        *,
+        last_tokens: Tensor,
+        hidden: Tensor,
+        transforms: tuple[LogitsTransform, ...],
+        max_logprobs: int,
+        uses_trees: bool = False,
+    ) -> None:
+        self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
+        self._model_config = model_config
+        self._device = device
+        self._last_tokens, self._hidden = last_tokens, hidden
+        self._transforms = transforms
+        self._max_logprobs = max_logprobs
+        self._functions: dict[str, CompiledFunction] = {}
+        # The last row is that of padding.
+        self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
+        torch._dynamo.mark_static_address(self._token_counts)
+        self._logits_buffers = {
+            rows: _LogitsBuffers(rows, model_config.vocab_size, transforms, device)
+            for rows in limits.decode_bucket_sizes
+        }
+        empty = RequestRows(limits, model_config.vocab_size, transforms)
+        for buffers in self._logits_buffers.values():
+            buffers.fill([], SchedulerOutput(), empty)
+        rows = min(_MOST_PROMPT_ROWS, limits.token_bucket_sizes[-1])
+        self._prompt_rows = FieldBuffers(
+            {"indices": ((rows,), torch.int64), "token_ids": ((rows,), torch.int64)}, device
+        )
+        fields = self._prompt_rows.tensors
+        self._prompt_input = fields["indices"], fields["token_ids"]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors on the device."""
+        inputs = sum(buffers.buffers.nbytes for buffers in self._logits_buffers.values())
+        return self._token_counts.nbytes + inputs + self._prompt_rows.nbytes
+
+    # -- Compiling
+
+    def jobs(
+        self, sampling_inputs: dict[int, SamplingInput], logits: Callable[[int], Tensor], weights: Any
+    ) -> list[Job]:
+        """Everything to compile, as other processes can do it. ``logits(rows)`` are such as a step returns."""
+        threads, jobs = torch.get_num_threads(), []
+        for rows, sampling_input in sampling_inputs.items():
+            for kind, (recipe, args) in self._of_rows(rows, logits(rows), sampling_input).items():
+                if kind != "change" or not self._transforms:
+                    jobs.append(Job(f"{kind}_{rows}", recipe, args, threads))
+        jobs.append(Job("prompt_logprobs", self._prompt_recipe, self._prompt_arguments(weights), threads))
+        return jobs
+
+    def uncached(self) -> list[str]:
+        """Names of the functions that are compiled at each start, since code of a user's own is in them."""
+        return [f"change_{rows}" for rows in self._logits_buffers] if self._transforms else []
+
+    def warm_up(
+        self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor], make: Make
+    ) -> None:
+        """Compile what runs behind a bucket's step, or on a GPU record it behind this one too."""
+        rows = bucket.num_requests
+        for kind, before in self._paths:
+            name, arguments = (
+                f"{kind}_{rows}",
+                self._arguments_behind(bucket, sampling_input, make_logits, kind, before),
+            )
+            if name in self._functions:
+                self._functions[name].record_again(arguments)
+                continue
+            recipe = self._of_rows(rows, make_logits(), sampling_input)[kind][0]
+            function = make(recipe(), name, keep=kind != "change" or not self._transforms)
+            function.warm_up(arguments)
+            self._functions[name] = function
+
+    def warm_up_prompts(self, weights: Any, make: Make) -> None:
+        """The same for the log-probabilities of prompts, which run behind any step."""
+        function = make(self._prompt_recipe(), "prompt_logprobs", keep=True)
+        function.warm_up(lambda: self._prompt_arguments(weights))
+        self._functions["prompt_logprobs"] = function
+
+    def record_again(self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor]) -> None:
+        """On a GPU: record every CUDA graph behind the bucket's step again."""
+        for kind, before in self._paths:
+            arguments = self._arguments_behind(bucket, sampling_input, make_logits, kind, before)
+            self._functions[f"{kind}_{bucket.num_requests}"].record_again(arguments)
+
+    def functions(self) -> list[CompiledFunction]:
+        """All of them, for reports."""
+        return list(self._functions.values())
+
+    def _of_rows(
+        self, rows: int, logits: Tensor, sampling_input: SamplingInput
+    ) -> dict[str, tuple[Callable[[], Callable], tuple]]:
+        """kind -> (what makes the function, its arguments)."""
+        changed = self._logits_buffers[rows].logits_input
+        return {
+            "sample": (_sampler, (logits, sampling_input, self._last_tokens)),
+            "change": (
+                functools.partial(changing_sampler_function, self._transforms),
+                (logits, sampling_input, changed, self._token_counts, self._last_tokens),
+            ),
+            "logprobs": (
+                functools.partial(logprobs_function, self._max_logprobs),
+                (logits, sampling_input, self._last_tokens),
+            ),
+        }
+
+    def _arguments_behind(
+        self,
+        bucket: Bucket,
+        sampling_input: SamplingInput,
+        make_logits: Callable[[], Tensor],
+        kind: str,
+        before: str | None,
+    ) -> Callable[[], tuple]:
+        """What makes the arguments of ``kind``, each time by a step and what runs ``before`` it."""
+        rows = bucket.num_requests
+
+        def arguments() -> tuple:
+            all_arguments = self._of_rows(rows, make_logits(), sampling_input)
+            if before is not None:
+                self._functions[f"{before}_{rows}"](*all_arguments[before][1])
+            return all_arguments[kind][1]
+
+        return arguments
+
+    def _prompt_recipe(self) -> Callable:
+        return prompt_logprobs_function(self._model_config, self._max_logprobs)
+
+    def _prompt_arguments(self, weights: Any) -> tuple:
+        return weights, self._prompt_input, self._hidden
+
+    # -- Running
+
+    def admit(self, admissions: Sequence[Admission], store: RequestRows) -> None:
+        """Take in what requests that the runner meets ask for."""
+        for admission in admissions:
+            row, params = store.row_of(admission.request_id), admission.sampling_params
+            if params.counts_tokens:
+                counts = self._token_counts[row].zero_()
+                counts[torch.tensor(sorted(set(admission.prompt_token_ids)), device=self._device)] = 0.5
+                output = torch.tensor(admission.output_token_ids, dtype=torch.int64, device=self._device)
+                counts.index_add_(0, output, torch.ones(len(output), device=self._device))
+
+    def fill(self, rows: Sequence[int], output: SchedulerOutput, store: RequestRows, num_rows: int) -> None:
+        """Write what a step's rows ask for that changes logits, for a bucket of ``num_rows``."""
+        self._logits_buffers[num_rows].fill(rows, output, store)
+
+    def run(self, bucket: Bucket, sampling_input: SamplingInput, logits: Tensor, wanted: Wanted) -> LogprobRows | None:
+        """Behind the bucket's step: leave the tokens in ``last_tokens``; returns log-probabilities, if wanted."""
+        rows = bucket.num_requests
+        if wanted.changes or wanted.samples:
+            kind = "change" if wanted.changes else "sample"
+            self._functions[f"{kind}_{rows}"](*self._of_rows(rows, logits, sampling_input)[kind][1])
+        if not wanted.logprobs:
+            return None
+        return self._functions[f"logprobs_{rows}"](logits, sampling_input, self._last_tokens)
+
+    def prompt_logprobs(self, weights: Any, output: SchedulerOutput) -> LogprobRows:
+        """Of ``output.prompt_targets``, one after the other, on the host. Behind the step that computed them."""
+        starts = np.concatenate([[0], np.cumsum(output.num_scheduled_tokens)])
+        places = [int(starts[i]) + j for i, targets in output.prompt_targets for j in range(len(targets))]
+        token_ids = [token_id for _, targets in output.prompt_targets for token_id in targets]
+        parts = []
+        size = self._prompt_rows.tensors["indices"].shape[0]
+        for start in range(0, len(places), size):
+            count = len(places[start : start + size])
+            arrays = self._prompt_rows.next_arrays()
+            arrays["indices"][:count], arrays["indices"][count:] = places[start : start + size], 0
+            arrays["token_ids"][:count], arrays["token_ids"][count:] = token_ids[start : start + size], 0
+            self._prompt_rows.copy()
+            part = self._functions["prompt_logprobs"](*self._prompt_arguments(weights))
+            parts.append(LogprobRows(*(tensor[:count].cpu() for tensor in part)))
+        return LogprobRows(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+
+
+def _sampler() -> Callable:
+    return sampler_function
+
+
+class _LogitsBuffers:
+    """A ``LogitsInput`` for one number of rows, as the host fills it and the graph reads it."""
+
+    def __init__(
+        self, rows: int, vocab_size: int, transforms: tuple[LogitsTransform, ...], device: torch.device
+    ) -> None:
+        self._parameters = logits_parameters(transforms)
+        fields: Fields = {
+            "row": ((rows,), torch.int64),
+            "is_due": ((rows,), torch.float32),
+            "allowed": ((rows, num_mask_words(vocab_size)), torch.int32),
+        }
+        for parameter in self._parameters:
+            fields[parameter.name] = (rows, *parameter.shape), parameter.dtype
+        self.buffers = FieldBuffers(fields, device)
+        views = self.buffers.tensors
+        custom = tuple(tuple(views[t.name, name] for name in t.fields) for t in transforms)
+        own = {name: views[name] for name in LogitsInput._fields if name != "fields"}
+        self.logits_input = LogitsInput(**own, fields=custom)
+
+    def fill(self, rows: Sequence[int], output: SchedulerOutput, store: RequestRows) -> None:
+        arrays, n = self.buffers.next_arrays(), len(rows)
+        padded = [*rows, *[store.padding_row] * (len(arrays["row"]) - n)]
+        arrays["row"][:] = padded
+        arrays["is_due"][:n], arrays["is_due"][n:] = output.samples, 0
+        for parameter in self._parameters:
+            arrays[parameter.name][:] = store.parameters[parameter.name][padded]
+        arrays["allowed"][:] = -1
+        for index, words in output.masks:
+            arrays["allowed"][index] = words
+        self.buffers.copy()

@@ -1,0 +1,1 @@
+"""Paged attention: the op, its reference, and its kernels for CPUs and GPUs."""

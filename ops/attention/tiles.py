@@ -1,0 +1,109 @@
+"""Tile sizes of the attention kernels: a default for every GPU, and files of measured ones by the GPU's name.
+
+``scripts/tune_attention.py`` writes ``ops/tiles/<GPU>.json``; a GPU without a file, or a shape that its file lacks,
+gets the defaults below. Torch and Triton are not needed here, so the choice can be read and tested anywhere.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "tiles"
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """Tile sizes of the attention kernels. ``n`` counts keys, ``m`` rows: tokens times the heads of a KV head.
+
+    The split kernel's tiles have as few rows as fit (``attention_triton.py``), but for queries of several tokens, which
+    share the keys they load in tiles of up to ``short_block_m``. ``split_programs_per_sm`` should be no more than can
+    run at once: programs share the work evenly, so any that start late end late.
+    """
+
+    split_block_n: int
+    split_warps: int
+    split_stages: int
+    split_programs_per_sm: int
+    short_block_m: int
+    prefill_block_m: int
+    prefill_block_n: int
+    prefill_warps: int
+    prefill_stages: int
+
+
+# By padded head_dim; chosen to fit without spilling registers and so that the programs of the split kernel run all at
+# once, as the test that compiles them ahead of time asserts.
+# In the order of the fields: split n, warps, stages, programs per SM; short m; prefill m, n, warps, stages.
+HOPPER = {
+    64: TileConfig(64, 4, 3, 4, 64, 128, 64, 8, 3),
+    128: TileConfig(32, 4, 4, 4, 64, 128, 64, 8, 3),
+    256: TileConfig(32, 4, 3, 2, 32, 128, 32, 8, 3),
+}
+HOPPER_QUANTISED = {**HOPPER, 128: TileConfig(32, 4, 4, 3, 64, 128, 64, 8, 2)}  # converting codes takes registers
+OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 99
+    64: TileConfig(64, 4, 3, 4, 64, 128, 64, 8, 3),
+    128: TileConfig(32, 4, 3, 4, 64, 128, 32, 8, 3),
+    256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2),
+}
+OTHERS_QUANTISED = {
+    64: TileConfig(64, 4, 3, 3, 64, 128, 32, 8, 3),
+    128: TileConfig(32, 4, 3, 3, 32, 64, 32, 4, 3),
+    256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2),
+}
+FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in registers
+    64: TileConfig(32, 4, 2, 4, 16, 32, 32, 8, 1),
+    128: TileConfig(32, 4, 2, 4, 16, 32, 16, 8, 1),
+    256: TileConfig(32, 8, 2, 2, 16, 16, 32, 8, 1),
+}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """What ``head_dim`` counts as in the choice of tiles: the next power of two, at least 64."""
+    return max(64, 1 << (head_dim - 1).bit_length())
+
+
+def key(head_dim: int, q_bytes: int, cache_bytes: int) -> str:
+    """The name of a shape in a file: padded head_dim and the bytes of one element of the query and of the cache.
+
+    So int8 and fp8 caches share their tiles.
+    """
+    return f"head_dim {padded_head_dim(head_dim)}, query {q_bytes} bytes, cache {cache_bytes} bytes"
+
+
+def path_of(gpu: str) -> Path:
+    """The file of a GPU, by the name that ``torch.cuda.get_device_name`` gives it."""
+    return FOLDER / (re.sub(r"[^A-Za-z0-9]+", "_", gpu).strip("_") + ".json")
+
+
+def save(path: Path, gpu: str, configs: Mapping[str, TileConfig]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tiles = {name: asdict(config) for name, config in sorted(configs.items())}
+    path.write_text(json.dumps({"gpu": gpu, "tiles": tiles}, indent=1) + "\n")
+
+
+@functools.cache
+def load(path: Path) -> dict[str, TileConfig]:
+    """What a file holds; nothing, if there is none. Read once: a running engine never changes its tiles."""
+    if not path.is_file():
+        return {}
+    return {name: TileConfig(**fields) for name, fields in json.loads(path.read_text())["tiles"].items()}
+
+
+def default_config(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> TileConfig:
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim {head_dim} is not supported by the GPU kernels: at most {MAX_HEAD_DIM}")
+    plain, quantised = (HOPPER, HOPPER_QUANTISED) if capability[0] == 9 else (OTHERS, OTHERS_QUANTISED)
+    tiles = FLOAT32 if q_bytes == 4 else plain if cache_bytes == q_bytes else quantised
+    return tiles[padded_head_dim(head_dim)]
+
+
+def tile_config(
+    head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int], gpu: str = ""
+) -> TileConfig:
+    """The tiles for a shape: from the file of ``gpu`` if that has it, else the default of its compute capability."""
+    default = default_config(head_dim, q_bytes, cache_bytes, capability)
+    return load(path_of(gpu)).get(key(head_dim, q_bytes, cache_bytes), default)

@@ -1,0 +1,183 @@
+"""Paged attention on the GPU: the launch of its Triton kernels. Semantics, schema and reference: ``attention.py``.
+
+The kernels, each a fixed grid that follows from shapes alone. Every length lives on the device, so a call can be
+captured in a CUDA graph once and replayed with other lengths.
+
+- write (``attention_triton_write.py``): this step's keys and values into the cache, quantised if that is; zeros into
+  the output rows that no request owns.
+- split (``attention_triton_kernels.py``, as the rest): requests of at most ``SHORT_QUERY`` rows, decodes above all.
+  The keys are cut into splits and a fixed number of programs works through all (request, split, tile of rows, KV
+  head) tasks, so a long request among short ones spreads over the whole device, and a grid made for the longest
+  possible context costs nothing when contexts are short. Launched once with the fewest rows that fill a ``tl.dot``,
+  for the requests that fit in them; and if ``max_query_len`` says that there may be more rows, once more with larger
+  tiles for those.
+- merge: joins the splits of a request. Skipped by requests of one split, not launched where no table row is longer.
+- prefill: requests with more rows, a tile of rows at a time. Only launched if ``max_query_len`` says there may be
+  some.
+
+The query heads that share a KV head are packed into the rows of one ``tl.dot``: each key is loaded once for them all.
+
+What a result depends on: a request's splits follow from its own lengths (``_splits``), not from the batch, the width
+of the table or the number of programs; a prefill tile starts at its request's first row and walks the keys in steps
+from multiples of the same size. So a request's output is bit for bit the same whatever stands beside it in the batch.
+Nor does the walk of a row depend on the chunks a prompt came in, but for chunks so short that the split kernel serves
+them. The price of splits of a fixed size is small, 1 to 6% more bytes for long requests in a batch that would have
+filled the device without splitting.
+
+Balance: the programs are dealt all splits in turn, so of each request's equal splits no program has more than one
+more than another. A split is 256 keys, or a 64th of a request of more than 16384. So a program's work exceeds the
+mean by at most 256 keys and one 64th of each such long request, that is by P / (64 K) of the long requests' share of
+the mean where P programs serve K KV heads. The programs of an SM share its bandwidth, so P counts SMs: on 132 of them
+with K = 8 a batch is at most 26% out of balance; 1 x 128k + 31 x 4k, whose 512 long pieces go to 512 of 528 programs,
+5%.
+
+Memory: the unfinished outputs of the splits take ``R * N * (H + 2)`` float32 times the largest number of (row, split)
+pairs of one request: 64 where ``max_query_len`` is at most 8 (136 MB for 128 requests of 32 heads of 128), twice that
+for more, for the more rows a request has the fewer are its splits; less for tables of less than 16384 tokens.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention.tiles import TileConfig, tile_config
+from compiled_llm.ops.attention.triton_kernels import (
+    MAX_SPLITS,
+    MIN_MAX_SPLITS,
+    SHORT_QUERY,
+    SPLIT_TOKENS,
+    merge_kernel,
+    prefill_kernel,
+    split_kernel,
+)
+from compiled_llm.ops.attention.triton_write import write_kernel
+
+# Said aloud, for Triton 3.10 will no longer fuse multiplications and additions by default.
+OPTIONS = {"enable_fp_fusion": True}
+
+
+class Device(NamedTuple):
+    name: str
+    capability: tuple[int, int]
+    num_sms: int
+
+
+@functools.cache
+def _device(device: torch.device) -> Device:
+    """On a CPU, where only the interpreter runs, one SM keeps tests short."""
+    if device.type != "cuda":
+        return Device("", (9, 0), 1)
+    properties = torch.cuda.get_device_properties(device)
+    return Device(properties.name, (properties.major, properties.minor), properties.multi_processor_count)
+
+
+def _most_splits(query_len: int) -> int:
+    return max(MAX_SPLITS.value // query_len, MIN_MAX_SPLITS.value)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    sm_scale: float,
+    max_query_len: int,
+    window: int,
+    soft_cap: float,
+    tiles: TileConfig | None = None,
+) -> Tensor:
+    """``attention.paged_attention`` on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+
+    ``tiles`` replaces this GPU's configuration for the shape: ``scripts/tune_attention.py`` looks for a better one.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    num_requests, table_width = block_table.shape
+    group = num_heads // num_kv_heads
+    gpu, capability, num_sms = _device(q.device)
+    kv_quant.check_capability(k_cache.dtype, capability)
+    tiles = tiles or tile_config(head_dim, q.element_size(), k_cache.element_size(), capability, gpu)
+    assert sm_scale > 0
+    assert (k_scale is not None) == (v_scale is not None) == kv_quant.is_quantised(k_cache.dtype)
+    block_h = max(16, triton.next_power_of_2(head_dim))
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+    with torch.cuda.device_of(q):
+        write_kernel[(num_tokens,)](
+            k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out, num_requests,
+            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+            CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0),
+            BLOCK_K=triton.next_power_of_2(num_kv_heads), BLOCK_H=block_h,
+            BLOCK_OUT=triton.next_power_of_2(num_heads * head_dim),
+            enable_fp_fusion=False,  # a fused operation would round once where kv_quant.quantise rounds twice
+        )  # fmt: skip
+
+        # What the split and prefill kernels share, in the order of their arguments.
+        inputs = (q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out)
+        strides = (block_table.stride(0), q.stride(0), q.stride(1))
+        shape = {
+            "GROUP": group,
+            "NUM_KV_HEADS": num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": block_size,
+            "WINDOW": window,
+            "SOFT_CAP": soft_cap,
+            "BLOCK_R": max(16, triton.next_power_of_2(num_requests)),
+            "BLOCK_H": block_h,
+            **OPTIONS,
+        }
+
+        # Requests of up to `fitting` rows take the smallest tile; the others as many of the wide ones as they need.
+        small_m = max(16, triton.next_power_of_2(group))
+        wide_m = max(small_m, min(tiles.short_block_m, triton.next_power_of_2(SHORT_QUERY.value * group)))
+        fitting = SHORT_QUERY.value if wide_m == small_m else small_m // group
+        table_splits = triton.cdiv(table_width * block_size, SPLIT_TOKENS.value)
+        splits = {rows: min(table_splits, _most_splits(rows)) for rows in range(1, SHORT_QUERY.value + 1)}
+        partial_rows = max(rows * most for rows, most in splits.items() if rows <= max(1, max_query_len))
+        parts = (num_requests, num_heads, partial_rows)
+        partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
+        partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
+        for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, SHORT_QUERY.value, wide_m)):
+            if min_query > min(max_query, max_query_len):
+                continue
+            tasks = max(splits[rows] * triton.cdiv(rows, block_m // group) for rows in range(min_query, max_query + 1))
+            # Two programs of the wide tiles take all registers of an SM.
+            per_sm = min(2, tiles.split_programs_per_sm) if block_m > small_m else tiles.split_programs_per_sm
+            split_kernel[(min(num_requests * tasks * num_kv_heads, num_sms * per_sm),)](
+                *inputs, partial, partial_max, partial_sum, sm_scale, num_requests, partial_rows, *strides,
+                MIN_QUERY=min_query, MAX_QUERY=max_query, BLOCK_M=block_m, BLOCK_N=tiles.split_block_n, **shape,
+                num_warps=tiles.split_warps,
+                num_stages=tiles.split_stages,
+            )  # fmt: skip
+        if table_splits > 1:
+            # Where every request may have several rows each gets its own program; in a mixed step few have.
+            turns = max_query_len if 1 < max_query_len <= SHORT_QUERY.value else 1
+            merge_kernel[(num_requests, num_heads, turns)](
+                query_start_loc, seq_lens, sinks, out, partial, partial_max, partial_sum, partial_rows,
+                NUM_HEADS=num_heads, HEAD_DIM=head_dim, WINDOW=window,
+                BLOCK_SPLITS=triton.next_power_of_2(max(splits.values())), BLOCK_H=block_h, **OPTIONS,
+            )  # fmt: skip
+
+        if min(max_query_len, num_tokens) > SHORT_QUERY.value:
+            block_m = max(tiles.prefill_block_m, triton.next_power_of_2(group))
+            max_tiles = num_tokens // (block_m // group) + min(num_requests, num_tokens // (SHORT_QUERY.value + 1))
+            prefill_kernel[(num_kv_heads, max_tiles)](
+                *inputs, sm_scale, num_requests, *strides,
+                BLOCK_M=block_m, BLOCK_N=tiles.prefill_block_n, **shape,
+                num_warps=tiles.prefill_warps,
+                num_stages=tiles.prefill_stages,
+            )  # fmt: skip
+    return out

@@ -1,0 +1,1 @@
+"""Linear layers on packed weights: the op, its reference, its kernel for CPUs."""

@@ -1,0 +1,70 @@
+// The AMX micro kernel of linear_cpu.cpp, on the tile registers of cpu_tiles.h. The packed weights are in the order of such
+// tiles already: 16 pairs of rows, 16 columns.
+
+#include "../cpu_tiles.h"
+
+#if defined(__x86_64__)
+
+namespace {
+
+// R row tiles (1 or 2) by C column tiles (1 or 2).
+//   x     [R * 16 rows, pairs], each row `x_stride` words behind the one before; or if that is 0, packed:
+//         [ceil(pairs / 16), R, 16 rows, 16 pairs], zero where there is no row or no pair
+//   w     [C, pairs, 16 columns], `w_stride` words from column tile to column tile
+//   sums  [R * 16, C, 16]; not read if this is the `first` chunk
+// Meanwhile `lines` cache lines from `later` on, and from each further column tile's place, are fetched into L2.
+template <class Tiles, int R, int C>
+INLINE void multiply_tiles(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t w_stride, int64_t pairs, float* sums,
+                           bool first, const uint32_t* later, int64_t lines) {
+  Tiles tiles;
+  constexpr int64_t ROW = 64, SUMS_ROW = C * ROW;  // bytes
+  const int64_t x_row = x_stride != 0 ? x_stride * sizeof(uint32_t) : ROW;
+  const int64_t x_tile = TILE_ROWS * (x_stride != 0 ? x_stride : TILE_WORDS);  // words from row tile to row tile
+  const int64_t x_pair = x_stride != 0 ? 1 : R * TILE_ROWS;                    // and from pair to pair, between tiles
+  float* below = sums + TILE_ROWS * C * TILE_WORDS;
+  if (first) {
+    tiles.template zero<0>();
+    if constexpr (C > 1) tiles.template zero<1>();
+    if constexpr (R > 1) tiles.template zero<2>();
+    if constexpr (R > 1 && C > 1) tiles.template zero<3>();
+  } else {
+    tiles.template load<0>(sums, SUMS_ROW);
+    if constexpr (C > 1) tiles.template load<1>(sums + TILE_WORDS, SUMS_ROW);
+    if constexpr (R > 1) tiles.template load<2>(below, SUMS_ROW);
+    if constexpr (R > 1 && C > 1) tiles.template load<3>(below + TILE_WORDS, SUMS_ROW);
+  }
+  const auto multiply_16_pairs = [&](const uint32_t* x_tiles, const uint32_t* w_tile, int64_t stride) __attribute__((always_inline)) {
+    tiles.template load<4>(x_tiles, x_row);
+    tiles.template load<6>(w_tile, ROW);
+    tiles.template multiply<0, 4, 6>();
+    if constexpr (C > 1) {
+      tiles.template load<7>(w_tile + stride, ROW);
+      tiles.template multiply<1, 4, 7>();
+    }
+    if constexpr (R > 1) {
+      tiles.template load<5>(x_tiles + x_tile, x_row);
+      tiles.template multiply<2, 5, 6>();
+    }
+    if constexpr (R > 1 && C > 1) tiles.template multiply<3, 5, 7>();
+  };
+  int64_t p = 0;
+  const int64_t lines_each = (lines * TILE_ROWS + pairs - 1) / pairs;
+  for (; p + TILE_ROWS <= pairs; p += TILE_ROWS, lines -= lines_each) {
+    for (int64_t line = 0; line < std::min(lines, lines_each); ++line, later += TILE_WORDS)
+      for (int c = 0; c < C; ++c) __builtin_prefetch(later + c * w_stride, 0, 2);
+    multiply_16_pairs(x + p * x_pair, w + p * TILE_WORDS, w_stride);
+  }
+  if (p < pairs) {  // the last pairs of a K that is no multiple of 32, with zero weights behind them
+    alignas(64) uint32_t tail[C][TILE_ROWS][TILE_WORDS] = {};
+    for (int c = 0; c < C; ++c)
+      std::memcpy(tail[c], w + c * w_stride + p * TILE_WORDS, (pairs - p) * sizeof(tail[c][0]));
+    multiply_16_pairs(x + p * x_pair, tail[0][0], TILE_ROWS * TILE_WORDS);
+  }
+  tiles.template store<0>(sums, SUMS_ROW);
+  if constexpr (C > 1) tiles.template store<1>(sums + TILE_WORDS, SUMS_ROW);
+  if constexpr (R > 1) tiles.template store<2>(below, SUMS_ROW);
+  if constexpr (R > 1 && C > 1) tiles.template store<3>(below + TILE_WORDS, SUMS_ROW);
+}
+
+}  // namespace
+#endif

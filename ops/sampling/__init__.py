@@ -1,0 +1,1 @@
+"""Choosing tokens from logits: the ops, their references, their kernels."""

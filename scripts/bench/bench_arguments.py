@@ -1,0 +1,272 @@
+"""What a benchmark is told on the command line: the model and the engine, the sampling, and the requests.
+
+The flags of the requests are those of ``vllm bench``. Without any, the requests have random tokens.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments, model_of, random_tokens
+
+from compiled_llm import EngineConfig, SamplingParams
+from compiled_llm.command_line import FlagParser, add_engine_arguments, engine_config
+from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.text.prompts import check_token_ids
+from compiled_llm.text.tokenizer import Tokenizer
+
+NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 32, 1024, 128  # of random requests
+_SMALLEST_MODEL_LEN = 1024
+# Flags that say what random requests are like, and those that any requests but a workload's listen to.
+_RANDOM_FLAGS = ("input_len", "random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
+_LENGTH_FLAGS = ("dataset_name", "dataset_path", "num_prompts", "output_len", *_RANDOM_FLAGS)
+
+
+def bench_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with a flag for every engine argument, and ``--shape`` beside ``--model``."""
+    parser = FlagParser(description=description, conflict_handler="resolve")
+    add_engine_arguments(parser)
+    add_model_arguments(parser)  # its --model takes the place of the engine's
+    parser.conflict_handler = "error"
+    return parser
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument("--top-p", type=float, default=1.0)
+    group.add_argument("--top-k", type=int, default=0)
+    group.add_argument("--disable-detokenize", action="store_true", help="leave the outputs as token ids")
+
+
+def add_request_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--workload", choices=WORKLOADS, help="requests of scripts/bench/workloads.py, and no other flag here"
+    )
+    group.add_argument("--dataset-name", choices=("random", "custom"), help="custom where there is a --dataset-path")
+    group.add_argument(
+        "--dataset-path",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="rows with prompt or prompt_token_ids, and output_len unless --output-len is given",
+    )
+    group.add_argument(
+        "--num-prompts", type=int, help=f"default: {NUM_PROMPTS} random ones, or all of a file, else its first ones"
+    )
+    group.add_argument("--input-len", type=int, help="the same as --random-input-len")
+    group.add_argument("--output-len", type=int, help="of every request, whatever its row says")
+    group.add_argument("--random-input-len", type=int, help=f"tokens after the prefix (default: {INPUT_LEN})")
+    group.add_argument("--random-output-len", type=int, help=f"default: {OUTPUT_LEN}")
+    group.add_argument(
+        "--random-range-ratio",
+        type=float,
+        metavar="R",
+        help="draw both lengths from [length * (1 - R), length * (1 + R)] (default: 0)",
+    )
+    group.add_argument("--random-prefix-len", type=int, help="tokens that all prompts begin with (default: 0)")
+
+
+class Model(NamedTuple):
+    """What the flags name, before anything is loaded.
+
+    Attributes:
+        name: for the results: the checkpoint's name or the shape's.
+        config: ``max_model_len`` may still be open.
+        tokenizer: None where the directory holds none, as with a shape.
+    """
+
+    name: str
+    directory: Path
+    config: EngineConfig
+    model_config: ModelConfig
+    tokenizer: Tokenizer | None
+
+
+@contextlib.contextmanager
+def described_model(args: argparse.Namespace) -> Iterator[Model]:
+    """The model and the engine's config that the flags say; a shape is in bfloat16 unless they say otherwise.
+
+    Raises:
+        ValueError: as the config itself raises it, or ``--load-format`` asks a shape for weights.
+    """
+    changes: dict[str, Any] = {}
+    if args.model is None:
+        if args.load_format not in ("auto", "dummy"):
+            raise ValueError(
+                f"--load-format must be 'dummy' with --shape, which has no weights, given {args.load_format!r}: "
+                "give --model"
+            )
+        changes = {"load_format": "dummy", "dtype": "bfloat16" if args.dtype == "auto" else args.dtype}
+    with model_of(args) as named:
+        config = dataclasses.replace(engine_config(args), **{"model": named["model"], **changes})
+        directory = checkpoint_directory(config)
+        yield Model(
+            name=args.model or args.shape,
+            directory=directory,
+            config=config,
+            model_config=ModelConfig.from_directory(directory),
+            tokenizer=load_tokenizer(config, directory),
+        )
+
+
+def config_for(model: Model, requests: Requests) -> EngineConfig:
+    """The config, with a ``max_model_len`` that holds the requests if the flags left it open.
+
+    It is 1024 or the next power of two that is enough, so that workloads of about the same length share compiled code.
+
+    Raises:
+        ValueError: a request is longer than ``max_model_len`` or the model allow.
+    """
+    longest = max(len(request.prompt_token_ids) + request.output_len for request in requests)
+    most = model.model_config.max_position_embeddings
+    allowed = min(most, model.config.max_model_len or most)
+    if longest > allowed:
+        raise ValueError(
+            f"the longest request must fit in {allowed} tokens, prompt and output together, given {longest}: "
+            "shorten it, or raise --max-model-len where the model allows it"
+        )
+    if model.config.max_model_len is not None:
+        return model.config
+    length = max(_SMALLEST_MODEL_LEN, 1 << (longest - 1).bit_length())
+    return dataclasses.replace(model.config, max_model_len=min(most, length))
+
+
+def sampling_of(args: argparse.Namespace, requests: Requests, *, ignore_eos: bool = True) -> list[SamplingParams]:
+    """Parameters of each request: as many tokens as it asks for, or fewer where the model ends it."""
+    return [
+        SamplingParams(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            max_tokens=request.output_len,
+            ignore_eos=ignore_eos,
+            detokenize=not args.disable_detokenize,
+        )
+        for request in requests
+    ]
+
+
+def check_sampling(args: argparse.Namespace) -> None:
+    """``ValueError`` as the sampling parameters themselves raise it, before anything is loaded."""
+    sampling_of(args, [WorkloadRequest([], 1)])
+
+
+def requests_of(args: argparse.Namespace, model: Model) -> Requests:
+    """The requests that the flags say; text is encoded here, so encoding is in no measured time.
+
+    Raises:
+        ValueError: flags that exclude each other, numbers out of range, or a row that cannot be used.
+    """
+    if args.workload is not None:
+        _refuse(args, _LENGTH_FLAGS, "--workload, which says all about its requests")
+        return WORKLOADS[args.workload](model.model_config.vocab_size, args.seed)
+    if args.num_prompts is not None:
+        positive("--num-prompts", args.num_prompts)
+    if args.output_len is not None:
+        positive("--output-len", args.output_len)
+    if args.dataset_path is None:
+        if args.dataset_name == "custom":
+            raise ValueError("--dataset-name custom needs --dataset-path FILE.jsonl")
+        return _random_requests(args, model.model_config.vocab_size)
+    if args.dataset_name == "random":
+        raise ValueError(f"--dataset-name must be custom with --dataset-path {args.dataset_path}, given 'random'")
+    _refuse(args, _RANDOM_FLAGS, "--dataset-path, whose prompts have their own lengths")
+    requests = _read_requests(args.dataset_path, args.output_len, model)
+    if args.num_prompts is not None and args.num_prompts > len(requests):
+        raise ValueError(
+            f"--num-prompts must be at most {len(requests)}, the rows of {args.dataset_path}, given {args.num_prompts}"
+        )
+    return requests[: args.num_prompts]
+
+
+def positive(name: str, value: int) -> None:
+    """``ValueError`` unless ``value`` is at least 1."""
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, given {value}")
+
+
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            flag = "--" + name.replace("_", "-")
+            raise ValueError(f"{flag} cannot be given with {reason}: leave one of the two out")
+
+
+def _random_requests(args: argparse.Namespace, vocab_size: int) -> Requests:
+    for general, own in (("input_len", "random_input_len"), ("output_len", "random_output_len")):
+        if getattr(args, general) is not None:
+            _refuse(args, (own,), f"--{general.replace('_', '-')}, which says the same")
+    input_len = _first_given(args.input_len, args.random_input_len, INPUT_LEN)
+    output_len = _first_given(args.output_len, args.random_output_len, OUTPUT_LEN)
+    prefix_len = _first_given(args.random_prefix_len, 0)
+    ratio = 0.0 if args.random_range_ratio is None else args.random_range_ratio
+    positive("--random-input-len", input_len)
+    positive("--random-output-len", output_len)
+    if prefix_len < 0:
+        raise ValueError(f"--random-prefix-len must be at least 0, given {prefix_len}")
+    if not 0 <= ratio < 1:
+        raise ValueError(f"--random-range-ratio must be at least 0 and below 1, given {ratio}")
+
+    rng = random.Random(args.seed)
+    prefix = random_tokens(rng, vocab_size, prefix_len)
+
+    def length(mean: int) -> int:
+        return rng.randint(max(1, math.floor(mean * (1 - ratio))), math.ceil(mean * (1 + ratio)))
+
+    lengths = [(length(input_len), length(output_len)) for _ in range(_first_given(args.num_prompts, NUM_PROMPTS))]
+    return [WorkloadRequest(prefix + random_tokens(rng, vocab_size, i), o) for i, o in lengths]
+
+
+def _first_given(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _read_requests(path: Path, output_len: int | None, model: Model) -> Requests:
+    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(), which knows more ends of lines than JSON
+    requests = [
+        _parse_row(f"{path}, line {number}", line, output_len, model.tokenizer, model.model_config.vocab_size)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not requests:
+        raise ValueError(f"--dataset-path {path} must hold at least one row, given none")
+    return requests
+
+
+def _parse_row(
+    where: str, line: str, output_len: int | None, tokenizer: Tokenizer | None, vocab_size: int
+) -> WorkloadRequest:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict) or ("prompt" in row) == ("prompt_token_ids" in row):
+        raise ValueError(f"{where}: a row must be an object with either 'prompt' or 'prompt_token_ids'")
+    unknown = sorted(row.keys() - {"prompt", "prompt_token_ids", "output_len"})
+    if unknown:
+        raise ValueError(f"{where}: unknown key: {', '.join(unknown)}. Allowed beside the prompt: output_len")
+    count = row.get("output_len") if output_len is None else output_len
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{where}: output_len must be an integer of at least 1, given {count!r}: or give --output-len")
+    if "prompt_token_ids" in row:
+        token_ids = row["prompt_token_ids"]
+        if not isinstance(token_ids, list):
+            raise ValueError(f"{where}: prompt_token_ids must be a list of integers, given {token_ids!r:.100}")
+        check_token_ids(f"{where}: prompt_token_ids", token_ids, vocab_size)
+    elif tokenizer is None:
+        raise ValueError(f"{where}: the model has no tokenizer: give prompt_token_ids, or --tokenizer")
+    elif not isinstance(row["prompt"], str):
+        raise ValueError(f"{where}: prompt must be a str, given {row['prompt']!r:.100}")
+    else:
+        token_ids = tokenizer.encode(row["prompt"])
+    if not token_ids:
+        raise ValueError(f"{where}: the prompt must not be empty")
+    return WorkloadRequest(token_ids, count)

@@ -1,0 +1,122 @@
+"""Times the packed bfloat16 linear of the CPU against ``F.linear``.
+
+Every round reads a large tensor, runs the op, then ``F.linear``, so all three meet the same state of the machine. Each
+call takes another copy of the weights, as the layers of a model do, so that they come from memory and not from a cache.
+GB/s counts the weights alone; with few rows their reading is all the work, and the read rate is the limit.
+
+    python scripts/bench/bench_linear.py --rows 1 8 32 --threads 4
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser
+from compiled_llm.ops import native
+from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear
+
+# (name, out_features, in_features) of Qwen3-0.6B, with q, k, v fused and gate, up fused.
+SHAPES = [
+    ("qkv", 4096, 1024),
+    ("o", 1024, 2048),
+    ("gate_up", 6144, 1024),
+    ("down", 1024, 3072),
+    ("lm_head", 151936, 1024),
+]
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure(
+    out_features: int, in_features: int, rows: int, rounds: int, budget: float, footprint: int
+) -> dict[str, list[float]]:
+    """Seconds of every round: 'op', 'linear', and 'read' for ``footprint`` bytes."""
+    copies = max(1, footprint // (out_features * in_features * 2))
+    weights = [torch.randn(out_features, in_features).bfloat16() for _ in range(copies)]
+    packed = [pack_weight(weight) for weight in weights]
+    x = torch.randn(rows, in_features).bfloat16()
+    big = native.huge_zeros([footprint // 4], torch.float32).fill_(1.0)  # as pack_weight allocates
+    times: dict[str, list[float]] = {"op": [], "linear": [], "read": []}
+    packed_linear(x, packed[0], None, out_features)
+    F.linear(x, weights[0])
+    end = time.perf_counter() + budget
+    for i in itertools.islice(itertools.cycle(range(copies)), rounds):
+        if i % 4 == 0:
+            times["read"].append(seconds(big.sum))
+        times["op"].append(seconds(lambda p=packed[i]: packed_linear(x, p, None, out_features)))
+        times["linear"].append(seconds(lambda w=weights[i]: F.linear(x, w)))
+        if len(times["op"]) >= 5 and time.perf_counter() > end:
+            break
+    return times
+
+
+def main() -> None:
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=[name for name, _, _ in SHAPES], metavar="NAME")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 8, 32, 128, 512], metavar="T")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=200, help="calls of each, at most")
+    parser.add_argument("--budget", type=float, default=3.0, help="seconds for a line of the table, about")
+    parser.add_argument("--statistic", choices=["median", "min"], default="median", help="min on a machine in use")
+    args = parser.parse_args()
+    unknown = set(args.shapes) - {name for name, _, _ in SHAPES}
+    if unknown:
+        parser.error(f"unknown shapes {sorted(unknown)}: choose from {[name for name, _, _ in SHAPES]}")
+
+    torch.manual_seed(0)
+    torch.set_num_threads(args.threads)
+    statistic = statistics.median if args.statistic == "median" else min
+    kernels = native.load("linear_cpu")
+    path = kernels.supported_isas()[0] if kernels else "plain torch"
+    facts = machine.describe(torch.device("cpu"))
+    print(f"{facts['cpu']}, {args.threads} threads, kernels: {path}, {args.statistic} of up to {args.rounds} calls")
+    print(f"{'shape':>8} {'N':>7} {'K':>5} {'T':>4} | {'op ms':>8} {'GB/s':>6} {'TFLOP/s':>8} {'of read':>8} |", end="")
+    print(f" {'linear':>8} {'GB/s':>6} {'TFLOP/s':>8} | {'faster':>6} | read GB/s")
+    results = []
+    for name, out_features, in_features in SHAPES:
+        for rows in args.rows if name in args.shapes else []:
+            footprint = max(256 << 20, out_features * in_features * 2)
+            times = measure(out_features, in_features, rows, args.rounds, args.budget, footprint)
+            op, linear, read = (statistic(times[key]) for key in ("op", "linear", "read"))
+            size, flops = out_features * in_features * 2 * 1e-9, out_features * in_features * rows * 2 * 1e-12
+            read_rate = footprint // 4 * 4e-9 / read
+            print(f"{name:>8} {out_features:7} {in_features:5} {rows:4} | {op * 1e3:8.3f} {size / op:6.1f}", end="")
+            print(f" {flops / op:8.3f} {size / op / read_rate:8.0%} | {linear * 1e3:8.3f} {size / linear:6.1f}", end="")
+            print(f" {flops / linear:8.3f} | {linear / op:5.2f}x | {read_rate:.1f}", flush=True)
+            results.append(
+                {
+                    "shape": name,
+                    "rows": rows,
+                    "op_ms": round(op * 1e3, 4),
+                    "linear_ms": round(linear * 1e3, 4),
+                    "op_gb_per_s": round(size / op, 2),
+                    "op_tflop_per_s": round(flops / op, 4),
+                    "read_gb_per_s": round(read_rate, 2),
+                }
+            )
+    print(
+        json.dumps(
+            {
+                "benchmark": "linear",
+                "kernels": path,
+                "statistic": args.statistic,
+                "results": results,
+                "machine": facts,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

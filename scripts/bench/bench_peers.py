@@ -1,0 +1,302 @@
+"""The same requests through this engine and through peers in environments of their own; prints the ratios.
+
+    python scripts/bench/bench_peers.py --vllm-python VENV/bin/python --openvino-python VENV/bin/python --transformers
+
+docs/peers.md says how to make the environments. All read the same checkpoint, by default random bfloat16 weights of
+Qwen3-0.6B's shape; outputs are greedy and of exact length. Each engine is a process that loads the model once and is
+stopped (SIGSTOP) while another one is measured. They take turns in each workload of each round, so a machine whose
+memory gets slower or faster meanwhile does so for all. From round to round every token id is shifted: the same
+lengths, and nothing that a prefix cache could still hold.
+
+W1: one stream, 128 tokens in, 128 out. W2: 32 requests at once, 32..512 in, 32..128 out. W3: 16 requests at once, 512
+shared and 32 own tokens in, 32 out. W4: 2048 in, 1 out. A ratio above 1 says that this engine is ahead: it is the
+median of the ratios within a round. Ends in one JSON line; ``--json`` holds the same after every round. Exit status 1
+when an engine failed (each named; the others are measured on).
+"""
+
+import argparse
+import contextlib
+import json
+import signal
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peer_processes as peers
+import torch
+from peer_processes import Peer, PeerFailed, Worker
+from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments
+
+from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser
+
+
+class Metric(NamedTuple):
+    """A figure of a workload, and how it follows from (requests, the worker's answer)."""
+
+    name: str
+    higher_is_better: bool
+    figure: Callable[[Requests, dict[str, Any]], float]
+
+
+def _decode_speed(requests: Requests, answer: dict[str, Any]) -> float:
+    return (requests[0].output_len - 1) / (answer["seconds"] - answer["ttft"][0])
+
+
+def _output_speed(requests: Requests, answer: dict[str, Any]) -> float:
+    return sum(request.output_len for request in requests) / answer["seconds"]
+
+
+def _prefill_speed(requests: Requests, answer: dict[str, Any]) -> float:
+    return len(requests[0].prompt_token_ids) / answer["ttft"][0]
+
+
+METRICS: dict[str, list[Metric]] = {
+    "W1": [
+        Metric("decode tok/s", True, _decode_speed),
+        Metric("TTFT s", False, lambda requests, answer: answer["ttft"][0]),
+    ],
+    "W2": [Metric("output tok/s", True, _output_speed)],
+    "W3": [Metric("wall s", False, lambda requests, answer: answer["seconds"])],
+    "W4": [Metric("prefill tok/s", True, _prefill_speed)],
+}
+ROWS = [f"{workload} {metric.name}" for workload, metrics in METRICS.items() for metric in metrics]
+HIGHER_IS_BETTER = {
+    f"{w} {metric.name}": metric.higher_is_better for w, metrics in METRICS.items() for metric in metrics
+}
+WARMUP_OUTPUT_LEN = 8
+Samples = dict[str, dict[int, float]]  # of an engine: row -> round -> figure
+
+
+class Rounds:
+    """Starts the engines, lets them take turns, and keeps every figure. One that fails is left out from then on.
+
+    Attributes:
+        samples: of each engine.
+        facts: of each engine: versions, options, seconds to start, peak memory, why it failed (None: it did not).
+    """
+
+    def __init__(self, names: list[str], vocab_size: int, seed: int, logs: Path, timeout: float) -> None:
+        self._work = {name: WORKLOADS[name](vocab_size, seed) for name in names}
+        self._vocab_size, self._logs, self._timeout = vocab_size, logs, timeout
+        self._workers: dict[str, Worker] = {}
+        self.samples: dict[str, Samples] = {}
+        self.facts: dict[str, dict[str, Any]] = {}
+
+    def fail(self, name: str, error: PeerFailed) -> None:
+        print(f"FAILED: {error}", file=sys.stderr)
+        self.samples.setdefault(name, {})
+        self.facts.setdefault(name, {})["failed"] = str(error)
+        if name in self._workers:
+            self._workers.pop(name).close()
+
+    def start(self, peer: Peer) -> None:
+        """Loads the model and runs each workload once, its outputs cut short; neither is measured."""
+        self.samples[peer.name] = {}
+        preload = ":".join(Path(library).name for library in peer.env.get("LD_PRELOAD", "").split(":"))
+        environment = peer.env | ({"LD_PRELOAD": preload} if preload else {})
+        facts = self.facts[peer.name] = {"options": peer.options, "environment": environment, "failed": None}
+        try:
+            worker = self._workers[peer.name] = Worker(peer, self._logs / f"{peer.name}.log", self._timeout)
+            facts |= {"versions": worker.versions, "start_seconds": worker.start_seconds}
+            print(f"{peer.name}: started in {worker.start_seconds:.1f} s", file=sys.stderr)
+            for workload in self._served_by(peer):
+                requests = self._requests(workload, 0)
+                worker.run([r._replace(output_len=min(r.output_len, WARMUP_OUTPUT_LEN)) for r in requests])
+            facts["peak_memory_bytes"] = worker.peak_memory_bytes()
+        except PeerFailed as error:
+            self.fail(peer.name, error)
+
+    def run(self, number: int) -> None:
+        """A round, counted from 1: every workload through every engine. Another engine begins each time."""
+        for position, workload in enumerate(self._work):
+            requests = self._requests(workload, number)
+            workers = [
+                worker
+                for worker in self._workers.values()
+                if workload in self._served_by(worker.peer) and number <= (worker.peer.repeats or number)
+            ]
+            first = (number + position) % max(1, len(workers))
+            for worker in workers[first:] + workers[:first]:
+                name = worker.peer.name
+                try:
+                    answer = worker.run(requests)
+                    self.facts[name]["peak_memory_bytes"] = worker.peak_memory_bytes()
+                except PeerFailed as error:
+                    self.fail(name, error)
+                    continue
+                for metric in METRICS[workload]:
+                    row = f"{workload} {metric.name}"
+                    figure = self.samples[name].setdefault(row, {})[number] = metric.figure(requests, answer)
+                    print(f"round {number}: {row:18} {name:18} {figure:10.3f}", file=sys.stderr)
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+    def _served_by(self, peer: Peer) -> list[str]:
+        return [name for name, requests in self._work.items() if len(requests) == 1 or not peer.single_requests_only]
+
+    def _requests(self, workload: str, number: int) -> Requests:
+        return shifted(
+            self._work[workload], number * len(WORKLOADS) + list(WORKLOADS).index(workload), self._vocab_size
+        )
+
+
+def shifted(requests: Requests, offset: int, vocab_size: int) -> Requests:
+    """The same requests in other tokens: what begins alike still does, and differs from any other offset at once."""
+    return [WorkloadRequest([(t + offset) % vocab_size for t in tokens], n) for tokens, n in requests]
+
+
+def compared(samples: dict[str, Samples]) -> dict[str, dict[str, Any]]:
+    """Row -> engine -> median, min, max, samples, ratio: this engine's lead, as the median of rounds that both ran.
+
+    ``best_peer`` names the peer with the best median, None without peers.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    for row in ROWS:
+        engines: dict[str, Any] = {}
+        for name, rounds in ((name, of[row]) for name, of in samples.items() if row in of):
+            figures = list(rounds.values())
+            summary = {"median": statistics.median(figures), "min": min(figures), "max": max(figures)}
+            engines[name] = summary | {"samples": rounds, "ratio": None}
+            ours = samples.get("engine", {}).get(row, {})
+            pairs = [(ours[number], theirs) for number, theirs in rounds.items() if number in ours]
+            if name != "engine" and pairs:
+                ratios = [ours / theirs if HIGHER_IS_BETTER[row] else theirs / ours for ours, theirs in pairs]
+                engines[name] |= {
+                    "ratio": statistics.median(ratios),
+                    "ratio_min": min(ratios),
+                    "ratio_max": max(ratios),
+                }
+        best = max if HIGHER_IS_BETTER[row] else min
+        others = {name: of["median"] for name, of in engines.items() if name != "engine"}
+        if engines:
+            rows[row] = {"best_peer": best(others, key=others.__getitem__) if others else None, "engines": engines}
+    return rows
+
+
+def table(rows: dict[str, dict[str, Any]], facts: dict[str, dict[str, Any]]) -> str:
+    """The result for people: a line for each row, and of each engine a column of medians, ranges and ratios."""
+    lines = [f"{'':18}" + "".join(f"{name:>30}" for name in facts) + f"{'ratio to the best peer':>34}"]
+    for row, result in rows.items():
+        cells = ""
+        for name in facts:
+            figures = result["engines"].get(name)
+            text = f"{figures['median']:.4g} ({figures['min']:.4g}..{figures['max']:.4g})" if figures else "-"
+            cells += f"{text:>30}"
+        best = result["engines"].get(result["best_peer"])
+        if best and best["ratio"] is not None:
+            text = f"{best['ratio']:.2f} ({best['ratio_min']:.2f}..{best['ratio_max']:.2f}) {result['best_peer']}"
+            cells += f"{text:>34}"
+        lines.append(f"{row:18}{cells}")
+    for key, unit, scale in (("start_seconds", "start s", 1), ("peak_memory_bytes", "peak memory GiB", 2**30)):
+        values = (f"{of[key] / scale:.2f}" if key in of else "-" for of in facts.values())
+        lines.append(f"{unit:18}" + "".join(f"{value:>30}" for value in values))
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def work_directory(given: Path | None) -> Iterator[Path]:
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        yield given
+    else:
+        with tempfile.TemporaryDirectory(prefix="compiled-llm-peers-") as directory:
+            yield Path(directory)
+
+
+def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdir: Path) -> None:
+    """One after another: this engine and the peers that the flags name."""
+    rounds.start(peers.engine(checkpoint, args.engine_args, args.threads))
+    if args.vllm_python:
+        try:
+            rounds.start(peers.vllm(args.vllm_python, checkpoint, args.vllm_args, args.threads, args.vllm_preload))
+        except PeerFailed as error:
+            rounds.fail("vllm", error)
+    if args.openvino_python:
+        exported = workdir / f"{checkpoint.name}-openvino"
+        try:
+            peers.export(args.openvino_python, checkpoint, exported)
+            for peer in peers.openvino(args.openvino_python, exported, args.openvino_args, args.threads):
+                rounds.start(peer)
+        except PeerFailed as error:
+            rounds.fail("openvino", error)
+    if args.transformers:
+        rounds.start(peers.transformers_generate(checkpoint, args.threads, args.slow_repeats))
+
+
+def arguments() -> argparse.Namespace:
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
+    add_model_arguments(parser)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds (default: 5)")
+    parser.add_argument("--seed", type=int, default=0, help="of the requests")
+    parser.add_argument("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs")
+    parser.add_argument("--openvino-python", metavar="PATH", help="the same with openvino-genai and optimum-intel")
+    parser.add_argument("--transformers", action="store_true", help="transformers.generate too (slow)")
+    parser.add_argument(
+        "--slow-repeats", type=int, default=1, help="rounds that transformers takes part in (default: 1)"
+    )
+    parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.ENGINE}")
+    parser.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.VLLM}")
+    parser.add_argument("--openvino-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.OPENVINO}")
+    parser.add_argument("--vllm-preload", metavar="LIBS", help="LD_PRELOAD for vLLM (default: tcmalloc and libiomp5)")
+    parser.add_argument("--threads", type=int, default=peers.usable_cores(), help="of each engine (default: all cores)")
+    parser.add_argument("--timeout", type=float, default=900, help="seconds for a start or a run (default: 900)")
+    parser.add_argument(
+        "--workdir", type=Path, help="keeps the checkpoint, its export and the logs (default: a temporary)"
+    )
+    parser.add_argument("--json", type=Path, help="write the result there, after every round")
+    args = parser.parse_args()
+    if min(args.repeats, args.slow_repeats) < 1 or args.timeout <= 0:
+        parser.error("--repeats and --slow-repeats must be at least 1 and --timeout above 0")
+    if not 1 <= args.threads <= peers.usable_cores():
+        parser.error(f"--threads must be from 1 to {peers.usable_cores()}, the cores there are, given {args.threads}")
+    return args
+
+
+def json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"must be a JSON object, given {text}")
+    return value
+
+
+def main() -> int:
+    args = arguments()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # through the finally below: no stopped process stays behind
+    with work_directory(args.workdir) as workdir:
+        checkpoint = Path(args.model) if args.model else workdir / args.shape
+        if not args.model:
+            peers.write_checkpoint(args.shape, checkpoint)
+        vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+        rounds = Rounds(args.workloads, vocab_size, args.seed, workdir, args.timeout)
+        result: dict[str, Any] = {"benchmark": "peers", "model": args.model or args.shape, "dtype": "bfloat16"}
+        result |= {"machine": machine.describe(torch.device("cpu")), "threads": args.threads}
+        try:
+            start_all(rounds, args, checkpoint, workdir)
+            for number in range(1, args.repeats + 1):
+                rounds.run(number)
+                result |= {"rounds": number, "engines": rounds.facts, "rows": compared(rounds.samples)}
+                line = json.dumps(result)
+                if args.json:
+                    args.json.write_text(line + "\n")
+        finally:
+            rounds.close()
+    print(table(result["rows"], rounds.facts))
+    failed = [of["failed"] for of in rounds.facts.values() if of["failed"]]
+    for reason in failed:
+        print(f"FAILED: {reason}")
+    print(line)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every finally: no stopped process stays behind
+    sys.exit(main())

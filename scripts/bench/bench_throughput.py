@@ -1,0 +1,216 @@
+"""How fast many requests are served that are all there at the start, as ``vllm bench throughput`` measures it.
+
+    python scripts/bench/bench_throughput.py --workload W2          # Qwen3-0.6B's shape, random weights, bfloat16
+    python scripts/bench/bench_throughput.py --model DIR --random-input-len 128 --random-output-len 64 --num-prompts 100
+    python scripts/bench/bench_throughput.py --backend hf --hf-max-batch-size 32 --workload W2
+
+Every request generates exactly the tokens it asks for; the end-of-text token ends nothing. Compiling is not in the
+times, nor is encoding; a short run before the first is a warm-up, and the prefix cache is emptied before each run.
+``--backend hf`` is transformers.generate, ``--hf-max-batch-size`` requests at a time in the order given, padded to the
+longest prompt and run until the longest output is done; only the tokens asked for count. ``--output-json`` has vLLM's
+keys: ``elapsed_time`` (seconds, the median of ``--repeats`` runs), ``num_requests``, ``total_num_tokens``,
+``requests_per_second`` and ``tokens_per_second`` (prompt and output together). ``--report`` tells of the last run how
+near the machine's limits it was. Ends in one JSON line. Exit status: 0, or 2 for bad arguments.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bench_hf
+from bench_arguments import (
+    Model,
+    add_request_flags,
+    add_sampling_flags,
+    bench_parser,
+    check_sampling,
+    config_for,
+    described_model,
+    positive,
+    requests_of,
+    sampling_of,
+)
+from bench_results import (
+    add_report_flag,
+    check_lengths,
+    check_report,
+    check_target,
+    compiled_line,
+    engine_facts,
+    finish,
+    prepare_report,
+    print_table,
+    steps_between,
+    steps_line,
+    summary,
+    tpot,
+    ttft,
+    write_report,
+)
+from workloads import Requests
+
+from compiled_llm import CompiledEngine, EngineConfig
+from compiled_llm import hardware as machine
+from compiled_llm.worker.runner import resolve_device
+
+BACKENDS = ("compiled-llm", "hf")
+# Of the engine's flags, those that mean something to transformers too; and of the sampling's, none.
+_HF_FLAGS = ("model", "tokenizer", "dtype", "device", "seed")
+_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "disable_detokenize")
+_PERCENTILES = (50, 99)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = bench_parser((__doc__ or "").split("\n")[0])
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
+    parser.add_argument("--hf-max-batch-size", type=int, help="most requests in a batch of --backend hf")
+    parser.add_argument("--repeats", type=int, default=3, help="runs, of which the median counts (default: 3)")
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there too")
+    add_report_flag(parser)
+    add_request_flags(parser)
+    add_sampling_flags(parser)
+    args = parser.parse_args()
+    try:
+        check_arguments(args, parser)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """``ValueError`` for what no model is needed to refuse."""
+    check_sampling(args)
+    positive("--repeats", args.repeats)
+    check_target("--output-json", args.output_json)
+    check_report(args.report)
+    if args.backend != "hf":
+        if args.hf_max_batch_size is not None:
+            raise ValueError(f"--hf-max-batch-size needs --backend hf, given {args.backend!r}")
+        return
+    if args.hf_max_batch_size is None:
+        raise ValueError("--backend hf needs --hf-max-batch-size, the most requests in a padded batch")
+    positive("--hf-max-batch-size", args.hf_max_batch_size)
+    engine_flags = {field.name for field in dataclasses.fields(EngineConfig)} - set(_HF_FLAGS)
+    for name in sorted(engine_flags | {"report", *_SAMPLING_FLAGS}):
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} means nothing to --backend hf: leave it out")
+
+
+def timed(run: Callable[[Requests], float], requests: Requests, repeats: int) -> list[float]:
+    """Seconds of each of ``repeats`` runs after a short warm-up."""
+    run([request._replace(output_len=min(2, request.output_len)) for request in requests[:1]])
+    return [run(requests) for _ in range(repeats)]
+
+
+def bench_engine(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
+    """(seconds of each run, what there is to know about the engine and its last run)."""
+    config = config_for(model, requests)
+    started = time.perf_counter()
+    with CompiledEngine.from_config(config) as engine:
+        start_seconds = time.perf_counter() - started
+        prepare_report(engine, args.report)
+        before, outputs = engine.stats(), []
+
+        def run(some: Requests) -> float:
+            nonlocal before, outputs
+            engine.reset_prefix_cache()  # the same prompts again must be computed again
+            engine.reset_report()
+            before = engine.stats()
+            params, prompts = sampling_of(args, some), [request.prompt_token_ids for request in some]
+            started = time.perf_counter()
+            outputs = engine.generate(prompts, params, use_tqdm=False)
+            seconds = time.perf_counter() - started
+            check_lengths(outputs, [request.output_len for request in some])
+            return seconds
+
+        elapsed = timed(run, requests, args.repeats)
+        tpots = [value for output in outputs if (value := tpot(output)) is not None]
+        stats = engine.stats()
+        facts = {
+            **summary("ttft", [ttft(output) for output in outputs], _PERCENTILES),
+            **summary("tpot", tpots, _PERCENTILES),
+            "steps": steps_between(before, stats),
+            "peak_used_blocks": stats.peak_used_blocks,
+            "num_kv_blocks": stats.num_kv_blocks,
+            "engine": engine_facts(engine, start_seconds),
+        }
+        write_report(engine, args.report)
+        print(engine.compile_report())
+    return elapsed, facts
+
+
+def bench_hf_model(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
+    """The same of transformers."""
+    config_for(model, requests)  # requests too long for the model are refused
+    device = resolve_device(args.device)
+    random_weights = model.config.load_format == "dummy"
+    started = time.perf_counter()
+    hf = bench_hf.load(model.directory, model.config.dtype, device, args.seed, random_weights=random_weights)
+    start_seconds = time.perf_counter() - started
+    elapsed = timed(lambda some: bench_hf.run(hf, some, args.hf_max_batch_size), requests, args.repeats)
+    facts = {"start_seconds": start_seconds, "dtype": str(hf.module.dtype).removeprefix("torch.")}
+    return elapsed, {"hf_max_batch_size": args.hf_max_batch_size, "engine": facts}
+
+
+def rows_of(result: dict[str, Any]) -> dict[str, str]:
+    """The result for people."""
+    rows = {
+        "tokens": f"{result['total_prompt_tokens']} prompt, {result['total_output_tokens']} output",
+        "elapsed": f"{result['elapsed_time']:.3f} s, the median of "
+        + ", ".join(f"{seconds:.3f}" for seconds in result["elapsed_times"]),
+        "requests": f"{result['requests_per_second']:.3f} requests/s",
+        "throughput": f"{result['tokens_per_second']:.1f} tokens/s, {result['output_tokens_per_second']:.1f} output "
+        "tokens/s",
+    }
+    if result["backend"] == "hf":
+        return rows
+    return rows | {
+        "TTFT, TPOT of the last run": f"median {result['median_ttft_ms']:.1f} ms, {result['median_tpot_ms']:.2f} ms",
+        "steps of the last run": steps_line(result["steps"]),
+        "KV blocks": f"peak {result['peak_used_blocks']} of {result['num_kv_blocks']}",
+        "compiled": compiled_line(result["engine"]),
+    }
+
+
+def main() -> int:
+    args = parse_arguments()
+    bench = bench_engine if args.backend == "compiled-llm" else bench_hf_model
+    try:
+        with described_model(args) as model:
+            requests = requests_of(args, model)
+            elapsed, facts = bench(model, requests, args)
+    except (ValueError, OSError) as error:
+        print(f"bench_throughput: error: {error}", file=sys.stderr)
+        return 2
+    seconds = statistics.median(elapsed)
+    prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    output_tokens = sum(request.output_len for request in requests)
+    result = {
+        "benchmark": "throughput",
+        "backend": args.backend,
+        "model": model.name,
+        "workload": args.workload,
+        "elapsed_time": seconds,
+        "num_requests": len(requests),
+        "total_num_tokens": prompt_tokens + output_tokens,
+        "requests_per_second": len(requests) / seconds,
+        "tokens_per_second": (prompt_tokens + output_tokens) / seconds,
+        "output_tokens_per_second": output_tokens / seconds,
+        "total_prompt_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "elapsed_times": elapsed,
+        **facts,
+        "machine": machine.describe(resolve_device(args.device)),
+    }
+    print_table(f"{args.backend}, {model.name}, {result['engine']['dtype']}: {len(requests)} requests", rows_of(result))
+    finish(result, args.output_json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""Compiling in other processes: the same result as here, one message for what fails, and nothing left behind."""
+
+import functools
+import io
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_llm.compiling.ahead import Job, _worth, build_missing, receive, send, unavailable
+from compiled_llm.compiling.cache import CompileCache
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.progress import StartProgress
+from compiled_llm.step.sampling import SamplingInput
+from compiled_llm.step.step import sampler_function
+
+
+def make_sampler():
+    return sampler_function
+
+
+def job(name: str, tensors: int = 0) -> Job:
+    params = SamplingInput(
+        temperature=torch.ones(2),
+        top_p=torch.ones(2),
+        top_k=torch.full((2,), 5, dtype=torch.int32),
+        min_p=torch.zeros(2),
+        seed=torch.arange(2),
+        position=torch.zeros(2).int(),
+    )
+    args = torch.rand(2, 5), params, torch.zeros(2, dtype=torch.int64), *[torch.zeros(1)] * tensors
+    return Job(name, make_sampler, args, torch.get_num_threads())
+
+
+def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> None:
+    built = job("sample_2")
+    cache = CompileCache(tmp_path, {})
+    build_missing(cache, [built], num_workers=1, progress=StartProgress())
+    assert cache.built.keys() == {"sample_2"}
+    function = CompiledFunction(sampler_function, "sample_2", torch.device("cpu"), enforce_eager=False, cache=cache)
+    function.warm_up(lambda: built.args)
+    report = function.report()
+    assert (report.cache, report.reason, report.graphs) == ("miss", "nothing of that name is stored", 1)
+    assert report.compile_seconds > cache.built["sample_2"][1]
+    logits, params, tokens = built.args
+    function(logits, params, tokens)
+    expected = torch.zeros(2, dtype=torch.int64)
+    sampler_function(logits, params, expected)
+    assert torch.equal(tokens, expected)
+
+    again = CompileCache(tmp_path, {})
+    build_missing(again, [built], num_workers=1, progress=StartProgress())
+    assert not again.built, "what is there is not compiled again"
+
+
+def test_code_of_other_settings_is_not_taken_from_another_process(tmp_path: Path) -> None:
+    cache, built = CompileCache(tmp_path, {}), job("sample_2")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.warns(UserWarning, match=r"torch is set up otherwise here: the default dtype is 'torch.float32'"):
+            build_missing(cache, [built], num_workers=1, progress=StartProgress())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not cache.built
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_message_cut_short_is_the_end_of_its_sender() -> None:
+    stream = io.BytesIO()
+    send(stream, ("a", 1))
+    whole = stream.getvalue()
+    assert receive(io.BytesIO(whole)) == ("a", 1)
+    for length in (0, 5, len(whole) - 1):
+        with pytest.raises(EOFError):
+            receive(io.BytesIO(whole[:length]))
+
+
+def test_an_older_torch_or_caches_that_are_off_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unavailable() is None
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert "torch's caches are disabled" in str(unavailable())
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
+    assert unavailable() == "torch 2.11.0+cpu is older than 2.13"
+    monkeypatch.setitem(sys.modules, "torch._dynamo.aot_compile", None)  # never asked for
+    function = CompiledFunction(lambda x: x * 2, "double", torch.device("cpu"), enforce_eager=False)
+    function.warm_up(lambda: (torch.ones(4),))
+    assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 6.0))
+    assert function.report().graphs == 1
+    with pytest.raises(RuntimeError, match="double would have to be compiled again"):
+        function(torch.ones(5))
+
+
+def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Path) -> None:
+    cache = CompileCache(tmp_path, {})
+    gone = Job("gone", functools.partial(make_sampler), (torch.ones(1),), 1)  # too few arguments
+    with pytest.warns(UserWarning, match="gone could not be compiled beside others"):
+        build_missing(cache, [gone], num_workers=1, progress=StartProgress())
+    assert isinstance(cache.find(cache.key_of("gone", sampler_function, gone.args)), str)
+    assert not cache.built
+
+
+def test_processes_are_started_for_several_deep_graphs_only() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert _worth([]) == 0
+    assert _worth([job("a")] * 5) == 0
+    assert _worth([job("a", tensors=200)]) == 0
+    assert _worth([job("a", tensors=200)] * 2 + [job("b")] * 9) == min(cores, 11)

@@ -1,0 +1,122 @@
+"""ArgumentCheck: what later arguments may differ in, and what not."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.compiling.argument_specs import ArgumentCheck, spec_of, specs_of
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None
+
+
+def dynamic(size: int) -> Tensor:
+    tensor = torch.zeros(size, 4)
+    torch._dynamo.mark_dynamic(tensor, 0)
+    return tensor
+
+
+def arguments(**changed) -> tuple:
+    parts = {"a": torch.zeros(2, 3), "caches": (dynamic(3), dynamic(3)), "number": 7} | changed
+    return Pair(parts["a"], None), parts["caches"], parts["number"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"a": torch.ones(2, 3)},
+        {"caches": (torch.zeros(9, 4), torch.zeros(9, 4))},
+    ],
+)
+def test_other_contents_and_another_dynamic_size_are_no_difference(changed: dict) -> None:
+    check = ArgumentCheck(arguments())
+    assert check.difference(arguments(**changed)) is None
+    assert check.difference(arguments()) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"a": torch.zeros(2, 4)}, r"argument\[0\]\[0\] was of shape \(2, 3\) and is \(2, 4\)"),
+        ({"a": torch.zeros(3, 2).T}, "was of strides"),
+        ({"a": torch.zeros(2, 3, dtype=torch.float64)}, "was torch.float32 on cpu and is torch.float64"),
+        ({"a": torch.zeros(2, 3, requires_grad=True)}, "requires gradients"),
+        ({"a": None}, "was a tensor and is None"),
+        ({"caches": (torch.zeros(9, 4), torch.zeros(8, 4))}, "dynamic sizes were equal"),
+        ({"caches": (torch.zeros(1, 4), torch.zeros(1, 4))}, "a dynamic size was above 1 and is 1"),
+        ({"caches": (torch.zeros(9, 4),)}, "was a tuple of 2"),
+        ({"number": 8}, "was 7 and is 8"),
+        ({"number": True}, "was 7 and is True"),
+        ({"caches": (dynamic(3),) * 2}, r"argument\[1\]\[1\] was a tensor of its own and is one that stood before"),
+    ],
+)
+def test_a_difference_is_named_and_again_at_the_next_call(changed: dict, said: str) -> None:
+    check = ArgumentCheck(arguments())
+    others = arguments(**changed)
+    for _ in range(2):
+        with pytest.raises(AssertionError, match=said):
+            raise AssertionError(check.difference(others))
+    assert check.difference(arguments()) is None
+
+
+def test_a_tensor_given_twice_must_be_given_twice_again() -> None:
+    tied = torch.zeros(3, 2)
+    check = ArgumentCheck((tied, tied))
+    other = torch.zeros(3, 2)
+    assert check.difference((other, other)) is None
+    assert check.difference((tied, other)) == "argument[1] was a tensor that stood before, and is not"
+    assert specs_of((tied, tied)) != specs_of((tied, other))
+
+
+@pytest.mark.parametrize("change", ["resize_", "set_", "data"])
+def test_the_same_tensor_changed_in_place_is_a_difference(change: str) -> None:
+    args = arguments()
+    check = ArgumentCheck(args)
+    tensor = args[0].first
+    assert check.difference(args) is None
+    if change == "resize_":
+        tensor.resize_(2, 2)
+    elif change == "set_":
+        tensor.set_(torch.zeros(4, 4))
+    else:
+        tensor.data = torch.zeros(2, 3, dtype=torch.int32)
+    for _ in range(2):
+        assert check.difference(args) is not None
+    tensor.data = torch.ones(2, 3)
+    assert check.difference(args) is None
+
+
+def test_torchs_state_counts_even_when_the_arguments_are_the_same_objects() -> None:
+    args = arguments()
+    check = ArgumentCheck(args)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert check.difference(args) == f"torch's number of threads was {threads} and is {threads + 1}"
+    finally:
+        torch.set_num_threads(threads)
+    with torch.autocast("cpu"):
+        assert check.difference(args) == "autocast was off and is torch.bfloat16"
+    assert check.difference(args) is None
+
+
+def test_a_spec_makes_a_tensor_of_its_own_kind() -> None:
+    marked = dynamic(3)
+    torch._dynamo.mark_static_address(marked, guard=False)
+    for tensor in (torch.zeros(3, 2).T, torch.zeros(0), marked):
+        made = spec_of(tensor).make(dynamic_size=3)
+        assert made.shape == tensor.shape
+        assert specs_of((made,)) == specs_of((tensor,))
+
+
+def test_what_was_seen_is_not_compared_again_though_a_tensor_stands_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tied weights do. Comparing all of a model's tensors at each step would take milliseconds."""
+    tied, other = torch.ones(2, 3), torch.ones(4)
+    check = ArgumentCheck(((tied, other), tied))
+    monkeypatch.setattr("compiled_llm.compiling.argument_specs._difference", lambda *_: pytest.fail("compared again"))
+    assert check.difference(((tied, other), tied)) is None

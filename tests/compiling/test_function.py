@@ -1,0 +1,283 @@
+"""Graph-break tests: for every family and bucket one graph, no breaks, no recompiles, no copy of the KV cache."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch._inductor.utils import run_and_get_code
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.compiling.cache import CompileCache
+from compiled_llm.compiling.function import CompiledFunction, CompileReport, use_own_cache_directory
+from compiled_llm.step.step import step_function
+from compiled_llm.worker.step_buffers import choose_bucket
+from tests.families import CONFIGS, checkpoint
+
+NUM_BLOCKS = 4092  # and the sink: so that even a cache's scales hold more than any other tensor of these models
+
+ENGINE = {
+    "bucket_sizes": (1, 4),
+    "token_bucket_sizes": (8, 32),
+    "num_kv_blocks": NUM_BLOCKS,
+    "block_size": 8,
+    "max_model_len": 64,
+    "check_invariants": True,
+}
+
+
+def largest_allocation(codes: list[str]) -> int:
+    """Elements of the largest tensor that generated code allocates or clones."""
+    sizes = [size for code in codes for size in re.findall(r"empty_strided\w*\(\(([\d, ]+)\)", code)]
+    return max(torch.Size(int(n) for n in size.replace(" ", "").strip(",").split(",")).numel() for size in sizes)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: str) -> None:
+    # A cached artifact would bypass the compiler, and there would be no code to look at.
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        engine, codes = run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE))
+    runner = engine.runner
+    buckets = [bucket.name for bucket in runner.buckets]
+    assert buckets == ["decode_1", "decode_4", "tokens_8", "tokens_32"]
+
+    # A run that visits every bucket, greedy and sampled.
+    visited = set()
+    launch = runner.launch
+
+    def recording(output):
+        visited.add(choose_bucket(runner.buckets, output).name)
+        return launch(output)
+
+    runner.launch = recording
+    for temperature in (0.0, 1.0):
+        for lengths in ([1], [3], [30, 9, 2], [1, 1, 1, 1]):
+            prompts = [[5] * length for length in lengths]
+            engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=4), use_tqdm=False)
+    assert visited == set(buckets)
+    report = engine.compile_report()
+    behind = {f"{kind}_{rows}" for kind in ("sample", "change", "logprobs") for rows in (1, 4)}
+    assert {r.name for r in report.reports} == {*buckets, *behind, "prompt_logprobs"}
+    for r in report.reports:
+        assert (r.name, r.graphs, r.graph_breaks, r.recompiles) == (r.name, 1, 0, 0)
+        assert r.compile_seconds > 0
+
+    assert len(codes) == len(report.reports)
+    assert largest_allocation(codes) < runner.kv_cache[0].k.numel(), "the generated code copies a KV cache"
+
+    # And as Dynamo explains it. Last, since explain() throws away what is compiled.
+    for bucket in runner.buckets:
+        step = step_function(engine.model_config, bucket.max_query_len)
+        explained = torch._dynamo.explain(step)(*runner._step_arguments(bucket))
+        assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
+    engine.close()
+
+
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), [("llama", "int8"), ("qwen3-untied", "fp8")])
+def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(name: str, kv_cache_dtype: str) -> None:
+    sizes = {"bucket_sizes": (4,), "token_bucket_sizes": (8,)}
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        engine, codes = run_and_get_code(
+            lambda: CompiledEngine(str(checkpoint(name)), **ENGINE | sizes, kv_cache_dtype=kv_cache_dtype)
+        )
+    prompts = [[5] * length for length in (30, 9, 2)]
+    engine.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+    reports = engine.compile_report().reports
+    assert [(r.name, r.graphs, r.graph_breaks, r.recompiles) for r in reports] == [
+        ("decode_4", 1, 0, 0),
+        ("tokens_8", 1, 0, 0),
+        ("sample_4", 1, 0, 0),
+        ("change_4", 1, 0, 0),
+        ("logprobs_4", 1, 0, 0),
+        ("prompt_logprobs", 1, 0, 0),
+    ]
+    scales = [t for layer in engine.runner.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
+    assert len(scales) == 2 * engine.model_config.num_layers
+    assert all((scale > 0).any() for scale in scales)
+    assert len(codes) == 6
+    assert largest_allocation(codes) < scales[0].numel(), "the generated code copies a KV cache or its scales"
+    engine.close()
+
+
+def test_the_test_sees_a_copy_of_the_cache() -> None:
+    def step(cache: torch.Tensor) -> torch.Tensor:
+        copy = cache.clone()
+        copy[0] = 1.0
+        return copy.sin()
+
+    cache = torch.zeros(NUM_BLOCKS + 1, 2, 8, 16)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(torch.compile(step, fullgraph=True, dynamic=False), cache)
+    assert largest_allocation(codes) >= cache.numel()
+
+
+def test_a_recompile_after_warm_up_is_an_error_and_is_counted() -> None:
+    function = CompiledFunction(lambda x: x * 2 + 1, "double", torch.device("cpu"), enforce_eager=False)
+    function.warm_up(lambda: (torch.ones(4),))
+    assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 7.0))
+    ones = torch.ones(4)
+    with torch.inference_mode():
+        function(ones)
+    with pytest.raises(RuntimeError, match="double would have to be compiled again"):
+        function(torch.ones(5))
+    with pytest.raises(RuntimeError, match=r"was of shape \(4,\) and is \(6,\)"):
+        function(torch.ones(6))
+    assert function.report().recompiles == 2, "refused calls count"
+    assert torch.equal(function(ones), torch.full((4,), 3.0))
+
+
+def test_what_is_kept_on_disk_gives_the_same_and_says_hit(tmp_path: Path) -> None:
+    def step(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        out[: x.shape[0]] = x.sin()
+        return x.cos() + 1
+
+    torch._dynamo.mark_static_address(out := torch.zeros(8))
+    x = torch.rand(4)
+    results = []
+    for outcome, reason in (("miss", "nothing of that name is stored"), ("hit", "")):
+        cache = CompileCache(tmp_path, {"block_size": 16})
+        function = CompiledFunction(step, "step", torch.device("cpu"), enforce_eager=False, cache=cache)
+        function.warm_up(lambda: (x, out))
+        report = function.report()
+        assert (report.cache, report.reason, report.graphs, report.graph_breaks) == (outcome, reason, 1, 0)
+        out.zero_()
+        results.append((function(x, out), out.clone()))
+        with pytest.raises(RuntimeError, match="step would have to be compiled again"):
+            function(torch.ones(5), out)
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+    assert (results[1][1][:4] == x.sin()).all()
+    function = CompiledFunction(
+        step, "step", torch.device("cpu"), enforce_eager=False, cache=CompileCache(tmp_path, {"block_size": 32})
+    )
+    function.warm_up(lambda: (x, out))
+    assert (function.report().cache, function.report().reason) == ("miss", "block_size is 32 and was 16")
+    assert "block_size is 32 and was 16" in str(CompileReport((function.report(),)))
+
+
+def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def add(x: torch.Tensor) -> torch.Tensor:
+        return (x + 71).sin() * 3
+
+    def start() -> tuple[str, str]:
+        PyCodeCache.cache_clear()  # as if the process were a fresh one
+        CppPythonBindingsCodeCache.cache_clear()
+        function = CompiledFunction(
+            add, "add", torch.device("cpu"), enforce_eager=False, cache=CompileCache(tmp_path / "graphs", {})
+        )
+        function.warm_up(lambda: (torch.ones(40),))
+        assert torch.allclose(function(torch.zeros(40)), torch.full((40,), 71.0).sin() * 3)
+        return function.report().cache, function.report().reason
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    assert start() == ("miss", "nothing of that name is stored")
+    assert start() == ("hit", "")
+    libraries = list((tmp_path / "inductor").rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        library.unlink()
+    outcome, reason = start()
+    assert outcome == "miss"
+    assert re.fullmatch(r"built again, since it was gone from torch's cache: [\w.]+\.so", reason)
+    cache = CompileCache(tmp_path / "graphs", {})
+    cache.store(cache.key_of("add", add, (torch.ones(40),)), b"no pickle", {"vec_isa": {"name": "", "attributes": {}}})
+    outcome, reason = start()
+    assert (outcome, "the stored code does not load: UnpicklingError" in reason) == ("miss", True)
+    assert start() == ("hit", "")
+
+
+def test_a_graph_break_is_an_error_at_warm_up() -> None:
+    def breaks(x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return x + 1
+
+    function = CompiledFunction(breaks, "breaks", torch.device("cpu"), enforce_eager=False)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        function.warm_up(lambda: (torch.ones(4),))
+
+
+def test_functions_do_not_share_compiled_versions() -> None:
+    """Two engines in one process: each has its own version of each bucket, and none counts as a recompile."""
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    functions = [CompiledFunction(double, f"double_{n}", torch.device("cpu"), enforce_eager=False) for n in range(10)]
+    for n, function in enumerate(functions):
+        function.warm_up(lambda n=n: (torch.ones(n + 2),))
+    for n, function in enumerate(functions):
+        assert function(torch.ones(n + 2)).sum() == 2 * (n + 2)
+        assert function.report().recompiles == 0
+
+
+def test_eager_runs_the_same_function_and_says_so() -> None:
+    function = CompiledFunction(lambda x: x + 1, "eager", torch.device("cpu"), enforce_eager=True)
+    function.warm_up(lambda: (torch.ones(2),))
+    assert function(torch.ones(7)).shape == (7,)
+    assert (function.report().cache, function.report().graphs) == ("eager", 0)
+
+
+def test_where_the_own_cache_may_not_be_written_to_a_temporary_directory_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "own"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.warns(UserWarning, match="own may not be written to: compiled code goes to a temporary directory"):
+        use_own_cache_directory()
+    chosen = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert Path(chosen).parent == tmp_path
+    use_own_cache_directory()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == chosen
+    (tmp_path / "own").chmod(0o777)
+    with pytest.raises(ValueError, match=r"others than its owner may write to .*own \(mode 777\).*COMPILED_LLM_CACHE"):
+        use_own_cache_directory()
+    (tmp_path / "own").chmod(0o700)
+    (tmp_path / "wished").mkdir()
+    (tmp_path / "wished").chmod(0o770)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "wished"))
+    with pytest.raises(ValueError, match=r"may write to .*wished \(mode 770\).*or set TORCHINDUCTOR_CACHE_DIR to"):
+        use_own_cache_directory()
+
+
+@pytest.mark.parametrize("wished", [None, "wished"])
+def test_compiled_code_goes_to_the_users_own_cache_or_where_wished(wished: str | None, tmp_path: Path) -> None:
+    """In a process of its own: torch writes its default into the environment when it is imported."""
+    code = """
+import compiled_llm.engine.engine, torch
+from pathlib import Path
+from compiled_llm.compiling.cache import CompileCache
+from compiled_llm.compiling.function import CompiledFunction, use_own_cache_directory
+use_own_cache_directory()
+cache = CompileCache(Path({graphs!r}), {{}})
+function = CompiledFunction(lambda x: x * 3 + 1, "triple", torch.device("cpu"), enforce_eager=False, cache=cache)
+function.warm_up(lambda: (torch.ones(4),))
+assert function.report().cache == "miss"
+""".format(graphs=str(tmp_path / "graphs"))
+    environment = {**os.environ, "COMPILED_LLM_CACHE": str(tmp_path / "own")}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    if wished:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / wished)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    expected = tmp_path / wished if wished else tmp_path / "own" / "inductor"
+    assert list(expected.rglob("*.so"))
+    assert not wished or not (tmp_path / "own" / "inductor").exists()
+
+
+def test_a_function_that_is_not_kept_may_close_over_what_cannot_be_pickled() -> None:
+    class Own:
+        factor = 2.0
+
+    own = Own()
+    function = CompiledFunction(lambda x: x * own.factor, "scale", torch.device("cpu"), enforce_eager=False)
+    function.warm_up(lambda: (torch.ones(4),))
+    assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 6.0))

@@ -1,0 +1,53 @@
+"""A call whose requests all failed warns once, with the reasons."""
+
+import warnings
+
+import pytest
+
+from compiled_llm.engine.failures import RequestsFailedWarning, warn_if_all_failed
+from compiled_llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+
+def output(*reasons: str | None) -> RequestOutput:
+    """With a completion for each: a failed one, or None for one that is well."""
+    completions = [
+        CompletionOutput(index, "", [], finish_reason="stop" if reason is None else "error", stop_reason=reason)
+        for index, reason in enumerate(reasons)
+    ]
+    return RequestOutput("me", "a", [1], completions, finished=True, metrics=RequestMetrics(0.0))
+
+
+@pytest.mark.parametrize(
+    "outputs", [[], [output(None)], [output("bad"), output(None)], [output("bad", None)], [output(None, None)]]
+)
+def test_nothing_is_said_unless_all_failed(outputs: list[RequestOutput]) -> None:
+    warn_if_all_failed(outputs, 1)  # a warning would be an error here
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ([output("bad")], "the request of this call failed: bad"),
+        ([output("bad"), output("bad")], "all 2 requests of this call failed: bad"),
+        ([output("bad", "bad")], "the request of this call failed: bad"),
+        ([output("bad"), output("worse")], "all 2 requests of this call failed: bad; worse"),
+        (
+            [output(f"bad {n}") for n in range(10)],
+            "all 10 requests of this call failed: bad 0; bad 1; bad 2; and 7 other reasons",
+        ),
+        ([output("x" * 10**6)], f"the request of this call failed: {'x' * 500}"),
+    ],
+)
+def test_one_warning_with_the_reasons(outputs: list[RequestOutput], message: str) -> None:
+    with pytest.warns(RequestsFailedWarning) as caught:
+        warn_if_all_failed(outputs, 1)
+    (warning,) = caught
+    assert str(warning.message) == message
+    assert warning.filename == __file__
+
+
+def test_it_can_be_silenced_by_its_class() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", RequestsFailedWarning)
+        warn_if_all_failed([output("bad")], 1)

@@ -1,0 +1,427 @@
+"""Paged attention: the reference against plain attention, and the CPU kernel against the reference."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.gemma2 import modeling_gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss
+
+from compiled_llm.ops import native
+from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
+from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, alone, check, grid, make_case
+
+CASES = dict(grid())
+MIXED = {"query_lens": [1, 40, 1], "context_lens": [700, 33, 0], "num_heads": 8, "padding_query_lens": [1, 2]}
+# One of each kind of shape: few rows, many, head_dim that fills no register, padding; long enough to be cut in pieces.
+EVERY_SET = [
+    "decode-gqa1-h64",
+    "decode-gqa4-h128",
+    "decode-gqa7-h256",
+    "mixed-gqa5-h64",
+    "mixed-h40",
+    "mixed-h80",
+    "decode-block16",
+    "prompt2000-block16",
+    "everything",
+    "everything-scaled",
+    "sinks-h64",
+    "window-soft-cap-sinks-h80",
+    "window-soft-cap-sinks-h128",
+    "short-queries",
+]
+INSTRUCTION_SETS = ["amx", "amx_in_software", "avx512_dot", "avx512", "avx2", "portable"]
+ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
+
+
+def reordered(cache: Tensor, is_key: bool, to_cpu: bool) -> Tensor:
+    """A cache of the reference's order, ``[S, H]`` in each block and KV head, in the CPU kernel's; or the other way."""
+    blocks, kv_heads, size, head_dim = cache.shape
+    width = {torch.bfloat16: 2, torch.int8: 4, torch.float8_e4m3fn: 2}.get(cache.dtype, 1)
+    split = head_dim if is_key else size
+    parts = (split // width, width) if split % width == 0 else (split, 1)
+    x = cache.view(torch.uint8) if cache.itemsize == 1 else cache
+    if is_key:  # [S, H / W, W] <-> [H / W, S, W]
+        x = x.view(blocks, kv_heads, *((size, *parts) if to_cpu else (parts[0], size, parts[1]))).transpose(2, 3)
+    else:  # [S / W, W, H] <-> [S / W, H, W]
+        x = x.view(blocks, kv_heads, parts[0], *((parts[1], head_dim) if to_cpu else (head_dim, parts[1])))
+        x = x.transpose(3, 4)
+    return x.clone(memory_format=torch.contiguous_format).view(cache.shape).view(cache.dtype)
+
+
+Attend = Callable[..., Tensor]
+
+
+@pytest.fixture(scope="module")
+def attend(kernels: ModuleType) -> Attend:
+    """The CPU kernel for caches in the reference's order."""
+
+    def op(*args) -> Tensor:
+        k_cache, v_cache = args[3:5]
+        ordered = reordered(k_cache, True, True), reordered(v_cache, False, True)
+        out = kernels.paged_attention(*args[:3], *ordered, *args[5:])
+        k_cache.copy_(reordered(ordered[0], True, False))
+        v_cache.copy_(reordered(ordered[1], False, False))
+        return out
+
+    return op
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    module = native.load("attention_cpu")
+    if module is None:
+        pytest.skip("no C++ compiler")
+    return module
+
+
+@pytest.fixture
+def instruction_set(kernels: ModuleType, request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param not in kernels.instruction_sets():
+        pytest.skip(f"this machine has no {request.param}")
+    kernels.select_instruction_set(request.param)
+    yield request.param
+    kernels.select_instruction_set(kernels.instruction_sets()[0])
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def plain_attention(case: AttentionCase) -> Tensor:
+    """By torch, or for soft caps and sinks by transformers, in float64, request by request: no code of ours."""
+    block_size = case.k_cache.shape[2]
+    flat = [cache.double().transpose(1, 2).flatten(0, 1) for cache in (case.k_cache, case.v_cache)]
+    for cache, new in zip(flat, (case.k, case.v), strict=True):
+        cache[case.slot_mapping.long()] = new.double()
+    group = case.q.shape[1] // case.k.shape[1]
+    out = torch.zeros(case.q.shape, dtype=torch.float64)
+    for request, seq_len in enumerate(case.seq_lens.tolist()):
+        rows = case.rows(request)
+        if seq_len == 0:
+            continue
+        slots = [int(case.block_table[request, p // block_size]) * block_size + p % block_size for p in range(seq_len)]
+        keys, values = (cache[slots].transpose(0, 1)[None] for cache in flat)
+        queries = case.q[rows].double().transpose(0, 1)[None]
+        query_len = rows.stop - rows.start
+        mask = torch.ones(query_len, seq_len, dtype=torch.bool).tril(seq_len - query_len)
+        if case.window:
+            mask &= ~mask.tril(-case.window + seq_len - query_len)
+        bias = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(~mask, -math.inf)[None, None]
+        module = SimpleNamespace(num_key_value_groups=group, training=False, sinks=case.sinks)
+        if case.sinks is not None:
+            eager = modeling_gpt_oss.eager_attention_forward
+            attended = eager(module, queries, keys, values, bias, case.sm_scale)[0].transpose(1, 2)
+        elif case.soft_cap:
+            eager = modeling_gemma2.eager_attention_forward
+            options = {"scaling": case.sm_scale, "softcap": case.soft_cap}
+            attended = eager(module, queries, keys, values, bias, **options)[0].transpose(1, 2)
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, attn_mask=mask, scale=case.sm_scale, enable_gqa=True
+            )
+        out[rows] = attended[0].transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "cap-sinks" not in name])
+def test_reference_is_attention(name: str) -> None:
+    case = make_case(**CASES[name], poison_behind_window=False)
+    expected = plain_attention(case)
+    torch.testing.assert_close(paged_attention_reference(*case.args()).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_kernel(attend: Attend, name: str, dtype: torch.dtype) -> None:
+    check(make_case(**CASES[name], dtype=dtype), attend)
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", [name for name in CASES if "2000" not in name])
+def test_quantised_cache(attend: Attend, name: str, kv_dtype: str) -> None:
+    check(make_case(**CASES[name], dtype=torch.bfloat16, kv_dtype=KV_DTYPES[kv_dtype]), attend)
+
+
+@pytest.mark.parametrize("kv_dtype", ALL_KV_DTYPES)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", EVERY_SET)
+@pytest.mark.usefixtures("instruction_set")
+def test_every_instruction_set(attend: Attend, name: str, dtype: torch.dtype, kv_dtype: str) -> None:
+    check(make_case(**CASES[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend)
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_random_shapes(attend: Attend, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    requests, kv_heads = draw(1, 6), draw(1, 3)
+    case = make_case(
+        [draw(1, 3) if draw(0, 1) else draw(1, 90) for _ in range(requests)],
+        [draw(0, 1200) if draw(0, 3) == 0 else draw(0, 70) for _ in range(requests)],
+        num_heads=kv_heads * draw(1, 9),
+        num_kv_heads=kv_heads,
+        head_dim=8 * draw(1, 20),
+        block_size=16 * draw(1, 3) if draw(0, 1) else draw(1, 33),
+        dtype=list(TOLERANCE)[seed % 3],
+        kv_dtype=list(ALL_KV_DTYPES.values())[seed // 3 % 3],
+        window=draw(1, 700) if draw(0, 2) == 0 else 0,
+        soft_cap=float(draw(1, 30)) if draw(0, 2) == 0 else 0.0,
+        sinks=draw(0, 2) == 0,
+        padding_query_lens=[1] * draw(0, 2),
+        trailing_rows=draw(0, 3),
+        fused_qkv=bool(draw(0, 1)),
+        seed=seed,
+    )
+    check(case, attend)
+
+
+@pytest.mark.parametrize(("kv_dtype", "bar"), [("float32", 1e-6), ("bfloat16", 0.003), ("int8", 0.010), ("fp8", 0.04)])
+@pytest.mark.parametrize("query_len", [1, 64])
+def test_error_against_attention_in_float32(attend: Attend, kv_dtype: str, bar: float, query_len: int) -> None:
+    """Relative error, over normal data, of the whole way through the cache: a prompt written by the op, then read."""
+    dtype = torch.float32 if kv_dtype == "float32" else torch.bfloat16
+    shape = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128}
+    exact = make_case([1024], [0], **shape, dtype=dtype)
+    expected = paged_attention_reference(*replace(exact, **{
+        name: getattr(exact, name).float() for name in ("q", "k", "v", "k_cache", "v_cache")
+    }).args())[-query_len:]  # fmt: skip
+    cache_dtype = KV_DTYPES.get(kv_dtype, dtype)
+    case = make_case([1024], [0], **shape, dtype=dtype, kv_dtype=cache_dtype)
+    case = replace(case, q=exact.q, k=exact.k, v=exact.v)
+    last = {"q": case.q[-query_len:], "query_start_loc": torch.tensor([0, query_len], dtype=torch.int32)}
+    args = case.args()
+    attend(*args)  # writes all
+    read = replace(
+        case, **last, k=case.k[-query_len:], v=case.v[-query_len:], slot_mapping=case.slot_mapping[-query_len:]
+    )
+    out = attend(*read.args()[:3], *args[3:7], *read.args()[7:]).float()
+    error = (out - expected).norm() / expected.norm()
+    assert error < bar
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_rows_of_odd_data(attend: Attend, kv_dtype: str) -> None:
+    """Zeros and huge values are ordinary; what is no number spoils its own request alone, as without quantisation."""
+    case = make_case([1, 20, 1], [40, 30, 100], kv_dtype=KV_DTYPES[kv_dtype])
+    k, v = case.k.clone(), case.v.clone()
+    k[0], v[3], v[21] = 0, 0, 1e30
+    check(replace(case, k=k, v=v), attend)
+    clean = attend(*replace(case, k=k, v=v).args())
+    k[10, 0, 5], v[21, 1, 7] = float("nan"), float("inf")
+    spoilt = replace(case, k=k, v=v)
+    args = spoilt.args()
+    out = attend(*args)
+    assert torch.equal(out[0], clean[0])
+    group = case.q.shape[1] // 2
+    assert out[10:21, :group].isnan().all()  # the queries that see the key, in its KV head
+    assert torch.equal(out[1:21, group:], clean[1:21, group:])
+    assert out[21, group:].isnan().all()
+    assert torch.equal(out[21, :group], clean[21, :group])
+    for scale, token in ((args[5], 10), (args[6], 21)):
+        block, offset = divmod(int(case.slot_mapping[token]), 16)
+        assert scale[block, :, offset].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
+@pytest.mark.usefixtures("instruction_set")
+def test_numbers_at_the_edges(attend: Attend) -> None:
+    case = make_case([70], [0], head_dim=16, sm_scale=1.0)
+    overflowing, nan, huge_cap = case.k.clone(), case.k.clone(), replace(case, soft_cap=1e6)
+    overflowing[:64] = -3e38  # scores of -inf in the whole first tile
+    first = replace(case, q=case.q.abs() + 1, k=overflowing)
+    expected = paged_attention_reference(*first.args())
+    torch.testing.assert_close(attend(*first.args())[64:], expected[64:], atol=1e-5, rtol=1e-5)
+    nan[5].view(torch.int32).fill_(0x7FFFFFFF)  # a NaN with all bits set
+    assert attend(*replace(case, k=nan).args())[5:].isnan().all()
+    check(huge_cap, attend)
+
+
+def test_unused_table_entries_are_not_read(attend: Attend) -> None:
+    check(make_case(**MIXED, unused_table_entry=2**30), attend)
+
+
+# The dtypes of queries and cache, and a window, for what must not change a bit.
+EXACT_OPTIONS: list[dict] = [
+    {"dtype": torch.float32},
+    {"dtype": torch.bfloat16},
+    {"dtype": torch.float16},
+    {"dtype": torch.bfloat16, "window": 100, "soft_cap": 5.0, "sinks": True},
+    {"dtype": torch.bfloat16, "kv_dtype": torch.int8},
+    {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
+    {"dtype": torch.float32, "kv_dtype": torch.int8, "window": 600},
+]
+
+
+def exact(options: list[dict]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "options", options, ids=lambda one: "-".join(str(value).removeprefix("torch.") for value in one.values())
+    )
+
+
+EXACT = exact(EXACT_OPTIONS)
+
+
+@EXACT
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
+def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> None:
+    query_lens, context_lens = (
+        ([1] * 4, [1300, 5, 511, 60]) if kind == "decode" else ([1, 70, 1, 9], [1300, 513, 64, 0])
+    )
+    case = make_case(query_lens, context_lens, num_heads=8, head_dim=128, trailing_rows=3, **options)
+    together = attend(*case.args())
+    for request in range(len(query_lens)):
+        assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
+def test_software_tiles_are_those_of_the_cpu(kernels: ModuleType, attend: Attend, kv_dtype: torch.dtype | None) -> None:
+    """Bit for bit, so what holds for the one holds for the other."""
+    if "amx" not in kernels.instruction_sets():
+        pytest.skip("this machine has no AMX")
+    case = make_case(**MIXED, dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    of_the_cpu = attend(*case.args())
+    kernels.select_instruction_set("amx_in_software")
+    try:
+        assert torch.equal(attend(*case.args()), of_the_cpu)
+    finally:
+        kernels.select_instruction_set(kernels.instruction_sets()[0])
+
+
+@pytest.mark.parametrize("query_lens", [[1], [20]])
+def test_scores_of_minus_infinity_leave_all_weight_to_the_sink(attend: Attend, query_lens: list[int]) -> None:
+    case = make_case(query_lens, [1200], dtype=torch.bfloat16, num_heads=8, sinks=True)
+    case = replace(case, q=case.q.abs() + 0.1, k=torch.full_like(case.k, -torch.inf))
+    case.k_cache.fill_(-torch.inf)
+    assert torch.equal(attend(*case.args()), torch.zeros_like(case.q))
+
+
+# A window hides the beginning, so nothing is shared.
+@exact([{**options, "window": 0} for options in EXACT_OPTIONS])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
+@pytest.mark.usefixtures("instruction_set", "two_threads")
+def test_a_shared_prefix_changes_no_bit(attend: Attend, options: dict) -> None:
+    """The first two requests share three partitions, the next two one and a half; the last, less than it pays for."""
+    query_lens, context_lens = [1, 3, 1, 2, 1], [1700, 1690, 800, 1100, 600]
+    case = make_case(query_lens, context_lens, num_heads=8, head_dim=64, **options)
+    block_size = case.k_cache.shape[2]
+    table = case.block_table.clone()
+    for request, other, tokens in ((1, 0, 1536), (3, 2, 768), (4, 0, 512)):
+        table[request, : tokens // block_size] = table[other, : tokens // block_size]
+    case = replace(case, block_table=table)
+    together = attend(*case.args())
+    for request in range(len(query_lens)):
+        assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
+    check(case, attend)
+
+
+@EXACT
+@pytest.mark.parametrize("group", [1, 2, 5])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
+@pytest.mark.usefixtures("instruction_set")
+def test_chunking_changes_no_bit(attend: Attend, group: int, options: dict) -> None:
+    """A prompt in one step, in chunks, or token by token at its end: the same output for every token."""
+    case = make_case([700], [0], num_heads=2 * group, head_dim=64, **options)
+    whole = attend(*case.args())
+    caches = case.args()[3:7]
+    start, parts = 0, []
+    for length in (1, 510, 65, 120, 1, 1, 2):
+        rows = slice(start, start + length)
+        chunk = replace(
+            case,
+            q=case.q[rows],
+            k=case.k[rows],
+            v=case.v[rows],
+            slot_mapping=case.slot_mapping[rows],
+            query_start_loc=torch.tensor([0, length], dtype=torch.int32),
+            seq_lens=torch.tensor([start + length], dtype=torch.int32),
+        )
+        args = list(chunk.args())
+        args[3:7] = caches
+        parts.append(attend(*args))
+        start += length
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.usefixtures("two_threads")
+@EXACT
+@pytest.mark.parametrize("name", ["decode-block16", "decode-fused-padding", "everything", "prompt2000-block16"])
+def test_threads_change_no_bit(attend: Attend, name: str, options: dict) -> None:
+    case = make_case(**CASES[name], **options)
+    with_two = attend(*case.args())
+    torch.set_num_threads(1)
+    assert torch.equal(attend(*case.args()), with_two)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)  # opcheck itself cannot compare fp8
+@pytest.mark.parametrize("name", ["decode-gqa4-h64", "everything"])
+def test_opcheck(name: str, kv_dtype: torch.dtype | None) -> None:
+    case = make_case(**CASES[name], kv_dtype=kv_dtype)
+    # In the CPU kernel's order the poison lies among the keys, and NaN is unequal to itself: it goes.
+    names = ("k_cache", "v_cache") if kv_dtype is None else ("k_scale", "v_scale")
+    case = replace(case, **{name: torch.nan_to_num(getattr(case, name), 1.0, 1.0, 1.0) for name in names})
+    torch.library.opcheck(torch.ops.compiled_llm.paged_attention.default, case.args())
+
+
+def test_public_function_and_op_agree() -> None:
+    case = make_case(**MIXED, kv_dtype=torch.int8, window=50, soft_cap=3.0, sinks=True)
+    *tensors, sinks, sm_scale, max_query_len, window, soft_cap = case.args()
+    options = {"sinks": sinks, "sm_scale": sm_scale, "window": window, "soft_cap": soft_cap}
+    out = paged_attention(*tensors, max_query_len=max_query_len, **options)
+    assert torch.equal(out, torch.ops.compiled_llm.paged_attention(*case.args()))
+
+
+def test_no_requests(attend: Attend) -> None:
+    check(make_case([], [], trailing_rows=2), attend)
+    check(make_case([], []), attend)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(45, 8, 64, dtype=torch.float64)}, ValueError, "float32, bfloat16 or float16"),
+        ({"k": torch.zeros(45, 2, 64, dtype=torch.bfloat16)}, ValueError, "k must have dtype Float"),
+        ({"v": torch.zeros(45, 2, 32)}, ValueError, "v must have shape"),
+        ({"q": torch.zeros(45, 7, 64)}, ValueError, "multiple of the number of KV heads"),
+        ({"q": torch.zeros(45, 8, 128)[..., ::2]}, ValueError, "last stride of q"),
+        ({"k_cache": torch.zeros(1, 2, 16, 64, dtype=torch.bfloat16)}, ValueError, "k_cache must have the dtype of q"),
+        ({"k_scale": torch.zeros(1)}, ValueError, "k_scale must be None"),
+        ({"sinks": torch.zeros(3)}, ValueError, "sinks must have shape"),
+        ({"window": -1}, ValueError, "window and soft_cap"),
+        ({"sm_scale": 0.0}, ValueError, "sm_scale must be positive"),
+        ({"seq_lens": torch.zeros(5, dtype=torch.int64)}, ValueError, "seq_lens must be int32"),
+        ({"slot_mapping": torch.full((45,), -1, dtype=torch.int32)}, IndexError, "slot_mapping"),
+        ({"seq_lens": torch.full((5,), 10**6, dtype=torch.int32)}, IndexError, "room for"),
+        ({"block_table": torch.full((5, 46), 10**6, dtype=torch.int32)}, IndexError, "block_table"),
+        ({"query_start_loc": torch.arange(1, 7, dtype=torch.int32)}, IndexError, "start at 0"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    kernels: ModuleType, change: dict[str, object], error: type[Exception], message: str
+) -> None:
+    case = make_case(**MIXED)
+    with pytest.raises(error, match=message):
+        kernels.paged_attention(*replace(case, **change).args())
+
+
+def test_a_quantised_cache_needs_its_scales(kernels: ModuleType) -> None:
+    with pytest.raises(ValueError, match="v_scale is needed"):
+        kernels.paged_attention(*replace(make_case(**MIXED, kv_dtype=torch.int8), v_scale=None).args())
+
+
+def test_unknown_instruction_set(kernels: ModuleType) -> None:
+    with pytest.raises(ValueError, match="not one of this machine's"):
+        kernels.select_instruction_set("mmx")

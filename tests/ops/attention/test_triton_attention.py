@@ -1,0 +1,403 @@
+"""The Triton kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
+
+Triton decides at import whether it interprets, so the interpreted cases run in one child process: this file as a
+program, with TRITON_INTERPRET=1. It prints one JSON object, name of a case -> its traceback, or an empty string.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+import torch
+
+from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention.tiles import default_config
+from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, alone, check, grid, make_case
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.attention import triton_attention as attention_triton  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+SHARED_MEMORY = {(8, 0): 164 * 1024, (9, 0): 228 * 1024}  # of an SM; a program takes 1 KB more than it asks for
+REGISTERS = 65536  # of an SM, given out to each warp in multiples of 256
+OP = attention_triton.paged_attention
+
+
+# ---- interpreted ----------------------------------------------------------------------------------------------------
+
+EXTRA = {
+    "many-splits": {"query_lens": [1, 1, 1, 1], "context_lens": [255, 256, 257, 1023], "num_heads": 6},
+    "more-than-64-splits-of-256": {
+        "query_lens": [1],
+        "context_lens": [16500],
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+    },
+    "short-query-of-more-than-8-splits-of-256": {
+        "query_lens": [9],
+        "context_lens": [2200],
+        "num_heads": 1,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+    },
+    "splits-in-a-mixed-step": {
+        "query_lens": [3, 1, 2, 1],
+        "context_lens": [300, 700, 0, 20],
+        "padding_query_lens": [0, 1],
+        "trailing_rows": 2,
+        "fused_qkv": True,
+    },
+    # 16 rows of 8 heads take two of the largest row tiles; of 1 head they fit in the smallest.
+    "row-tiles-gqa8": {"query_lens": [16, 3], "context_lens": [300, 5], "num_heads": 8, "num_kv_heads": 1},
+    "row-tiles-gqa1": {"query_lens": [16, 3], "context_lens": [300, 5], "num_heads": 1, "num_kv_heads": 1},
+    "a-window-that-starts-in-the-prompt": {
+        "query_lens": [90, 17, 5],
+        "context_lens": [0, 400, 40],
+        "window": 20,
+        "sinks": True,
+    },
+    "a-sink-above-all-scores": {"query_lens": [1, 20], "context_lens": [300, 5], "sm_scale": 1e-3, "sinks": True},
+}
+SLOW = r".*2000.*|decode-fused-padding|loose-max-query-len|everything"  # each has a shorter sister
+# Which cases also run in other dtypes than bfloat16. The float32 tiles are small, so it takes longer.
+ALSO = {
+    ("float32", None): r"(decode|mixed)-gqa[58]-h64|mixed-h\d+|prompt33.*|chunk-after33.*|only-.*|.*splits.*step",
+    ("float16", None): r"mixed-gqa4.*|many-splits|window-soft-cap-sinks-h80",
+    ("bfloat16", "int8"): r"(decode|mixed)-gqa4.*|mixed-(gqa7-h128|h80|h96)|chunk-after3.*|only-.*|row-tiles.*"
+    r"|short-query-of.*|.*splits.*step|window-soft-cap-sinks-h(64|128|256)",
+    (
+        "bfloat16",
+        "fp8",
+    ): r"mixed-(gqa[58]-h(64|256)|h40|h80|h96)|decode-gqa1-h128|many-splits|window-soft-cap-sinks-h96",
+    ("float16", "int8"): r"mixed-gqa5-h128|many-splits",
+    ("float16", "fp8"): r"mixed-gqa5-h64",
+    ("float32", "int8"): r"mixed-gqa4-h64|mixed-h80|many-splits|window-soft-cap-sinks-h64",
+    ("float32", "fp8"): r"mixed-gqa5-h64",
+}
+
+
+def interpreted() -> Iterator[tuple[str, dict]]:
+    """The grid but for what takes an interpreter minutes, and parts of it in other dtypes."""
+    for name, kwargs in (*grid(), *EXTRA.items()):
+        if re.fullmatch(SLOW, name):
+            continue
+        yield f"bfloat16-{name}", {**kwargs, "dtype": torch.bfloat16}
+        for (dtype, kv_dtype), pattern in ALSO.items():
+            if re.fullmatch(pattern, name):
+                others = {"dtype": getattr(torch, dtype), "kv_dtype": kv_dtype and KV_DTYPES[kv_dtype]}
+                yield f"{dtype}-{kv_dtype or 'same'}-{name}", {**kwargs, **others}
+
+
+def neighbours_change_nothing(**kwargs) -> None:
+    query_lens, context_lens = [1, 20, 1, 1, 9, 4], [600, 0, 300, 12, 300, 513]
+    case = make_case(query_lens, context_lens, padding_query_lens=[1], trailing_rows=2, dtype=torch.bfloat16, **kwargs)
+    out = check(case, OP)
+    for request in range(len(query_lens)):
+        assert torch.equal(check(alone(case, request), OP), out[case.rows(request)])
+
+
+def chunks_build_one_cache(**kwargs) -> None:
+    """A prompt in several calls: each reads what those before it have quantised, and agrees with the reference."""
+    whole = make_case([60], [0], dtype=torch.bfloat16, **kwargs)
+    case, start = whole, 0
+    for length in (20, 1, 16, 3, 20):
+        rows = slice(start, start + length)
+        step = alone(whole, 0)
+        step = replace(
+            step,
+            q=whole.q[rows],
+            k=whole.k[rows],
+            v=whole.v[rows],
+            slot_mapping=whole.slot_mapping[rows],
+            query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=whole.q.device),
+            seq_lens=torch.tensor([start + length], dtype=torch.int32, device=whole.q.device),
+            max_query_len=length,
+            **{name: getattr(case, name) for name in CACHES},
+        )
+        check(step, OP)
+        args = step.args()
+        OP(*args)
+        case = replace(step, **dict(zip(CACHES, args[3:7], strict=True)))
+        start += length
+    assert start == 60
+
+
+def a_bad_key_is_its_own_requests_affair(**kwargs) -> None:
+    """NaN or infinity in a new key or value spoils the rows that see it, and no other request or KV head."""
+    clean = make_case([1, 30, 1, 4], [30, 20, 40, 300], **kwargs)
+    for name, value in (("k", float("nan")), ("v", float("inf"))):
+        bad = getattr(clean, name).clone()
+        bad[35, 1, 3] = value  # the last row of the last request
+        case = replace(clean, **{name: bad})
+        out, expected = OP(*case.args()), OP(*clean.args())
+        assert not torch.isfinite(out[35, 2:, 3]).any(), "heads 2 and 3 belong to KV head 1"
+        assert torch.equal(out[:32], expected[:32])
+        assert torch.equal(out[32:, :2], expected[32:, :2])
+
+
+def quantised_rows_are_those_of_kv_quant(dtype: torch.dtype, kv_dtype: torch.dtype, device: str = "cpu") -> None:
+    """Written bit for bit, over all sizes and with odd rows: zeros, denormals, the largest numbers, NaN, infinities."""
+    shape = (24, 4, 80)
+    smallest, largest = (-6, 4) if dtype == torch.float16 else (-37, 37)
+    sizes = 10 ** (smallest + (largest - smallest) * torch.rand(*shape[:2], 1))
+    rows = (torch.randn(shape) * sizes).to(dtype)
+    info = torch.finfo(dtype)
+    for token, value in enumerate((0.0, -0.0, info.tiny / 8, info.tiny, info.max, info.min)):
+        rows[token] = value
+    for token, value in enumerate((float("nan"), float("inf"), -float("inf"), info.max, info.tiny)):
+        rows[10 + token, :, token] = value
+    case = make_case([24], [0], dtype=dtype, kv_dtype=kv_dtype, num_kv_heads=4, head_dim=80, device=device)
+    args = replace(case, k=rows.to(device), v=rows.flip(0).to(device)).args()
+    OP(*args)
+    slots = case.slot_mapping.long().cpu()
+    blocks, offsets = slots // 16, slots % 16
+    for new, cache, scale in ((rows, args[3], args[5]), (rows.flip(0), args[4], args[6])):
+        codes, scales = kv_quant.quantise(new, kv_dtype)
+        assert torch.equal(cache.cpu().view(torch.int8)[blocks, :, offsets], codes.view(torch.int8))
+        assert torch.equal(scale.cpu().view(torch.int32)[blocks, :, offsets], scales.view(torch.int32))
+
+
+def huge_values(**kwargs) -> None:
+    """Keys and values of 1e30 among ordinary ones, in float32, under queries whose scores are ordinary all the same."""
+    case = make_case([1, 20, 1], [70, 33, 0], dtype=torch.float32, **kwargs)
+    case.q.mul_(1e-30)
+    case.k[3].mul_(1e30)
+    case.k[21].mul_(-1e30)
+    case.v[5].mul_(1e30)
+    check(case, OP)
+
+
+MORE: dict[str, tuple[Callable, dict]] = {
+    "neighbours": (neighbours_change_nothing, {}),
+    "neighbours-int8-window-sinks": (
+        neighbours_change_nothing,
+        {"kv_dtype": torch.int8, "window": 290, "sinks": True},
+    ),
+    "bad-key": (a_bad_key_is_its_own_requests_affair, {"dtype": torch.float32}),
+    "huge": (huge_values, {}),
+    **{f"chunks-{name}": (chunks_build_one_cache, {"kv_dtype": dtype}) for name, dtype in KV_DTYPES.items()},
+    **{f"huge-{name}": (huge_values, {"kv_dtype": dtype}) for name, dtype in KV_DTYPES.items()},
+    "bad-key-int8": (a_bad_key_is_its_own_requests_affair, {"dtype": torch.bfloat16, "kv_dtype": torch.int8}),
+    **{
+        f"rows-{name}-{dtype}": (quantised_rows_are_those_of_kv_quant, {"dtype": dtype, "kv_dtype": kv_dtype})
+        for name, kv_dtype in KV_DTYPES.items()
+        for dtype in (torch.float32, torch.bfloat16)
+    },
+}
+
+
+def run_interpreted() -> None:
+    def outcome(function: Callable, **kwargs) -> str:
+        try:
+            function(**kwargs)
+        except Exception:
+            return traceback.format_exc()
+        return ""
+
+    def run(**kwargs) -> None:
+        check(make_case(**kwargs), OP)
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    outcomes = {name: outcome(run, **kwargs) for name, kwargs in interpreted()}
+    outcomes |= {name: outcome(function, **kwargs) for name, (function, kwargs) in MORE.items()}
+    print(json.dumps(outcomes))
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[subprocess.Popen]:
+    """The process that interprets, started before anything is compiled so that both run at once."""
+    command = [sys.executable, "-m", "tests.ops.attention.test_triton_attention"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def outcomes(child: subprocess.Popen) -> dict[str, str]:
+    stdout, stderr = child.communicate()
+    assert child.returncode == 0, stderr
+    return json.loads(stdout)
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+}
+
+
+class Recorder:
+    """Stands in for a kernel and keeps what it is launched with."""
+
+    def __init__(self, kernel: "triton.JITFunction", launches: list) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> FunctionType:
+        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
+
+
+def launches(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+    features: bool = False,
+) -> list[tuple["triton.JITFunction", tuple, dict]]:
+    """What a mixed step launches on a GPU of that capability, from tensors without storage."""
+    recorded: list = []
+    for name in ("write_kernel", "split_kernel", "merge_kernel", "prefill_kernel"):
+        monkeypatch.setattr(attention_triton, name, Recorder(getattr(attention_triton, name), recorded))
+    monkeypatch.setattr(attention_triton, "_device", lambda device: attention_triton.Device("", capability, 132))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    num_tokens, num_requests, num_heads, num_kv_heads, block_size, table_width = 512, 32, 32, 8, 16, 2048
+    qkv = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
+    caches = [empty(1024, num_kv_heads, block_size, head_dim, dtype=kv_dtype or dtype) for _ in range(2)]
+    scales = [empty(1024, num_kv_heads, block_size, dtype=torch.float32) if kv_dtype else None for _ in range(2)]
+    attention_triton.paged_attention(
+        *qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1),
+        *caches,
+        *scales,
+        empty(num_tokens),
+        empty(num_requests, table_width),
+        empty(num_requests + 1),
+        empty(num_requests),
+        empty(num_heads, dtype=torch.float32) if features else None,
+        head_dim**-0.5,
+        num_tokens,
+        1024 if features else 0,
+        30.0 if features else 0.0,
+    )
+    monkeypatch.undo()
+    return recorded
+
+
+def compiled(kernel: "triton.JITFunction", args: tuple, kwargs: dict, capability: tuple[int, int]):
+    """The launch compiled for a GPU that is not there, specialised as a launch on one would be."""
+    from triton.backends.compiler import GPUTarget
+
+    values = dict(zip(kernel.arg_names, args, strict=False))
+    values |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value = values[name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            tensor = isinstance(value, torch.Tensor)
+            signature[name] = f"*{TYPES[value.dtype]}" if tensor else "i32"
+            if tensor or value % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
+    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+    return triton.compile(source, target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options=options)
+
+
+def resources(cubin: bytes, path: Path) -> dict[str, int]:
+    """Registers, stack and local memory of a compiled kernel."""
+    path.write_bytes(cubin)
+    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    command = [disassembler, "--dump-resource-usage", path]
+    dump = subprocess.run(command, capture_output=True, text=True, check=True)
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump.stdout)}
+
+
+# Capability, head_dim, dtype, KV dtype, whether with window, soft cap and sinks. Head dims 80 and 96 take the tiles of
+# 128. Not all products, since each is seconds of compilation.
+SM_80, SM_90 = (8, 0), (9, 0)
+BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
+COMPILED = [
+    (SM_80, 80, BF16, None, False),
+    (SM_80, 128, BF16, None, True),
+    (SM_80, 256, BF16, None, False),
+    (SM_80, 128, BF16, INT8, False),
+    (SM_90, 64, FP16, INT8, True),
+    (SM_90, 96, FP16, None, False),
+    (SM_90, 128, BF16, None, False),
+    (SM_90, 128, BF16, INT8, False),
+    (SM_90, 256, BF16, None, True),
+    (SM_90, 256, BF16, FP8, False),
+]
+
+
+@pytest.mark.parametrize(("capability", "head_dim", "dtype", "kv_dtype", "features"), COMPILED, ids=str)
+def test_compiles_without_spills(
+    capability: tuple[int, int],
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+    features: bool,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    recorded = launches(monkeypatch, capability, head_dim, dtype, kv_dtype, features)
+    names = [kernel.__name__ for kernel, _, _ in recorded]
+    assert names == ["write_kernel", "split_kernel", "split_kernel", "merge_kernel", "prefill_kernel"]
+    for kernel, args, kwargs in recorded:
+        binary = compiled(kernel, args, kwargs, capability)
+        usage, shared = resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
+        print(f"{kernel.__name__}: {usage['REG']} registers, {shared} bytes of shared memory")
+        assert usage["STACK"] == 0, kernel.__name__
+        assert usage["LOCAL"] == 0, kernel.__name__
+        # All programs of a persistent grid run at once; not where masks and features take registers beyond the tuned.
+        is_decode = kernel.__name__ == "split_kernel" and kwargs["MIN_QUERY"] == 1
+        programs = 1
+        if is_decode and not features and head_dim in (64, 128, 256):
+            programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).split_programs_per_sm
+        assert programs * (shared + 1024) <= SHARED_MEMORY[capability], kernel.__name__
+        assert programs * kwargs.get("num_warps", 4) * -(-usage["REG"] // 8) * 256 <= REGISTERS, kernel.__name__
+
+
+def test_float32_fits_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tiles of float32; its speed, and so a few spilled bytes, are of no interest."""
+    for kernel, args, kwargs in launches(monkeypatch, (8, 0), 256, torch.float32):
+        assert compiled(kernel, args, kwargs, (8, 0)).metadata.shared < 99 * 1024
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_dim_without_tiles_is_refused() -> None:
+    with pytest.raises(ValueError, match="head_dim 512"):
+        default_config(512, 2, 2, (9, 0))
+
+
+def test_fp8_is_refused_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"given one of 8\.0: use 'int8'"):
+        launches(monkeypatch, (8, 0), 128, torch.bfloat16, torch.float8_e4m3fn)
+
+
+# ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*(name for name, _ in interpreted()), *MORE])
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+if __name__ == "__main__":
+    run_interpreted()

@@ -1,0 +1,203 @@
+"""The packed linear: every instruction set of this machine against float32, batch invariance, the op's registration."""
+
+from collections.abc import Callable, Iterator
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.linear import packed_linear as linear
+
+ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 64, 100, 513]
+# (out_features, in_features): one of each, whole tiles, cut tiles, odd K, several chunks of K
+SHAPES = [(1, 1), (48, 64), (50, 65), (17, 513), (100, 700), (208, 256)]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    module = native.load("linear_cpu")
+    if module is None:
+        pytest.skip("needs a C++ compiler")
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "baseline"])
+def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Callable[..., Tensor]:
+    """``packed_linear`` on one instruction set; AMX also as a model of it in software, for CPUs without."""
+    isas = kernels.supported_isas()
+    if request.param not in isas and not (request.param == "amx_in_software" and "avx512" in isas):
+        pytest.skip(f"this CPU has no {request.param}")
+    return lambda x, packed, bias, n: kernels.packed_linear(x, packed, bias, n, isa=request.param)
+
+
+def problem(rows: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(rows, k).bfloat16(), torch.randn(n, k).bfloat16(), torch.randn(n).bfloat16()
+
+
+def assert_rounded_once(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Half a bfloat16 step of the exact result, and float32's error in the sum."""
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    magnitude = x.double().abs() @ weight.double().abs().T
+    error = (actual.double() - exact).abs()
+    assert actual.dtype == torch.bfloat16
+    assert actual.is_contiguous()
+    assert actual.shape == exact.shape
+    assert (error <= exact.abs() * 2**-8 + magnitude * 2**-18 + 1e-30).all()
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_matches_float(run: Callable[..., Tensor], n: int, k: int, with_bias: bool) -> None:
+    for rows in ROWS:
+        x, weight, bias = problem(rows, n, k)
+        offset = bias if with_bias else None
+        assert_rounded_once(run(x, linear.pack_weight(weight), offset, n), x, weight, offset)
+
+
+@pytest.mark.parametrize(("t", "n", "k"), [(1, 64, 256), (33, 100, 700), (500, 96, 1024)])
+def test_software_tiles_are_those_of_the_cpu(t: int, n: int, k: int) -> None:
+    """Bit for bit, so what holds for the one holds for the other."""
+    kernels = native.load("linear_cpu")
+    if kernels is None or "amx" not in kernels.supported_isas():
+        pytest.skip("this CPU has no AMX")
+    x, weight, bias = problem(t, n, k)
+    packed = linear.pack_weight(weight)
+    of_the_cpu, in_software = (kernels.packed_linear(x, packed, bias, n, isa) for isa in ("amx", "amx_in_software"))
+    assert torch.equal(of_the_cpu, in_software)
+
+
+@pytest.mark.parametrize("k", [64, 65])
+def test_strided_rows(run: Callable[..., Tensor], k: int) -> None:
+    wide, weight, bias = torch.randn(20, 150).bfloat16(), torch.randn(33, k).bfloat16(), torch.randn(33).bfloat16()
+    packed = linear.pack_weight(weight)
+    for x in (wide[:, 3 : 3 + k], wide[::2, 7 : 7 + k], wide[4:5, 1 : 1 + k], wide[:1, :k].expand(9, k)):
+        assert torch.equal(run(x, packed, bias, 33), run(x.contiguous(), packed, bias, 33))
+        assert_rounded_once(run(x, packed, bias, 33), x, weight, bias)
+
+
+@pytest.mark.parametrize(("n", "k"), [(100, 700), (48, 65)])
+def test_batch_invariance(run: Callable[..., Tensor], n: int, k: int) -> None:
+    """A row's result has the same bits in every batch, at every place, with any number of threads."""
+    x, weight, bias = problem(513, n, k)
+    packed = linear.pack_weight(weight)
+    torch.set_num_threads(1)
+    alone = torch.cat([run(row, packed, bias, n) for row in x.split(1)])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 20, 33, 65, 512, 513):
+            assert torch.equal(run(x[:rows], packed, bias, n), alone[:rows])
+            assert torch.equal(run(x[-rows:], packed, bias, n), alone[-rows:])
+
+
+def test_threads_share_large_work(run: Callable[..., Tensor]) -> None:
+    x, weight, bias = problem(33, 1000, 512)
+    packed = linear.pack_weight(weight)
+    torch.set_num_threads(1)
+    expected = run(x, packed, bias, 1000)
+    for threads in (2, 3, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(run(x, packed, bias, 1000), expected)
+
+
+def test_special_values(run: Callable[..., Tensor]) -> None:
+    """Infinity, NaN and overflow arrive; a row or column of them leaves the others alone."""
+    x, weight, _ = problem(9, 20, 33)
+    packed, clean = linear.pack_weight(weight), x.clone()
+    x[3, 32], x[5, 0], x[7, 1] = float("inf"), float("nan"), 3e38
+    actual, rows = run(x, packed, None, 20), [0, 1, 2, 4, 6, 8]
+    assert torch.equal(actual[rows], run(clean, packed, None, 20)[rows])
+    assert actual[3].isinf().all()
+    assert actual[5].isnan().all()
+    assert torch.equal(actual[7].isinf(), linear.packed_linear_reference(x, packed, None, 20)[7].isinf())
+
+
+def test_pack_weight_layout() -> None:
+    weight = torch.arange(18 * 5).view(18, 5).bfloat16()
+    packed = linear.pack_weight(weight)
+    assert packed.shape == (2, 3, 16, 2)
+    assert packed.is_contiguous()
+    for n, k in ((0, 0), (15, 1), (16, 2), (17, 4)):
+        assert packed[n // 16, k // 2, n % 16, k % 2] == weight[n, k]
+    assert (packed[:, 2, :, 1] == 0).all()
+    assert (packed[1, :, 2:] == 0).all()
+
+
+def test_pack_weight_in_huge_pages() -> None:
+    weight = torch.randn(1000, 2050).bfloat16()
+    packed = linear.pack_weight(weight)
+    assert packed.is_contiguous()
+    unpacked = packed.transpose(1, 2).reshape(-1, 2050)
+    assert torch.equal(unpacked[:1000], weight)
+    assert (unpacked[1000:] == 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_op(rows: int, with_bias: bool) -> None:
+    x, weight, bias = problem(rows, 50, 65)
+    args = (x, linear.pack_weight(weight), bias if with_bias else None, 50)
+    torch.library.opcheck(torch.ops.compiled_llm.packed_linear.default, args)
+    assert_rounded_once(linear.packed_linear(*args), x, weight, args[2])
+
+
+def test_fullgraph_compile() -> None:
+    x, weight, bias = problem(5, 50, 64)
+    packed = linear.pack_weight(weight)
+    compiled = torch.compile(lambda x: linear.packed_linear(x, packed, bias, 50) + 1, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x), linear.packed_linear(x, packed, bias, 50) + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_unpack_rows(dtype: torch.dtype) -> None:
+    weight, rows = torch.randn(50, 64).bfloat16(), torch.tensor([49, 0, 17, 17, 32])
+    assert torch.equal(linear.unpack_rows(linear.pack_weight(weight), rows.to(dtype)), weight[rows])
+
+
+def test_loading_the_kernels_puts_them_behind_the_op(kernels: ModuleType) -> None:
+    """C++ for the CPU, in place of the Python function that loads it."""
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("compiled_llm::packed_linear", "CPU")
+
+
+def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda name: None)
+    x, weight, bias = problem(7, 50, 65)
+    packed = linear.pack_weight(weight)
+    actual = linear._without_kernels(x, packed, bias, 50)
+    assert torch.equal(actual, linear.packed_linear_reference(x, packed, bias, 50))
+    assert_rounded_once(actual, x, weight, bias)
+
+
+def test_refuses_wrong_inputs(kernels: ModuleType) -> None:
+    x, weight, bias = problem(4, 50, 64)
+    packed = linear.pack_weight(weight)
+    wrong = [
+        ((x.float(), packed, bias, 50), "must be bfloat16 on the CPU"),
+        ((x, packed.float(), bias, 50), "must be bfloat16 on the CPU"),
+        ((x, packed, bias.float(), 50), "must be bfloat16 on the CPU"),
+        ((x.to("meta"), packed, bias, 50), "must be bfloat16 on the CPU"),
+        ((x[0], packed, bias, 50), r"x must be \[T, K\]"),
+        ((x[:, :0], packed, bias, 50), r"x must be \[T, K\]"),
+        ((x.T.contiguous().T, packed, bias, 50), "last stride of x must be 1"),
+        ((x[:, :62], packed, bias, 50), "take packed"),
+        ((x, packed, bias, 65), "take packed"),
+        ((x, weight, bias, 50), "take packed"),
+        ((x, packed, bias, 0), "take packed"),
+        ((x, packed.transpose(0, 1).contiguous().transpose(0, 1), bias, 50), "packed must be contiguous"),
+        ((x, packed, bias[:49], 50), "bias must be"),
+    ]
+    for args, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            kernels.packed_linear(*args)
+    with pytest.raises(ValueError, match="isa 'mmx' is unknown"):
+        kernels.packed_linear(x, packed, bias, 50, isa="mmx")

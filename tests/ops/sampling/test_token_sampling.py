@@ -1,0 +1,279 @@
+"""Sampling on the CPU: every instruction set against the reference, the distribution, the op's registration."""
+
+import functools
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.sampling import token_sampling as sampling
+from tests.ops.sampling.sampling_cases import (
+    DTYPES,
+    OFF,
+    SamplingCase,
+    acceptable,
+    check,
+    chi_square_is_likely,
+    expected,
+    extreme_case,
+    grid,
+    make_case,
+    probabilities,
+)
+
+Op = Callable[..., Tensor]
+VOCABULARIES = (1, 7, 255, 256, 257, 4096, 50000)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    module = native.load("sampling_cpu")
+    if module is None:
+        pytest.skip("needs a C++ compiler")
+    return module
+
+
+@pytest.fixture(params=["avx512", "avx2", "portable", "op"])
+def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Op:
+    """``sample_tokens`` on one instruction set, or as it is registered."""
+    if request.param == "op":
+        return sampling.sample_tokens
+    if request.param not in kernels.supported_isas():
+        pytest.skip(f"this CPU has no {request.param}")
+    return lambda *args: kernels.sample_tokens(*args, isa=request.param)
+
+
+# ---- against the reference ------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def cases(vocabulary: int) -> list[tuple[SamplingCase, Tensor]]:
+    made = [make_case(**kwargs) for _, kwargs in grid((vocabulary,))]
+    return [(case, expected(case)) for case in made]
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_grid(vocabulary: int, run: Op) -> None:
+    for case, wanted in cases(vocabulary):
+        check(case, run, wanted=wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [1, 2, 7, 255, 257, 4096])
+def test_extremes(vocabulary: int, dtype: torch.dtype, run: Op) -> None:
+    check(extreme_case(vocabulary, dtype), run)
+
+
+def test_many_top_ks(run: Op) -> None:
+    """All the ends of a search: one token, a chunk, as many as there are chunks, all but one."""
+    top_k = torch.tensor([*range(1, 40), *range(40, 4090, 31), *range(4090, 4100)], dtype=torch.int32)
+    for pattern in ("normal", "few-values"):
+        case = make_case(4096, pattern=pattern, rows=len(top_k), temperatures=(1.0,), min_ps=(0.0,))
+        check(case._replace(top_k=top_k), run)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 257, 4096])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_rows(vocabulary: int, dtype: torch.dtype, run: Op) -> None:
+    """Rows of a wider tensor, whose other columns would change every token."""
+    case = make_case(vocabulary, dtype=dtype)
+    wide = torch.full((2 * len(case.logits), vocabulary + 37), math.inf, dtype=dtype)
+    for strided in (wide[: len(case.logits), :vocabulary], wide[::2, 36 : 36 + vocabulary]):
+        strided.copy_(case.logits)
+        assert torch.equal(check(case._replace(logits=strided), run), run(*case))
+        strided.fill_(math.inf)
+    assert torch.equal(run(*case._replace(logits=case.logits[:1].expand_as(case.logits))), expected(
+        case._replace(logits=case.logits[:1].repeat(len(case.logits), 1))
+    ))  # fmt: skip
+
+
+def test_a_row_alone_gives_the_same_token(run: Op) -> None:
+    case = make_case(5000, dtype=torch.bfloat16, rows=40)
+    together, threads = run(*case), torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(torch.cat([run(*case.rows(slice(row, row + 1))) for row in range(40)]), together)
+            order = torch.randperm(40)
+            assert torch.equal(run(*case.rows(order)), together[order])
+    finally:
+        torch.set_num_threads(threads)
+
+
+LOGIT = st.one_of(
+    st.floats(-40, 40, width=32),
+    st.sampled_from([0.0, -0.0, 1.0, 5.0, 5.0000005, -1e4, 3e38, -3e38, -math.inf, -math.inf, math.nan]),
+)
+ROW = st.tuples(
+    st.sampled_from([0.0, 1e-30, 0.5, 1.0, 1.7, 100.0]),
+    st.one_of(st.integers(1, 40), st.just(OFF)),
+    st.one_of(st.floats(1e-6, 1.0), st.just(1.0)),
+    st.one_of(st.floats(0.0, 1.0), st.just(0.0)),
+    st.one_of(st.floats(0.0, 1.0, exclude_max=True), st.sampled_from([0.0, math.nextafter(1.0, 0.0)])),
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(1, 40).flatmap(lambda v: st.lists(st.lists(LOGIT, min_size=v, max_size=v), min_size=1)), st.data())
+def test_any_rows(logits: list[list[float]], data: st.DataObject) -> None:
+    params = [data.draw(ROW) for _ in logits]
+    dtypes = (torch.float32, torch.int32, torch.float32, torch.float32, torch.float64)
+    columns = [
+        torch.tensor(column, dtype=dtype) for column, dtype in zip(zip(*params, strict=True), dtypes, strict=True)
+    ]
+    rows = torch.tensor(logits)
+    check(SamplingCase(rows, *columns), sampling.sample_tokens, most_differences=len(logits))
+
+
+# ---- the distribution -----------------------------------------------------------------------------------------------
+
+OFFS = {"top_k": OFF, "top_p": 1.0, "min_p": 0.0}
+FILTERS = {
+    "plain": {},
+    "top-k": {"top_k": 7},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.05},
+    "top-k-top-p": {"top_k": 12, "top_p": 0.9},
+    "all": {"top_k": 12, "top_p": 0.9, "min_p": 0.1},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize("name", FILTERS)
+def test_distribution(name: str, temperature: float, kernels: ModuleType) -> None:
+    """Chi-square of 100,000 samples against the exact distribution, p > 0.001."""
+    filters, count = {**OFFS, **FILTERS[name]}, 100_000
+    logits = torch.randn(300)
+    case = SamplingCase(
+        logits.expand(count, -1),
+        torch.full((count,), temperature),
+        torch.full((count,), filters["top_k"], dtype=torch.int32),
+        torch.full((count,), filters["top_p"]),
+        torch.full((count,), filters["min_p"]),
+        torch.rand(count, dtype=torch.float64),
+    )
+    counts = sampling.sample_tokens(*case).bincount(minlength=300)
+    assert chi_square_is_likely(counts, probabilities(logits, temperature, **filters))
+
+
+def test_a_wrong_distribution_is_found() -> None:
+    counts = torch.multinomial(torch.tensor([0.5, 0.3, 0.2]), 100_000, replacement=True).bincount(minlength=3)
+    assert chi_square_is_likely(counts, torch.tensor([0.5, 0.3, 0.2]))
+    assert not chi_square_is_likely(counts, torch.tensor([0.51, 0.3, 0.19]))
+    assert not chi_square_is_likely(counts, torch.tensor([0.6, 0.4, 0.0]))
+
+
+def test_every_token_that_stays_can_be_drawn(run: Op) -> None:
+    """A draw in the middle of each token's part gives that token."""
+    logits = torch.randn(2000)
+    for filters in FILTERS.values():
+        probs = probabilities(logits, 1.0, **{**OFFS, **filters})
+        tokens = probs.nonzero().flatten()
+        rows = len(tokens)
+        case = SamplingCase(
+            logits.expand(rows, -1),
+            torch.ones(rows),
+            torch.full((rows,), filters.get("top_k", OFF), dtype=torch.int32),
+            torch.full((rows,), filters.get("top_p", 1.0)),
+            torch.full((rows,), filters.get("min_p", 0.0)),
+            (probs.cumsum(0) - probs / 2)[tokens],
+        )
+        assert torch.equal(run(*case), tokens)
+
+
+# ---- the check itself -----------------------------------------------------------------------------------------------
+
+
+def accepted(weights: list[float], **params: float) -> list[int]:
+    params = {"temperature": 1.0, "top_k": OFF, "top_p": 1.0, "min_p": 0.0, "uniform": 0.0, **params}
+    return [token for token in range(len(weights)) if acceptable(token, torch.tensor(weights).log(), **params)]
+
+
+def test_the_check_accepts_one_token_but_at_a_boundary() -> None:
+    weights = [0.2, 0.5, 0.0, 0.3]
+    assert accepted(weights, uniform=0.1) == [0]
+    assert accepted(weights, uniform=0.2) == [0, 1]
+    assert accepted(weights, uniform=0.2 + 1e-5) == [1]
+    assert accepted(weights, uniform=0.7) == [1, 3]
+    assert accepted(weights, uniform=math.nextafter(1.0, 0.0)) == [3]
+    assert accepted(weights, top_k=1) == [1]
+    assert accepted(weights, top_p=0.6) == [1]
+    assert accepted(weights, top_p=0.8) == [0, 1]  # two tokens have this very share, or three by rounding
+    assert accepted(weights, min_p=0.5) == [1]
+    assert accepted(weights, min_p=0.4 + 1e-7) == [0, 1]
+    assert accepted(weights, temperature=0.0) == [1]
+    assert accepted([0.3, 0.3, 0.4, 0.3], top_k=2, uniform=0.9) == [3]  # equals stay together
+    assert accepted([0.0, 0.0]) == []  # NO_TOKEN alone
+
+
+def test_the_check_accepts_the_reference_and_no_other() -> None:
+    case = make_case(50, rows=200, temperatures=(1.0,), scale=0.5)
+    case = case._replace(uniform=torch.linspace(0.01, 0.99, 200, dtype=torch.float64))
+    for row, token in enumerate(expected(case).tolist()):
+        top_k, *params = (float(column[row]) for column in case[2:])
+        assert [t for t in range(50) if acceptable(t, case.logits[row], 1.0, int(top_k), *params)] == [token]
+
+
+# ---- the op ---------------------------------------------------------------------------------------------------------
+
+
+def test_greedy_tokens(kernels: ModuleType) -> None:
+    for dtype in DTYPES:
+        for vocabulary in (1, 7, 257, 5000):
+            logits = make_case(vocabulary, pattern="few-values", dtype=dtype).logits
+            assert torch.equal(sampling.greedy_tokens(logits), logits.float().argmax(-1))
+            for isa in kernels.supported_isas():
+                assert torch.equal(kernels.greedy_tokens(logits, isa), logits.float().argmax(-1))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_op(rows: int) -> None:
+    case = make_case(300, rows=rows)
+    torch.library.opcheck(torch.ops.compiled_llm.sample_tokens.default, tuple(case))
+    torch.library.opcheck(torch.ops.compiled_llm.greedy_tokens.default, (case.logits,))
+
+
+def test_fullgraph_compile() -> None:
+    case = make_case(300)
+    compiled = torch.compile(lambda *args: sampling.sample_tokens(*args) + 1, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*case), expected(case) + 1)
+
+
+def test_loading_the_kernels_puts_them_behind_the_ops(kernels: ModuleType) -> None:
+    for name in ("sample_tokens", "greedy_tokens"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"compiled_llm::{name}", "CPU")
+
+
+def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda name: None)
+    case = make_case(300)
+    assert torch.equal(sampling._sample_without_kernels(*case), expected(case))
+    assert torch.equal(sampling._greedy_without_kernels(case.logits), case.logits.argmax(-1))
+
+
+def test_refuses_wrong_inputs(kernels: ModuleType) -> None:
+    case = make_case(300, rows=4)
+    wrong = [
+        ({"logits": case.logits[0]}, r"must be \[R, V\]"),
+        ({"logits": case.logits[:, :0]}, r"must be \[R, V\]"),
+        ({"logits": case.logits.T.contiguous().T}, "last stride 1"),
+        ({"logits": case.logits.double()}, "float32, bfloat16 or float16"),
+        ({"temperature": case.temperature.double()}, r"temperature must be a contiguous \[4\]"),
+        ({"temperature": case.temperature[:3]}, r"temperature must be a contiguous \[4\]"),
+        ({"top_k": case.top_k.long()}, r"top_k must be a contiguous \[4\]"),
+        ({"top_k": torch.tensor([1, 2, 0, 4], dtype=torch.int32)}, r"top_k\[2\] must be at least 1, got 0"),
+        ({"top_p": torch.ones(8)[::2]}, r"top_p must be a contiguous \[4\]"),
+        ({"min_p": case.min_p[None]}, r"min_p must be a contiguous \[4\]"),
+        ({"uniform": case.uniform.float()}, r"uniform must be a contiguous \[4\]"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            sampling.sample_tokens(*case._replace(**change))
+    with pytest.raises(ValueError, match="isa 'mmx' is unknown"):
+        kernels.sample_tokens(*case, isa="mmx")

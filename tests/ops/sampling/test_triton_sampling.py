@@ -1,0 +1,269 @@
+"""The sampling kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
+
+As in ``test_attention_triton.py``, the interpreted cases run in one child process: this file as a program, with
+TRITON_INTERPRET=1. It prints one JSON object, name of a case -> its traceback, or an empty string.
+"""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.sampling.sampling_cases import DTYPES, OFF, SamplingCase, check, extreme_case, grid, make_case
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.sampling import token_sampling as sampling  # noqa: E402
+from compiled_llm.ops.sampling import triton_sampling as sampling_triton  # noqa: E402
+from tests.ops import test_attention_triton as ahead_of_time  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+
+
+# ---- interpreted ----------------------------------------------------------------------------------------------------
+
+
+def op(most_listed: int = sampling_triton.MOST_LISTED, splits: int = 1) -> Callable[..., Tensor]:
+    """The op with lists of that length, and about so many programs a row."""
+
+    def run(*args: Tensor) -> Tensor:
+        sizes = {"MOST_LISTED": most_listed, "PROGRAMS_PER_SM": splits, "_num_sms": lambda device: len(args[0])}
+        with mock.patch.multiple(sampling_triton, **sizes):
+            return sampling_triton.sample_tokens(*args)
+
+    return run
+
+
+def of_the_grid(most_listed: int = sampling_triton.MOST_LISTED, splits: int = 1, **kwargs) -> None:
+    check(make_case(**kwargs), op(most_listed, splits))
+
+
+def of_extremes(vocabulary: int, dtype: torch.dtype) -> None:
+    check(extreme_case(vocabulary, dtype), op())
+
+
+# The next five run on a GPU too, where a row in a great many may differ from the reference by rounding.
+
+
+def no_number_gives_no_token(device: str = "cpu") -> None:
+    """Rows of what is banned and what is no number, in any order."""
+    for vocabulary in (1, 2, 600):
+        logits = torch.full((4, vocabulary), -math.inf)
+        logits[1], logits[2, 0], logits[3, -1] = math.nan, math.nan, math.nan
+        case = make_case(1, rows=4)._replace(logits=logits).to(device)
+        assert (check(case, sampling_triton.sample_tokens) == sampling.NO_TOKEN).all()
+
+
+def strided_rows_give_the_same(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Rows of a wider tensor, whose other columns would change every token."""
+    case = make_case(700, dtype=dtype, rows=8).to(device)
+    tokens = check(case, op(), most_differences=1)
+    for start in (0, 5):
+        wide = torch.full((16, 800), math.inf, dtype=dtype, device=device)
+        logits = wide[::2, start : start + 700]
+        logits.copy_(case.logits)
+        assert torch.equal(op()(*case._replace(logits=logits)), tokens)
+
+
+def programs_and_neighbours_change_nothing(vocabulary: int, rows: int, pattern: str, device: str = "cpu") -> None:
+    """However many programs share a row, whether or not its depths fit into the list, and whatever stands beside it."""
+    case = make_case(vocabulary, rows=rows, pattern=pattern, dtype=torch.bfloat16)
+    case = case._replace(
+        temperature=torch.tensor([1.0, 0.7, 1.5, 0.0]).repeat(rows)[:rows],
+        top_k=torch.tensor([50, 1000, OFF, 1], dtype=torch.int32).repeat(rows)[:rows],
+    ).to(device)
+    tokens = check(case, op(), most_differences=1)
+    for most_listed, splits in ((8, 3), (32, 1), (128, 2), (512, 5), (2048, 128), (sampling_triton.MOST_LISTED, 3)):
+        assert torch.equal(op(most_listed, splits)(*case), tokens)
+    order = torch.arange(rows).flip(0).to(device)
+    assert torch.equal(sampling_triton.sample_tokens(*case.rows(order)), tokens[order])
+    for row in range(rows):
+        assert torch.equal(sampling_triton.sample_tokens(*case.rows(slice(row, row + 1))), tokens[row : row + 1])
+
+
+def a_top_k_below_1_is_1(device: str = "cpu") -> None:
+    case = make_case(300, rows=4, temperatures=(1.0,)).to(device)
+    tokens = sampling_triton.sample_tokens(*case._replace(top_k=torch.zeros_like(case.top_k)))
+    assert torch.equal(tokens, case.logits.argmax(-1))
+
+
+def a_uniform_of_1_takes_the_last_that_stays(device: str = "cpu") -> None:
+    case = make_case(700, rows=8, temperatures=(1.0,)).to(device)
+    below, one = (torch.full_like(case.uniform, value) for value in (math.nextafter(1.0, 0.0), 1.0))
+    tokens = sampling_triton.sample_tokens(*case._replace(uniform=one))
+    assert torch.equal(tokens, check(case._replace(uniform=below), op(), most_differences=1))
+
+
+# Nearly equal weights, all in the range that is left after the first passes.
+HOT = {"scale": 0.1, "temperatures": (100.0,), "top_ks": (1, 2, 5, 50, OFF), "top_ps": (1e-6, 0.1, 1.0)}
+# Where the list is too short: both filters over all tokens, and passes over weights that many tokens share.
+SEARCHES = {
+    "top-k": {"top_ks": (300, 3000), "top_ps": (1.0,)},
+    "top-p": {"top_ks": (OFF,), "top_ps": (0.3, 0.9, 0.999)},
+    "both": {"top_ks": (300, 3000), "top_ps": (0.3, 0.9, 0.999)},
+}
+FULL = ("1500-float32", "1500-bfloat16")  # of the grid; elsewhere the parts that differ
+PARTS = ("1-float32-equal", "7-float32-normal-2.0", "7-float32-few-values", "257-float32-banned", "1500-float16-peaked")
+INTERPRETED: dict[str, tuple[Callable, dict]] = {
+    **{
+        name: (of_the_grid, {**kwargs, "rows": 12})
+        for name, kwargs in grid((1, 7, 257, 1500))
+        if name.startswith(FULL) or name in PARTS
+    },
+    **{
+        f"short-list-{name}-{pattern}": (
+            of_the_grid,
+            {"vocabulary": 3100, "rows": 6, "pattern": pattern, "most_listed": 16, "temperatures": (1.0,), **filters},
+        )
+        for name, filters in SEARCHES.items()
+        for pattern in ("normal", "few-values", "banned")
+    },
+    **{
+        f"long-{pattern}": (of_the_grid, {"vocabulary": 40000, "rows": 4, "pattern": pattern, "splits": 9})
+        for pattern in ("normal", "few-values", "equal")
+    },
+    **{f"hot-{dtype}": (of_the_grid, {"vocabulary": 300, "rows": 16, "dtype": dtype, **HOT}) for dtype in DTYPES},
+    **{
+        f"extremes-{vocabulary}-{dtype}": (of_extremes, {"vocabulary": vocabulary, "dtype": dtype})
+        for vocabulary, dtype in ((1, torch.float32), (7, torch.float16), (600, torch.bfloat16), (600, torch.float32))
+    },
+    **{
+        f"programs-{pattern}": (
+            programs_and_neighbours_change_nothing,
+            {"vocabulary": 2100, "rows": 4, "pattern": pattern},
+        )
+        for pattern in ("normal", "few-values")
+    },
+    **{f"strided-{dtype}": (strided_rows_give_the_same, {"dtype": dtype}) for dtype in DTYPES},
+    "no-number": (no_number_gives_no_token, {}),
+    "top-k-0": (a_top_k_below_1_is_1, {}),
+    "uniform-1": (a_uniform_of_1_takes_the_last_that_stays, {}),
+}
+
+
+def run_interpreted() -> None:
+    def outcome(function: Callable, **kwargs) -> str:
+        try:
+            function(**kwargs)
+        except Exception:
+            return traceback.format_exc()
+        return ""
+
+    torch.set_num_threads(1)
+    print(json.dumps({name: outcome(function, **kwargs) for name, (function, kwargs) in INTERPRETED.items()}))
+
+
+@pytest.fixture(scope="module")
+def child() -> Iterator[subprocess.Popen]:
+    """The process that interprets, started before anything is compiled so that both run at once."""
+    command = [sys.executable, "-m", "tests.ops.sampling.test_triton_sampling"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def outcomes(child: subprocess.Popen) -> dict[str, str]:
+    stdout, stderr = child.communicate()
+    assert child.returncode == 0, stderr
+    return json.loads(stdout)
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+KERNELS = ["maxima", *["narrow"] * sampling_triton.LEVELS.value, "gather", "limit", "sums", "draw"]
+SM_80, SM_90 = (8, 0), (9, 0)
+# Capability, rows, vocabulary, dtype: aligned rows and others, one program a row and many, one chunk and thousands.
+COMPILED = [
+    (SM_80, 1, 151936, torch.bfloat16),
+    (SM_80, 32, 50257, torch.float32),
+    (SM_90, 1, 151936, torch.bfloat16),
+    (SM_90, 256, 151936, torch.float32),
+    (SM_90, 4, 2**22, torch.float16),
+]
+
+
+@pytest.mark.parametrize(("capability", "rows", "vocabulary", "dtype"), COMPILED, ids=str)
+def test_compiles_without_spills(
+    capability: tuple[int, int],
+    rows: int,
+    vocabulary: int,
+    dtype: torch.dtype,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    recorded: list = []
+    for name in dict.fromkeys(KERNELS):
+        kernel = getattr(sampling_triton, f"{name}_kernel")
+        monkeypatch.setattr(sampling_triton, f"{name}_kernel", ahead_of_time.Recorder(kernel, recorded))
+    monkeypatch.setattr(sampling_triton, "_num_sms", lambda device: 132)
+    case = SamplingCase(
+        torch.empty(rows, vocabulary, dtype=dtype, device="meta"),
+        *(torch.empty_like(column, device="meta") for column in make_case(1, rows=rows)[1:]),
+    )
+    sampling_triton.sample_tokens(*case)
+    monkeypatch.undo()
+    for other, name in ((torch.int64, "i64"), (torch.float64, "fp64")):
+        monkeypatch.setitem(ahead_of_time.TYPES, other, name)
+
+    assert [kernel.__name__ for kernel, _, _ in recorded] == [f"{name}_kernel" for name in KERNELS]
+    for kernel, args, kwargs in recorded:
+        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+        print(f"{kernel.__name__}: {usage['REG']} registers, {binary.metadata.shared} bytes of shared memory")
+        assert usage["STACK"] == 0, kernel.__name__
+        assert usage["LOCAL"] == 0, kernel.__name__
+        # Two programs on an SM at once.
+        assert 2 * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS, kernel.__name__
+        assert binary.metadata.shared <= 48 * 1024, kernel.__name__
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+
+def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_triton, "maxima_kernel", None)
+    assert sampling_triton.sample_tokens(*make_case(5, rows=0)).shape == (0,)
+
+
+def test_refuses_wrong_inputs() -> None:
+    case = make_case(300, rows=4)
+    wrong = [
+        ({"logits": case.logits[0]}, r"logits must be \[R, V\].*got \[300\]"),
+        ({"logits": case.logits[:, :0]}, r"logits must be \[R, V\]"),
+        ({"logits": case.logits.T.contiguous().T}, "last stride 1, got .* with strides"),
+        ({"logits": case.logits.double()}, "logits must be float32, bfloat16 or float16, got torch.float64"),
+        ({"temperature": case.temperature.double()}, r"temperature must be a contiguous \[4\] of torch.float32"),
+        ({"temperature": case.temperature[:3]}, r"temperature must be .*got \[3\]"),
+        ({"top_k": case.top_k.long()}, "top_k must be .*got .*int64"),
+        ({"top_p": torch.ones(8)[::2]}, "top_p must be a contiguous"),
+        ({"min_p": case.min_p.to("meta")}, "min_p must be .* on cpu, got .* on meta"),
+        ({"uniform": case.uniform.float()}, "uniform must be .*float64"),
+    ]
+    for change, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            sampling_triton.sample_tokens(*case._replace(**change))
+
+
+# ---- the outcomes of the interpreter --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+if __name__ == "__main__":
+    run_interpreted()

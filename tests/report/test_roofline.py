@@ -1,0 +1,70 @@
+"""The arithmetic of bytes and operations, against transformers' parameters and the products that torch counts."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs
+from compiled_llm.step.kv_cache import bytes_per_token
+from tests.families import CONFIGS, checkpoint, transformers_model
+
+KV_BYTES = 1000
+
+
+def model_work(name: str) -> ModelWork:
+    return ModelWork.of(ModelConfig.from_directory(checkpoint(name)), 4, KV_BYTES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bytes_and_operations_of_one_token_are_those_of_the_model(name: str) -> None:
+    model = transformers_model(name)
+    config = json.loads((checkpoint(name) / "config.json").read_text())
+    parameters = dict(model.named_parameters())
+    embedding = parameters.pop("model.embed_tokens.weight")
+    head = embedding if config["tie_word_embeddings"] else parameters.pop("lm_head.weight")
+    work, step = model_work(name), StepWork.of([(0, 1)])
+    weights = sum(parameter.nbytes for parameter in parameters.values()) + head.nbytes
+    assert work.bytes(step) == weights + embedding[0].nbytes + 2 * KV_BYTES  # a key is written, and read
+
+    model.set_attn_implementation("eager")  # whose products are counted
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.tensor([[5]]))
+    rotary = counter.get_total_flops() - work.flops(step)
+    assert 0 <= rotary <= config["head_dim"], "transformers multiplies for the angles too, and nothing else"
+
+
+def test_what_grows_with_tokens_contexts_and_rows() -> None:
+    work = model_work("qwen3")
+    one, two = StepWork.of([(99, 1)]), StepWork.of([(99, 1), (49, 1)])
+    assert work.bytes(two) - work.bytes(one) == 51 * KV_BYTES + work.embedding_bytes_per_token
+    assert work.flops(two) - work.flops(one) == (
+        work.linear_flops_per_token + work.head_flops_per_row + 50 * work.attention_flops_per_pair
+    )
+    nothing_sampled = StepWork(num_steps=1, num_tokens=8, num_keys=8, num_pairs=36)
+    assert work.bytes(StepWork.of([(0, 8)])) - work.bytes(nothing_sampled) == work.head_bytes_per_step
+    assert work.flops(StepWork()) == work.bytes(StepWork()) == 0
+
+
+def test_pairs_are_those_of_a_causal_mask() -> None:
+    for computed, count in [(0, 1), (0, 7), (9, 1), (9, 7)]:
+        mask = torch.ones(count, computed + count).tril(diagonal=computed)
+        assert num_pairs(computed, count) == mask.sum()
+
+
+def test_the_slower_of_memory_and_arithmetic_is_the_limit() -> None:
+    work, step = model_work("llama"), StepWork.of([(0, 16)])
+    assert work.seconds(step, 1e3, 1e30) == work.bytes(step) / 1e3
+    assert work.seconds(step, 1e30, 1e3) == work.flops(step) / 1e3
+
+
+def test_the_scales_of_a_quantised_cache_are_read_too() -> None:
+    config = ModelConfig.from_directory(checkpoint("qwen3"))
+    full = bytes_per_token(config, [torch.float32] * config.num_layers)
+    codes = bytes_per_token(config, [torch.int8] * config.num_layers)
+    step = StepWork.of([(15, 1)])
+    difference = ModelWork.of(config, 4, full).bytes(step) - ModelWork.of(config, 4, codes).bytes(step)
+    heads = 2 * config.num_layers * config.num_kv_heads
+    assert difference == 17 * heads * (4 * config.head_dim - (config.head_dim + 4))

@@ -1,0 +1,41 @@
+"""SchedulerOutput goes to another process as it is, one day; what it counts follows from its columns."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from tests.fake_engine import FakeEngine, make_request, make_scheduler
+
+
+def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
+    scheduler = make_scheduler(
+        8, prefix_caching=True, num_swap_blocks=20, arguments={"preemption_mode": "swap"}, max_model_len=24
+    )
+    for i in range(4):
+        scheduler.add(make_request(f"{i}", 5, 15))
+    engine = FakeEngine(scheduler)
+    engine.run()
+    filled = dataclasses.replace(engine.outputs[0], masks=[(0, np.ones(3, dtype=np.int32))], prompt_targets=[(0, [5])])
+    copied = pickle.loads(pickle.dumps(filled))
+    assert copied.masks[0][1].tolist() == [1, 1, 1]
+    assert copied.prompt_targets == [(0, [5])]
+    parent, child = make_request("parent", 6, 3), make_request("child", 6, 3)
+    child.prompt_token_ids[:] = parent.prompt_token_ids
+    scheduler.add(parent)
+    engine.step()
+    scheduler.fork(parent, child)
+    engine.run()
+    of_the_engine = {"masks", "prompt_targets"}
+    for field in set(SchedulerOutput.__slots__) - of_the_engine:
+        assert any(getattr(output, field) for output in engine.outputs), f"no step has {field}"
+    for output in engine.outputs:
+        assert pickle.loads(pickle.dumps(output)) == output
+
+
+def test_sizes() -> None:
+    empty = SchedulerOutput()
+    assert (empty.num_tokens, empty.max_query_len) == (0, 0)
+    step = SchedulerOutput(["a", "b"], [1, 3], [7, 0], [True, False], [-1, -1], [5, 6, 7, 8])
+    assert (step.num_tokens, step.max_query_len) == (4, 3)

@@ -1,0 +1,275 @@
+"""bench_peers: turns and requests, ratios, what a failing engine leads to; the workers that need no other Python."""
+
+import importlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil
+import pytest
+
+SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
+# Stands in for the Python of a peer: speaks the protocol at the speed that its options name.
+FAKE = """#!{python}
+import json, os, sys
+worker, name, directory, options = sys.argv[1:]
+options = json.loads(options)
+if options.get("broken"):
+    sys.exit("no such model")
+print(json.dumps({{"versions": {{"fake": "1.0"}}}}), flush=True)
+for line in sys.stdin:
+    requests = json.loads(line)
+    with open(os.path.join(os.path.dirname(__file__), "log.jsonl"), "a") as log:
+        print(json.dumps([name, requests]), file=log)
+    seconds = sum(n for _, n in requests) / options.get("speed", 10)
+    while options.get("mute"):
+        pass
+    lens = [n - options.get("missing", 0) for _, n in requests]
+    print(json.dumps({{"seconds": seconds, "ttft": [seconds / 2] * len(lens), "output_lens": lens}}), flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+
+@pytest.fixture
+def bench() -> ModuleType:
+    return importlib.import_module("bench_peers")
+
+
+@pytest.fixture
+def processes() -> ModuleType:
+    return importlib.import_module("peer_processes")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Path:
+    path = tmp_path / "python"
+    path.write_text(FAKE.format(python=sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def start(processes: ModuleType, fake: Path, tmp_path: Path) -> Any:
+    workers = []
+
+    def start(timeout: float = 60, **options: Any) -> Any:
+        peer = processes.Peer("fake", str(fake), tmp_path, options, {})
+        workers.append(processes.Worker(peer, tmp_path / "fake.log", timeout))
+        return workers[-1]
+
+    yield start
+    for worker in workers:
+        worker.close()
+
+
+def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--shape", "tiny", *arguments])
+    try:
+        return bench.main()
+    except SystemExit as bad_arguments:
+        return int(bad_arguments.code or 0)
+
+
+def wait_for_state(process: psutil.Process, state: str) -> None:
+    deadline = time.monotonic() + 10
+    while process.status() != state:
+        assert time.monotonic() < deadline, f"{process.status()}, not {state}"
+        time.sleep(0.01)
+
+
+# -- The processes
+
+
+def test_a_worker_is_stopped_whenever_it_has_nothing_to_do(start: Any) -> None:
+    worker = start()
+    process = psutil.Process(worker._process.pid)
+    wait_for_state(process, psutil.STATUS_STOPPED)
+    assert worker.versions == {"fake": "1.0"}
+    assert worker.run([([1, 2], 30)]) == {"seconds": 3.0, "ttft": [1.5], "output_lens": [30]}
+    wait_for_state(process, psutil.STATUS_STOPPED)
+    assert 2**20 < worker.peak_memory_bytes() < 2**30
+    worker.close()
+    assert not process.is_running()
+
+
+def test_a_worker_that_fails_says_why(processes: ModuleType, start: Any) -> None:
+    with pytest.raises(processes.PeerFailed, match=r"fake: ended with status 1; its last lines:\nno such model"):
+        start(broken=True)
+    with pytest.raises(processes.PeerFailed, match=r"generated \[29\] tokens"):
+        start(missing=1).run([([1], 30)])
+    slow = start(mute=True)
+    slow._timeout = 0.5
+    with pytest.raises(processes.PeerFailed, match=r"no answer in 0.5 s"):
+        slow.run([([1], 30)])
+
+
+def test_vllm_gets_its_libraries_and_is_bound_to_cores(
+    processes: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "bin" / "python"
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: "libtcmalloc.so.4" if name == "tcmalloc" else None)
+    with pytest.raises(processes.PeerFailed, match=r"libiomp5 .* was not found"):
+        processes.vllm(str(python), tmp_path, {}, 1, None)
+    library = tmp_path / "lib" / "libiomp5.so"
+    library.parent.mkdir()
+    library.touch()
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    peer = processes.vllm(str(python), tmp_path, {"max_num_seqs": 4}, 1, None)
+    assert peer.env["LD_PRELOAD"] == f"libtcmalloc.so.4:{library}"
+    assert peer.env["VLLM_CPU_OMP_THREADS_BIND"] == str(min(os.sched_getaffinity(0)))
+    assert "VLLM_CPU_KVCACHE_SPACE" not in peer.env, "what is set outside stays"
+    assert (peer.options["max_num_seqs"], peer.options["enable_prefix_caching"]) == (4, True)
+    assert processes.vllm(str(python), tmp_path, {}, 1, "x.so").env["LD_PRELOAD"] == "x.so"
+
+
+@pytest.mark.parametrize("name", ["engine", "transformers"])
+def test_the_workers_of_this_environment(processes: ModuleType, name: str, tmp_path: Path) -> None:
+    """Their counts and times; the transformers worker stops counting at what a request asked for."""
+    processes.write_checkpoint("tiny", tmp_path / "tiny")
+    options = {"engine": {"enforce_eager": True, "bucket_sizes": [4], "max_model_len": 128}, "transformers": {}}[name]
+    peer = processes.Peer(name, sys.executable, tmp_path / "tiny", options, {"OMP_NUM_THREADS": "1"})
+    worker = processes.Worker(peer, tmp_path / "log", 120)
+    try:
+        assert {"torch"} < worker.versions.keys()
+        for _ in range(2):
+            answer = worker.run([([5, 6, 7, 8], 2), ([9] * 40, 6), ([9] * 50, 1)])
+            assert all(0 < ttft <= answer["seconds"] for ttft in answer["ttft"])
+            assert answer["ttft"][1] < answer["seconds"], "five more tokens came after the first"
+    finally:
+        worker.close()
+
+
+# -- Requests and figures
+
+
+def test_shifted_requests_keep_what_they_share_and_share_nothing_with_others(bench: ModuleType) -> None:
+    requests = bench.WORKLOADS["W3"](1000, 0)
+    first, second = bench.shifted(requests, 3, 1000), bench.shifted(requests, 4, 1000)
+    for shifted in (first, second):
+        assert [(len(r.prompt_token_ids), r.output_len) for r in shifted] == [(544, 32)] * 16
+        assert len({tuple(r.prompt_token_ids[:512]) for r in shifted}) == 1
+        assert len({tuple(r.prompt_token_ids[512:]) for r in shifted}) == 16
+        assert {t for r in shifted for t in r.prompt_token_ids} <= set(range(1000))
+    assert first[0].prompt_token_ids[0] != second[0].prompt_token_ids[0]
+
+
+def test_ratios_are_of_the_same_rounds_and_above_one_where_this_engine_leads(bench: ModuleType) -> None:
+    samples = {
+        "engine": {"W2 output tok/s": {1: 20.0, 2: 40.0, 3: 90.0}, "W3 wall s": {1: 2.0, 2: 4.0}},
+        "a": {"W2 output tok/s": {1: 10.0, 2: 10.0, 3: 90.0}, "W3 wall s": {1: 3.0, 2: 4.0}},
+        "b": {"W2 output tok/s": {2: 80.0}},
+    }
+    rows = bench.compared(samples)
+    assert list(rows) == ["W2 output tok/s", "W3 wall s"]
+    speed, wall = rows["W2 output tok/s"], rows["W3 wall s"]
+    assert (speed["best_peer"], wall["best_peer"]) == ("b", "a")
+    assert speed["engines"]["engine"]["median"] == 40
+    assert (speed["engines"]["engine"]["min"], speed["engines"]["engine"]["max"]) == (20, 90)
+    assert speed["engines"]["engine"]["ratio"] is None
+    a = speed["engines"]["a"]
+    assert (a["ratio"], a["ratio_min"], a["ratio_max"]) == (2, 1, 4), "of 2, 4 and 1"
+    assert speed["engines"]["b"]["ratio"] == 0.5
+    assert wall["engines"]["a"]["ratio"] == 1.25, "the median of 1.5 and 1"
+
+
+def test_figures(bench: ModuleType) -> None:
+    answer = {"seconds": 4.0, "ttft": [0.5], "output_lens": []}
+    request = bench.WorkloadRequest([0] * 100, 8)
+    figures = {m.name: m.figure([request, request], answer) for metrics in bench.METRICS.values() for m in metrics}
+    assert figures == {
+        "decode tok/s": 7 / 3.5,
+        "TTFT s": 0.5,
+        "output tok/s": 16 / 4,
+        "wall s": 4.0,
+        "prefill tok/s": 100 / 0.5,
+    }
+
+
+# -- The whole
+
+
+@pytest.fixture
+def fakes_only(processes: ModuleType, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This engine and the export are played by the fake too."""
+    monkeypatch.setattr(processes.sys, "executable", str(fake))
+    tool = fake.with_name("optimum-cli")
+    tool.write_text('#!/bin/sh\nfor last; do true; done\nmkdir -p "$last" && touch "$last/openvino_model.xml"\n')
+    tool.chmod(0o755)
+
+
+@pytest.mark.usefixtures("fakes_only")
+def test_all_get_the_same_requests_in_turns(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    speeds = ["--engine-args", '{"speed": 30}', "--vllm-args", '{"speed": 20}']
+    peers = ["--vllm-python", str(fake), "--vllm-preload", "", "--openvino-python", str(fake), "--transformers"]
+    outputs = ["--workdir", str(tmp_path / "work"), "--json", str(file)]
+    assert run(bench, monkeypatch, "--workloads", "W1", "W3", "--repeats", "2", *speeds, *peers, *outputs) == 0
+
+    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    single = ["engine", "vllm", "openvino", "openvino-stateful", "transformers"]
+    several = [name for name in single if name != "openvino-stateful"]
+    warmups = [(name, len(requests)) for name, requests in lines[:9]]
+    assert warmups == [(name, n) for name in single for n in (1, 16) if n == 1 or name in several]
+    assert all(n == bench.WARMUP_OUTPUT_LEN for _, requests in lines[:9] for _, n in requests)
+    measured, expected = lines[9:], [single, several, single[:-1], several[:-1]]  # transformers: one round
+    for names in expected:
+        turn, measured = measured[: len(names)], measured[len(names) :]
+        assert sorted(name for name, _ in turn) == sorted(names)
+        assert all(requests == turn[0][1] for _, requests in turn)
+    assert not measured
+    assert lines[9][0] != lines[9 + 9][0], "the rounds begin with different engines"
+    assert len({requests[0][0][0] for _, requests in lines}) == 6, "two workloads, a warm-up and two rounds: none alike"
+
+    out = capsys.readouterr().out.splitlines()
+    result = json.loads(out[-1])
+    assert json.loads(file.read_text()) == result
+    assert result["rounds"] == 2
+    assert result["rows"]["W3 wall s"]["best_peer"] == "vllm"
+    assert result["rows"]["W3 wall s"]["engines"]["vllm"]["ratio"] == pytest.approx(1.5)
+    assert result["engines"]["vllm"]["versions"] == {"fake": "1.0"}
+    assert result["engines"]["vllm"]["peak_memory_bytes"] > 0
+    assert next(line for line in out if line.startswith("W3 wall s")).endswith("1.50 (1.50..1.50) vllm")
+
+
+@pytest.mark.usefixtures("fakes_only")
+def test_a_peer_that_fails_is_named_and_the_others_are_measured(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, fake: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = ["--vllm-python", str(fake), "--vllm-preload", "", "--vllm-args", '{"broken": true}', "--transformers"]
+    assert run(bench, monkeypatch, "--workloads", "W4", "--repeats", "1", *peers) == 1
+    out = capsys.readouterr().out
+    assert "FAILED: vllm: ended with status 1" in out
+    result = json.loads(out.splitlines()[-1])
+    assert "no such model" in result["engines"]["vllm"]["failed"]
+    assert list(result["rows"]["W4 prefill tok/s"]["engines"]) == ["engine", "transformers"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "0"], "--repeats"),
+        (["--threads", "0"], "--threads must be from 1"),
+        (["--engine-args", "[1]"], "must be a JSON object"),
+        (["--vllm-args", "{"], "--vllm-args"),
+        (["--workloads", "W9"], "W9"),
+    ],
+)
+def test_bad_arguments(
+    bench: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    assert run(bench, monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err

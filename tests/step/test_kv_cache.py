@@ -1,0 +1,71 @@
+"""The KV cache's dtypes, sizes and tensors."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from compiled_llm.config import EngineConfig
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.weights import tensors
+from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, layer_dtypes
+from tests.families import checkpoint
+
+FP8 = torch.float8_e4m3fn
+
+
+def model_config(num_layers: int = 3, num_kv_heads: int = 2, head_dim: int = 128) -> ModelConfig:
+    config = ModelConfig.from_directory(checkpoint("llama"))
+    return dataclasses.replace(config, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+
+def dtypes(dtype: torch.dtype, **arguments) -> tuple[torch.dtype, ...]:
+    return layer_dtypes(EngineConfig(**arguments), dtype, num_layers=3)
+
+
+def test_each_layers_dtype() -> None:
+    half = torch.bfloat16
+    assert dtypes(half) == dtypes(half, kv_cache_dtype="bfloat16") == (half,) * 3
+    assert dtypes(half, kv_cache_dtype="int8") == (torch.int8,) * 3
+    assert dtypes(half, kv_cache_dtype="fp8", kv_cache_skip_layers=(2, 0)) == (half, FP8, half)
+
+
+def test_what_the_model_does_not_allow_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'auto', the model's dtype, 'float32', or one of 'int8', 'fp8', given 'bfl"):
+        dtypes(torch.float32, kv_cache_dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"kv_cache_skip_layers must be layers of the model, 0 to 2, given 3"):
+        dtypes(torch.float32, kv_cache_dtype="int8", kv_cache_skip_layers=(0, 3))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("quantised", [torch.int8, FP8])
+def test_bytes_per_token_are_those_of_the_tensors(head_dim: int, quantised: torch.dtype) -> None:
+    config = model_config(head_dim=head_dim)
+    full = bytes_per_token(config, (torch.bfloat16,) * 3)
+    assert full == 3 * 2 * 2 * head_dim * 2
+    assert bytes_per_token(config, (quantised,) * 3) * 2 * head_dim == full * (head_dim + 4)
+    for kinds in ((torch.bfloat16,) * 3, (quantised,) * 3, (quantised, torch.float32, quantised)):
+        cache = allocate(config, kinds, num_blocks=5, block_size=8, device=torch.device("cpu"))
+        held = sum(t.numel() * t.element_size() for t in tensors(cache))
+        assert held == bytes_per_token(config, kinds) * 5 * 8
+
+
+def test_the_tensors_are_zero_and_only_quantised_layers_have_scales() -> None:
+    cache = allocate(model_config(), (torch.int8, torch.float16, FP8), 4096, 8, torch.device("cpu"))
+    for layer, dtype in zip(cache, (torch.int8, torch.float16, FP8), strict=True):
+        assert (layer.k.dtype, layer.v.dtype) == (dtype, dtype)
+        assert layer.k.shape == layer.v.shape == (4096, 2, 8, 128)
+        assert not layer.k.view(torch.uint8)[-1].any()
+    assert (cache[1].k_scale, cache[1].v_scale) == (None, None)
+    for scale in (cache[0].k_scale, cache[0].v_scale, cache[2].k_scale, cache[2].v_scale):
+        assert scale is not None
+        assert (scale.shape, scale.dtype, scale.count_nonzero()) == ((4096, 2, 8), torch.float32, 0)
+    assert len({t.data_ptr() for t in tensors(cache)}) == 10
+
+
+def test_description() -> None:
+    config, half = model_config(), torch.bfloat16
+    assert describe(config, (half,) * 3, half) == "bfloat16, 3072 bytes a token"
+    assert describe(config, (torch.int8,) * 3, half) == "int8, 1584 bytes a token, 51.6% of bfloat16's 3072"
+    mixed = describe(config, (FP8, half, FP8), half)
+    assert mixed == "fp8 (bfloat16 in layers 1), 2080 bytes a token, 67.7% of bfloat16's 3072"

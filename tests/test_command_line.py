@@ -1,0 +1,129 @@
+"""Every engine argument and sampling parameter is a flag of the same name and default."""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from compiled_llm import EngineConfig, SamplingParams
+from compiled_llm.command_line import (
+    FlagParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_arguments,
+    sampling_params,
+)
+from compiled_llm.structured_outputs import StructuredOutputsParams
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = FlagParser()
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_defaults_are_those_of_the_classes() -> None:
+    args = parse()
+    assert engine_config(args) == EngineConfig()
+    assert sampling_params(args) == SamplingParams()
+
+
+def test_every_field_has_a_flag_with_help_that_formats() -> None:
+    parser = FlagParser()
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser)
+    text = parser.format_help()
+    for cls in (EngineConfig, SamplingParams):
+        for field in dataclasses.fields(cls):
+            assert "--" + field.name.replace("_", "-") in text
+
+
+def test_flags_have_help_without_docstrings_too() -> None:
+    code = """
+import argparse
+from compiled_llm.command_line import add_engine_arguments, add_sampling_arguments
+parser = argparse.ArgumentParser()
+add_engine_arguments(parser)
+add_sampling_arguments(parser)
+print(parser.format_help())
+"""
+    done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=True)
+    assert "--bucket-sizes INT[,INT...]" in done.stdout
+    assert "(default: 1,8,32)" in done.stdout
+
+
+def test_values_arrive() -> None:
+    args = parse(
+        *("--bucket-sizes", "4,2", "--enforce-eager", "--no-enable-chunked-prefill", "--seed", "3"),
+        *("--gpu-memory-utilization", "0.5", "--max-model-len", "128", "--max-num-batched-tokens", "128"),
+        *("--temperature", "0.5", "--stop", "a", "--stop", "b", "--stop-token-ids", "1,2", "--sampling-seed", "9"),
+        *("--kv-cache-dtype", "int8", "--kv-cache-skip-layers", "2,0"),
+    )
+    config, params = engine_config(args), sampling_params(args)
+    assert (config.bucket_sizes, config.enforce_eager, config.enable_chunked_prefill) == ((2, 4), True, False)
+    assert (config.seed, config.gpu_memory_utilization, config.max_model_len) == (3, 0.5, 128)
+    assert (config.kv_cache_dtype, config.kv_cache_skip_layers) == ("int8", (0, 2))
+    assert (params.temperature, params.stop, params.stop_token_ids, params.seed) == (0.5, ("a", "b"), (1, 2), 9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "value"),
+    [
+        (["--n", "3"], "n", 3),
+        (["--min-tokens", "4"], "min_tokens", 4),
+        (["--min-p", "0.25"], "min_p", 0.25),
+        (["--presence-penalty", "-0.5"], "presence_penalty", -0.5),
+        (["--frequency-penalty", "1.5"], "frequency_penalty", 1.5),
+        (["--repetition-penalty", "1.1"], "repetition_penalty", 1.1),
+        (["--logprobs", "2"], "logprobs", 2),
+        (["--prompt-logprobs", "-1"], "prompt_logprobs", -1),
+        (["--logit-bias", '{"5": 2.5, "7": -100}'], "logit_bias", {5: 2.5, 7: -100}),
+        (["--allowed-token-ids", "3,1,2"], "allowed_token_ids", (3, 1, 2)),
+        (["--bad-words", "a, b", "--bad-words", "c"], "bad_words", ("a, b", "c")),
+        (
+            ["--structured-outputs", '{"choice": ["yes", "no"]}'],
+            "structured_outputs",
+            StructuredOutputsParams(choice=("yes", "no")),
+        ),
+        (["--sampling-logits-transforms", '{"mine": [1, 2]}'], "logits_transforms", {"mine": [1, 2]}),
+    ],
+)
+def test_sampling_parameters_arrive_and_nothing_else_changes(arguments: list[str], name: str, value: Any) -> None:
+    params = sampling_params(parse(*arguments))
+    assert getattr(params, name) == value
+    assert params == SamplingParams(**{name: value})
+
+
+def test_numbers_that_may_be_none_are_given_as_none() -> None:
+    args = parse(
+        "--max-tokens", "none", "--truncate-prompt-tokens", "None", "--max-model-len", "none", "--logprobs", "3"
+    )
+    params = sampling_params(args, max_tokens=5)
+    assert (params.max_tokens, params.truncate_prompt_tokens, params.logprobs) == (None, None, 3)
+    assert engine_config(args).max_model_len is None
+    assert sampling_params(parse("--truncate-prompt-tokens", "-1")).truncate_prompt_tokens == -1
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--max-tokens", "many"), ("--temperature", "none"), ("--n", "none")])
+def test_other_numbers_are_not(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse(flag, value)
+    assert f"argument {flag}: " in capsys.readouterr().err
+
+
+def test_defaults_hold_for_the_flags_that_are_not_given() -> None:
+    args = parse("--temperature", "1.0", "--top-k", "0")
+    assert sampling_arguments(args) == {"temperature": 1.0, "top_k": 0}
+    params = sampling_params(args, temperature=0.5, top_k=20, top_p=0.9)
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (1.0, 0, 0.9, 16)
+
+
+def test_no_flag_may_be_abbreviated() -> None:
+    for flag in ("--bucket-size=1", "--enforce-eag", "--temp=1", "--no-enable-chunked", "--hel"):
+        with pytest.raises(SystemExit, match="2"):
+            parse(flag)

@@ -1,0 +1,299 @@
+"""Samplers: what requests ask for, row by row, from admission to the tokens, uncompiled and without a model's step."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.config import EngineLimits
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
+from compiled_llm.step.logprobs import LogprobRows, logprob_rows
+from compiled_llm.step.sampling import SamplingInput
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.sampling_stage import Samplers, Wanted
+from compiled_llm.worker.step_buffers import Bucket
+from tests.families import checkpoint
+
+CPU = torch.device("cpu")
+LIMITS = EngineLimits(
+    max_model_len=256,
+    max_num_seqs=3,
+    max_num_batched_tokens=256,
+    block_size=16,
+    decode_bucket_sizes=(2, 4),
+    token_bucket_sizes=(256,),
+    chunked_prefill=True,
+)
+MODEL = ModelConfig.from_directory(checkpoint("llama"))
+VOCAB = MODEL.vocab_size
+GREEDY = SamplingParams(temperature=0)
+
+
+class Add(LogitsTransform):
+    """Adds a vector to the first three logits, times the position."""
+
+    name = "add"
+    fields: Mapping[str, Field] = {"vector": Field((3,), torch.float32, 0.0), "times": Field((), torch.int64, 0)}
+
+    def row(self, argument: Any, vocab_size: int) -> Mapping[str, Any]:
+        return {"vector": argument, "times": 1}
+
+    def __call__(self, logits: Tensor, fields: Mapping[str, Tensor], context: LogitsContext) -> Tensor:
+        added = fields["vector"] * fields["times"][:, None] * context.position[:, None]
+        return torch.cat([logits[:, :3] + added, logits[:, 3:]], dim=1)
+
+
+class Served:
+    """Samplers with all that surrounds them. A step's logits are given; ``step`` returns its tokens."""
+
+    def __init__(self, transforms: tuple[LogitsTransform, ...] = ()) -> None:
+        self.last_tokens = torch.zeros(4, dtype=torch.int64)
+        self.hidden = torch.zeros(256, MODEL.hidden_size)
+        self.samplers = Samplers(
+            MODEL,
+            LIMITS,
+            CPU,
+            last_tokens=self.last_tokens,
+            hidden=self.hidden,
+            transforms=transforms,
+            max_logprobs=5,
+        )
+        self.rows = RequestRows(LIMITS, VOCAB, transforms)
+        self.kept: dict[str, bool] = {}
+        for rows in LIMITS.decode_bucket_sizes:
+            logits = torch.randn(rows, VOCAB)
+            self.samplers.warm_up(bucket(rows), sampling_input(rows), functools.partial(torch.clone, logits), self.make)
+
+    def make(self, function: Any, name: str, keep: bool = True) -> CompiledFunction:
+        self.kept[name] = keep
+        return CompiledFunction(function, name, CPU, enforce_eager=True)
+
+    def admit(self, *admissions: Admission, released: Sequence[str] = ()) -> None:
+        self.rows.update(SchedulerOutput(admissions=list(admissions), released_request_ids=list(released)))
+        self.samplers.admit(admissions, self.rows)
+
+    def step(
+        self,
+        names: Sequence[str],
+        logits: Tensor,
+        *,
+        due: Sequence[bool] | None = None,
+        position: int = 0,
+        masks: list | None = None,
+    ) -> tuple[list[int], LogprobRows | None]:
+        samples = [True] * len(names) if due is None else list(due)
+        output = SchedulerOutput(request_ids=list(names), samples=samples, masks=masks or [])
+        rows = self.rows.update(output)
+        wanted = Wanted.of(rows, samples, self.rows)
+        self.samplers.fill(rows, output, self.rows, len(logits))
+        self.last_tokens[: len(logits)] = logits.argmax(-1)  # as the step leaves it
+        logprobs = self.samplers.run(bucket(len(logits)), sampling_input(len(logits), position), logits, wanted)
+        return self.last_tokens[: len(names)].tolist(), logprobs
+
+    def counts(self, name: str) -> dict[int, float]:
+        row = self.samplers._token_counts[self.rows.row_of(name)]
+        return {int(token): row[token].item() for token in row.nonzero().flatten()}
+
+
+def bucket(rows: int) -> Bucket:
+    return Bucket("decode", rows, rows)
+
+
+def sampling_input(rows: int, position: int = 0) -> SamplingInput:
+    """All greedy."""
+    return SamplingInput(
+        temperature=torch.zeros(rows),
+        top_p=torch.ones(rows),
+        top_k=torch.full((rows,), VOCAB, dtype=torch.int32),
+        min_p=torch.zeros(rows),
+        seed=torch.zeros(rows, dtype=torch.int64),
+        position=torch.full((rows,), position, dtype=torch.int32),
+    )
+
+
+def admission(name: str, prompt: Sequence[int] = (50,), output: Sequence[int] = (), **params: Any) -> Admission:
+    return Admission(name, SamplingParams(temperature=0, **params), 0, list(prompt), list(output))
+
+
+def rising(rows: int) -> Tensor:
+    """Logits whose likeliest token is the last, by steps of 1."""
+    return torch.arange(VOCAB).float().repeat(rows, 1) - VOCAB
+
+
+# -- What is wanted
+
+
+def test_only_rows_whose_token_is_due_want_something() -> None:
+    store = RequestRows(LIMITS, VOCAB)
+    asks = {
+        "greedy": GREEDY,
+        "hot": SamplingParams(),
+        "all": SamplingParams(temperature=0, logprobs=0, presence_penalty=1.0, prompt_logprobs=2),
+    }
+    step = SchedulerOutput(
+        request_ids=list(asks), admissions=[Admission(name, params, 0, [], []) for name, params in asks.items()]
+    )
+    rows = store.update(step)
+    assert Wanted.of(rows, [True, False, False], store) == (False, False, False)
+    assert Wanted.of(rows, [True, True, False], store) == (True, False, False)
+    assert Wanted.of(rows, [False, False, True], store) == (False, True, True)
+    assert Wanted.of(rows, [True, True, True], store) == (True, True, True)
+    assert Wanted.of(rows[1:], [False, True], store) == (False, True, True)
+
+
+# -- Functions
+
+
+def test_a_function_of_each_kind_for_each_number_of_rows() -> None:
+    served = Served()
+    kinds = {f"{kind}_{rows}" for kind in ("sample", "change", "logprobs") for rows in (2, 4)}
+    assert {function.name for function in served.samplers.functions()} == kinds == set(served.kept)
+    assert all(served.kept.values())
+
+
+def test_what_holds_a_users_code_is_not_kept_on_disk_nor_compiled_elsewhere() -> None:
+    served = Served((Add(),))
+    assert {name for name, keep in served.kept.items() if not keep} == {"change_2", "change_4"}
+    inputs = {rows: sampling_input(rows) for rows in (2, 4)}
+    arguments = inputs, lambda rows: torch.empty(rows, VOCAB), ()
+    assert {job.name for job in served.samplers.jobs(*arguments)} == {
+        *("sample_2", "logprobs_2", "sample_4", "logprobs_4", "prompt_logprobs")
+    }
+    plain = {job.name for job in Served().samplers.jobs(*arguments)}
+    assert plain - {job.name for job in served.samplers.jobs(*arguments)} == {"change_2", "change_4"}
+
+
+def test_a_second_bucket_of_as_many_rows_has_the_same_functions() -> None:
+    served = Served()
+    before = served.samplers.functions()
+    served.samplers.warm_up(Bucket("tokens", 256, 4), sampling_input(4), lambda: torch.randn(4, VOCAB), served.make)
+    assert served.samplers.functions() == before
+
+
+# -- Counts of tokens
+
+
+def test_counts_are_of_prompt_and_output_and_go_on_with_each_token_that_is_due() -> None:
+    served = Served()
+    served.admit(
+        admission("a", [5, 5, 7], presence_penalty=0.5),
+        admission("b", [5, 6], [6, 6, 9], frequency_penalty=0.5),  # again after a preemption
+    )
+    assert served.counts("a") == {5: 0.5, 7: 0.5}
+    assert served.counts("b") == {5: 0.5, 6: 2.5, 9: 1}
+    logits = rising(4)
+    logits[1, 6] = 100
+    tokens, logprobs = served.step(["a", "b"], logits)
+    assert (tokens, logprobs) == ([VOCAB - 1, 6], None)
+    served.step(["b", "a"], logits, due=[True, False])
+    assert served.counts("a") == {5: 0.5, 7: 0.5, VOCAB - 1: 1}
+    assert served.counts("b") == {5: 0.5, 6: 3.5, 9: 1, VOCAB - 1: 1}
+    assert not served.samplers._token_counts[LIMITS.max_num_seqs].any(), "padding is counted"
+
+
+def test_a_row_begins_anew_with_each_request() -> None:
+    served = Served((Add(),))
+    everything = {
+        "presence_penalty": 2.0,
+        "frequency_penalty": 2.0,
+        "repetition_penalty": 2.0,
+        "logit_bias": {9: 50.0, 0: 3.0},
+        "logits_transforms": {"add": [1e3, 0, 0]},
+    }
+    served.admit(admission("a", [1, 2], [3], **everything))
+    assert served.step(["a"], rising(2), position=1)[0] == [0]
+    served.admit(admission("b", [4], **{"presence_penalty": 1.0}), released=["a"])
+    assert served.counts("b") == {4: 0.5}
+    row = served.rows.row_of("b")
+    arrays = served.rows.parameters
+    off = {"presence_penalty": 1, "frequency_penalty": 0, "repetition_penalty": 1, ("add", "times"): 0}
+    assert {name: arrays[name][row] for name in off} == off
+    assert not arrays["biases"][row].any()
+    assert not arrays["add", "vector"][row].any()
+    assert served.step(["b"], rising(2), position=1)[0] == [VOCAB - 1]
+
+
+# -- Rows of a step
+
+
+def test_each_row_of_a_step_gets_what_its_request_asks_for() -> None:
+    served = Served((Add(),))
+    served.admit(
+        admission("bias", logit_bias={3: 99.0, VOCAB - 1: -1.0}),
+        admission("repetition", [VOCAB - 1], repetition_penalty=3.0),
+        admission("transform", logits_transforms={"add": [0.0, 10.0, 0.0]}),
+    )
+    logits = rising(4) + VOCAB + 50  # all positive
+    expected = {"bias": VOCAB - 2, "repetition": VOCAB - 2, "transform": 1}
+    logits[:, 3] = 40
+    assert served.step(list(expected), logits, position=40)[0] == list(expected.values())
+    expected["repetition"] = VOCAB - 3  # the next one is in its output now
+    for order in (["repetition", "transform"], ["transform", "bias"], ["bias"]):
+        assert served.step(order, logits[:2], position=40)[0] == [expected[name] for name in order]
+    assert served.step(["transform"], logits[:2], position=1)[0] == [VOCAB - 1], "10 is not enough at position 1"
+
+
+def test_masks_hold_for_one_step_and_their_row() -> None:
+    served = Served()
+    served.admit(admission("a", bad_words="x"), admission("b", bad_words="x"))
+    words = torch.zeros(-(-VOCAB // 32), dtype=torch.int32)
+    words[1] = 0b1010  # tokens 33 and 35
+    assert served.step(["a", "b"], rising(4), masks=[(1, words.numpy())])[0] == [VOCAB - 1, 35]
+    assert served.step(["b", "a"], rising(4), masks=[(1, words.numpy())])[0] == [VOCAB - 1, 35]
+    assert served.step(["a", "b"], rising(4))[0] == [VOCAB - 1] * 2
+
+
+@pytest.mark.parametrize("asks", [{}, {"presence_penalty": 1.0}])
+def test_logprobs_are_of_the_token_chosen_under_the_models_own_logits(asks: dict[str, Any]) -> None:
+    served = Served()
+    served.admit(admission("a", logprobs=2, **asks), admission("b", logit_bias={7: 100.0}))
+    logits = torch.randn(2, VOCAB) * 3
+    for _ in range(3):
+        tokens, logprobs = served.step(["a", "b"], logits)
+        assert logprobs is not None
+        for found, wanted in zip(logprobs, logprob_rows(logits, torch.tensor(tokens), 5), strict=True):
+            assert torch.equal(found, wanted)
+        assert tokens[1] == 7
+    assert served.step(["b"], logits)[1] is None
+
+
+# -- Prompts
+
+
+def test_log_probabilities_of_prompts_in_pieces_of_any_size() -> None:
+    served = Served()
+    served.hidden[:] = torch.randn(256, MODEL.hidden_size)
+    head = torch.randn(VOCAB, MODEL.hidden_size)
+    seen: list[int] = []
+
+    def function(weights: Any, rows: tuple[Tensor, Tensor], hidden: Tensor) -> LogprobRows:
+        seen.append(len(rows[0]))
+        return logprob_rows(hidden[rows[0]] @ head.T, rows[1], 5)
+
+    prompts = CompiledFunction(function, "prompt_logprobs", CPU, enforce_eager=True)
+    prompts.warm_up(lambda: served.samplers._prompt_arguments(()))
+    served.samplers._functions["prompt_logprobs"] = prompts
+    steps: list[tuple[list[int], dict[int, int]]] = [
+        ([1], {0: 1}),
+        ([3, 150, 1, 60], {1: 149, 3: 60}),
+        ([64, 64], {0: 64, 1: 64}),
+        ([7, 9], {1: 2}),
+    ]
+    for counts, wanted in steps:
+        targets = [(index, torch.randint(VOCAB, (count,)).tolist()) for index, count in wanted.items()]
+        seen.clear()
+        found = served.samplers.prompt_logprobs(
+            (), SchedulerOutput(num_scheduled_tokens=counts, prompt_targets=targets)
+        )
+        places = [sum(counts[:index]) + place for index, ids in targets for place in range(len(ids))]
+        ids = torch.tensor([token for _, tokens in targets for token in tokens])
+        assert seen == [64] * -(-len(ids) // 64)
+        for column, expected in zip(found, logprob_rows(served.hidden[places] @ head.T, ids, 5), strict=True):
+            torch.testing.assert_close(column, expected)

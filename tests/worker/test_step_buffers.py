@@ -1,0 +1,219 @@
+"""Filling a bucket: what stands in the buffers, in the padding, and in the rows of released requests."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from compiled_llm.config import EngineLimits
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.block_pool import SINK_BLOCK
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import Bucket, StepBuffers, buckets_of, choose_bucket
+
+LIMITS = EngineLimits(
+    max_model_len=32,
+    max_num_seqs=3,
+    max_num_batched_tokens=16,
+    block_size=4,
+    decode_bucket_sizes=(1, 4),
+    token_bucket_sizes=(8, 16),
+    chunked_prefill=True,
+)
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass
+class Item:
+    """A request's part of a step. ``params``: it is admitted in this step, and ``blocks`` is its whole table."""
+
+    name: str
+    tokens: list[int]
+    computed: int
+    blocks: list[int]
+    params: SamplingParams | None = None
+    seed: int = 0
+    first_block: int = 0
+    feedback: int = -1
+
+
+def step_of(*items: Item, released: tuple[str, ...] = ()) -> SchedulerOutput:
+    return SchedulerOutput(
+        request_ids=[item.name for item in items],
+        num_scheduled_tokens=[len(item.tokens) for item in items],
+        num_computed_tokens=[item.computed for item in items],
+        samples=[True] * len(items),
+        feedback=[item.feedback for item in items],
+        token_ids=[token for item in items for token in item.tokens],
+        admissions=[Admission(item.name, item.params, item.seed, [], []) for item in items if item.params is not None],
+        table_updates=[(item.name, item.first_block, item.blocks) for item in items if item.blocks],
+        released_request_ids=list(released),
+    )
+
+
+def fill(buffers: StepBuffers, store: RequestRows, *items: Item, released: tuple[str, ...] = ()) -> None:
+    step = step_of(*items, released=released)
+    buffers.fill(step, store.update(step), store)
+
+
+@pytest.fixture
+def store() -> RequestRows:
+    return RequestRows(LIMITS, vocab_size=100)
+
+
+@pytest.fixture
+def buffers() -> StepBuffers:
+    return StepBuffers(Bucket("tokens", 8, 4), LIMITS, CPU)
+
+
+def test_buckets_and_their_choice() -> None:
+    buckets = buckets_of(LIMITS)
+    assert [bucket.name for bucket in buckets] == ["decode_1", "decode_4", "tokens_8", "tokens_16"]
+    assert [bucket.num_requests for bucket in buckets] == [1, 4, 4, 4]
+    assert [bucket.max_query_len for bucket in buckets] == [1, 1, 8, 16]
+    assert choose_bucket(buckets, step_of(Item("a", [1], 5, []))).name == "decode_1"
+    assert choose_bucket(buckets, step_of(Item("a", [1], 5, []), Item("b", [1], 5, []))).name == "decode_4"
+    assert choose_bucket(buckets, step_of(Item("a", [1, 2], 5, []))).name == "tokens_8"
+    assert choose_bucket(buckets, step_of(Item("a", [1] * 8, 5, []))).name == "tokens_8"
+    assert choose_bucket(buckets, step_of(Item("a", [1] * 9, 5, []))).name == "tokens_16"
+
+
+def test_fields_of_a_mixed_step_and_its_padding(store: RequestRows, buffers: StepBuffers) -> None:
+    params = SamplingParams(temperature=0.5, top_k=7, top_p=0.9)
+    store.update(step_of(Item("a", [1] * 5, 0, [3, 9], params, seed=-5)))
+    greedy = SamplingParams(temperature=0)
+    fill(buffers, store, Item("a", [11], 5, []), Item("b", [21, 22, 23, 24, 25], 0, [5, 2], greedy, seed=2**40))
+
+    s, p = buffers.step_input, buffers.sampling_input
+    assert s.input_ids.tolist() == [11, 21, 22, 23, 24, 25, 0, 0]
+    assert s.positions.tolist() == [5, 0, 1, 2, 3, 4, 0, 0]
+    assert s.slot_mapping.tolist()[:6] == [9 * 4 + 1, 20, 21, 22, 23, 8]
+    assert s.slot_mapping.tolist()[6:] == [SINK_BLOCK * 4, SINK_BLOCK * 4 + 1]
+    assert s.query_start_loc.tolist() == [0, 1, 6, 6, 6]
+    assert s.seq_lens.tolist() == [6, 5, 0, 0]
+    assert s.logits_indices.tolist() == [0, 5, 0, 0]
+    assert s.block_table[0, :2].tolist() == [3, 9]
+    assert s.block_table[1, :2].tolist() == [5, 2]
+    assert buffers.feedback.tolist() == [-1] * 8
+    assert p.temperature.tolist() == [0.5, 0, 0, 0]
+    assert p.top_p.tolist() == pytest.approx([0.9, 1, 1, 1])
+    assert p.top_k.tolist() == [7, 100, 1, 1]
+    assert p.seed.tolist() == [-5, 2**40, 0, 0]
+    assert p.position.tolist() == [6, 5, 0, 0]
+
+
+def test_a_chunk_in_the_middle_of_a_prompt(store: RequestRows, buffers: StepBuffers) -> None:
+    fill(buffers, store, Item("a", [1, 2, 3], 0, [3, 9, 6], SamplingParams()))
+    fill(buffers, store, Item("a", [4, 5, 6, 7, 8, 9], 3, []))
+    s = buffers.step_input
+    assert s.positions.tolist()[:6] == [3, 4, 5, 6, 7, 8]
+    assert s.slot_mapping.tolist()[:6] == [3 * 4 + 3, 36, 37, 38, 39, 6 * 4]
+    assert s.seq_lens.tolist()[0] == 9
+
+
+def test_a_decode_step_has_a_token_a_request(store: RequestRows) -> None:
+    buffers = StepBuffers(Bucket("decode", 4, 4), LIMITS, CPU)
+    items = [Item(name, [5], 0, [block], SamplingParams()) for name, block in (("a", 7), ("b", 2))]
+    fill(buffers, store, *items)
+    fill(buffers, store, Item("a", [11], 2, []), Item("b", [12], 4, [9], first_block=1))
+    s = buffers.step_input
+    assert s.input_ids.tolist() == [11, 12, 0, 0]
+    assert s.positions.tolist() == [2, 4, 0, 0]
+    assert s.slot_mapping.tolist() == [7 * 4 + 2, 9 * 4, 0, 1]
+    assert s.query_start_loc.tolist() == [0, 1, 2, 2, 2]
+    assert s.logits_indices.tolist() == [0, 1, 0, 0]
+
+
+def test_feedback_stands_at_the_last_token_of_its_request(store: RequestRows, buffers: StepBuffers) -> None:
+    items = [
+        Item("a", [0], 3, [3], SamplingParams(), feedback=1),
+        Item("b", [21, 22, 23], 0, [5], SamplingParams()),
+        Item("c", [0], 2, [6], SamplingParams(), feedback=0),
+    ]
+    fill(buffers, store, *items)
+    assert buffers.feedback.tolist() == [1, -1, -1, -1, 0, -1, -1, -1]
+    fill(buffers, store, Item("b", [24, 25, 26, 27, 28], 3, [8], first_block=1))
+    assert buffers.feedback.tolist() == [-1] * 8, "nothing is left of the step before"
+
+
+def test_a_smaller_step_leaves_nothing_of_the_larger_one_before(store: RequestRows) -> None:
+    """But for what is never read: entries of the block table past the blocks of a request."""
+    used, fresh = (StepBuffers(Bucket("tokens", 8, 4), LIMITS, CPU) for _ in range(2))
+    hot = SamplingParams(temperature=1.0, top_p=0.5)
+    fill(used, store, Item("a", [1] * 4, 0, [7], hot, feedback=2), Item("b", [2] * 4, 0, [8], hot, seed=3))
+    small = step_of(Item("b", [3, 4], 4, [9], first_block=1), released=("a",))
+    rows = store.update(small)
+    for buffers in (used, fresh):
+        buffers.fill(small, rows, store)
+    for name in used.step_input._fields:
+        if name != "block_table":
+            assert torch.equal(getattr(used.step_input, name), getattr(fresh.step_input, name)), name
+    for name in used.sampling_input._fields:
+        assert torch.equal(getattr(used.sampling_input, name), getattr(fresh.sampling_input, name)), name
+    assert torch.equal(used.feedback, fresh.feedback)
+    assert used.step_input.block_table[0, :2].tolist() == [8, 9]
+
+
+def test_after_clearing_all_is_padding(store: RequestRows, buffers: StepBuffers) -> None:
+    fill(buffers, store, Item("a", [1] * 8, 0, [7, 8], SamplingParams(temperature=1.0), seed=3, feedback=0))
+    buffers.clear()
+    fresh = StepBuffers(buffers.bucket, LIMITS, CPU)
+    for one, other in zip(
+        [*buffers.step_input, *buffers.sampling_input, buffers.feedback],
+        [*fresh.step_input, *fresh.sampling_input, fresh.feedback],
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+    assert (buffers.step_input.slot_mapping // LIMITS.block_size == SINK_BLOCK).all()
+    assert (buffers.step_input.block_table == SINK_BLOCK).all()
+    assert not buffers.step_input.seq_lens.any()
+
+
+def test_padding_shares_the_sinks_slots_in_turn(store: RequestRows, buffers: StepBuffers) -> None:
+    fill(buffers, store, Item("a", [1, 2], 0, [7], SamplingParams()))
+    assert buffers.step_input.slot_mapping.tolist() == [28, 29, 0, 1, 2, 3, 0, 1]
+
+
+def test_rows_are_reused_and_a_new_request_starts_with_an_empty_table(store: RequestRows) -> None:
+    params = SamplingParams()
+    (first,) = store.update(step_of(Item("a", [1] * 9, 0, [1, 2, 3], params)))
+    (second,) = store.update(step_of(Item("b", [1], 0, [4], params), released=("a",)))
+    assert first == second
+    assert store.num_blocks[second] == 1
+    assert store.block_table[second, 0] == 4
+
+
+def test_a_request_may_leave_and_come_back_under_its_id_in_one_step(store: RequestRows) -> None:
+    """Its id was used again after an abort, or it was preempted while a step was empty."""
+    store.update(step_of(Item("a", [1] * 9, 0, [1, 2, 3], SamplingParams(temperature=1.0))))
+    (row,) = store.update(step_of(Item("a", [1], 0, [4], SamplingParams(temperature=0.5)), released=("a",)))
+    assert store.num_blocks[row] == 1
+    assert store.parameters["temperature"][row] == 0.5
+    other = [Item(name, [1], 0, [5], SamplingParams()) for name in ("b", "c")]
+    assert len({row, *store.update(step_of(*other))}) == 3, "its first row is free again"
+
+
+def test_a_table_grows_and_its_entries_may_be_exchanged(store: RequestRows) -> None:
+    (row,) = store.update(step_of(Item("a", [1] * 9, 0, [1, 2, 3], SamplingParams())))
+    store.update(step_of(Item("a", [1], 9, [4], first_block=3)))
+    assert store.block_table[row, : store.num_blocks[row]].tolist() == [1, 2, 3, 4]
+    store.update(step_of(Item("a", [1], 10, [9, 3, 4, 5], first_block=1)))
+    assert store.block_table[row, : store.num_blocks[row]].tolist() == [1, 9, 3, 4, 5]
+    with pytest.raises(AssertionError, match="hole"):
+        store.update(step_of(Item("a", [1], 11, [6], first_block=6)))
+
+
+def test_top_k_is_off_at_0_and_beyond_the_vocabulary(store: RequestRows) -> None:
+    items = [Item(name, [1], 0, [1], SamplingParams(top_k=k)) for name, k in (("a", 0), ("b", 99), ("c", 101))]
+    rows = store.update(step_of(*items))
+    assert store.parameters["top_k"][rows].tolist() == [100, 99, 100]
+
+
+@pytest.mark.parametrize("bucket", buckets_of(LIMITS), ids=lambda bucket: bucket.name)
+def test_inputs_stay_at_their_addresses_aligned(bucket: Bucket, store: RequestRows) -> None:
+    buffers = StepBuffers(bucket, LIMITS, CPU)
+    addresses = [t.data_ptr() for t in [*buffers.step_input, *buffers.sampling_input, buffers.feedback]]
+    fill(buffers, store, Item("a", [1], 0, [1], SamplingParams()))
+    assert addresses == [t.data_ptr() for t in [*buffers.step_input, *buffers.sampling_input, buffers.feedback]]
+    assert all(address % 16 == 0 for address in addresses)
