@@ -26,7 +26,7 @@ import transformers
 
 import compiled_llm
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, Field, LogitsTransform, SamplingParams
-from compiled_llm.arguments import FlagParser
+from compiled_llm.command_line import FlagParser
 
 DEMO_MODEL = Path(compiled_llm.__file__).parent / "demo_model"
 # Vocabulary and end-of-text token are the demo model's, whose tokenizer they all have.
