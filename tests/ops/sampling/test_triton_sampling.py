@@ -24,7 +24,7 @@ triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.sampling import token_sampling as sampling  # noqa: E402
 from compiled_llm.ops.sampling import triton_sampling as sampling_triton  # noqa: E402
-from tests.ops import test_attention_triton as ahead_of_time  # noqa: E402
+from tests.ops.attention import test_triton_attention as ahead_of_time  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
