@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tables
 import torch
-from bench_results import check_target
 from torch import Tensor
 from workloads import add_model_arguments, model_of
 
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
         if getattr(args, name) < low:
             parser.error(f"--{name.replace('_', '-')} must be at least {low}, given {getattr(args, name)}")
     try:
-        check_target("--json", args.json)
+        tables.check_target("--json", args.json)
     except ValueError as error:
         parser.error(str(error))
     return args
