@@ -75,6 +75,7 @@ def steps_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
         "step_milliseconds": (after.execute_seconds - before.execute_seconds) / steps * 1e3,
         "host_microseconds_a_step": (after.host_seconds - before.host_seconds) / steps * 1e6,
         "padding_share": padding / max(1, padding + computed),
+        "num_computed_tokens": computed,
         "prefix_hit_tokens": after.prefix_hit_tokens - before.prefix_hit_tokens,
         "num_preemptions": after.num_preemptions - before.num_preemptions,
     }

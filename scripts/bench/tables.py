@@ -9,15 +9,20 @@ from typing import Any
 
 
 def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Lines of aligned columns, one for each key of the first row. Floats have four digits, None is empty."""
+    """Lines of aligned columns, one for each key of the first row: text to the left, numbers to the right.
+
+    Floats have four digits, None is empty.
+    """
 
     def text(value: Any) -> str:
         return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
-    columns = [[name, *(text(row.get(name)) for row in rows)] for name in rows[0]]
-    widths = [max(map(len, column)) for column in columns]
-    lines = zip(*columns, strict=True)
-    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+    columns = []
+    for name, first in rows[0].items():
+        cells = [name, *(text(row.get(name)) for row in rows)]
+        width, align = max(map(len, cells)), str.ljust if isinstance(first, str) else str.rjust
+        columns.append([align(cell, width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def print_table(title: str, rows: Mapping[str, str]) -> None:
