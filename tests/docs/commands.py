@@ -63,7 +63,7 @@ def options_of(script: str) -> set[str]:
     """The flags that a script knows; empty for a module that is no command."""
     options: set[str] = set()
     text = (ROOT / "scripts" / script).read_text()
-    if "__main__" in text and "parse_arg" in text:
+    if "__main__" in text and ("parse_arg" in text or "parse_checked" in text):
         with contextlib.suppress(SystemExit):  # arguments that it requires are not given
             _until_parsed(script, [], lambda parser: options.update(parser._option_string_actions))
     return options
