@@ -152,7 +152,7 @@ def make_report(engine: "CompiledEngine", log: StepLog, stats: EngineStats, meas
     """The report of what ``log`` saw. ``stats``: counts since it was made."""
     runner = engine.runner
     work = ModelWork.of(
-        engine.model_config, runner.dtype.itemsize, bytes_per_token(engine.model_config, runner.cache_dtypes)
+        engine.model_config, runner.dtype, bytes_per_token(engine.model_config, runner.cache_dtypes), runner.linears
     )
     profiler = runner.profiler
     rows = log.rows()

@@ -7,6 +7,7 @@ import torch
 
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, layer_dtypes
 from tests.families import checkpoint
@@ -15,7 +16,7 @@ FP8 = torch.float8_e4m3fn
 
 
 def model_config(num_layers: int = 3, num_kv_heads: int = 2, head_dim: int = 128) -> ModelConfig:
-    config = ModelConfig.from_directory(checkpoint("llama"))
+    config = read_config(checkpoint("llama"))
     return dataclasses.replace(config, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
