@@ -8,12 +8,12 @@ from compiled_llm.models.family import Family
 # Architecture, as it is in config.json -> the file of its family, and what it is to a user.
 # This is the allow-list: nothing else is ever run, whatever a model directory asks for.
 ARCHITECTURES = {
-    "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and other models of that architecture"),
+    "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
 }
 # For messages.
 SUPPORTED = "Supported are {}; docs/models.md lists them".format(
-    ", ".join(f"{architecture} ({models})" for architecture, (_, models) in ARCHITECTURES.items())
+    ", ".join(f"{models} ({architecture})" for architecture, (_, models) in ARCHITECTURES.items())
 )
 
 

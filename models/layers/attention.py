@@ -24,7 +24,8 @@ class AttentionSpec:
         scale: of the scores.
         window: keys that a query sees, itself included; 0: all before it.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay as they are.
-        shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own.
+        shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own. The
+            op writes before it reads, so such a layer gives it the step's keys and values of that earlier one.
     """
 
     num_heads: int
