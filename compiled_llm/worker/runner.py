@@ -25,8 +25,10 @@ from compiled_llm.models.weights import linears, tensors
 from compiled_llm.ops import native, swap
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.progress import Stage, StartProgress
+from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
@@ -38,7 +40,7 @@ from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_acti
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import Samplers, Wanted
-from compiled_llm.worker.step_buffers import Bucket, StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.step_buffers import StepBuffers
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 _SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
@@ -209,7 +211,7 @@ class ModelRunner:
         rows = self.rows.update(output)
         self.buffers[bucket].fill(output, rows, self.rows)
         self.samplers.admit(output.admissions, self.rows)
-        wanted = Wanted.of(rows, output.samples, self.rows)
+        wanted = Wanted.of(rows, output.num_samples, self.rows)
         if wanted.changes:
             self.samplers.fill(rows, output, self.rows, bucket.num_requests)
         prepared = time.perf_counter()
@@ -235,8 +237,6 @@ class ModelRunner:
         self.times.num_padding_tokens += bucket.num_tokens - output.num_tokens
         if done is not None:
             self.times.launch_seconds += finished - prepared
-        elif bucket.kind == "tokens":
-            self.costs.record_step(bucket.num_tokens, finished - swapped)
         if profiler is not None and before is not None:
             self._profile(profiler, bucket, wanted, before)
         return LaunchedStep(bucket, len(rows), tokens, logprobs, prompt_logprobs, finished - swapped, begun, done)
@@ -253,16 +253,20 @@ class ModelRunner:
         profiler.profile(bucket.name, functools.partial(self.run_step, bucket), sampler, begun)
         self.last_tokens.copy_(after)
 
-    def collect(self, step: LaunchedStep) -> list[int]:
-        """The token that a step sampled for each of its requests (meaningless where none was due)."""
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step, and return its results."""
         if step.begun is not None and step.done is not None:
             started = time.perf_counter()
             step.done.synchronize()
             self.times.execute_seconds += time.perf_counter() - started
             step.seconds = step.begun.elapsed_time(step.done) / 1e3
-            if step.bucket.kind == "tokens":
-                self.costs.record_step(step.bucket.num_tokens, step.seconds)
-        return step.tokens[: step.num_requests].tolist()
+        return StepResult(
+            step.bucket,
+            tuple(step.tokens[: step.num_requests].tolist()),
+            None if step.logprobs is None else _columns(step.logprobs),
+            None if step.prompt_logprobs is None else _columns(step.prompt_logprobs),
+            step.seconds,
+        )
 
     def close(self) -> None:
         """Free weights, KV cache and graphs; ``compile_report`` stays as it is then."""
@@ -440,6 +444,11 @@ class ModelRunner:
         if output.copies:
             sources, targets = torch.tensor(output.copies, dtype=torch.int64).unbind(1)
             swap.copy_blocks(caches, sources, targets)
+
+
+def _columns(rows: LogprobRows) -> LogprobColumns:
+    logprobs, ranks, top_logprobs, top_ids = (column.tolist() for column in rows)
+    return LogprobColumns(tuple(logprobs), tuple(ranks), tuple(map(tuple, top_logprobs)), tuple(map(tuple, top_ids)))
 
 
 def _num_bytes(tree: Any) -> int:
