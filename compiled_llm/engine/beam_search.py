@@ -137,7 +137,7 @@ class BeamGroup:
             for token_id in token_ids[: len(token_ids) - (ended.finish_reason == "stop")]:
                 decoder.append(token_id)
             decoder.finish()
-            text = decoder.text(finished=True)
+            text = decoder.take(finished=True)
         return CompletionOutput(
             index=index,
             text=text,

@@ -233,7 +233,7 @@ class CompiledEngine:
                     try:
                         if isinstance(prompt, ValueError):
                             raise prompt
-                        self.add_request(request_id, prompt, param, number)
+                        self._add(request_id, prompt, param, number, "final")
                     except ValueError as error:
                         if raise_on_error:
                             raise
@@ -241,10 +241,9 @@ class CompiledEngine:
                 with tqdm(total=len(items), initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar:
                     while len(outputs) < len(items):
                         self._interrupts.take()
-                        for output in self._advance(only_finished=not self._streams):
-                            if output.finished:
-                                outputs[output.request_id] = output
-                                bar.update()
+                        for output in self._advance():
+                            outputs[output.request_id] = output
+                            bar.update()
             finally:
                 self.abort(request_ids)
         warn_if_all_failed(list(outputs.values()), stacklevel=3)
@@ -360,6 +359,17 @@ class CompiledEngine:
                 are unfinished; nothing is queued then.
             RuntimeError: the engine is closed.
         """
+        self._add(request_id, prompt, sampling_params, priority)
+
+    def _add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        priority: int,
+        output_kind: str | None = None,
+    ) -> None:
+        """``add_request``; ``output_kind``: in the place of that of the parameters."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         longest = self.config.max_request_id_length
@@ -377,6 +387,7 @@ class CompiledEngine:
             )
         params = _checked(sampling_params)
         entry = self._intake.make(request_id, prompt, params, priority, self._core.counts.num_requests)
+        entry.output_kind = output_kind or params.output_kind
         with self._interrupts:
             self._core.add(entry)
 
@@ -514,7 +525,7 @@ class CompiledEngine:
                 f"beside {unfinished}: wait for some to finish, or raise the limit"
             )
 
-    def _advance(self, only_finished: bool = False) -> list[RequestOutput]:
+    def _advance(self) -> list[RequestOutput]:
         """Run one step; outputs of streams go to them, the others are returned."""
         self._abort_dropped_streams()
         self._core.log.enter(device_is_busy=bool(self._core.launched))
@@ -522,7 +533,7 @@ class CompiledEngine:
         outputs = []
         while self._core.touched:
             request_id = next(iter(self._core.touched))
-            output = self._next_output(request_id, only_finished)
+            output = self._next_output(request_id)
             del self._core.touched[request_id]
             if output is not None and request_id in self._streams:
                 self._streams[request_id].append(output)
@@ -531,14 +542,14 @@ class CompiledEngine:
         self._core.log.leave()
         return outputs
 
-    def _next_output(self, request_id: str, only_finished: bool) -> RequestOutput | None:
+    def _next_output(self, request_id: str) -> RequestOutput | None:
         """What the user sees of a request that advanced."""
         started = time.perf_counter()
         entry = self._core.entries.get(request_id)
         if entry is None:
             return None
         finished = entry.is_finished
-        output = entry.output() if finished or not only_finished else None
+        output = entry.output() if finished or entry.output_kind != "final" else None
         if finished:
             self._core.forget(entry)
         self._core.counts.output_seconds += time.perf_counter() - started
