@@ -192,15 +192,17 @@ class LogprobReader:
             return None
 
 
-def error_output(request_id: str, prompt: Any, reason: str) -> RequestOutput:
-    """The output of a request that could not be served."""
+def unserved_output(
+    request_id: str, prompt: Any, finish_reason: str, stop_reason: str | None = None, n: int = 1
+) -> RequestOutput:
+    """The output of a request that ended before the engine had it."""
     now = time.monotonic()
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return RequestOutput(
         request_id=request_id,
         prompt=text if isinstance(text, str) else None,
         prompt_token_ids=[],
-        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", stop_reason=reason)],
+        outputs=[CompletionOutput(i, "", [], finish_reason=finish_reason, stop_reason=stop_reason) for i in range(n)],
         finished=True,
         metrics=RequestMetrics(arrival_time=now, finished_time=now),
     )

@@ -201,7 +201,7 @@ def check(
     counts: Counter[str],
     num_without_stop: int = 0,
 ) -> None:
-    """Token by token: exactly what is decided is shown, and never taken back. The first ``num_without_stop`` tokens may not stop the text."""
+    """Token by token: exactly what is decided is shown. The first ``num_without_stop`` tokens may not stop the text."""
     text = OutputText(kind.tokenizer, prompt, params)
     stops, skips = tuple(params.stop or ()), params.skip_special_tokens
     shown, from_end = "", 1

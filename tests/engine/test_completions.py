@@ -96,8 +96,8 @@ def test_joined_deltas_are_the_whole(num_idle: int) -> None:
     for index, whole in enumerate(final.outputs):
         parts = [output.outputs[index] for output in deltas]
         assert "".join(part.text for part in parts) == whole.text
-        assert sum((part.token_ids for part in parts), []) == whole.token_ids
-        assert sum((part.logprobs or [] for part in parts), []) == whole.logprobs
+        assert [token_id for part in parts for token_id in part.token_ids] == whole.token_ids
+        assert [row for part in parts for row in part.logprobs or []] == whole.logprobs
         assert (parts[-1].finish_reason, parts[-1].cumulative_logprob) == ("length", whole.cumulative_logprob)
 
 
