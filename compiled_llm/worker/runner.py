@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import time
 import warnings
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
-from compiled_llm.step.step import Feedback
+from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker import loader
 from compiled_llm.worker.calibration import measure_costs, swap_indices
 from compiled_llm.worker.cpu_kernels import load_kernels
@@ -38,7 +37,6 @@ from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import Samplers, Wanted
 from compiled_llm.worker.step_buffers import Bucket, StepBuffers, buckets_of, choose_bucket
-from compiled_llm.worker.step_units import LayeredStep, check_unit, compiled_step, functions_of, step_jobs
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 _SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
@@ -107,7 +105,6 @@ class ModelRunner:
     ) -> None:
         self.device = resolve_device(config.device)
         self._graph_pool = graph_pool(config.cuda_graphs, self.device)
-        check_unit(config.compile_unit, self.device, config.enforce_eager)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
         if self.device.type == "cuda":
@@ -170,7 +167,7 @@ class ModelRunner:
         self.times = RunnerTimes()
         self.costs = StepCosts()
         self.profiler: StepProfiler | None = None  # set from outside, for a report
-        self._steps: dict[Bucket, CompiledFunction | LayeredStep] = {}
+        self._steps: dict[Bucket, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
         memory.before_compiling()
         started = time.perf_counter()
@@ -276,7 +273,7 @@ class ModelRunner:
     def compile_report(self) -> CompileReport:
         if self._last_report is not None:
             return self._last_report
-        functions = [*itertools.chain(*map(functions_of, self._steps.values())), *self.samplers.functions()]
+        functions = [*self._steps.values(), *self.samplers.functions()]
         return CompileReport(tuple(function.report() for function in functions))
 
     def describe_start(self) -> str:
@@ -350,7 +347,7 @@ class ModelRunner:
             )
         cache = engine_cache(self.model_config, self.limits, self.dtype, self.cache_dtypes) if keeps else None
         self._cache = cache
-        jobs = [] if enforce_eager else self._jobs(config.compile_unit)
+        jobs = [] if enforce_eager else self._jobs()
         seconds = {job.name: expected_seconds(job) for job in jobs}  # of what is to be compiled here
         if cache is not None:
             seconds = build_missing(cache, jobs, config.compile_workers, progress)
@@ -359,9 +356,9 @@ class ModelRunner:
         title = "compiling graphs" if seconds else "loading compiled graphs"
         weights = {job.name: _SECONDS_A_CALL for job in jobs} | seconds
         with progress.stage(title, weights, seconds=sum(seconds.values()) or None, is_long=bool(seconds)) as stage:
-            self._warm_up(config.compile_unit, enforce_eager, cache, stage)
+            self._warm_up(enforce_eager, cache, stage)
 
-    def _warm_up(self, compile_unit: str, enforce_eager: bool, cache: CompileCache | None, stage: Stage) -> None:
+    def _warm_up(self, enforce_eager: bool, cache: CompileCache | None, stage: Stage) -> None:
         def make(function: Callable, name: str, keep: bool = True) -> CompiledFunction:
             stage.next(name)
             return CompiledFunction(
@@ -369,18 +366,19 @@ class ModelRunner:
             )
 
         for bucket in self._recording_order():
-            self._steps[bucket] = compiled_step(compile_unit, self.model_config, bucket, make)
+            self._steps[bucket] = make(step_function(self.model_config, bucket.max_query_len), bucket.name)
             self._steps[bucket].warm_up(functools.partial(self._step_arguments, bucket))
             logits = functools.partial(self.run_step, bucket)
             self.samplers.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)
         self.samplers.warm_up_prompts(self.weights, make)
 
-    def _jobs(self, compile_unit: str) -> list[Job]:
+    def _jobs(self) -> list[Job]:
         """Everything to compile, as other processes can do it. Logits are described, since no step has run yet."""
         threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
         jobs = []
         for bucket in self.buckets:
-            jobs += step_jobs(compile_unit, self.model_config, bucket, self._step_arguments(bucket), threads)
+            recipe = functools.partial(step_function, self.model_config, bucket.max_query_len)
+            jobs.append(Job(bucket.name, recipe, self._step_arguments(bucket), threads))
         inputs = {bucket.num_requests: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self.dtype)
         return jobs + self.samplers.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights)
