@@ -334,7 +334,7 @@ class CompiledEngine(StepEngine):
             self.stats().since(self._stats_before),
             trace=self.trace(),
             work=ModelWork.of(
-                self.model_config, runner.dtype.itemsize, bytes_per_token(self.model_config, runner.cache_dtypes)
+                self.model_config, runner.dtype, bytes_per_token(self.model_config, runner.cache_dtypes), runner.linears
             ),
             compile_report=self.compile_report(),
             memory=self.memory_report(),

@@ -14,7 +14,7 @@ from compiled_llm.engine.interrupts import Interrupts
 from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.error_texts import shown
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ class StepEngine:
         self.config = config
         started, progress = time.perf_counter(), StartProgress(config.progress)
         directory = checkpoint_directory(config)
-        self.model_config = ModelConfig.from_directory(directory)
+        self.model_config = read_config(directory)
         self.tokenizer = load_tokenizer(config, directory)
         if self.tokenizer is None:
             progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")
@@ -231,10 +231,10 @@ class StepEngine:
         self._core.log.enter(device_is_busy=bool(self._core.launched))
         self._core.advance()
         outputs = []
-        while self._core.touched:
-            request_id = next(iter(self._core.touched))
+        while self._core.updated:
+            request_id = next(iter(self._core.updated))
             output = self._next_output(request_id)
-            del self._core.touched[request_id]
+            del self._core.updated[request_id]
             if output is not None and request_id in self._streams:
                 self._streams[request_id].append(output)
             elif output is not None:
