@@ -36,7 +36,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from compiled_llm import hardware as machine
@@ -47,6 +46,7 @@ from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.torch_private import TorchDispatchMode
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker import loader

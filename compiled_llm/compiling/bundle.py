@@ -19,9 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from compiled_llm.compiling.ahead import loaded_libraries
 from compiled_llm.compiling.cache import differences, machine_fields
-from compiled_llm.compiling.function import use_own_cache_directory
+from compiled_llm.compiling.libraries import loaded_libraries, use_own_cache_directory
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.ops.trusted_paths import make_directory
 

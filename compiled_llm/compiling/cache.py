@@ -24,14 +24,13 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 
 from compiled_llm.compiling.argument_specs import settings, specs_of
 from compiled_llm.config import EngineLimits
 from compiled_llm.hardware import hardware
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops import native
+from compiled_llm.ops.torch_private import compiler_settings
 
 _PACKAGE = Path(__file__).parents[1]
 # Whose text decides what is traced: a change of any of them misses.
@@ -196,18 +195,8 @@ def sources_digest() -> str:
 
 
 def code_settings() -> dict[str, Any]:
-    """What this process has set of torch that goes into compiled code, beside threads: JSON values.
-
-    ``torch_config`` is a digest of the compiler's settings: environment variables (``TORCHINDUCTOR_...``) and programs
-    change them.
-    """
-    values = [module.save_config_portable() for module in (torch._inductor.config, torch._functorch.config)]
-    text = repr([sorted(each.items()) for each in values])
-    return {
-        **settings(),
-        "default device": str(torch.get_default_device()),
-        "torch_config": hashlib.sha256(text.encode()).hexdigest()[:16],
-    }
+    """torch's settings in this process that go into compiled code, besides its number of threads: JSON values."""
+    return {**settings(), "default device": str(torch.get_default_device()), "torch_config": compiler_settings()}
 
 
 def digest(fields: Fields) -> str:

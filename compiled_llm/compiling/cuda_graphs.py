@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from compiled_llm.compiling.argument_specs import same_objects
+from compiled_llm.ops.torch_private import clear_cublas_workspaces
+
 
 class GraphPool:
     """What the graphs of one engine share: a stream to capture on, and memory."""
@@ -52,16 +55,18 @@ class CapturedFunction:
         graph = torch.cuda.CUDAGraph()
         # cuBLAS keeps a workspace for each stream, which anybody may clear, and the end of another graph may, too
         # (pytorch #193402). With none to find and none to leave, this graph's comes from the pool, as activations do.
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         with torch.cuda.graph(graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local"):
             output = call(*args)
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         self._graphs[id(args[1])] = _Graph(args, graph, output)
 
     def __call__(self, *args: Any) -> Any:
         """Replay the graph of these arguments on the current stream. Returns the same tensors each time."""
         captured = self._graphs[id(args[1])]
-        assert _same(args, captured.args), "a CUDA graph must be replayed with the tensors that it was captured with"
+        assert same_objects(args, captured.args), (
+            "a CUDA graph must be replayed with the tensors that it was captured with"
+        )
         captured.graph.replay()
         return captured.output
 
@@ -70,11 +75,3 @@ class _Graph(NamedTuple):
     args: tuple
     graph: torch.cuda.CUDAGraph
     output: Any
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether nested tuples hold the very same tensors. Tuples that are one object are not looked into."""
-    if one is other:
-        return True
-    both = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)
-    return both and all(map(_same, one, other))

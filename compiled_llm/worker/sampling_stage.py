@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.compiling.ahead import Job
 from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.messages import Job
 from compiled_llm.config import EngineLimits
 from compiled_llm.constraints.token_masks import num_mask_words
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits import LogitsInput
 from compiled_llm.step.logits_transforms import LogitsTransform
@@ -92,7 +93,7 @@ class Samplers:
         self._functions: dict[str, CompiledFunction] = {}
         # The last row is that of padding.
         self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
-        torch._dynamo.mark_static_address(self._token_counts)
+        mark_static_address(self._token_counts)
         self._logits_buffers = {
             rows: _LogitsBuffers(rows, model_config.vocab_size, transforms, device)
             for rows in limits.decode_bucket_sizes
