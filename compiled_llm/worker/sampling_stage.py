@@ -26,8 +26,8 @@ from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.parameters import logits_parameters
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import (
-    changing_sampler_function,
     logprobs_function,
+    processing_sampler_function,
     prompt_logprobs_function,
     sampler_function,
 )
@@ -174,7 +174,7 @@ class Samplers:
         return {
             "sample": (_sampler, (logits, sampling_input, self._last_tokens)),
             "change": (
-                functools.partial(changing_sampler_function, self._transforms),
+                functools.partial(processing_sampler_function, self._transforms),
                 (logits, sampling_input, changed, self._token_counts, self._last_tokens),
             ),
             "logprobs": (
