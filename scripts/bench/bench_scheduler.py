@@ -10,11 +10,13 @@ between two steps: ``Scheduler.schedule``, ``choose_bucket``, ``RequestRows.upda
 
 import argparse
 import gc
-import json
+import itertools
 import statistics
 import time
 
+import tables
 import torch
+from tqdm import tqdm
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
@@ -103,18 +105,13 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    rows = []
-    print("running  waiting  schedule  prepare  update   whole     p99  (microseconds a step)")
-    for num_running in map(int, args.running.split(",")):
-        for num_waiting in map(int, args.waiting.split(",")):
-            result = bench(num_running, num_waiting, args)
-            rows.append({"running": num_running, "waiting": num_waiting, **result})
-            print(
-                f"{num_running:7}  {num_waiting:7}  {result['schedule']:8.0f}  {result['prepare']:7.0f}  "
-                f"{result['update']:6.0f}  {result['whole']:6.0f}  {result['p99']:6.0f}",
-                flush=True,
-            )
-    print(json.dumps({"results": rows, "machine": machine.describe(torch.device("cpu"))}))
+    sizes = itertools.product(map(int, args.running.split(",")), map(int, args.waiting.split(",")))
+    rows = [
+        {"running": running, "waiting": waiting, **bench(running, waiting, args)}
+        for running, waiting in tqdm(list(sizes), disable=None, leave=False)
+    ]
+    print(f"microseconds a step\n{tables.text_table(rows)}")
+    tables.finish({"results": rows, "machine": machine.describe(torch.device("cpu"))}, None)
 
 
 if __name__ == "__main__":
