@@ -53,7 +53,7 @@ class Entry:
 
 
 class CompileCache:
-    """The entries of one machine and one model. ``fields``: JSON values, the part of all functions' keys that is equal."""
+    """Entries of one machine and one model. ``fields``: JSON, the part of the key that all functions share."""
 
     def __init__(self, directory: Path, fields: Fields) -> None:
         self.directory = directory
