@@ -92,9 +92,7 @@ class ArgumentCheck:
 
     def _remember(self, args: tuple) -> None:
         self._compared: Any = args
-        self._tensors = list(
-            {id(tensor): tensor for tensor in _tensors(args)}.values()
-        )  # each once: torch refuses others
+        self._tensors = list({id(tensor): tensor for tensor in tensors_in(args)}.values())  # torch takes each once
         sizes: Any = [list(tensor.shape) for tensor in self._tensors]
         strides: Any = [list(tensor.stride()) for tensor in self._tensors]
         guards = TensorGuards(*self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
@@ -104,11 +102,8 @@ class ArgumentCheck:
         """What differs, in words; None when nothing does."""
         state = _state()
         if state != self._state:
-            return next(
-                f"{name} was {was} and is {now}"
-                for (name, was), now in zip(self._state.items(), state.values(), strict=True)
-                if was != now
-            )
+            name = next(name for name in state if state[name] != self._state[name])
+            return f"{name} was {self._state[name]} and is {state[name]}"
         if not (same_objects(self._compared, args) and self._unchanged(*self._tensors)):
             sizes: set[int] = set()
             found = _difference("argument", self._specs, args, sizes, {})
@@ -131,9 +126,10 @@ def same_objects(one: Any, other: Any) -> bool:
     return all(map(same_objects, one, other))
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of nested tuples in their order, each as often as it occurs."""
     if isinstance(value, tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in value for tensor in tensors_in(item)]
     return [value] if isinstance(value, Tensor) else []
 
 

@@ -9,10 +9,8 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
+from compiled_llm.compiling.argument_specs import tensors_in
 from compiled_llm.compiling.cache import CompileCache, Fields, code_settings
 from compiled_llm.compiling.messages import Built, Job, receive, send
 from compiled_llm.progress import StartProgress
@@ -105,15 +103,10 @@ def _start_process() -> subprocess.Popen:
 
 def expected_seconds(job: Job) -> float:
     """About what one core takes to compile it, to tell a user how long a first start takes."""
-    return _SECONDS_A_GRAPH + _SECONDS_A_TENSOR * _num_tensors(job.args)
+    return _SECONDS_A_GRAPH + _SECONDS_A_TENSOR * len(tensors_in(job.args))
 
 
 def _useful_workers(jobs: Sequence[Job]) -> int:
     """Processes that save time: each takes seconds to start, so small graphs alone are compiled by this process."""
-    large = sum(_num_tensors(job.args) >= _LARGE for job in jobs)
+    large = sum(len(tensors_in(job.args)) >= _LARGE for job in jobs)
     return min(len(os.sched_getaffinity(0)), len(jobs)) if large > 1 else 0
-
-
-def _num_tensors(args: Any) -> int:
-    """Tensors in nested tuples: how much there is to trace."""
-    return sum(map(_num_tensors, args)) if isinstance(args, tuple) else int(isinstance(args, Tensor))
