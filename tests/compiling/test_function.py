@@ -13,8 +13,8 @@ from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.ops.torch_private import keeps_compiled_code
+from compiled_llm.scheduling.bucket import choose_bucket
 from compiled_llm.step.step import step_function
-from compiled_llm.worker.step_buffers import choose_bucket
 from tests.families import CONFIGS, checkpoint
 
 NUM_BLOCKS = 4092  # and the sink: so that even a cache's scales hold more than any other tensor of these models
