@@ -207,7 +207,7 @@ def make_report(engine: "CompiledEngine", log: StepLog, stats: EngineStats, meas
 def make_trace(engine: "CompiledEngine", log: StepLog) -> dict[str, Any]:
     """What ``scripts/tune_buckets.py`` reads: the shapes of all steps, and what buckets and graphs cost."""
     limits = engine.runner.limits
-    names = {bucket.name for bucket in engine.runner.buckets}
+    names = {bucket.name for bucket in engine.runner.steps.buckets}
     reports = engine.compile_report().reports
     return {
         "format": 1,

@@ -17,8 +17,8 @@ from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.step.step import Feedback, embed_function, head_function, layer_function, step_function
-from compiled_llm.worker.step_buffers import Bucket
 
 Make = Callable[[Callable, str], CompiledFunction]  # (function, name): with the engine's device, cache and so on
 

@@ -18,7 +18,7 @@ from workloads import SHAPES, shared_prefix, write_config
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
-from compiled_llm.worker.runner import resolve_device
+from compiled_llm.worker.device import resolve_device
 
 
 def run(engine: CompiledEngine, prompts: list[list[int]], output_len: int) -> dict[str, float]:

@@ -21,11 +21,12 @@ from compiled_llm.command_line import FlagParser
 from compiled_llm.config import EngineLimits
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import BlockPool
+from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.step_buffers import StepBuffers
 
 PARTS = ("schedule", "prepare", "update")
 GREEDY = SamplingParams(temperature=0, max_tokens=2**20, ignore_eos=True)

@@ -106,7 +106,7 @@ def main() -> int:
         print(json.dumps(start_once(args)))
         return 0
     from compiled_llm import hardware as machine
-    from compiled_llm.worker.runner import resolve_device
+    from compiled_llm.worker.device import resolve_device
 
     with tempfile.TemporaryDirectory(prefix="compiled-llm-start-") as directory:
         cold = in_fresh_process(Path(directory))

@@ -19,13 +19,14 @@ from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops import swap
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
+from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.step_buffers import StepBuffers
 from tests.battery.test_schedules import (
     MAX_LEN,
     Watch,

@@ -14,7 +14,7 @@ from compiled_llm.worker.step_units import LayeredStep, check_unit, layer_kinds
 from tests.families import CONFIGS, checkpoint
 
 SIZES = {"bucket_sizes": (4,), "token_bucket_sizes": (16,), "num_kv_blocks": 60, "block_size": 8, "max_model_len": 64}
-BEHIND = ["sample_4", "change_4", "logprobs_4", "prompt_logprobs"]
+BEHIND = ["sample_4", "sample_changed_4", "logprobs_4", "prompt_logprobs"]
 PARTS = [  # without, and with a layer whose cache is not quantised as the others are
     [f"{part}_{bucket}" for bucket in ("decode_4", "tokens_16") for part in parts]
     for parts in (("embed", "layer", "head"), ("embed", "layer", "layer1", "head"))
@@ -36,7 +36,7 @@ def tokens_of(engine: CompiledEngine, temperature: float = 0.0) -> list[list[int
 def test_every_family_gives_the_tokens_of_the_whole_step(name: str) -> None:
     """Uncompiled: the parts are the same functions, in the same order, on the same layers."""
     with engine(name, enforce_eager=True) as layered, engine(name, enforce_eager=True, compile_unit="model") as whole:
-        assert all(isinstance(step, LayeredStep) for step in layered.runner._steps.values())
+        assert all(isinstance(step, LayeredStep) for step in layered.runner.steps._functions.values())
         assert tokens_of(layered) == tokens_of(whole)
         assert tokens_of(layered, temperature=1.0) == tokens_of(whole, temperature=1.0)
 
@@ -56,8 +56,8 @@ def test_compiled_it_gives_the_same_keeps_to_its_graphs_and_is_found_on_disk(
         keys.update({job.name: cache.key_of(job.name, job.recipe(), job.args) for job in jobs})
         return {}
 
-    monkeypatch.setattr("compiled_llm.worker.runner.build_missing", record)
-    monkeypatch.setattr("compiled_llm.worker.runner.engine_cache", in_directory(tmp_path))
+    monkeypatch.setattr("compiled_llm.worker.compiled_steps.build_missing", record)
+    monkeypatch.setattr("compiled_llm.worker.compiled_steps.engine_cache", in_directory(tmp_path))
     for outcome in ("miss", "hit"):
         with engine(name, **arguments) as layered:
             assert tokens_of(layered) == expected
@@ -66,14 +66,14 @@ def test_compiled_it_gives_the_same_keeps_to_its_graphs_and_is_found_on_disk(
             for r in reports:
                 assert (r.graphs, r.graph_breaks, r.recompiles, r.cache) == (1, 0, 0, outcome), (r.name, r.reason)
                 # Described before any part has run; other processes compile from that.
-                assert not isinstance(layered.runner._cache.find(keys[r.name]), str), r.name
+                assert not isinstance(layered.runner.steps.cache.find(keys[r.name]), str), r.name
             refuses_other_arguments(layered)
 
 
 def refuses_other_arguments(layered: CompiledEngine) -> None:
     """Once for all layers, before any of them runs; each refused call counts."""
     runner = layered.runner
-    step, args = runner._steps[runner.buckets[0]], runner._step_arguments(runner.buckets[0])
+    step, args = runner.steps._functions[runner.steps.buckets[0]], runner.steps.step_arguments(runner.steps.buckets[0])
     logits = step(*args)
     weights, *others = args
     layer = weights.layers[1]._replace(input_norm=torch.ones(113))
@@ -104,10 +104,10 @@ def test_a_layer_whose_cache_is_of_another_kind_has_a_function_of_its_own() -> N
     arguments = {"enforce_eager": True, **QUANTISED}
     with engine("llama", **arguments) as layered, engine("llama", **arguments, compile_unit="model") as whole:
         runner = layered.runner
-        assert layer_kinds(runner.weights, runner.kv_cache) == [0, 1]
+        assert layer_kinds(runner.steps.weights, runner.steps.kv_cache) == [0, 1]
         assert tokens_of(layered) == tokens_of(whole)
         assert [r.name for r in layered.compile_report().reports[:4]] == PARTS[True][:4]
-        for ours, theirs in zip(runner.kv_cache, whole.runner.kv_cache, strict=True):
+        for ours, theirs in zip(runner.steps.kv_cache, whole.runner.steps.kv_cache, strict=True):
             assert ours.k.dtype == theirs.k.dtype
             assert torch.equal(ours.k[1:], theirs.k[1:]), "block 0 is the sink"
 
