@@ -62,9 +62,6 @@ class EngineConfig:
         cuda_graphs: who records the CUDA graphs on a GPU: "trees", torch's CUDA graph trees (reduce-overhead), or
             "manual", one graph for each bucket captured by hand and replayed without torch's checks. A CPU has no CUDA
             graphs, so there "manual" is refused.
-        compile_unit: what becomes one graph: "model", a bucket's whole step, or "layer", one decoder layer for
-            all, with a small graph before and one after the layers: a faster first start, and somewhat slower steps.
-            On a GPU "layer" is refused, since a CUDA graph holds a whole step.
         compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
@@ -107,7 +104,6 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None
     cuda_graphs: Literal["trees", "manual"] = "trees"
-    compile_unit: Literal["model", "layer"] = "model"
     compile_workers: int | None = None
     max_logprobs: int = 20
     max_queued_requests: int = 100_000
@@ -142,7 +138,6 @@ class EngineConfig:
         one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
         one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         one_of("cuda_graphs", self.cuda_graphs, ("trees", "manual"))
-        one_of("compile_unit", self.compile_unit, ("model", "layer"))
         one_of("progress", self.progress, ("auto", "bar", "lines", "off"))
         if self.cuda_graphs == "manual" and self.enforce_eager:
             raise ValueError("cuda_graphs must be 'trees' with enforce_eager=True (no graph is made), given 'manual'")

@@ -32,7 +32,7 @@ ENGINE_ARGUMENTS: Mapping[str, str] = {
     "max_seq_len_to_capture": _BUCKETS,
     "max_cudagraph_capture_size": _BUCKETS,
     "max_context_len_to_capture": _BUCKETS,
-    "compilation_config": f"{_BUCKETS}, cuda_graphs and compile_unit",
+    "compilation_config": f"{_BUCKETS} and cuda_graphs",
     "optimization_level": "there is none: everything is compiled, unless enforce_eager=True",
     "logits_processors": "give logits_transforms, which are compiled into the step",
     "tensor_parallel_size": _ONE_DEVICE,

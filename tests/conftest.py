@@ -4,6 +4,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 # Set before the libraries are imported: no forks of a threaded tokenizer, no network.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,7 +13,37 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 
-_BATTERY_COUNTS = pytest.StashKey[dict[str, Counter[str]]]()
+from tests.processes import build_kernels, num_processes
+
+_COUNTS = "battery counts"  # a user property of a report
+_MOST_FILES = 10
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the tests in a process per core (pytest-xdist), unless ``-n`` is given or a single file is asked for.
+
+    The tests of a file run in one process and in their order, so that they share the file's fixtures.
+    """
+    option = config.option
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    if is_worker or not config.pluginmanager.hasplugin("xdist") or option.numprocesses is not None or option.tx:
+        return
+    paths = [Path(arg.split("::")[0]) for arg in config.args]
+    is_one_file = len(paths) == 1 and paths[0].is_file()
+    if is_one_file or option.collectonly or option.usepdb or option.capture == "no" or num_processes() == 1:
+        return
+    option.numprocesses, option.dist = num_processes(), "loadfile"
+    option.loadscopereorder = False  # the order of the collection: the rooms that compile come first
+    # Read by the processes that xdist starts: one thread each, which does not spin while it waits for a core.
+    for name, value in (("OMP_NUM_THREADS", "1"), ("OMP_WAIT_POLICY", "passive"), ("GOMP_SPINCOUNT", "0")):
+        os.environ.setdefault(name, value)
+    if any((path / "ops").is_dir() for path in paths):  # all rooms
+        build_kernels()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Summary())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -28,20 +59,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in full_size]
 
 
+class _Summary:
+    """What the end of the run shows. All of it is read from reports, which xdist brings from the other processes."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()  # of each file
+        self.counts: dict[str, dict[str, int]] = {}  # of each battery
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.split("::")[0]] += report.duration
+        for name, value in report.user_properties:
+            if name == _COUNTS:
+                self.counts[report.nodeid] = value
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.counts:
+            terminalreporter.section("battery counts")
+        for name, counts in self.counts.items():
+            terminalreporter.write_line(f"{name}: " + ", ".join(f"{what} {count:,}" for what, count in counts.items()))
+        slowest = [f"{name} {seconds:.0f} s" for name, seconds in self.seconds.most_common(_MOST_FILES)]
+        terminalreporter.write_line(f"slowest files, of {sum(self.seconds.values()):.0f} s: " + ", ".join(slowest))
+
+
 @pytest.fixture
 def battery_counts(request: pytest.FixtureRequest) -> Iterator[Counter[str]]:
     """What a battery counts while it runs, such as schedules and preemptions; shown at the end of the run."""
     counts: Counter[str] = Counter()
     yield counts
-    request.config.stash.setdefault(_BATTERY_COUNTS, {})[request.node.nodeid] = counts
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    counts_of = config.stash.get(_BATTERY_COUNTS, {})
-    if counts_of:
-        terminalreporter.section("battery counts")
-    for name, counts in counts_of.items():
-        terminalreporter.write_line(f"{name}: " + ", ".join(f"{what} {count:,}" for what, count in counts.items()))
+    request.node.user_properties.append((_COUNTS, dict(counts)))
 
 
 @pytest.fixture(autouse=True)

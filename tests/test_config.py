@@ -34,8 +34,6 @@ def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
         ("max_num_seqs", -1),
         ("max_num_batched_tokens", 1.5),
         ("block_size", 0),
-        ("compile_unit", "block"),
-        ("compile_unit", None),
         ("compile_workers", -1),
         ("compile_workers", 1.5),
         ("num_kv_blocks", 0),

@@ -1,10 +1,13 @@
-"""The wheel carries what an installation needs: kernels' sources, the demo model, both linked packages."""
+"""The wheel carries what an installation needs, and the pinned versions are ones that the package allows."""
 
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 
@@ -27,3 +30,15 @@ def test_the_wheel_is_complete_and_holds_nothing_else(tmp_path: Path) -> None:
     expected.add("compiled_llm/py.typed")
     installed = {name for name in names if ".dist-info/" not in name}
     assert installed == expected
+
+
+def test_each_dependency_is_pinned_to_one_version_that_pyproject_allows() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    allowed = list(map(Requirement, [*project["dependencies"], *(line for lines in extras for line in lines)]))
+    lines = [line.split("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pinned = {name: version for name, _, version in (line.partition("==") for line in lines if line)}
+    for requirement in allowed:
+        if requirement.name != "triton":  # each torch build for GPUs requires a version of its own
+            assert pinned[requirement.name] in requirement.specifier, requirement
+    assert "triton" not in pinned

@@ -12,7 +12,7 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -273,22 +273,8 @@ class CompiledFunction:
             difference = check.difference(args)
             if difference is None:
                 return self._call(*args)
-        self.refuse(difference)
-
-    def refuse(self, difference: str) -> NoReturn:
-        """Count a call that asked for another compiled version, and raise ``RuntimeError`` with the reason."""
         self._refused += 1
         raise RuntimeError(f"{self.name} would have to be compiled again: {difference}")
-
-    def unchecked(self) -> Callable:
-        """The compiled code, for a caller that turns gradients off, compares the arguments and ``refuse``s wrong ones.
-
-        The function itself is not to be called any more: it forgets what it knew of its arguments.
-        """
-        assert self._report is not None, f"{self.name} was not warmed up"
-        assert self._captured is None, f"{self.name} is replayed, not called"
-        self._check = None
-        return self._call
 
     def report(self) -> GraphReport:
         """What the warm-up gave, with the versions compiled since counted now."""

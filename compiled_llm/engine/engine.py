@@ -26,9 +26,11 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.outputs import EngineStats, RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.report.report import RunReport, make_report, make_trace
+from compiled_llm.report.roofline import ModelWork
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.step.kv_cache import bytes_per_token
 from compiled_llm.text.chat import ChatEncoder, messages_list
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, pair_priorities, pair_sampling_params, prompt_list
 from compiled_llm.worker.memory import MemoryLedger
@@ -497,11 +499,26 @@ class CompiledEngine:
         Raises:
             RuntimeError: they are to be measured and too little memory is free for that.
         """
-        return make_report(self, self._core.log, self.stats().since(self._stats_before), measure_limits)
+        runner = self.runner
+        return make_report(
+            self._core.log,
+            self.stats().since(self._stats_before),
+            trace=self.trace(),
+            work=ModelWork.of(
+                self.model_config, runner.dtype.itemsize, bytes_per_token(self.model_config, runner.cache_dtypes)
+            ),
+            compile_report=self.compile_report(),
+            memory=self.memory_report(),
+            profiler=runner.profiler,
+            device=runner.device,
+            dtype=runner.dtype,
+            measure_limits=measure_limits,
+        )
 
     def trace(self) -> dict[str, Any]:
         """The shapes of all steps since the start or ``reset_report``, as ``scripts/tune_buckets.py`` reads them."""
-        return make_trace(self, self._core.log)
+        model = self.config.model or "the bundled model"
+        return make_trace(self._core.log, self.runner.limits, self.compile_report(), model, self.runner.device)
 
     # -- Inside
 

@@ -1,15 +1,14 @@
-"""The page of a RunReport: one HTML file, its pictures inside, readable without a network."""
+"""The page of a report: one HTML file, its pictures inside, readable without a network.
+
+A report here is the content of ``report.json``, as ``RunReport.to_dict`` gives it.
+"""
 
 import base64
 import html
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from compiled_llm.report.machine_limits import significant
-
-if TYPE_CHECKING:
-    from compiled_llm.report.report import RunReport, StepsReport
+from compiled_llm.report.machine_limits import MachineLimits, significant
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #222; }
@@ -33,13 +32,13 @@ _LATENCY_NAMES = {
 }
 
 
-def write_page(report: "RunReport", path: Path) -> None:
-    """Write the page of ``report`` to ``path``. Without matplotlib it has the tables alone, and says so."""
-    path.write_text(page(report), encoding="utf-8")
+def page(report: dict[str, Any], texts: Mapping[str, str]) -> str:
+    """The HTML text of ``report``. Without matplotlib it has the tables alone, and a note that says so.
 
-
-def page(report: "RunReport") -> str:
-    """The HTML text."""
+    Args:
+        report: of ``RunReport.to_dict``.
+        texts: by title, sections of plain text.
+    """
     try:
         from compiled_llm.report import pictures as report_pictures
     except ImportError:
@@ -54,7 +53,7 @@ def page(report: "RunReport") -> str:
         return f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(pictures[name]).decode()}"></p>'
 
     parts = [
-        f"<h1>{_text(report.model)}</h1>",
+        f"<h1>{_text(report['model'])}</h1>",
         _summary(report),
         missing,
         "<h2>Where the time went</h2>",
@@ -63,7 +62,7 @@ def page(report: "RunReport") -> str:
         "<h2>How near the limit</h2>",
         _limits_note(report),
         picture("limits"),
-        _steps_table([*report.phases, *report.buckets]),
+        _steps_table([*report["phases"], *report["buckets"]]),
         _device_table(report),
         "<h2>Latency</h2>",
         picture("latency"),
@@ -71,33 +70,34 @@ def page(report: "RunReport") -> str:
         "<h2>Requests and the KV cache over time</h2>",
         picture("series"),
         _counts_table(report),
-        "<h2>Compiled</h2>",
-        f"<pre>{_text(report.compile_report)}</pre>",
-        "<h2>Memory</h2>",
-        f"<pre>{_text(report.memory)}</pre>",
+        *(f"<h2>{_text(title)}</h2>\n<pre>{_text(text)}</pre>" for title, text in texts.items()),
         "<h2>Machine</h2>",
-        _table(["", ""], [[name, value] for name, value in report.machine.items()]),
+        _table(["", ""], [[name, value] for name, value in report["machine"].items()]),
     ]
     body = "\n".join(part for part in parts if part)
-    head = f"<meta charset='utf-8'><title>compiled-llm: {_text(report.model)}</title><style>{_STYLE}</style>"
+    head = f"<meta charset='utf-8'><title>compiled-llm: {_text(report['model'])}</title><style>{_STYLE}</style>"
     return f"<!doctype html>\n<html lang='en'><head>{head}</head><body>\n{body}\n</body></html>\n"
 
 
-def _summary(report: "RunReport") -> str:
-    stats = report.stats
-    rate = stats.num_output_tokens / report.seconds if report.seconds else 0.0
+def _summary(report: dict[str, Any]) -> str:
+    stats = report["stats"]
+    rate = stats["num_output_tokens"] / report["seconds"] if report["seconds"] else 0.0
     text = (
-        f"{report.num_finished} requests in {report.seconds:.2f} s: {stats.num_prompt_tokens} tokens in, "
-        f"{stats.num_output_tokens} out, {rate:.1f} output tokens/s."
+        f"{report['num_finished']} requests in {report['seconds']:.2f} s: {stats['num_prompt_tokens']} tokens in, "
+        f"{stats['num_output_tokens']} out, {rate:.1f} output tokens/s."
     )
-    shares = [f"{phase.name} {_percent(phase.limit_share)}" for phase in report.phases if phase.limit_share is not None]
+    shares = [
+        f"{phase['name']} {_percent(phase['limit_share'])}"
+        for phase in report["phases"]
+        if phase["limit_share"] is not None
+    ]
     return f"<p>{text}" + (f" Of the machine's limit: {', '.join(shares)}." if shares else "") + "</p>"
 
 
-def _time_table(report: "RunReport") -> str:
-    whole = report.seconds or 1.0
-    rows = [[_TIME_NAMES[name], f"{value:.3f}", _percent(value / whole)] for name, value in report.time.items()]
-    parts = [[f"host: {name}", f"{value:.3f}", _percent(value / whole)] for name, value in report.host_parts.items()]
+def _time_table(report: dict[str, Any]) -> str:
+    whole = report["seconds"] or 1.0
+    rows = [[_TIME_NAMES[name], f"{value:.3f}", _percent(value / whole)] for name, value in report["time"].items()]
+    parts = [[f"host: {name}", f"{value:.3f}", _percent(value / whole)] for name, value in report["host_parts"].items()]
     note = _note(
         "Padding: each bucket's time times the share of its rows that held no token. Waiting: between steps, nothing "
         "launched. Host: what remains; its parts below are measured apart, and where the host works beside a busy "
@@ -106,12 +106,13 @@ def _time_table(report: "RunReport") -> str:
     return _table(["", "seconds", "share"], rows + parts) + note
 
 
-def _limits_note(report: "RunReport") -> str:
-    if report.limits is None:
+def _limits_note(report: dict[str, Any]) -> str:
+    if report["limits"] is None:
         return _note("The machine's limits were not measured, so there are no shares of them.")
-    note = f"<b>The limits: {_text(report.limits_note)}.</b> " if report.limits_note else ""
+    note = f"<b>The limits: {_text(report['limits_note'])}.</b> " if report["limits_note"] else ""
+    limits = _text(MachineLimits(**report["limits"]))
     return _note(
-        f"{note}The machine: {_text(report.limits)}. Steady limits are kept for later runs. On a virtual machine the "
+        f"{note}The machine: {limits}. Steady limits are kept for later runs. On a virtual machine the "
         "bandwidth changes by the minute, so that a share may pass 100%, and so may that of a model whose weights a "
         "cache of the processor holds; beyond 110% the limits are measured again, and "
         "<code>--remeasure-limits</code> always measures anew. Bytes and operations are those that no "
@@ -119,58 +120,60 @@ def _limits_note(report: "RunReport") -> str:
     )
 
 
-def _steps_table(steps: Sequence["StepsReport"]) -> str:
+def _steps_table(steps: Sequence[dict[str, Any]]) -> str:
     titles = ["", "steps", "ms a step", "tokens", "padding", "GB/s", "of bandwidth", "TFLOP/s", "of peak", "of limit"]
     rows = [
         [
-            step.name,
-            step.num_steps,
-            f"{step.seconds / step.num_steps * 1e3:.2f}",
-            step.num_tokens,
-            _percent(step.padding_share),
-            significant(step.bytes_per_second / 1e9),
-            _percent(step.bandwidth_share),
-            significant(step.flops_per_second / 1e12),
-            _percent(step.peak_share),
-            _percent(step.limit_share),
+            step["name"],
+            step["num_steps"],
+            f"{step['seconds'] / step['num_steps'] * 1e3:.2f}",
+            step["num_tokens"],
+            _percent(step["padding_share"]),
+            significant(step["bytes_per_second"] / 1e9),
+            _percent(step["bandwidth_share"]),
+            significant(step["flops_per_second"] / 1e12),
+            _percent(step["peak_share"]),
+            _percent(step["limit_share"]),
         ]
         for step in steps
     ]
     return _table(titles, rows)
 
 
-def _device_table(report: "RunReport") -> str:
-    steps = [step for step in (*report.phases, *report.buckets) if step.device_shares]
+def _device_table(report: dict[str, Any]) -> str:
+    steps = [step for step in (*report["phases"], *report["buckets"]) if step["device_shares"]]
     if not steps:
         return _note("What the device did by kind of work was not profiled (<code>--report-profile-steps</code>).")
-    shares = [step.device_shares or {} for step in steps]
+    shares = [step["device_shares"] or {} for step in steps]
     kinds = list(shares[0])
-    count = sum(report.profiled_steps.values())
-    rows = [[step.name, *(_percent(share[kind]) for kind in kinds)] for step, share in zip(steps, shares, strict=True)]
+    count = sum(report["profiled_steps"].values())
+    rows = [
+        [step["name"], *(_percent(share[kind]) for kind in kinds)] for step, share in zip(steps, shares, strict=True)
+    ]
     note = _note(f"From {count} steps that were run a second time under torch's profiler; no time here counts them.")
     return "<h3>What the device did</h3>" + _table(["", *kinds], rows) + note
 
 
-def _latency_table(report: "RunReport") -> str:
+def _latency_table(report: dict[str, Any]) -> str:
     rows = []
     for key, name in _LATENCY_NAMES.items():
-        summary = report.latencies[key]
+        summary = report["latencies"][key]
         if summary is not None:
             values = [f"{summary[column] * 1e3:.1f}" for column in ("mean", "p50", "p90", "p99")]
             rows.append([name, int(summary["count"]), *values])
     return _table(["milliseconds", "count", "mean", "p50", "p90", "p99"], rows)
 
 
-def _counts_table(report: "RunReport") -> str:
-    stats = report.stats
+def _counts_table(report: dict[str, Any]) -> str:
+    stats = report["stats"]
     rows: list[list[Any]] = [
-        ["KV blocks", f"{stats.num_kv_blocks}, at most {stats.peak_used_blocks} used since the start"],
-        ["prefix cache", f"{stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} tokens found"],
-        ["evictions", stats.num_evictions],
+        ["KV blocks", f"{stats['num_kv_blocks']}, at most {stats['peak_used_blocks']} used since the start"],
+        ["prefix cache", f"{stats['prefix_hit_tokens']} of {stats['prefix_queried_tokens']} tokens found"],
+        ["evictions", stats["num_evictions"]],
         [
             "preemptions",
-            f"{stats.num_recompute_preemptions} by recompute ({stats.num_recomputed_tokens} tokens), "
-            f"{stats.num_swap_preemptions} by swap ({stats.num_swapped_out_tokens} tokens out)",
+            f"{stats['num_recompute_preemptions']} by recompute ({stats['num_recomputed_tokens']} tokens), "
+            f"{stats['num_swap_preemptions']} by swap ({stats['num_swapped_out_tokens']} tokens out)",
         ],
     ]
     return _table(["", ""], rows)

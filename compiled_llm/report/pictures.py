@@ -1,16 +1,16 @@
-"""The pictures of a report's page, as PNG. Importing this file needs matplotlib."""
+"""The pictures of a report's page, as PNG. Importing this file needs matplotlib.
+
+A report here is the content of ``report.json``, as ``RunReport.to_dict`` gives it.
+"""
 
 import io
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from compiled_llm.worker.profiler import KINDS
-
-if TYPE_CHECKING:
-    from compiled_llm.report.report import RunReport
 
 # Okabe and Ito's colours, which colour-blind people tell apart.
 _BLUE, _ORANGE, _GREEN, _PINK, _GREY, _SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999", "#56B4E9"
@@ -26,16 +26,16 @@ _COLOURS = {
 }
 
 
-def draw(report: "RunReport") -> dict[str, bytes]:
+def draw(report: dict[str, Any]) -> dict[str, bytes]:
     """PNG files by name: "time", "limits", "latency", "series"; those for which there is something to show."""
     pictures = {}
-    if report.seconds > 0:
+    if report["seconds"] > 0:
         pictures["time"] = _png(lambda figure: _draw_time(figure, report), 8.5, 1.5)
-    if report.limits is not None and report.buckets:
-        pictures["limits"] = _png(lambda figure: _draw_limits(figure, report), 8.5, 1.1 + 0.42 * len(report.buckets))
-    if report.latencies["itl"] is not None or report.latencies["ttft"] is not None:
+    if report["limits"] is not None and report["buckets"]:
+        pictures["limits"] = _png(lambda figure: _draw_limits(figure, report), 8.5, 1.1 + 0.42 * len(report["buckets"]))
+    if report["latencies"]["itl"] is not None or report["latencies"]["ttft"] is not None:
         pictures["latency"] = _png(lambda figure: _draw_latency(figure, report), 8.5, 2.4)
-    if len(report.series) > 1:
+    if len(report["series"]["seconds"]) > 1:
         pictures["series"] = _png(lambda figure: _draw_series(figure, report), 8.5, 4.2)
     return pictures
 
@@ -48,18 +48,18 @@ def _png(draw_on: Callable[[Figure], None], width: float, height: float) -> byte
     return file.getvalue()
 
 
-def _draw_time(figure: Figure, report: "RunReport") -> None:
+def _draw_time(figure: Figure, report: dict[str, Any]) -> None:
     """One bar of the whole time: the device's work by kind where it was profiled, padding, host, waiting."""
     axes = figure.subplots()
     parts: list[tuple[str, float]] = []
-    if report.device_shares:
-        parts += [(kind, report.time["device"] * report.device_shares[kind]) for kind in KINDS]
+    if report["device_shares"]:
+        parts += [(kind, report["time"]["device"] * report["device_shares"][kind]) for kind in KINDS]
     else:
-        parts.append(("device", report.time["device"]))
-    parts += [(name, report.time[name]) for name in ("padding", "host", "waiting")]
+        parts.append(("device", report["time"]["device"]))
+    parts += [(name, report["time"][name]) for name in ("padding", "host", "waiting")]
     left = 0.0
     for name, seconds in parts:
-        share = 100 * seconds / report.seconds
+        share = 100 * seconds / report["seconds"]
         axes.barh(0, share, left=left, color=_COLOURS[name], edgecolor="white", label=f"{name} {share:.1f}%")
         left += share
     axes.set_xlim(0, max(100.0, left))
@@ -69,18 +69,18 @@ def _draw_time(figure: Figure, report: "RunReport") -> None:
     figure.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
 
 
-def _draw_limits(figure: Figure, report: "RunReport") -> None:
+def _draw_limits(figure: Figure, report: dict[str, Any]) -> None:
     """Bars for each bucket: share of the bandwidth, of the matrix peak, and of whichever limits."""
     axes = figure.subplots()
-    names = [f"{bucket.name}  ({bucket.num_steps} steps)" for bucket in report.buckets]
+    names = [f"{bucket['name']}  ({bucket['num_steps']} steps)" for bucket in report["buckets"]]
     kinds = [
-        ("of the memory bandwidth", _SKY, [bucket.bandwidth_share for bucket in report.buckets]),
-        ("of the matrix peak", _ORANGE, [bucket.peak_share for bucket in report.buckets]),
+        ("of the memory bandwidth", _SKY, [bucket["bandwidth_share"] for bucket in report["buckets"]]),
+        ("of the matrix peak", _ORANGE, [bucket["peak_share"] for bucket in report["buckets"]]),
     ]
     for place, (label, colour, shares) in enumerate(kinds):
         positions = [index + 0.19 - 0.38 * (1 - place) for index in range(len(names))]
         axes.barh(positions, [100 * (share or 0.0) for share in shares], height=0.36, color=colour, label=label)
-    limits = [100 * (bucket.limit_share or 0.0) for bucket in report.buckets]
+    limits = [100 * (bucket["limit_share"] or 0.0) for bucket in report["buckets"]]
     axes.plot(limits, range(len(names)), "D", color="black", markersize=5, label="of the limit")
     axes.axvline(100, color=_GREY, linestyle="--", linewidth=1)
     axes.set_yticks(range(len(names)), names)
@@ -91,12 +91,12 @@ def _draw_limits(figure: Figure, report: "RunReport") -> None:
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
 
 
-def _draw_latency(figure: Figure, report: "RunReport") -> None:
+def _draw_latency(figure: Figure, report: dict[str, Any]) -> None:
     """From p50 to p99 of each latency, on a logarithmic scale."""
     axes = figure.subplots()
-    shown = [name for name in ("ttft", "itl", "tpot", "e2e") if report.latencies[name] is not None]
+    shown = [name for name in ("ttft", "itl", "tpot", "e2e") if report["latencies"][name] is not None]
     for place, name in enumerate(shown):
-        summary = report.latencies[name] or {}
+        summary = report["latencies"][name] or {}
         values = [max(1e-3, summary[column] * 1e3) for column in ("p50", "p90", "p99")]
         axes.plot([values[0], values[-1]], [place, place], color=_GREY, linewidth=2, zorder=1)
         for value, marker, colour in zip(values, ("o", "s", "D"), (_BLUE, _ORANGE, _PINK), strict=True):
@@ -112,17 +112,17 @@ def _draw_latency(figure: Figure, report: "RunReport") -> None:
     figure.legend(loc="outside upper center", ncols=3, frameon=False, fontsize=9)
 
 
-def _draw_series(figure: Figure, report: "RunReport") -> None:
+def _draw_series(figure: Figure, report: dict[str, Any]) -> None:
     """Blocks of the KV pool above, numbers of requests below."""
     blocks, requests = figure.subplots(2, 1, sharex=True)
-    times = [point.seconds for point in report.series]
-    used = [point.used_blocks for point in report.series]
-    cached = [point.cached_blocks for point in report.series]
+    times = report["series"]["seconds"]
+    used = report["series"]["used_blocks"]
+    cached = report["series"]["cached_blocks"]
     blocks.stackplot(times, used, cached, colors=[_BLUE, _SKY], labels=["used", "cached"], step="post")
-    blocks.axhline(report.stats.num_kv_blocks, color=_GREY, linestyle="--", linewidth=1, label="all")
+    blocks.axhline(report["stats"]["num_kv_blocks"], color=_GREY, linestyle="--", linewidth=1, label="all")
     blocks.set_ylabel("KV blocks")
-    requests.step(times, [point.num_running for point in report.series], where="post", color=_BLUE, label="running")
-    requests.step(times, [point.num_waiting for point in report.series], where="post", color=_ORANGE, label="waiting")
+    requests.step(times, report["series"]["num_running"], where="post", color=_BLUE, label="running")
+    requests.step(times, report["series"]["num_waiting"], where="post", color=_ORANGE, label="waiting")
     requests.set_ylabel("requests")
     requests.set_xlabel("seconds since the first arrival")
     requests.set_xlim(0, times[-1])

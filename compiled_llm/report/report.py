@@ -17,22 +17,22 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from compiled_llm import hardware as machine
 from compiled_llm.compiling.function import CompileReport
+from compiled_llm.config import EngineLimits
 from compiled_llm.outputs import EngineStats
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
-from compiled_llm.report.page import write_page
+from compiled_llm.report.page import page
 from compiled_llm.report.roofline import ModelWork
 from compiled_llm.report.step_log import Point, StepLog, StepRow
-from compiled_llm.step.kv_cache import bytes_per_token
+from compiled_llm.scheduling.bucket import buckets_of
 from compiled_llm.worker.memory import MemoryLedger
-from compiled_llm.worker.profiler import KINDS
-
-if TYPE_CHECKING:
-    from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.worker.profiler import KINDS, StepProfiler
 
 Shares = dict[str, float]
 _MOST_LIMIT_SHARE = 1.1  # beyond it, a limit was measured too low
@@ -136,6 +136,10 @@ class RunReport:
         content["series"] = {name: [point[place] for point in self.series] for place, name in enumerate(Point._fields)}
         return content
 
+    def page(self) -> str:
+        """The report as one HTML file, its pictures inside."""
+        return page(self.to_dict(), {"Compiled": str(self.compile_report), "Memory": str(self.memory)})
+
     def write(self, directory: str | Path) -> None:
         """Write ``report.json``, ``report.html`` (one file, pictures inline) and ``trace.json`` into ``directory``.
 
@@ -145,16 +149,34 @@ class RunReport:
         path.mkdir(parents=True, exist_ok=True)
         (path / "report.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n")
         (path / "trace.json").write_text(json.dumps(self.trace, indent=1) + "\n")
-        write_page(self, path / "report.html")
+        (path / "report.html").write_text(self.page(), encoding="utf-8")
 
 
-def make_report(engine: "CompiledEngine", log: StepLog, stats: EngineStats, measure_limits: bool) -> RunReport:
-    """The report of what ``log`` saw. ``stats``: counts since it was made."""
-    runner = engine.runner
-    work = ModelWork.of(
-        engine.model_config, runner.dtype.itemsize, bytes_per_token(engine.model_config, runner.cache_dtypes)
-    )
-    profiler = runner.profiler
+def make_report(
+    log: StepLog,
+    stats: EngineStats,
+    *,
+    trace: dict[str, Any],
+    work: ModelWork,
+    compile_report: CompileReport,
+    memory: MemoryLedger,
+    profiler: StepProfiler | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    measure_limits: bool,
+) -> RunReport:
+    """The report of what ``log`` recorded.
+
+    Args:
+        stats: counts since ``log`` was made.
+        trace: of ``make_trace``, for the same log.
+        work: of the model, for its dtype and the cache's.
+        device, dtype: of the model; the machine's limits are those for them.
+        measure_limits: whether limits may be measured now, if they are unknown or were measured too low.
+
+    Raises:
+        RuntimeError: limits are to be measured and too little memory is free for that.
+    """
     rows = log.rows()
     in_bucket: dict[str, list[StepRow]] = {}
     for row in rows:
@@ -162,23 +184,28 @@ def make_report(engine: "CompiledEngine", log: StepLog, stats: EngineStats, meas
     shares = {name: profiler.shares(name) if profiler else None for name in in_bucket}
     sizes = {row.bucket.name: (row.bucket.kind, row.bucket.num_tokens) for row in rows}
     in_phase = {name: found for name, kind in _PHASES if (found := [row for row in rows if row.bucket.kind == kind])}
-    limits, limits_note = _limits(engine, log, measure_limits, work, in_phase | in_bucket)
+    limits, limits_note = _limits(device, dtype, log, measure_limits, work, in_phase | in_bucket)
 
     def steps(name: str, rows: list[StepRow]) -> StepsReport:
         return _steps_report(name, rows, work, limits, _mixed_shares(rows, shares.get))
 
-    device = sum(row.seconds for row in rows)
+    device_seconds = sum(row.seconds for row in rows)
     padding = sum(_padding_seconds(row) for row in rows)
-    host = log.wall_seconds - device - log.waiting_seconds
+    host = log.wall_seconds - device_seconds - log.waiting_seconds
     return RunReport(
-        model=model_name(engine),
+        model=trace["model"],
         seconds=log.wall_seconds,
         num_finished=log.num_finished,
         limits=limits,
         limits_note=limits_note,
         phases=tuple(steps(name, found) for name, found in in_phase.items()),
         buckets=tuple(steps(name, in_bucket[name]) for name in sorted(in_bucket, key=lambda name: sizes[name])),
-        time={"device": device - padding, "padding": padding, "host": max(0.0, host), "waiting": log.waiting_seconds},
+        time={
+            "device": device_seconds - padding,
+            "padding": padding,
+            "host": max(0.0, host),
+            "waiting": log.waiting_seconds,
+        },
         host_parts={
             "schedule": stats.schedule_seconds,
             "prepare": stats.prepare_seconds,
@@ -197,47 +224,49 @@ def make_report(engine: "CompiledEngine", log: StepLog, stats: EngineStats, meas
         stats=stats,
         profiled_steps=dict(profiler.num_steps) if profiler else {},
         profile_seconds=log.paused_seconds,
-        compile_report=engine.compile_report(),
-        memory=engine.memory_report(),
-        trace=make_trace(engine, log),
-        machine=machine.describe(runner.device),
+        compile_report=compile_report,
+        memory=memory,
+        trace=trace,
+        machine=trace["machine"],
     )
 
 
-def make_trace(engine: "CompiledEngine", log: StepLog) -> dict[str, Any]:
-    """What ``scripts/tune_buckets.py`` reads: the shapes of all steps, and what buckets and graphs cost."""
-    limits = engine.runner.limits
-    names = {bucket.name for bucket in engine.runner.steps.buckets}
-    reports = engine.compile_report().reports
+def make_trace(
+    log: StepLog, limits: EngineLimits, compile_report: CompileReport, model: str, device: torch.device
+) -> dict[str, Any]:
+    """What ``scripts/tune_buckets.py`` reads: the shapes of all steps, and what buckets and graphs cost, in seconds."""
+    names = {bucket.name for bucket in buckets_of(limits)}
     return {
         "format": 1,
         "buckets": {"decode": list(limits.decode_bucket_sizes), "tokens": list(limits.token_bucket_sizes)},
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "compile_seconds": {report.name: report.compile_seconds for report in reports if report.name in names},
+        "compile_seconds": {
+            report.name: report.compile_seconds for report in compile_report.reports if report.name in names
+        },
         "step_seconds": log.step_seconds(),
         "steps": log.trace_rows(),
         "rounded_steps": log.rounded_steps,
-        "model": model_name(engine),
-        "machine": machine.describe(engine.runner.device),
+        "model": model,
+        "machine": machine.describe(device),
     }
-
-
-def model_name(engine: "CompiledEngine") -> str:
-    return engine.config.model or "the bundled model"
 
 
 _PHASES = (("decode", "decode"), ("prefill", "tokens"))
 
 
 def _limits(
-    engine: "CompiledEngine", log: StepLog, measure: bool, work: ModelWork, groups: dict[str, list[StepRow]]
+    device: torch.device,
+    dtype: torch.dtype,
+    log: StepLog,
+    measure: bool,
+    work: ModelWork,
+    groups: dict[str, list[StepRow]],
 ) -> tuple[MachineLimits | None, str]:
     """The machine's limits and what is to be known of them. ``groups``: steps by name of their phase or bucket.
 
     Limits that a group surpasses were measured too low: they are measured again, but not twice for one log.
     """
-    device, dtype = engine.runner.device, engine.runner.dtype
     limits = machine_limits.cached(device, dtype)
     if limits is None and measure:
         limits = machine_limits.measured(device, dtype)

@@ -28,7 +28,7 @@ from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.request_queue import RequestQueue
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerCounts, SchedulerOutput
 
-# Why a request ends for which a step found no token (ops/sampling/token_sampling.py).
+# Why a request ends for which a step found no token (ops/sampling/reference.py).
 _NO_TOKEN = (
     "the model's logits are not finite (NaN, infinity, or every token banned), so that no token can be chosen: see "
     'whether dtype="float32" helps, and whether the checkpoint is damaged'

@@ -1,7 +1,6 @@
 """The step: a pure function of tensors, compiled once for each bucket. The model's forward, and the next tokens.
 
-As one function (``step_function``), or as three for ``compile_unit="layer"``, which do the same one after the other.
-The likeliest tokens come out of the step itself; what some requests ask for besides runs behind it: sampling, with or
+The likeliest tokens come out of the step itself; what some requests ask for besides runs after it: sampling, with or
 without changed logits, and log-probabilities.
 """
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
+from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.step.logits import LogitsInput, change_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
@@ -31,57 +30,20 @@ class Feedback(NamedTuple):
 def step_function(model_config: ModelConfig, max_query_len: int) -> Any:
     """The step of one bucket: a pure function (weights, step input, KV cache, feedback) -> logits [R, V].
 
-    It leaves the most likely token of each row in ``feedback.last_tokens``.
+    It leaves the most likely token of each row in ``feedback.last_tokens``, and what the logits were made of in
+    ``feedback.hidden``.
     """
     model = family(model_config.architecture)
     forward, head_step = model.forward, model.head_step
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
         hidden = forward(weights, _fed_back(step_input, feedback), kv_cache, model_config, max_query_len)
-        return _head(head_step, weights, hidden, step_input, feedback, model_config)
+        feedback.hidden[: hidden.shape[0]] = hidden
+        logits = head_step(weights, hidden, step_input.logits_indices, model_config)
+        feedback.last_tokens[: logits.shape[0]] = sample_greedy(logits)
+        return logits
 
     return step
-
-
-def embed_function(model_config: ModelConfig) -> Any:
-    """The step before its layers: (weights, step input, feedback) -> (stream, cosines and sines)."""
-    embed_step = family(model_config.architecture).embed_step
-
-    def embed(weights: Any, step_input: StepInput, feedback: Feedback) -> tuple[Any, Tensor]:
-        return embed_step(weights, _fed_back(step_input, feedback))
-
-    return embed
-
-
-def layer_function(model_config: ModelConfig, max_query_len: int) -> Any:
-    """Any layer of a step: (step input, stream, cosines and sines, layer's weights, layer's cache) -> stream."""
-    layer_step = family(model_config.architecture).layer_step
-
-    def layer(step_input: StepInput, stream: Any, cos_sin: Tensor, weights: Any, cache: LayerCache) -> Any:
-        return layer_step(stream, cos_sin, weights, cache, step_input, model_config, max_query_len)
-
-    return layer
-
-
-def head_function(model_config: ModelConfig) -> Any:
-    """The step after its layers: (weights, step input, stream, feedback) -> logits [R, V]; leaves the tokens too."""
-
-    head_step = family(model_config.architecture).head_step
-
-    def head(weights: Any, step_input: StepInput, stream: Any, feedback: Feedback) -> Tensor:
-        return _head(head_step, weights, stream.x + stream.pending, step_input, feedback, model_config)
-
-    return head
-
-
-def _head(
-    head_step: Callable, weights: Any, hidden: Tensor, step_input: StepInput, feedback: Feedback, config: ModelConfig
-) -> Tensor:
-    """Logits [R, V]; leaves the most likely tokens, and what the logits were made of."""
-    feedback.hidden[: hidden.shape[0]] = hidden
-    logits = head_step(weights, hidden, step_input.logits_indices, config)
-    feedback.last_tokens[: logits.shape[0]] = sample_greedy(logits)
-    return logits
 
 
 def _fed_back(step_input: StepInput, feedback: Feedback) -> StepInput:

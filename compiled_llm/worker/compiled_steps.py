@@ -1,7 +1,6 @@
 """CompiledSteps: a compiled step for each bucket, and everything that the steps read and write on the device."""
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,10 +19,9 @@ from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
-from compiled_llm.step.step import Feedback
+from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
 from compiled_llm.worker.step_buffers import StepBuffers
-from compiled_llm.worker.step_units import LayeredStep, compiled_step, functions_of, step_jobs
 
 _SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
 _SECONDS_A_SAMPLER = 5.0  # about, to compile one
@@ -78,9 +76,8 @@ class CompiledSteps:
         )
         self.cache: CompileCache | None = None
         self._dtype = dtype
-        self._unit = config.compile_unit
         self._graph_pool = graph_pool
-        self._functions: dict[Bucket, CompiledFunction | LayeredStep] = {}
+        self._functions: dict[Bucket, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
 
     @property
@@ -93,7 +90,7 @@ class CompiledSteps:
         """What compiling each function gave."""
         if self._last_report is not None:
             return self._last_report
-        functions = [*itertools.chain(*map(functions_of, self._functions.values())), *self.sampling.functions()]
+        functions = [*self._functions.values(), *self.sampling.functions()]
         return CompileReport(tuple(function.report() for function in functions))
 
     def close(self) -> None:
@@ -149,7 +146,7 @@ class CompiledSteps:
             )
 
         for bucket in self._recording_order():
-            self._functions[bucket] = compiled_step(self._unit, self.model_config, bucket, make)
+            self._functions[bucket] = make(step_function(self.model_config, bucket.max_query_len), bucket.name)
             self._functions[bucket].warm_up(functools.partial(self.step_arguments, bucket))
             logits = functools.partial(self.run_step, bucket)
             self.sampling.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)
@@ -160,7 +157,8 @@ class CompiledSteps:
         threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
         jobs = []
         for bucket in self.buckets:
-            jobs += step_jobs(self._unit, self.model_config, bucket, self.step_arguments(bucket), threads)
+            recipe = functools.partial(step_function, self.model_config, bucket.max_query_len)
+            jobs.append(Job(bucket.name, recipe, self.step_arguments(bucket), threads))
         inputs = {bucket.num_requests: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self._dtype)
         return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights)

@@ -35,7 +35,6 @@ from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_acti
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
-from compiled_llm.worker.step_units import check_unit
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -73,7 +72,6 @@ class ModelRunner:
     ) -> None:
         self.device = resolve_device(config.device)
         pool = graph_pool(config.cuda_graphs, self.device)
-        check_unit(config.compile_unit, self.device, config.enforce_eager)
         self.model_config = model_config
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)

@@ -81,7 +81,8 @@ def run(bug: Bug | None, checks: Checks) -> dict[str, str]:
         except Exception as error:
             return {"outcome": "broken", "by": "the import", "error": f"{type(error).__name__}: {error}"}
     observer = Observer()
-    options = "-q -x --tb=no -p no:cacheprovider -W ignore::pytest.PytestAssertRewriteWarning"  # hypothesis is loaded
+    # In this process; the warning is of hypothesis, which is loaded already.
+    options = "-q -x --tb=no -p no:cacheprovider -p no:xdist -W ignore::pytest.PytestAssertRewriteWarning"
     arguments = [*options.split(), "-m", "not battery", *checks.tests]
     code = pytest.main(arguments if checks.load_torch else ["--noconftest", *arguments], [observer])
     if code == pytest.ExitCode.OK:

@@ -383,7 +383,6 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"enable_prefix_caching": 1}, r"enable_prefix_caching must be True or False, given 1"),
     ({"async_scheduling": "yes"}, r"async_scheduling must be True, False or None, given 'yes'"),
     ({"cuda_graphs": "manual"}, r"cuda_graphs must be 'trees' with enforce_eager=True .* given 'manual'"),
-    ({"compile_unit": "block"}, r"compile_unit must be one of 'model', 'layer', given 'block'"),
     ({"compile_workers": -1}, r"compile_workers must be an integer from 0 to 1024, given -1"),
     ({"max_logprobs": 1001}, r"max_logprobs must be an integer from 0 to 1000, given 1001"),
     ({"max_queued_requests": 0}, r"max_queued_requests must be an integer from 1 to \d+, given 0"),

@@ -89,7 +89,7 @@ def test_what_is_no_bug_is_not_caught() -> None:
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """The source stays as it is, and no .pyc of a planted bug is written."""
     bug = next(bug for bug in BUGS if bug.name == "the sink is handed out")
-    module = ROOT / "compiled_llm" / "block_pool.py"
+    module = ROOT / "compiled_llm" / "scheduling" / "block_pool.py"
     cached = Path(importlib.util.cache_from_source(str(module)))
     before = module.read_bytes(), cached.stat().st_mtime_ns if cached.exists() else None
     (found,) = outcomes([(bug, dataclasses.replace(POOL, tests=("tests/scheduling/test_block_pool.py",)))])

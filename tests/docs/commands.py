@@ -72,7 +72,13 @@ def options_of(script: str) -> set[str]:
 def check_pip(words: list[str]) -> None:
     """``pip install REQUIREMENT...``: each is well-formed; of this project, only extras that it has."""
     assert words[1] in ("install", "uninstall"), words
-    for word in words[2:]:
+    arguments = words[2:]
+    while arguments:
+        word = arguments.pop(0)
+        if word == "-c":
+            assert (ROOT / arguments[0]).is_file(), words
+            arguments.pop(0)
+            continue
         if word.startswith("-"):
             assert word in ("-e", "-y"), f"{word} of {words}"
             continue

@@ -15,7 +15,6 @@ import pytest
 from compiled_llm import CompiledEngine, RequestsFailedWarning, SamplingParams
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
-from compiled_llm.report.page import page
 from compiled_llm.report.report import RunReport
 
 LIMITS = MachineLimits("cpu", "float32", 1e10, 1e11, "made up", "2026-01-01T00:00:00+00:00")
@@ -88,7 +87,7 @@ def test_it_covers_what_came_since_the_reset(engine: CompiledEngine) -> None:
     empty = engine.report()
     assert (empty.seconds, empty.num_finished, empty.phases, empty.trace["steps"]) == (0, 0, (), [])
     assert empty.stats.num_steps == empty.stats.num_output_tokens == 0
-    page(empty)
+    empty.page()
     serve(engine)
     first = engine.report()
     time.sleep(0.2)  # after the last step: no part of the run
@@ -118,7 +117,7 @@ def plausible(report: RunReport) -> None:
         assert 0 <= steps.padding_share < 1
         assert 0 <= steps.seconds <= report.seconds
     json.dumps(report.to_dict(), allow_nan=False)
-    page(report)
+    report.page()
 
 
 def test_reports_in_the_middle_of_a_run_with_overlap_and_after_close() -> None:
@@ -201,7 +200,7 @@ def test_limits_are_measured_only_where_they_may_be(monkeypatch: pytest.MonkeyPa
     report = engine.report(measure_limits=False)
     assert report.limits is None
     assert {phase.limit_share for phase in report.phases} == {None}
-    assert "were not measured" in page(report)
+    assert "were not measured" in report.page()
     assert engine.report().limits == LIMITS
 
 
@@ -234,8 +233,8 @@ def test_limits_that_a_run_surpasses_are_measured_again(engine: CompiledEngine, 
     assert all(step.limit_share is not None and step.limit_share < 1.1 for step in (*report.phases, *report.buckets))
     said = rf"measured again, because with those of {re.escape(SLOW.measured_at)} \w+ came to \d+% of the limit$"
     assert re.match(said, report.limits_note)
-    assert report.limits_note in page(report)
-    assert report.limits.measured_at in page(report)
+    assert report.limits_note in report.page()
+    assert report.limits.measured_at in report.page()
     assert report.to_dict()["limits_note"] == report.limits_note
     assert engine.report().limits_note == "", "nothing is wrong with these"
 
@@ -281,7 +280,7 @@ def test_the_page_says_how_much_when_and_how_steady(
     limits = dataclasses.replace(LIMITS, flops_per_second=4.2e9, read_spread=0.034, doubt=doubt)
     monkeypatch.setattr(machine_limits, "cached", lambda device, dtype: limits)
     engine.reset_report()
-    text = page(engine.report())
+    text = engine.report().page()
     assert "0.00420 TFLOP/s in float32" in text
     assert LIMITS.measured_at in text
     assert ("NOT STEADY (the machine is busy)" if doubt else "steady: tries within 3% and 0%") in text
@@ -335,7 +334,7 @@ def test_without_matplotlib_the_page_has_tables_and_says_so(
     monkeypatch.delitem(sys.modules, "compiled_llm.report.pictures", raising=False)
     monkeypatch.delattr("compiled_llm.report.pictures", raising=False)
     serve(engine)
-    text = page(engine.report())
+    text = engine.report().page()
     assert "matplotlib is not installed" in text
     assert "<img" not in text
     assert len(re.findall("<table>", text)) >= 5
@@ -344,8 +343,8 @@ def test_without_matplotlib_the_page_has_tables_and_says_so(
 def test_a_models_name_is_text(monkeypatch: pytest.MonkeyPatch, engine: CompiledEngine) -> None:
     monkeypatch.setattr("compiled_llm.report.pictures.draw", lambda report: {})
     report = dataclasses.replace(engine.report(), model="<b>&")
-    assert "&lt;b&gt;&amp;" in page(report)
-    assert "<b>" not in page(report)
+    assert "&lt;b&gt;&amp;" in report.page()
+    assert "<b>" not in report.page()
 
 
 def test_profile_steps_must_be_a_number_of_steps(engine: CompiledEngine) -> None:
