@@ -537,10 +537,10 @@ class CompiledEngine:
         self._core.log.enter(device_is_busy=bool(self._core.launched))
         self._core.advance()
         outputs = []
-        while self._core.touched:
-            request_id = next(iter(self._core.touched))
+        while self._core.updated:
+            request_id = next(iter(self._core.updated))
             output = self._next_output(request_id, only_finished)
-            del self._core.touched[request_id]
+            del self._core.updated[request_id]
             if output is not None and request_id in self._streams:
                 self._streams[request_id].append(output)
             elif output is not None:

@@ -14,7 +14,7 @@ from compiled_llm.ops import swap
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, SchedulerOutputBuilder
 from compiled_llm.worker.block_copies import swap_indices
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.request_rows import RequestRows
@@ -71,7 +71,7 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 def _prompts(bucket: Bucket, limits: EngineLimits, num_blocks: int) -> SchedulerOutput:
     """A step that fills ``bucket`` with prompts, as far as the model's length and the pool allow."""
     left = min(bucket.num_tokens, num_blocks * limits.block_size)
-    output, next_block = SchedulerOutput(), 1
+    output, next_block = SchedulerOutputBuilder(), 1
     while left > 0 and len(output.request_ids) < limits.max_num_seqs:
         count = min(left, limits.max_model_len)
         blocks = list(range(next_block, next_block - (-count // limits.block_size)))
@@ -81,10 +81,10 @@ def _prompts(bucket: Bucket, limits: EngineLimits, num_blocks: int) -> Scheduler
         output.request_ids.append(name)
         output.num_scheduled_tokens.append(count)
         output.num_computed_tokens.append(0)
-        output.samples.append(True)
+        output.num_samples.append(1)
         output.feedback.append(-1)
         output.token_ids.extend([0] * count)
-        output.admissions.append(Admission(name, SamplingParams(temperature=0), 0, [], []))
-        output.table_updates.append((name, 0, blocks))
+        output.admissions.append(Admission(name, SamplingParams(temperature=0), 0, (), ()))
+        output.table_updates.append((name, 0, tuple(blocks)))
         next_block, left = blocks[-1] + 1, left - count
-    return output
+    return output.build()

@@ -22,6 +22,7 @@ from compiled_llm.progress import StartProgress
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
@@ -138,7 +139,7 @@ class ModelRunner:
         rows = self.rows.update(output)
         steps.buffers[bucket].fill(output, rows, self.rows)
         steps.sampling.admit(output.admissions, self.rows)
-        needs = SamplingNeeds.of(rows, output.samples, self.rows)
+        needs = SamplingNeeds.of(rows, output.num_samples, self.rows)
         if needs.changed_logits:
             steps.sampling.fill(rows, output, self.rows, bucket.num_requests)
         prepared = time.perf_counter()
@@ -164,8 +165,6 @@ class ModelRunner:
         self.times.num_padding_tokens += bucket.num_tokens - output.num_tokens
         if ended is not None:
             self.times.launch_seconds += finished - prepared
-        elif bucket.kind == "tokens":
-            self.costs.record_step(bucket.num_tokens, finished - copied)
         if profiler is not None and tokens_before is not None:
             self._profile(profiler, bucket, needs, tokens_before)
         return LaunchedStep(bucket, len(rows), tokens, logprobs, prompt_logprobs, finished - copied, started, ended)
@@ -183,16 +182,20 @@ class ModelRunner:
         profiler.profile(bucket.name, functools.partial(steps.run_step, bucket), sampler, started)
         steps.last_tokens.copy_(tokens_after)
 
-    def collect(self, step: LaunchedStep) -> list[int]:
-        """The token that a step sampled for each of its requests (meaningless where it samples none)."""
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step, and return its results."""
         if step.started is not None and step.ended is not None:
             waiting = time.perf_counter()
             step.ended.synchronize()
             self.times.execute_seconds += time.perf_counter() - waiting
             step.seconds = step.started.elapsed_time(step.ended) / 1e3
-            if step.bucket.kind == "tokens":
-                self.costs.record_step(step.bucket.num_tokens, step.seconds)
-        return step.tokens[: step.num_requests].tolist()
+        return StepResult(
+            step.bucket,
+            tuple(step.tokens[: step.num_requests].tolist()),
+            None if step.logprobs is None else _columns(step.logprobs),
+            None if step.prompt_logprobs is None else _columns(step.prompt_logprobs),
+            step.seconds,
+        )
 
     def _event(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -310,6 +313,11 @@ class ModelRunner:
             )
         swap_seconds = measure_swap(tensors(self.steps.kv_cache), self.swap_space, self.num_blocks, self.device)
         return StepCosts(bucket_seconds, swap_seconds)
+
+
+def _columns(rows: LogprobRows) -> LogprobColumns:
+    logprobs, ranks, top_logprobs, top_ids = (column.tolist() for column in rows)
+    return LogprobColumns(tuple(logprobs), tuple(ranks), tuple(map(tuple, top_logprobs)), tuple(map(tuple, top_ids)))
 
 
 def _num_bytes(tree: Any) -> int:

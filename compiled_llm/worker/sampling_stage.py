@@ -49,9 +49,9 @@ class SamplingNeeds(NamedTuple):
     logprobs: bool
 
     @classmethod
-    def of(cls, rows: Sequence[int], samples: Sequence[bool], store: RequestRows) -> "SamplingNeeds":
-        """``samples``: for each of ``rows``, whether the step chooses a token of its request."""
-        sampled = np.asarray(rows)[np.asarray(samples, dtype=bool)]
+    def of(cls, rows: Sequence[int], num_samples: Sequence[int], store: RequestRows) -> "SamplingNeeds":
+        """``num_samples``: for each of ``rows``, how many tokens of its request the step samples."""
+        sampled = np.asarray(rows)[np.asarray(num_samples, dtype=bool)]
         return cls(
             sampling=bool(store.parameters["temperature"][sampled].any()),
             changed_logits=bool(store.changes_logits[sampled].any()),
@@ -281,7 +281,7 @@ class _LogitsBuffers:
         arrays, n = self.buffers.next_arrays(), len(rows)
         padded = [*rows, *[store.padding_row] * (len(arrays["row"]) - n)]
         arrays["row"][:] = padded
-        arrays["is_due"][:n], arrays["is_due"][n:] = output.samples, 0
+        arrays["is_due"][:n], arrays["is_due"][n:] = output.num_samples, 0
         for parameter in self._parameters:
             arrays[parameter.name][:] = store.parameters[parameter.name][padded]
         arrays["allowed"][:] = -1

@@ -24,6 +24,7 @@ from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -35,7 +36,7 @@ from tests.battery.test_schedules import (
     random_request,
     random_scheduler,
 )
-from tests.fake_engine import VOCABULARY, Context, expected_tokens
+from tests.fake_engine import VOCABULARY, Context, expected_tokens, result_of
 
 # What a slot holds, in the head's dimension of a layer's keys; its values hold the same with the signs changed. The
 # last layer has a scale for each key too, its position: so its blocks differ in bytes from those of the others.
@@ -135,7 +136,7 @@ class TagRunner:
         self.truths: dict[str, Truth] = {}
         self._poisoned_rows: set[int] = set()
 
-    def execute(self, output: SchedulerOutput) -> list[int]:
+    def execute(self, output: SchedulerOutput) -> StepResult:
         bucket = choose_bucket(self.buckets, output)
         rows = self.rows.update(output)
         buffers = self.buffers[bucket]
@@ -158,7 +159,7 @@ class TagRunner:
         self.counts["blocks swapped out"] += len(output.swapped_out)
         self.counts["blocks swapped in"] += len(output.swapped_in)
         self.counts["blocks copied"] += len(output.copies)
-        return self.last_tokens[: len(rows)].tolist()
+        return result_of(self.last_tokens[: len(rows)].tolist())
 
     def _check_writes(self, step_input: StepInput, output: SchedulerOutput, before: list[Tensor]) -> None:
         """Padding went to the sink alone, tokens to different slots outside of it, and nothing else has changed."""
@@ -188,7 +189,7 @@ class TagRunner:
                 assert torch.equal(cache.v[blocks, 0, offsets], -expected), f"a foreign tag in {request_id}"
                 if cache.k_scale is not None:
                     assert torch.equal(cache.k_scale[blocks, 0, offsets].long(), positions), "a foreign scale"
-            if output.samples[row]:
+            if output.num_samples[row]:
                 assert int(self.last_tokens[row]) == truth.tokens[length]
             assert int(buffers.sampling_input.position[row]) == length
             self.counts["tags checked"] += length * len(self.caches)
@@ -216,7 +217,7 @@ class TagEngine:
     def __init__(self, scheduler: Scheduler, runner: TagRunner, *, overlap: bool) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.outputs: list[SchedulerOutput] = []
-        self._launched: deque[tuple[SchedulerOutput, list[int]]] = deque()
+        self._launched: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._most_launched = 2 if overlap else 1
 
     def step(self) -> None:

@@ -18,9 +18,9 @@ LIMITS = EngineLimits(
 def chosen(*counts: int) -> str:
     """The bucket of a step whose requests run so many tokens each."""
     output = SchedulerOutput(
-        request_ids=[str(index) for index in range(len(counts))],
-        num_scheduled_tokens=list(counts),
-        token_ids=[1] * sum(counts),
+        request_ids=tuple(str(index) for index in range(len(counts))),
+        num_scheduled_tokens=counts,
+        token_ids=(1,) * sum(counts),
     )
     return choose_bucket(buckets_of(LIMITS), output).name
 
