@@ -16,7 +16,9 @@ from compiled_llm.compiling.function import CompileReport, use_own_cache_directo
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
-from compiled_llm.models.weights import keep, pack, tensors
+from compiled_llm.models.linears.kinds import linear_kind
+from compiled_llm.models.registry import family
+from compiled_llm.models.weights import linears, tensors
 from compiled_llm.ops import native, swap
 from compiled_llm.progress import StartProgress
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
@@ -85,13 +87,14 @@ class ModelRunner:
 
         use_own_cache_directory()
         enforce_eager = self._load_kernels(config.enforce_eager, progress)
+        self.linears = linear_kind(self.device, self.dtype)
         self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
         memory = StartMemory(
             config,
             self.limits,
             self.device,
             self._block_bytes,
-            num_tensors(self.cache_dtypes),
+            num_tensors(model_config, self.cache_dtypes),
             estimated_activations(model_config, self.limits, self.dtype.itemsize),
         )
         weights = self._load_weights(config, directory, progress)
@@ -255,23 +258,23 @@ class ModelRunner:
         started = time.perf_counter()
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
-        packs = self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.load("linear_cpu") is not None
-        # While the largest matrix is packed, memory holds it twice.
-        parameters = loader.num_parameters(c) + (c.vocab_size * c.hidden_size if packs else 0)
-        rope_bytes = c.max_position_embeddings * c.head_dim * 4
-        needed, free = parameters * self.dtype.itemsize + rope_bytes, free_bytes(self.device)
+        description, described = family(c.architecture).describe(c, self.dtype, self.linears)
+        largest = max(linear.nbytes for linear in linears(described))
+        rope_bytes = _num_bytes(described.ropes)
+        needed = _num_bytes(described) + self.linears.bytes_while_taking(largest)
+        free = free_bytes(self.device)
         if needed > free:
             raise ValueError(
                 f"{directory / 'config.json'}: the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, "
                 f"{rope_bytes >> 20} of them for max_model_len={c.max_position_embeddings}, and {free >> 20} are free "
                 f"on {self.device}: choose a smaller model, a shorter dtype, a smaller max_model_len or another device"
             )
-        convert = pack if packs else keep
-        with progress.stage("loading weights", loader.tensor_sizes(c), is_long=False) as stage:
+        sizes = {name: torch.Size(shape).numel() for name, shape in description.shapes.items()}
+        with progress.stage("loading weights", sizes, is_long=False) as stage:
             if config.load_format == "dummy":
-                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, convert, stage.finish)
+                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.finish)
             else:
-                weights = loader.load_weights(directory, c, self.dtype, self.device, convert, stage.finish)
+                weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.finish)
         for tensor in tensors(weights):
             torch._dynamo.mark_static_address(tensor)
         self.start_times.weights = time.perf_counter() - started

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.config import EngineLimits
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
@@ -31,7 +31,7 @@ LIMITS = EngineLimits(
     token_bucket_sizes=(256,),
     chunked_prefill=True,
 )
-MODEL = ModelConfig.from_directory(checkpoint("llama"))
+MODEL = read_config(checkpoint("llama"))
 VOCAB = MODEL.vocab_size
 GREEDY = SamplingParams(temperature=0)
 
