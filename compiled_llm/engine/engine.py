@@ -9,7 +9,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from compiled_llm.compiling.function import CompileReport
+from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, integer
 from compiled_llm.engine.admission import Intake
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search

@@ -1,20 +1,22 @@
 """CompiledSteps: a compiled step for each bucket, and everything that the steps read and write on the device."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_llm.compiling.ahead import Job, build_missing, expected_seconds, unavailable
 from compiled_llm.compiling.cache import CompileCache, engine_cache
 from compiled_llm.compiling.cuda_graphs import GraphPool
-from compiled_llm.compiling.function import CompiledFunction, CompileReport
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.messages import Job
+from compiled_llm.compiling.parallel import build_missing, expected_seconds
+from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.step.logits_transforms import LogitsTransform
@@ -63,7 +65,7 @@ class CompiledSteps:
         shape = limits.token_bucket_sizes[-1], model_config.hidden_size
         self._hidden = torch.zeros(shape, dtype=dtype, device=device)
         for tensor in (self.last_tokens, self._hidden):
-            torch._dynamo.mark_static_address(tensor)
+            mark_static_address(tensor)
         self.sampling = SamplingStage(
             model_config,
             limits,
@@ -116,15 +118,7 @@ class CompiledSteps:
             cache_dtypes: of each layer's KV cache.
             num_workers: processes that compile at the same time; None: as many as pay.
         """
-        keeps = self.device.type == "cpu" and not enforce_eager and torch._inductor.config.fx_graph_cache
-        reason = unavailable() if keeps else None
-        if reason is not None:
-            keeps = False
-            warnings.warn(
-                f"compiled functions are not kept on disk: {reason}. torch's own cache is used instead, where it is "
-                "on, and each start traces everything again",
-                stacklevel=5,
-            )
+        keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
         self.cache = engine_cache(self.model_config, self.limits, self._dtype, cache_dtypes) if keeps else None
         jobs = [] if enforce_eager else self._jobs()
         seconds = {job.name: expected_seconds(job) for job in jobs}  # of what is to be compiled here

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.compiling.cuda_graphs import graph_pool
-from compiled_llm.compiling.function import CompileReport, use_own_cache_directory
+from compiled_llm.compiling.libraries import use_own_cache_directory
+from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
@@ -20,6 +22,7 @@ from compiled_llm.models.linears.kinds import linear_kind
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import linears, tensors
 from compiled_llm.ops import native, swap
+from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.progress import StartProgress
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.costs import StepCosts
@@ -74,6 +77,7 @@ class ModelRunner:
         self, config: EngineConfig, model_config: ModelConfig, directory: Path, progress: StartProgress
     ) -> None:
         self.device = resolve_device(config.device)
+        check_torch(self.device, config.enforce_eager)
         pool = graph_pool(config.cuda_graphs, self.device)
         self.model_config = model_config
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
@@ -276,7 +280,7 @@ class ModelRunner:
             else:
                 weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.finish)
         for tensor in tensors(weights):
-            torch._dynamo.mark_static_address(tensor)
+            mark_static_address(tensor)
         self.start_times.weights = time.perf_counter() - started
         self.weight_bytes = _num_bytes(weights)
         return weights
