@@ -70,7 +70,7 @@ class TagModel:
         self.block_size = block_size
 
     def forward(
-        self, weights: None, step_input: StepInput, kv_cache: KVCache, config: object, max_query_len: int
+        self, weights: None, step_input: StepInput, kv_cache: KVCache, config: object, layers: tuple, max_query_len: int
     ) -> Tensor:
         """Write a tag for each token, padding included, and return them all."""
         s = step_input
@@ -92,11 +92,14 @@ class TagModel:
             self._write(kv_cache, s.slot_mapping, tags)
         return tags
 
-    def head_step(self, weights: None, hidden: Tensor, indices: Tensor, config: object) -> Tensor:
+    def layers(self, config: object) -> tuple:
+        return ()
+
+    def head(self, weights: None, rows: Tensor, config: object) -> Tensor:
         """Logits with the next token of each row on top."""
-        logits = torch.zeros(len(indices), VOCABULARY)
-        for row, index in enumerate(indices.tolist()):
-            logits[row, Context.next_token(int(hidden[index, CONTEXT]))] = 1.0
+        logits = torch.zeros(len(rows), VOCABULARY)
+        for row, tags in enumerate(rows):
+            logits[row, Context.next_token(int(tags[CONTEXT]))] = 1.0
         return logits
 
     def _context(self, s: StepInput, kv_cache: KVCache, row: int, position: int) -> int:
