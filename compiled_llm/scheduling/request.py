@@ -13,7 +13,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Request:
     """Tokens known and tokens computed; the scheduler lets the second catch up with the first.
 

@@ -155,27 +155,25 @@ class Scheduler:
         # Without drafts a request has one row.
         rows: Sequence[int] = range(len(requests)) if len(sampled) == len(requests) else output.first_rows()
         advanced = []
-        for index, request in enumerate(requests):
-            num_samples = output.num_samples[index]
+        columns = output.num_samples, output.num_computed_tokens, output.num_scheduled_tokens
+        for request, row, num_samples, start, count in zip(requests, rows, *columns, strict=True):
             if num_samples > 1:
-                row = rows[index]
-                if self._accept(request, output.num_computed_tokens[index], sampled[row : row + num_samples], now):
+                if self._accept(request, start, sampled[row : row + num_samples], now):
                     advanced.append(request)
                 continue
             request.num_in_flight -= num_samples
             if request.finish_reason is not None:
                 continue
-            if num_samples and sampled[rows[index]] < 0:  # before its blocks are published
+            if num_samples and sampled[row] < 0:  # before its blocks are published
                 self.finish(request, "error", _NO_TOKEN)
                 advanced.append(request)
                 continue
-            if caching and request.status is Status.RUNNING:  # else it was preempted while the step ran
-                computed = output.num_computed_tokens[index] + output.num_scheduled_tokens[index]
-                if computed >= (request.num_published_blocks + 1) * block_size:
-                    self.running_set.wait_again(self.prefix_cache.publish(request, computed))
+            is_full = start + count >= (request.num_published_blocks + 1) * block_size
+            if is_full and caching and request.status is Status.RUNNING:  # else it was preempted while the step ran
+                self.running_set.wait_again(self.prefix_cache.publish(request, start + count))
             if not num_samples:
                 continue
-            token_id = sampled[rows[index]]
+            token_id = sampled[row]
             request.output_token_ids.append(token_id)
             if request.first_token_time is None:
                 request.first_token_time = now
