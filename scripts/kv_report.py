@@ -38,17 +38,18 @@ import torch.nn.functional as F
 from bench import tables
 from bench.workloads import integers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.config import QUANTISED_DTYPES, EngineConfig
 from compiled_llm.engine.engine import DEMO_MODEL
-from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.registry import family
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.torch_private import TorchDispatchMode
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker import loader
@@ -128,9 +129,10 @@ def run_chunk(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) ->
         block_table=integers([range(len(kv_cache[0].k))]),
     )
     functions = family(model.config.architecture)
+    layers = functions.layers(model.config)
     with torch.no_grad(), AttentionOutputs() as attention:
-        hidden = functions.forward(model.weights, step, kv_cache, model.config, count)
-        logits = functions.head_step(model.weights, hidden, step.logits_indices, model.config)
+        hidden = functions.forward(model.weights, step, kv_cache, model.config, layers, count)
+        logits = functions.head(model.weights, hidden[step.logits_indices], model.config)
     return logits, attention.outputs
 
 
@@ -257,7 +259,7 @@ def load_model(args: argparse.Namespace) -> tuple[Model, tuple[torch.dtype, ...]
         kv_cache_dtype=args.kv_cache_dtype,
         kv_cache_skip_layers=args.skip_layers,
     )
-    config, device = ModelConfig.from_directory(args.model), resolve_device(args.device)
+    config, device = read_config(args.model), resolve_device(args.device)
     dtype = getattr(torch, config.dtype if args.dtype == "auto" else args.dtype)
     dtypes = layer_dtypes(engine_config, dtype, config.num_layers)
     if len(args.skip_layers) == config.num_layers:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerFast
 
-from compiled_llm.compiling.function import CompileReport
+from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput

@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.compiling.ahead import Job
 from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.messages import Job
 from compiled_llm.config import EngineLimits
 from compiled_llm.constraints.token_masks import num_mask_words
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.ops.torch_private import mark_static_address
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits import LogitsInput
 from compiled_llm.step.logits_transforms import LogitsTransform
@@ -25,14 +27,13 @@ from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.parameters import logits_parameters
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import (
-    changing_sampler_function,
     logprobs_function,
+    processing_sampler_function,
     prompt_logprobs_function,
     sampler_function,
 )
 from compiled_llm.worker.field_buffers import FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import Bucket
 
 Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
 # What runs behind a step, and what it runs behind there: CUDA graph trees tell these apart, and nothing else does.
@@ -49,7 +50,7 @@ class Wanted(NamedTuple):
     logprobs: bool
 
     @classmethod
-    def of(cls, rows: Sequence[int], is_due: Sequence[bool], store: RequestRows) -> "Wanted":
+    def of(cls, rows: Sequence[int], is_due: Sequence[int], store: RequestRows) -> "Wanted":
         """``is_due``: for each row, whether the step chooses a token of its request."""
         due = np.asarray(rows)[np.asarray(is_due, dtype=bool)]
         return cls(
@@ -92,7 +93,7 @@ class Samplers:
         self._functions: dict[str, CompiledFunction] = {}
         # The last row is that of padding.
         self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
-        torch._dynamo.mark_static_address(self._token_counts)
+        mark_static_address(self._token_counts)
         self._logits_buffers = {
             rows: _LogitsBuffers(rows, model_config.vocab_size, transforms, device)
             for rows in limits.decode_bucket_sizes
@@ -173,7 +174,7 @@ class Samplers:
         return {
             "sample": (_sampler, (logits, sampling_input, self._last_tokens)),
             "change": (
-                functools.partial(changing_sampler_function, self._transforms),
+                functools.partial(processing_sampler_function, self._transforms),
                 (logits, sampling_input, changed, self._token_counts, self._last_tokens),
             ),
             "logprobs": (
@@ -279,7 +280,7 @@ class _LogitsBuffers:
         arrays, n = self.buffers.next_arrays(), len(rows)
         padded = [*rows, *[store.padding_row] * (len(arrays["row"]) - n)]
         arrays["row"][:] = padded
-        arrays["is_due"][:n], arrays["is_due"][n:] = output.samples, 0
+        arrays["is_due"][:n], arrays["is_due"][n:] = output.num_samples, 0
         for parameter in self._parameters:
             arrays[parameter.name][:] = store.parameters[parameter.name][padded]
         arrays["allowed"][:] = -1

@@ -21,6 +21,7 @@ from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
 from compiled_llm.command_line import FlagParser, add_engine_arguments, check_least, engine_config
 from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.text.prompts import check_token_ids
 from compiled_llm.text.tokenizer import Tokenizer
 
@@ -114,7 +115,7 @@ def described_model(args: argparse.Namespace) -> Iterator[Model]:
             name=args.model or args.shape,
             directory=directory,
             config=config,
-            model_config=ModelConfig.from_directory(directory),
+            model_config=read_config(directory),
             tokenizer=load_tokenizer(config, directory),
         )
 

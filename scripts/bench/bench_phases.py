@@ -43,6 +43,7 @@ from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser, check_least
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.report import machine_limits
 from compiled_llm.report.roofline import ModelWork, StepWork
 from compiled_llm.step import kv_cache
@@ -187,7 +188,7 @@ def intensity(study: Study) -> Row:
     """
     dtype, args = study.dtype, study.args
     kv_bytes = kv_cache.bytes_per_token(study.config, [dtype] * study.config.num_layers)
-    model, limits = ModelWork.of(study.config, dtype.itemsize, kv_bytes), study.limits
+    model, limits = ModelWork.of(study.config, dtype, kv_bytes), study.limits
     assert limits is not None, "start() measured them for this part"
     measured = [("prefill", row["prompt_len"], row, row["ttft_ms"]) for row in study.results["phases"]["rows"]]
     measured += [("decode", row["batch"], row, row["token_ms"]) for row in study.results["batch"]["rows"]]
@@ -328,7 +329,7 @@ def check(args: argparse.Namespace, config: ModelConfig) -> None:
 def start(args: argparse.Namespace, engine_arguments: dict[str, str]) -> Study:
     """Both sides, warmed up. ``ValueError`` where the arguments, the model or the memory do not allow it."""
     directory = model_directory(engine_arguments["model"])
-    config = ModelConfig.from_directory(directory)
+    config = read_config(directory)
     check(args, config)
     device, random_weights = resolve_device(args.device), engine_arguments["load_format"] == "dummy"
     # Both before the engine, whose KV pool takes on a GPU what is left; the limits anew, since they vary with the hour.

@@ -33,10 +33,10 @@ from compiled_llm.command_line import FlagParser
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_tokens_reference
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.sampling import SamplingInput, uniform
 from compiled_llm.worker.sampling_stage import Wanted
-from compiled_llm.worker.step_buffers import Bucket
 
 Params = dict[str, Any]
 _FILTERS: Params = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "seed": 1}
@@ -106,7 +106,7 @@ class Measured:
         fields.top_p.fill_(p.top_p)
         fields.min_p.fill_(p.min_p)
         if self.wanted.changes:
-            self.runner.samplers.fill(range(rows), SchedulerOutput(samples=[True] * rows), self.runner.rows, rows)
+            self.runner.samplers.fill(range(rows), SchedulerOutput(num_samples=(1,) * rows), self.runner.rows, rows)
 
     def run(self, logits: Tensor) -> None:
         if any(self.wanted):

@@ -23,11 +23,13 @@ from compiled_llm.command_line import FlagParser
 from compiled_llm.config import EngineLimits
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import BlockPool
+from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.step_buffers import StepBuffers
 
 PARTS = ("schedule", "prepare", "update")
 GREEDY = SamplingParams(temperature=0, max_tokens=2**20, ignore_eos=True)
@@ -72,11 +74,12 @@ def bench(num_running: int, num_waiting: int, args: argparse.Namespace) -> dict[
         marks = [time.perf_counter()]
         output = scheduler.schedule()
         marks.append(time.perf_counter())
-        buffers[choose_bucket(buckets, output)].fill(output, rows.update(output), rows)
+        bucket = choose_bucket(buckets, output)
+        buffers[bucket].fill(output, rows.update(output), rows)
         marks.append(time.perf_counter())
-        sampled = [17] * len(output.request_ids)
+        result = StepResult(bucket, (17,) * len(output.request_ids))
         before_update = time.perf_counter()
-        scheduler.update(output, sampled)
+        scheduler.update(output, result)
         seconds = [marks[1] - marks[0], marks[2] - marks[1], time.perf_counter() - before_update]
         return output.max_query_len, seconds
 
