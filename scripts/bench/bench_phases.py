@@ -47,8 +47,8 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.report import machine_limits
 from compiled_llm.report.roofline import ModelWork, StepWork
 from compiled_llm.step import kv_cache
+from compiled_llm.worker.device import resolve_device
 from compiled_llm.worker.loader import model_directory
-from compiled_llm.worker.runner import resolve_device
 
 Row = dict[str, Any]
 PROMPT_LENS, REQUEST_LENS = (32, 128, 512, 2048), (256, 1024, 4096, 16384)

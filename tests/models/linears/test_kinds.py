@@ -106,7 +106,7 @@ def test_a_kind_of_ones_own_serves(name: str, monkeypatch: pytest.MonkeyPatch) -
         with CompiledEngine(str(checkpoint(name)), enforce_eager=True, **sizes) as engine:
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             (output,) = engine.generate([[5, 6, 7]], params, use_tqdm=False)
-            assert type(engine.runner.weights.head) is kinds.KINDS[-1]
+            assert type(engine.runner.steps.weights.head) is kinds.KINDS[-1]
             return list(output.outputs[0].token_ids)
 
     plain = tokens()
