@@ -10,10 +10,10 @@ import statistics
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from compiled_llm.report.roofline import StepWork, num_pairs
+from compiled_llm.report.roofline import StepWork, num_pairs, work_in_window
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
@@ -119,15 +119,26 @@ class StepRow:
     num_logits: int = 0
     num_keys: int = 0
     num_pairs: int = 0
+    in_windows: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def work(self) -> StepWork:
         return StepWork(
-            self.count, self.num_head_steps, self.total_tokens, self.num_logits, self.num_keys, self.num_pairs
+            self.count,
+            self.num_head_steps,
+            self.total_tokens,
+            self.num_logits,
+            self.num_keys,
+            self.num_pairs,
+            tuple(self.in_windows),
         )
 
 
 class StepLog:
     """What one engine did since the log was created.
+
+    Args:
+        pauses: the list of ``pauses`` below.
+        windows: the sliding windows of the model's layers, see ``windows_of``.
 
     Attributes:
         rounded_steps: steps recorded with the size of their bucket, because the table of shapes was full.
@@ -142,7 +153,7 @@ class StepLog:
             The caller appends to the list while the log is in use.
     """
 
-    def __init__(self, pauses: list[tuple[float, float]] | None = None) -> None:
+    def __init__(self, pauses: list[tuple[float, float]] | None = None, windows: Sequence[int] = ()) -> None:
         self.rounded_steps = 0
         self.is_cut = False
         self.waiting_seconds = 0.0
@@ -152,6 +163,7 @@ class StepLog:
         self.num_finished = 0
         self.pauses = [] if pauses is None else pauses
         self.series = Series()
+        self._windows = windows
         self._rows: dict[tuple[str, int, int], StepRow] = {}
         self._recent: dict[str, deque[float]] = {}
         self._left: float | None = None
@@ -213,6 +225,10 @@ class StepLog:
             row.num_pairs += computed + tokens
         else:
             row.num_pairs += sum(map(num_pairs, output.num_computed_tokens, output.num_scheduled_tokens))
+        for n, window in enumerate(self._windows):
+            scheduled = zip(output.num_computed_tokens, output.num_scheduled_tokens, strict=True)
+            keys, pairs = work_in_window(window, scheduled)
+            row.in_windows[n] = row.in_windows[n][0] + keys, row.in_windows[n][1] + pairs
 
     def record_state(self, used_blocks: int, cached_blocks: int, num_running: int, num_waiting: int) -> None:
         """Add a point to the series. Call it if ``series.is_due()``."""
@@ -227,6 +243,7 @@ class StepLog:
                 return self._rows[bucket.kind, requests, tokens]
         recent = self._recent.setdefault(bucket.name, deque(maxlen=_RECENT_STEPS))
         row = self._rows[bucket.kind, requests, tokens] = StepRow(bucket, requests, tokens, recent)
+        row.in_windows = [(0, 0)] * len(self._windows)
         return row
 
     def rows(self) -> list[StepRow]:
