@@ -13,6 +13,7 @@ from compiled_llm.engine.beam_search import BeamGroup
 from compiled_llm.engine.completions import Completion, LogprobReader, ServedRequest
 from compiled_llm.engine.stats import EngineCounts
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.report.roofline import windows_of
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
@@ -46,7 +47,7 @@ class EngineCore:
         self.updated: dict[str, None] = {}
         self.launched: deque[tuple[SchedulerOutput, Any]] = deque()
         self.counts = EngineCounts()
-        self.log = StepLog()
+        self.log = StepLog(windows=windows_of(model_config))
         self._completions: dict[str, tuple[ServedRequest, Completion]] = {}  # by the id that the scheduler knows
         self._beams: dict[str, BeamGroup] = {}  # likewise
         self._advanced: deque[Request] = deque()  # those that got a token or ended, and are still to be processed

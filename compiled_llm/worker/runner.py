@@ -257,10 +257,10 @@ class ModelRunner(Worker):
         started = time.perf_counter()
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
-        description, described = family(c.architecture).describe(c, self.dtype, self.linears)
-        largest = max(linear.nbytes for linear in linears(described))
-        rope_bytes = _num_bytes(described.ropes)
-        needed = _num_bytes(described) + self.linears.bytes_while_taking(largest)
+        description = family(c.architecture).describe(c, self.dtype, self.linears)
+        largest = max(linear.nbytes for linear in linears(description.weights))
+        rope_bytes = _num_bytes(description.weights.ropes)
+        needed = _num_bytes(description.weights) + self.linears.bytes_while_taking(largest)
         free = free_bytes(self.device)
         if needed > free:
             raise ValueError(
