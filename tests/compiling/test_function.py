@@ -41,7 +41,7 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
     with torch._inductor.config.patch(fx_graph_cache=False):
         engine, codes = run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE))
     runner = engine.runner
-    buckets = [bucket.name for bucket in runner.buckets]
+    buckets = [bucket.name for bucket in runner.steps.buckets]
     assert buckets == ["decode_1", "decode_4", "tokens_8", "tokens_32"]
 
     # A run that visits every bucket, greedy and sampled.
@@ -49,7 +49,7 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
     launch = runner.launch
 
     def recording(output):
-        visited.add(choose_bucket(runner.buckets, output).name)
+        visited.add(choose_bucket(runner.steps.buckets, output).name)
         return launch(output)
 
     runner.launch = recording
@@ -59,19 +59,19 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
             engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=4), use_tqdm=False)
     assert visited == set(buckets)
     report = engine.compile_report()
-    behind = {f"{kind}_{rows}" for kind in ("sample", "change", "logprobs") for rows in (1, 4)}
+    behind = {f"{kind}_{rows}" for kind in ("sample", "sample_changed", "logprobs") for rows in (1, 4)}
     assert {r.name for r in report.reports} == {*buckets, *behind, "prompt_logprobs"}
     for r in report.reports:
         assert (r.name, r.graphs, r.graph_breaks, r.recompiles) == (r.name, 1, 0, 0)
         assert r.compile_seconds > 0
 
     assert len(codes) == len(report.reports)
-    assert largest_allocation(codes) < runner.kv_cache[0].k.numel(), "the generated code copies a KV cache"
+    assert largest_allocation(codes) < runner.steps.kv_cache[0].k.numel(), "the generated code copies a KV cache"
 
     # And as Dynamo explains it. Last, since explain() throws away what is compiled.
-    for bucket in runner.buckets:
+    for bucket in runner.steps.buckets:
         step = step_function(engine.model_config, bucket.max_query_len)
-        explained = torch._dynamo.explain(step)(*runner._step_arguments(bucket))
+        explained = torch._dynamo.explain(step)(*runner.steps.step_arguments(bucket))
         assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
     engine.close()
 
@@ -90,11 +90,11 @@ def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(name: str, kv
         ("decode_4", 1, 0, 0),
         ("tokens_8", 1, 0, 0),
         ("sample_4", 1, 0, 0),
-        ("change_4", 1, 0, 0),
+        ("sample_changed_4", 1, 0, 0),
         ("logprobs_4", 1, 0, 0),
         ("prompt_logprobs", 1, 0, 0),
     ]
-    scales = [t for layer in engine.runner.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
+    scales = [t for layer in engine.runner.steps.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
     assert len(scales) == 2 * engine.model_config.num_layers
     assert all((scale > 0).any() for scale in scales)
     assert len(codes) == 6
