@@ -28,12 +28,15 @@ def pack_weight(weight: Tensor) -> Tensor:
         weight = F.pad(weight, (0, in_features % 2, 0, -out_features % TILE))
     pairs = weight.contiguous().view(torch.int32)  # a pair is copied as one number: 10 times as fast
     tiles = pairs.view(-1, TILE, pairs.shape[1]).transpose(1, 2)
-    packed = native.huge_zeros(tiles.shape, torch.int32).copy_(tiles)
+    packed = tiles.contiguous() if weight.is_meta else native.huge_zeros(tiles.shape, torch.int32).copy_(tiles)
     return packed.view(torch.bfloat16).unflatten(-1, (TILE, 2))
 
 
 def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
-    """Rows ``[T]`` (int32 or int64) of ``W`` from what ``pack_weight`` made of it: ``[T, K]`` bfloat16. K is even."""
+    """Rows ``[T]`` (int32 or int64) of ``W`` from what ``pack_weight`` made of it: ``[T, K]`` bfloat16.
+
+    Where K is odd, ``[T, K + 1]``: a zero follows each row.
+    """
     return packed[rows // TILE, :, rows % TILE].flatten(1)
 
 

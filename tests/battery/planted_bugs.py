@@ -73,7 +73,7 @@ BEAMS = Checks(
 )
 ENGINE = Checks(
     (
-        "tests/worker/test_runner.py",
+        "tests/worker/test_block_copies.py",
         "tests/battery/test_identity.py::test_tokens_equal_the_reference[small-chunks-swap-async-priority]",
     ),
     load_torch=True,
@@ -247,8 +247,8 @@ _SCHEDULER = [
     (
         "an abort of a swapped request leaks host blocks",
         "            self.swap_pool.free(request.host_block_ids)\n            request.host_block_ids = []\n"
-        "        request.status",
-        "            request.host_block_ids = []\n        request.status",
+        "        request.end(",
+        "            request.host_block_ids = []\n        request.end(",
     ),
     (
         "an abort leaves its copies to the host to be made",
@@ -310,8 +310,8 @@ _SCHEDULER = [
     ),
     (
         "copies to the host are forgotten where the step is empty",
-        "            self._released, self._swapped_out = [], []\n        elif",
-        "            self._released = []\n        self._swapped_out = []\n        if not requests and",
+        "        return SchedulerOutput()\n",
+        "        self._swapped_out = []\n        return SchedulerOutput()\n",
     ),
     # Preemption
     (
@@ -411,13 +411,13 @@ _SCHEDULER = [
     ),
     (
         "a block table is updated from the wrong index",
-        "output.table_updates.append((request.request_id, first, request.block_ids[first:]))",
-        "output.table_updates.append((request.request_id, max(0, first - 1), request.block_ids[first:]))",
+        "output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))",
+        "output.table_updates.append((request.request_id, max(0, first - 1), tuple(request.block_ids[first:])))",
     ),
     (
         "a block table misses the first of its new entries",
-        "output.table_updates.append((request.request_id, first, request.block_ids[first:]))",
-        "output.table_updates.append((request.request_id, first, request.block_ids[first + 1 :]))",
+        "output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))",
+        "output.table_updates.append((request.request_id, first, tuple(request.block_ids[first + 1 :])))",
     ),
     (
         "the runner is not told of a request that left",
@@ -614,7 +614,7 @@ _COPY_ROWS = [
     ),
 ]
 
-_RUNNER = [
+_BLOCK_COPIES = [
     (
         "blocks are swapped in before others are swapped out",
         "((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in))",
@@ -625,9 +625,6 @@ _RUNNER = [
         "((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in))",
         "((output.swapped_out, swap.swap_out),)",
     ),
-]
-
-_SWAP_INDICES = [
     (
         "the host's blocks are taken to have a sink",
         "indices[:, 1] - 1",
@@ -832,8 +829,7 @@ BUGS: dict[Bug, Checks] = {
         ("step.step", TAGS, _STEP),
         ("ops.swap", TAGS, _SWAP),
         ("ops.swap", COPIES, _COPY_ROWS),
-        ("worker.runner", ENGINE, _RUNNER),
-        ("worker.calibration", ENGINE, _SWAP_INDICES),
+        ("worker.block_copies", ENGINE, _BLOCK_COPIES),
         ("engine.core", ABORTS, _ENGINE_CORE),
         ("scheduling.forks", FORKS, _FORKS),
         ("scheduling.scheduler", FORKS, _FORKS_SCHEDULED),

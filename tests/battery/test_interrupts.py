@@ -25,6 +25,7 @@ PACKAGE = Path(sys.modules["compiled_llm"].__file__ or "").parent
 # Where requests, blocks and queues are changed.
 STATE = [
     "engine/engine",
+    "engine/step_engine",
     "engine/core",
     "scheduling/scheduler",
     "scheduling/forks",
@@ -178,7 +179,7 @@ def check_idle(engine: CompiledEngine, expected: list[list[int]]) -> None:
     assert not core.entries
     assert not core._completions
     assert not core._beams
-    assert not core.touched
+    assert not core.updated
     assert not engine._streams
     assert not engine._stream_references
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

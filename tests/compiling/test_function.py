@@ -1,23 +1,20 @@
 """Graph-break tests: for every family and bucket one graph, no breaks, no recompiles, no copy of the KV cache."""
 
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling.cache import CompileCache
-from compiled_llm.compiling.function import CompiledFunction, CompileReport, use_own_cache_directory
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.report import CompileReport
+from compiled_llm.ops.torch_private import keeps_compiled_code
+from compiled_llm.scheduling.bucket import choose_bucket
 from compiled_llm.step.step import step_function
-from compiled_llm.worker.step_buffers import choose_bucket
 from tests.families import CONFIGS, checkpoint
 
 NUM_BLOCKS = 4092  # and the sink: so that even a cache's scales hold more than any other tensor of these models
@@ -44,7 +41,7 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
     with torch._inductor.config.patch(fx_graph_cache=False):
         engine, codes = run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE))
     runner = engine.runner
-    buckets = [bucket.name for bucket in runner.buckets]
+    buckets = [bucket.name for bucket in runner.steps.buckets]
     assert buckets == ["decode_1", "decode_4", "tokens_8", "tokens_32"]
 
     # A run that visits every bucket, greedy and sampled.
@@ -52,7 +49,7 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
     launch = runner.launch
 
     def recording(output):
-        visited.add(choose_bucket(runner.buckets, output).name)
+        visited.add(choose_bucket(runner.steps.buckets, output).name)
         return launch(output)
 
     runner.launch = recording
@@ -62,19 +59,19 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
             engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=4), use_tqdm=False)
     assert visited == set(buckets)
     report = engine.compile_report()
-    behind = {f"{kind}_{rows}" for kind in ("sample", "change", "logprobs") for rows in (1, 4)}
+    behind = {f"{kind}_{rows}" for kind in ("sample", "sample_changed", "logprobs") for rows in (1, 4)}
     assert {r.name for r in report.reports} == {*buckets, *behind, "prompt_logprobs"}
     for r in report.reports:
         assert (r.name, r.graphs, r.graph_breaks, r.recompiles) == (r.name, 1, 0, 0)
         assert r.compile_seconds > 0
 
     assert len(codes) == len(report.reports)
-    assert largest_allocation(codes) < runner.kv_cache[0].k.numel(), "the generated code copies a KV cache"
+    assert largest_allocation(codes) < runner.steps.kv_cache[0].k.numel(), "the generated code copies a KV cache"
 
     # And as Dynamo explains it. Last, since explain() throws away what is compiled.
-    for bucket in runner.buckets:
+    for bucket in runner.steps.buckets:
         step = step_function(engine.model_config, bucket.max_query_len)
-        explained = torch._dynamo.explain(step)(*runner._step_arguments(bucket))
+        explained = torch._dynamo.explain(step)(*runner.steps.step_arguments(bucket))
         assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
     engine.close()
 
@@ -93,11 +90,11 @@ def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(name: str, kv
         ("decode_4", 1, 0, 0),
         ("tokens_8", 1, 0, 0),
         ("sample_4", 1, 0, 0),
-        ("change_4", 1, 0, 0),
+        ("sample_changed_4", 1, 0, 0),
         ("logprobs_4", 1, 0, 0),
         ("prompt_logprobs", 1, 0, 0),
     ]
-    scales = [t for layer in engine.runner.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
+    scales = [t for layer in engine.runner.steps.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
     assert len(scales) == 2 * engine.model_config.num_layers
     assert all((scale > 0).any() for scale in scales)
     assert len(codes) == 6
@@ -225,54 +222,6 @@ def test_eager_runs_the_same_function_and_says_so() -> None:
     assert (function.report().cache, function.report().graphs) == ("eager", 0)
 
 
-def test_where_the_own_cache_may_not_be_written_to_a_temporary_directory_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "own"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.warns(UserWarning, match="own may not be written to: compiled code goes to a temporary directory"):
-        use_own_cache_directory()
-    chosen = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    assert Path(chosen).parent == tmp_path
-    use_own_cache_directory()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == chosen
-    (tmp_path / "own").chmod(0o777)
-    with pytest.raises(ValueError, match=r"others than its owner may write to .*own \(mode 777\).*COMPILED_LLM_CACHE"):
-        use_own_cache_directory()
-    (tmp_path / "own").chmod(0o700)
-    (tmp_path / "wished").mkdir()
-    (tmp_path / "wished").chmod(0o770)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "wished"))
-    with pytest.raises(ValueError, match=r"may write to .*wished \(mode 770\).*or set TORCHINDUCTOR_CACHE_DIR to"):
-        use_own_cache_directory()
-
-
-@pytest.mark.parametrize("wished", [None, "wished"])
-def test_compiled_code_goes_to_the_users_own_cache_or_where_wished(wished: str | None, tmp_path: Path) -> None:
-    """In a process of its own: torch writes its default into the environment when it is imported."""
-    code = """
-import compiled_llm.engine.engine, torch
-from pathlib import Path
-from compiled_llm.compiling.cache import CompileCache
-from compiled_llm.compiling.function import CompiledFunction, use_own_cache_directory
-use_own_cache_directory()
-cache = CompileCache(Path({graphs!r}), {{}})
-function = CompiledFunction(lambda x: x * 3 + 1, "triple", torch.device("cpu"), enforce_eager=False, cache=cache)
-function.warm_up(lambda: (torch.ones(4),))
-assert function.report().cache == "miss"
-""".format(graphs=str(tmp_path / "graphs"))
-    environment = {**os.environ, "COMPILED_LLM_CACHE": str(tmp_path / "own")}
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    if wished:
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / wished)
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    expected = tmp_path / wished if wished else tmp_path / "own" / "inductor"
-    assert list(expected.rglob("*.so"))
-    assert not wished or not (tmp_path / "own" / "inductor").exists()
-
-
 def test_a_function_that_is_not_kept_may_close_over_what_cannot_be_pickled() -> None:
     class Own:
         factor = 2.0
@@ -281,3 +230,15 @@ def test_a_function_that_is_not_kept_may_close_over_what_cannot_be_pickled() -> 
     function = CompiledFunction(lambda x: x * own.factor, "scale", torch.device("cpu"), enforce_eager=False)
     function.warm_up(lambda: (torch.ones(4),))
     assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 6.0))
+
+
+def test_caches_that_are_disabled_do_not_keep_a_function_from_being_compiled_ahead_of_time() -> None:
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert not keeps_compiled_code()
+        function = CompiledFunction(lambda x: x * 2, "double", torch.device("cpu"), enforce_eager=False)
+        function.warm_up(lambda: (torch.ones(4),))
+    assert keeps_compiled_code()
+    assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 6.0))
+    assert (function.report().cache, function.report().graphs) == ("off", 1)
+    with pytest.raises(RuntimeError, match="double would have to be compiled again"):
+        function(torch.ones(5))

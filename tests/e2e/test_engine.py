@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, RequestOutput, SamplingParams
-from tests.families import CONFIGS, checkpoint
+from tests.families import CONFIGS, checkpoint, transformers_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPT = "def add(a, b):\n    return"
@@ -186,7 +186,7 @@ def test_end_of_text_ends_unless_ignored(engine: CompiledEngine, monkeypatch: py
     (free,) = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     token = free.outputs[0].token_ids[2]
     ends_there = dataclasses.replace(engine.model_config, eos_token_ids=(token,))
-    monkeypatch.setattr(engine._intake, "_model_config", ends_there)
+    monkeypatch.setattr(engine._admission, "_model_config", ends_there)
     for ignore, reason in ((False, "stop"), (True, "length")):
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignore)
         completion = engine.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
@@ -292,6 +292,18 @@ def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_past_it_en
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_every_familys_greedy_tokens_equal_transformers(name: str) -> None:
+    prompt, sizes = [5, 6, 7, 8, 9] * 4, {"bucket_sizes": (2,), "token_bucket_sizes": (8,), "max_model_len": 64}
+    with CompiledEngine(str(checkpoint(name)), enforce_eager=True, num_kv_blocks=20, **sizes) as engine:
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        (output,) = engine.generate([prompt], params, use_tqdm=False)
+    reference = transformers_model(name).generate(
+        torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert output.outputs[0].token_ids == reference[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_dummy_weights_serve_every_family(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint(name) / "config.json").read_text())
     with CompiledEngine(str(tmp_path), load_format="dummy", enforce_eager=True, bucket_sizes=(2,)) as engine:
@@ -340,7 +352,7 @@ def test_a_target_that_no_bucket_meets_is_said_and_served() -> None:
     with pytest.warns(UserWarning, match=r"target_itl_ms=0.001 cannot be met beside a prompt: the fastest of"):
         engine = CompiledEngine(target_itl_ms=0.001, **sizes)
     with engine:
-        assert set(engine.runner.costs.bucket_seconds) == {16, 64}
+        assert set(engine.scheduler.costs.bucket_seconds) == {16, 64}
         outputs = engine.generate([PROMPT, PROMPT * 20], GREEDY, use_tqdm=False)
         assert [output.finished for output in outputs] == [True, True]
 

@@ -88,9 +88,9 @@ def test_skipped_layers_stay_in_the_models_dtype(kv_cache_dtype: str, expected: 
     with engine(kv_cache_dtype, kv_cache_skip_layers=(0, 1, 2, 3), **arguments) as nothing_quantised:
         assert tokens_of(nothing_quantised) == expected["auto"]
     with engine(kv_cache_dtype, kv_cache_skip_layers=(3, 0), **arguments) as mixed:
-        kinds = [layer.k.dtype for layer in mixed.runner.kv_cache]
+        kinds = [layer.k.dtype for layer in mixed.runner.steps.kv_cache]
         assert [kind == torch.float32 for kind in kinds] == [True, False, False, True]
-        assert [layer.k_scale is None for layer in mixed.runner.kv_cache] == [True, False, False, True]
+        assert [layer.k_scale is None for layer in mixed.runner.steps.kv_cache] == [True, False, False, True]
         assert len(tokens_of(mixed)) == NUM_PROMPTS
 
 
@@ -104,8 +104,8 @@ def test_the_pool_counts_codes_and_scales_to_the_byte(kv_cache_dtype: str) -> No
     arguments |= {"num_kv_blocks": None, "kv_cache_memory_bytes": memory}
     for layers in ((), (1,)):
         with engine(kv_cache_dtype, **arguments, kv_cache_skip_layers=layers) as sized:
-            block = sized.runner.kv_cache_bytes // (sized.runner.num_blocks + 1)
-            assert sized.runner.num_blocks == memory // block
+            block = sized.runner.kv_cache_bytes // (sized.runner.facts.num_blocks + 1)
+            assert sized.runner.facts.num_blocks == memory // block
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch() -> None:

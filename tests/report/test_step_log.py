@@ -29,11 +29,15 @@ DECODE, TOKENS = Bucket("decode", 8, 8), Bucket("tokens", 64, 8)
 
 def step(requests: list[tuple[int, int]], samples: list[bool] | None = None) -> SchedulerOutput:
     """A step of (computed, count) for each request."""
-    names = [str(n) for n in range(len(requests))]
-    tokens = [0] * sum(count for _, count in requests)
-    counts, computed = [count for _, count in requests], [start for start, _ in requests]
-    sampled = [True] * len(requests) if samples is None else samples
-    return SchedulerOutput(names, counts, computed, sampled, [-1] * len(requests), tokens)
+    computed, counts = zip(*requests, strict=True)
+    return SchedulerOutput(
+        request_ids=tuple(map(str, range(len(requests)))),
+        num_scheduled_tokens=counts,
+        num_computed_tokens=computed,
+        num_samples=tuple(map(int, samples or [True] * len(requests))),
+        feedback=(-1,) * len(requests),
+        token_ids=(0,) * sum(counts),
+    )
 
 
 def test_steps_of_a_shape_share_a_row_and_their_work_adds_up() -> None:
@@ -52,6 +56,16 @@ def test_steps_of_a_shape_share_a_row_and_their_work_adds_up() -> None:
     assert decode == StepWork(2, 2, 4, 4, num_keys=10 + 20 + 11 + 21, num_pairs=10 + 20 + 11 + 21)
     assert chunk == StepWork(1, 0, 30, 0, num_keys=60, num_pairs=30 * 30 + 465)
     assert mixed == StepWork(1, 1, 31, 1, num_keys=12 + 30, num_pairs=12 + 465)
+
+
+def test_the_work_in_each_window_adds_up() -> None:
+    log, steps = StepLog(windows=(4, 16)), [[(9, 1), (2, 1)], [(10, 1), (3, 1)]]
+    for requests in steps:
+        log.record_step(DECODE, step(requests), 0.25)
+    (row,) = log.rows()
+    each = [StepWork.of(requests, windows=(4, 16)).in_windows for requests in steps]
+    assert each == [((7, 7), (13, 13)), ((8, 8), (15, 15))]
+    assert row.work().in_windows == ((15, 15), (28, 28))
 
 
 def test_a_full_table_rounds_to_buckets_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

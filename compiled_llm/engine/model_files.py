@@ -1,16 +1,11 @@
-"""The parts of an engine that are made from its arguments: the model's files, the tokenizer and the scheduler."""
+"""The files that the arguments of an engine name: those of the model, and the tokenizer."""
 
 import os
 from pathlib import Path
 
 from compiled_llm.config import EngineConfig
-from compiled_llm.models.config import ModelConfig
-from compiled_llm.scheduling.block_pool import BlockPool
-from compiled_llm.scheduling.prefix_cache import PrefixCache
-from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker.loader import model_directory
-from compiled_llm.worker.runner import ModelRunner
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
@@ -36,26 +31,3 @@ def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     if config.tokenizer is not None:
         return Tokenizer(model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer"))
     return Tokenizer(directory)
-
-
-def make_scheduler(config: EngineConfig, model_config: ModelConfig, runner: ModelRunner) -> Scheduler:
-    """An empty scheduler for the sizes of ``runner`` and its pools of blocks."""
-    pool = BlockPool(runner.num_blocks)
-    # What a block's content depends on besides its tokens.
-    facts = (
-        str(model_config),
-        str(runner.dtype),
-        str(runner.cache_dtypes),
-        str(config.model),
-        str(config.seed),
-    )
-    return Scheduler(
-        runner.limits,
-        pool,
-        prefix_cache=PrefixCache(pool, runner.limits.block_size, enabled=config.enable_prefix_caching, facts=facts),
-        swap_pool=BlockPool(runner.num_swap_blocks),
-        preemption_mode=config.preemption_mode,
-        policy=config.scheduling_policy,
-        target_itl_ms=config.target_itl_ms,
-        costs=runner.costs,
-    )

@@ -1,0 +1,85 @@
+"""What a model family is to the engine: one object of this class, ``FAMILY`` in the family's file."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.rope_config import Rope, read_rope
+from compiled_llm.models.weights import ModelWeights, Source
+
+C = TypeVar("C", bound=ModelConfig)
+W = TypeVar("W", bound=ModelWeights)
+
+Layers = tuple[AttentionSpec, ...]
+
+
+def one_rope(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """The rotary embeddings of a parsed ``config.json`` whose layers all have the same."""
+    return (read_rope(config),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family(Generic[C, W]):
+    """All that the engine knows of a family.
+
+    Attributes:
+        hf_config: transformers' class for its ``config.json``: the fields that it has are those that can matter.
+        config: ``ModelConfig``, or a subclass with the fields of this family's own. A field that transformers acts on
+            and that neither has is refused, unless it has the class's default.
+        take: (config, source) -> weights. Asks ``source`` for every tensor of a checkpoint, by its name and shape.
+        layers: config -> each layer's attention.
+        forward: (weights, step, KV cache, config, layers, max_query_len) -> what the head takes, ``[T, D]``. Writes the
+            step's keys and values to the cache. Pure besides, and traced as a whole; ``max_query_len`` is an upper
+            bound of the tokens of a request in the step.
+        head: (weights, rows of what ``forward`` gave ``[R, D]``, config) -> logits ``[R, V]``. Pure.
+        requires: field of ``config.json`` -> the values that the functions above are right for. The first is named in
+            messages.
+        read_ropes: parsed ``config.json`` -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
+        derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
+    """
+
+    hf_config: str
+    config: type[C]
+    take: Callable[[C, Source], W]
+    layers: Callable[[C], Layers]
+    forward: Callable[[W, StepInput, KVCache, C, Layers, int], Tensor]
+    head: Callable[[W, Tensor, C], Tensor]
+    requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    read_ropes: Callable[[dict[str, Any]], tuple[Rope, ...]] = one_rope
+    derived_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    def describe(self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense) -> "Description[W]":
+        """What the weights of a model in ``dtype`` are, without reading any."""
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def read(name: str, shape: tuple[int, ...], mean: float, std: float) -> Tensor:
+            assert name not in shapes, f"{name} is taken twice"
+            shapes[name] = shape
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        source = Source(read, torch.device("meta"), linears)
+        weights = self.take(config, source)
+        return Description(shapes, source.may_repeat, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description(Generic[W]):
+    """Weights that take no memory.
+
+    Attributes:
+        shapes: name -> shape of every tensor of a checkpoint.
+        may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
+        weights: on the device "meta".
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    may_repeat: dict[str, str]
+    weights: W
