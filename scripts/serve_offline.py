@@ -201,7 +201,7 @@ def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tupl
     ``RunError`` where they do not go together, or ``rows`` have text and the model has no tokenizer.
     """
     from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
-    from compiled_llm.engine.parts import checkpoint_directory, has_tokenizer
+    from compiled_llm.engine.model_files import checkpoint_directory, has_tokenizer
 
     try:
         config = engine_config(args)

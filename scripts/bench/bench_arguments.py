@@ -19,7 +19,7 @@ from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments,
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
 from compiled_llm.command_line import FlagParser, add_engine_arguments, check_least, engine_config
-from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
+from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.text.prompts import check_token_ids
