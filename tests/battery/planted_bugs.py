@@ -265,13 +265,13 @@ _SCHEDULER = [
     # Results
     (
         "a block is published that a step in flight fills",
-        "computed = output.num_computed_tokens[index] + output.num_scheduled_tokens[index]",
-        "computed = request.num_computed_tokens",
+        "is_full = start + count >= (request.num_published_blocks + 1) * block_size\n",
+        "start, count = request.num_computed_tokens, 0\n            is_full = True\n",
     ),
     (
         "a step in flight when its request was preempted publishes blocks",
-        "if caching and request.status is Status.RUNNING:",
-        "if caching:",
+        "if is_full and caching and request.status is Status.RUNNING:",
+        "if is_full and caching:",
     ),
     (
         "the surplus token after a stop is kept",
