@@ -73,7 +73,7 @@ def run(engine: CompiledEngine, requests: Requests, params: list[SamplingParams]
 
 def run_hf(hf: bench_hf.HuggingFaceModel, requests: Requests) -> dict[str, float | None]:
     """The same for transformers."""
-    times, _ = bench_hf.generate_timed(hf, requests)
+    times = bench_hf.token_times(hf, requests)
     tpot = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
     return {"latency": times[-1], "ttft": times[0], "tpot": tpot}
 
