@@ -96,7 +96,7 @@ class StepPlanner:
             request.num_in_flight += 1
             requests.append(request)
             if (computed + 1) % block_size == 0:  # it may be the last token of a prompt that others wait for
-                running_set.wait_again(self.prefix_cache.filled(request, computed))
+                running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
             if most_drafts > 0 and request.takes_drafts:
                 count = self._add_drafts(request, most_drafts, output)
                 if count:
@@ -105,12 +105,11 @@ class StepPlanner:
             if request.num_sent_blocks < len(request.block_ids):
                 running_set.send_blocks(request, output)
         counts = [1] * len(requests)
-        if num_drafts:
-            row = 0
-            for place, request in enumerate(requests):
-                request.last_row = row
-                counts[place] += num_drafts.get(place, 0)
-                row += counts[place]
+        row = 0
+        for place, request in enumerate(requests if num_drafts else ()):
+            request.last_row = row
+            counts[place] += num_drafts.get(place, 0)
+            row += counts[place]
         output.num_scheduled_tokens.extend(counts)
         output.num_samples.extend(counts)
         return deque(request for request in lacking if request.status is Status.RUNNING)
@@ -190,7 +189,7 @@ class StepPlanner:
         request.num_tokens += samples
         request.num_in_flight += samples
         requests.append(request)
-        self.running_set.wait_again(self.prefix_cache.filled(request, start))
+        self.running_set.wait_again(self.prefix_cache.take_waiting(request, start))
 
     def budget(self, num_decodes: int) -> int:
         """Most tokens of this step."""

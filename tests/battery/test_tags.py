@@ -32,8 +32,8 @@ from compiled_llm.worker.step_buffers import StepBuffers
 from tests.battery.test_schedules import (
     MAX_LEN,
     Watch,
+    end_forking_at_random,
     fork_at_random,
-    let_go_at_random,
     random_request,
     random_scheduler,
 )
@@ -270,7 +270,7 @@ def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatc
             num_forks -= 1
             for child in fork_at_random(rng, watch, f"{seed}/{num_forks}"):
                 runner.truths[child.request_id] = Truth(child)
-        let_go_at_random(rng, watch)
+        end_forking_at_random(rng, watch)
         if watch.unfinished:
             watch.step()
         elif not queue:
