@@ -1,14 +1,16 @@
 """StepPlanner: which tokens of the running requests the next step computes, and which requests it admits. Plain Python.
 
-It knows no prefill and no decode. Each request has tokens known and tokens computed; a step lets the second catch up
-with the first within a budget of tokens. A prompt larger than the budget is thereby chunked, a preempted request starts
-over with nothing computed, a prefix found in the cache is computed already, and a running request catches up by the one
-token sampled last. (vLLM V1's idea.)
+There is no prefill and no decode here. Each request has tokens known and tokens computed, and a step lets the second
+catch up with the first within a budget of tokens. So a prompt larger than the budget is chunked, a preempted request
+starts again with nothing computed, a prefix found in the cache counts as computed, and a running request catches up by
+the one token sampled last. (vLLM V1's idea.)
 
-Requests are served by rank: in order of arrival, or of priority first. Those that lack one token get it before any
-other does. Of the others, one that does not fit into what is left of the step gets a part of it, and leaves half for
-later ones that fit beside it. When blocks run out, the last by rank gives its blocks up, so the first always
-progresses.
+Requests are served by rank: in order of arrival, or of priority first. Those that lack one token get it before all
+others. Of the others, one that does not fit into what is left of the step gets a part of it, and leaves half for later
+ones that fit beside it.
+
+Drafts are tokens that a drafter guesses to follow the last known one. The step computes them as well and samples at
+each; the scheduler then accepts as many as are right (``Scheduler.update``).
 """
 
 from collections import deque
