@@ -55,7 +55,7 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "there is none: llguidance serves SamplingParams(structured_outputs=...)": (
             "guided_decoding_backend structured_outputs_config"
         ),
-        "there is none: tokens are not speculated on": "speculative_config speculative_model num_speculative_tokens",
+        "give drafter, an object that proposes tokens": "speculative_config speculative_model num_speculative_tokens",
         "there is none: merge the adapter into the checkpoint": "enable_lora lora_modules max_loras max_lora_rank",
         "there is none: the engine serves text": "limit_mm_per_prompt mm_processor_kwargs",
         "there is none: the engine generates text": "task runner",
