@@ -90,6 +90,8 @@ class EngineStats:
         num_preemptions: those that threw blocks away (recompute) and those that copied them to the host (swap).
         num_recomputed_tokens: tokens computed again after a preemption.
         num_swapped_out_tokens, num_swapped_in_tokens: tokens whose keys and values went to the host, and came back.
+        num_draft_tokens, num_accepted_draft_tokens: tokens of a drafter that steps computed, and those of them that the
+            requests got.
         prefix_queried_tokens, prefix_hit_tokens: tokens of requests when they were first admitted, and those of them
             that the prefix cache held or that another request was about to compute.
         num_evictions: cached blocks whose memory was needed.
@@ -117,6 +119,8 @@ class EngineStats:
     num_recomputed_tokens: int
     num_swapped_out_tokens: int
     num_swapped_in_tokens: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     num_evictions: int

@@ -16,6 +16,7 @@ from compiled_llm.engine.engine_thread import EngineThread
 from compiled_llm.engine.output_reader import OutputReader
 from compiled_llm.outputs import EngineStats, RequestOutput
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.drafter import Drafter
 from compiled_llm.text.prompts import Prompt
 
 # Characters of a prompt that may take long to encode.
@@ -27,7 +28,7 @@ Result = TypeVar("Result")
 class AsyncCompiledEngine:
     """A ``CompiledEngine`` whose requests are awaited. One thread owns it, and steps while there are requests.
 
-    ``AsyncCompiledEngine(model, **engine_args)``; the arguments are those of ``EngineConfig``. This returns at once:
+    ``AsyncCompiledEngine(model, **engine_args)``; the arguments are those of ``CompiledEngine``. This returns at once:
     the engine is made in its thread, and ``async with``, or ``ready``, waits for that, as every other method does.
 
     Any number of threads and event loops may use one engine. Without ``close`` it ends when nobody holds it any more,
@@ -37,14 +38,14 @@ class AsyncCompiledEngine:
         ValueError: an argument is not allowed. What else stops the engine's start is raised by ``ready``.
     """
 
-    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+    def __init__(self, model: str | None = None, *, drafter: Drafter | None = None, **engine_args: Any) -> None:
         config = EngineConfig(model=model, **engine_args)
-        self._start(functools.partial(CompiledEngine.from_config, config))
+        self._start(functools.partial(CompiledEngine.from_config, config, drafter=drafter))
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> "AsyncCompiledEngine":
+    def from_config(cls, config: EngineConfig, *, drafter: Drafter | None = None) -> "AsyncCompiledEngine":
         engine = cls.__new__(cls)
-        engine._start(functools.partial(CompiledEngine.from_config, config))
+        engine._start(functools.partial(CompiledEngine.from_config, config, drafter=drafter))
         return engine
 
     @classmethod

@@ -24,6 +24,7 @@ class Completion:
         logprobs: of the tokens that were read; None unless asked for.
         last_token_time: as ``StepLog.record_token`` gave it; None before the first token that the log sees.
         failure: why it cannot go on, though its tokens could.
+        num_read: output tokens whose text was read.
     """
 
     def __init__(self, index: int, request: Request, text: OutputText | None, mask: TokenMask | None) -> None:
@@ -35,7 +36,7 @@ class Completion:
         self.cumulative_logprob = 0.0
         self.last_token_time: float | None = None
         self.failure: str | None = None
-        self._num_read = 0
+        self.num_read = 0
         self._num_shown = 0  # tokens that an output had
         self._last_output: CompletionOutput | None = None  # unless it was a delta
 
@@ -64,12 +65,15 @@ class Completion:
         token_ids = request.output_token_ids
         # The token that ended a request is not text, unless asked for.
         hides_last = request.finish_reason == "stop" and not params.include_stop_str_in_output
-        while self._num_read < len(token_ids) - hides_last:
-            self._num_read += 1
-            stop = text.append(token_ids[self._num_read - 1], may_stop=self._num_read > params.min_tokens)
+        while self.num_read < len(token_ids) - hides_last:
+            self.num_read += 1
+            stop = text.append(token_ids[self.num_read - 1], may_stop=self.num_read > params.min_tokens)
             if stop is not None:
                 return stop
-        return text.finish() if request.status is Status.FINISHED else None
+        if request.status is not Status.FINISHED:
+            return None
+        self.num_read = len(token_ids)
+        return text.finish()
 
     def output(self, is_delta: bool) -> CompletionOutput:
         """Its state now; ``is_delta``: with the text, tokens and log-probabilities since the last call alone."""

@@ -21,6 +21,7 @@ from compiled_llm.report.report import RunReport, make_report, make_trace
 from compiled_llm.report.roofline import ModelWork, windows_of
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.drafter import Drafter
 from compiled_llm.step.kv_cache import bytes_per_layer
 from compiled_llm.text.chat import messages_list
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, pair_priorities, pair_sampling_params, prompt_list
@@ -31,8 +32,9 @@ from compiled_llm.worker.profiler import StepProfiler
 class CompiledEngine(StepEngine):
     """An engine for one model: load, compile every bucket, then serve.
 
-    ``CompiledEngine(model, **engine_args)``; the arguments are those of ``EngineConfig``. Compilation happens here, so
-    that no request waits for it; from then on a recompile is an error.
+    ``CompiledEngine(model, **engine_args)``; the arguments are those of ``EngineConfig``, and ``drafter``, an object
+    that guesses tokens (``scheduling/drafter.py``). Compilation happens here, so that no request waits for it; from
+    then on a recompile is an error.
 
     An interrupt (Ctrl-C, or another signal whose handler raises) is taken between two steps. What it ends is what was
     called: ``generate`` and ``beam_search`` abort their requests, ``step`` and ``stream`` keep theirs.
@@ -41,8 +43,8 @@ class CompiledEngine(StepEngine):
         ValueError: an argument, the model directory or the memory does not allow it; the message says what would.
     """
 
-    def _start(self, config: EngineConfig) -> None:
-        super()._start(config)
+    def _start(self, config: EngineConfig, drafter: Drafter | None) -> None:
+        super()._start(config, drafter)
         self.reset_report()
 
     # -- Serving lists of prompts
