@@ -102,7 +102,7 @@ class CompiledEngine(StepEngine):
             chat_template: a Jinja template instead of the model's own.
             add_generation_prompt: end with what makes the model answer as the assistant.
             continue_final_message: end within the last message instead, for the model to go on with.
-            tools, documents: for a template that knows them.
+            tools, documents: for a template that uses them.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
 
         Raises:
@@ -151,7 +151,7 @@ class CompiledEngine(StepEngine):
         priority: Sequence[int] | None,
         raise_on_error: bool,
     ) -> list[RequestOutput]:
-        """Serve prompts to their ends. In the place of one that is bad already stands its ``ValueError``."""
+        """Serve prompts until all have ended. An item may also be the ``ValueError`` of a prompt that is refused."""
         self._check_room(len(items))
         params = pair_sampling_params(sampling_params, len(items))
         priorities = pair_priorities(priority, len(items))
@@ -307,7 +307,7 @@ class CompiledEngine(StepEngine):
         return self.runner.memory_ledger
 
     def reset_report(self, *, profile_steps: int = 0) -> None:
-        """Begin the report anew: what was served so far, a warm-up perhaps, is no part of it.
+        """Start a new report: what was served so far, a warm-up perhaps, is not in it.
 
         Args:
             profile_steps: so many steps of each bucket are run a second time under torch's profiler, for the shares of
