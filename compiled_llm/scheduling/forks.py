@@ -32,7 +32,7 @@ class Forks:
         self._targets: list[int] = []
 
     def fork(self, parent: Request, child: Request) -> None:
-        """``child`` starts with the tokens of ``parent``, and gets the blocks where these are computed, if there are any."""
+        """``child`` starts with the tokens of ``parent``, and gets the blocks where these are computed, if any are."""
         assert child.status is Status.WAITING
         known = len(parent.prompt_token_ids) + len(parent.output_token_ids)
         count = min(parent.num_computed_tokens, known, child.num_tokens - 1)
