@@ -3,11 +3,14 @@
 ``LIMITS`` of the fake engine: 4 requests, 16 tokens a step, blocks of 4 tokens, requests of up to 64 tokens.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
-from compiled_llm.scheduling.drafter import CheckedDrafter
+from compiled_llm.scheduling.drafter import CheckedDrafter, draft_length
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.step_result import StepResult
@@ -253,6 +256,20 @@ def test_a_bad_proposal_is_refused_by_name(proposal: list) -> None:
     drafter.propose = lambda request_id, token_ids: proposal  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the drafter must propose"):
         CheckedDrafter(drafter, VOCABULARY).propose("x", [1])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 16, True, 2.0, None])
+def test_a_drafter_of_a_wrong_length_is_refused_by_name(num_tokens: Any) -> None:
+    with pytest.raises(ValueError, match="drafter must have num_tokens, an integer from 1 to 15"):
+        draft_length(FakeDrafter(num_tokens, lambda: 0))
+
+
+def test_what_is_no_drafter_is_refused_by_name() -> None:
+    no_drafter: Any = SimpleNamespace(num_tokens=3)
+    with pytest.raises(ValueError, match=r"propose\(request_id, token_ids\), given SimpleNamespace without it"):
+        draft_length(no_drafter)
+    assert draft_length(None) == 0
+    assert draft_length(FakeDrafter(15, lambda: 0)) == 15
 
 
 def test_a_request_of_one_token_takes_no_drafts() -> None:
