@@ -117,11 +117,17 @@ class StepPlanner:
         return deque(request for request in lacking if request.status is Status.RUNNING)
 
     def _room_for_drafts(self) -> int:
-        """Most drafts of a step: what the running requests leave, or half of that where prompts wait."""
+        """Most drafts of a step: what the running requests leave.
+
+        Where prompts wait: half of that, or without chunks as much as the first prompt leaves.
+        """
         left = self.budget(len(self.running)) - len(self.running)
         if not self.waiting and all(request.num_tokens - request.num_computed_tokens == 1 for request in self.running):
             return left
-        return left // 2 if self.limits.chunked_prefill else 0
+        first = self.waiting.first()
+        if self.limits.chunked_prefill or first is None:
+            return left // 2
+        return left - (first.num_tokens - first.num_computed_tokens)
 
     def _add_drafts(self, request: Request, most: int, output: SchedulerOutputBuilder) -> int:
         """Let the step compute drafts of the tokens after the one that it samples of ``request``. Returns how many."""

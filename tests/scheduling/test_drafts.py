@@ -188,13 +188,14 @@ def test_drafts_leave_half_of_the_step_to_prompts() -> None:
     assert work_of(engine.step()) == {"a": 6, "b": 3, "long": 7}, "of 14 tokens that a and b leave, half"
 
 
-def test_without_chunks_drafts_wait_until_no_prompt_does() -> None:
+def test_without_chunks_drafts_leave_a_prompt_all_that_it_lacks() -> None:
     scheduler = drafting(60, "wrong", 5, chunked_prefill=False, max_num_batched_tokens=64)
     engine = FakeEngine(scheduler)
     add(scheduler, make_request("a", 3, 20))
     engine.step()
-    add(scheduler, make_request("long", 62, 2))
-    assert work_of(engine.step()) == {"a": 1, "long": 62}
+    assert work_of(engine.step()) == {"a": 6}
+    add(scheduler, make_request("long", 60, 2))
+    assert work_of(engine.step()) == {"a": 4, "long": 60}
 
 
 def test_the_token_after_drafts_is_fed_back_from_its_row() -> None:
