@@ -430,9 +430,9 @@ def test_the_event_loop_runs_while_the_engine_is_made(monkeypatch: pytest.Monkey
     may_go_on, made = threading.Event(), []
     from_config = CompiledEngine.from_config
 
-    def slow(config: EngineConfig) -> CompiledEngine:
+    def slow(config: EngineConfig, **options: Any) -> CompiledEngine:
         assert may_go_on.wait(60)
-        made.append(from_config(config))
+        made.append(from_config(config, **options))
         return made[-1]
 
     monkeypatch.setattr(CompiledEngine, "from_config", slow)
