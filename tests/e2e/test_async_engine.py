@@ -562,6 +562,8 @@ def test_a_request_that_takes_long_to_prepare_stalls_no_stream(
             (last,) = await aborted
             assert (last.request_id, reason(last), last.outputs[0].token_ids) == ("aborted", "abort", [])
             cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
             assert not task.done()
             gate.open.set()
             assert reason((await task)[-1]) in ("length", "stop")
