@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.compiling.ahead import vec_isa
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction, CompileReport, use_own_cache_directory
 from compiled_llm.step.step import step_function
@@ -22,9 +24,7 @@ from tests.families import CONFIGS, checkpoint
 
 NUM_BLOCKS = 4092  # and the sink: so that even a cache's scales hold more than any other tensor of these models
 
-ENGINE = {
-    "bucket_sizes": (1, 4),
-    "token_bucket_sizes": (8, 32),
+ENGINE: dict[str, Any] = {
     "num_kv_blocks": NUM_BLOCKS,
     "block_size": 8,
     "max_model_len": 64,
@@ -38,14 +38,53 @@ def largest_allocation(codes: list[str]) -> int:
     return max(torch.Size(int(n) for n in size.replace(" ", "").strip(",").split(",")).numel() for size in sizes)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: str) -> None:
-    # A cached artifact would bypass the compiler, and there would be no code to look at.
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        engine, codes = run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE))
+ALL_BUCKETS = ["decode_1", "decode_4", "tokens_8", "tokens_32"]
+TWO_BUCKETS = ["decode_4", "tokens_8"]
+
+
+def engine_and_codes(
+    name: str, buckets: list[str], samples: bool, **arguments: Any
+) -> tuple[CompiledEngine, list[str]]:
+    """An engine of these buckets and the code that the compiler made for it.
+
+    ``samples=False``: only the steps are compiled. What samples from their logits depends on no family and no cache.
+    """
+    sizes = {
+        field: tuple(int(bucket.removeprefix(kind)) for bucket in buckets if bucket.startswith(kind))
+        for field, kind in (("bucket_sizes", "decode_"), ("token_bucket_sizes", "tokens_"))
+    }
+    initialise = CompiledFunction.__init__
+
+    def init(
+        self: CompiledFunction, function: Any, name: str, device: Any, enforce_eager: bool, **options: Any
+    ) -> None:
+        initialise(self, function, name, device, enforce_eager or not (samples or name in buckets), **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledFunction, "__init__", init)
+        # A cached artifact would bypass the compiler, and there would be no code to look at.
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            return run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE, **sizes, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "buckets", "samples"),
+    [
+        pytest.param("llama", ALL_BUCKETS, True, id="llama-all"),
+        *(pytest.param(name, TWO_BUCKETS, False, id=name) for name in CONFIGS if name != "llama"),
+        *(
+            pytest.param(name, ALL_BUCKETS, True, id=f"{name}-all", marks=pytest.mark.battery)
+            for name in CONFIGS
+            if name != "llama"
+        ),
+    ],
+)
+def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(
+    name: str, buckets: list[str], samples: bool
+) -> None:
+    engine, codes = engine_and_codes(name, buckets, samples)
     runner = engine.runner
-    buckets = [bucket.name for bucket in runner.buckets]
-    assert buckets == ["decode_1", "decode_4", "tokens_8", "tokens_32"]
+    assert [bucket.name for bucket in runner.buckets] == buckets
 
     # A run that visits every bucket, greedy and sampled.
     visited = set()
@@ -62,13 +101,15 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
             engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=4), use_tqdm=False)
     assert visited == set(buckets)
     report = engine.compile_report()
-    behind = {f"{kind}_{rows}" for kind in ("sample", "change", "logprobs") for rows in (1, 4)}
-    assert {r.name for r in report.reports} == {*buckets, *behind, "prompt_logprobs"}
-    for r in report.reports:
+    sizes = {bucket.num_requests for bucket in runner.buckets}
+    after_steps = {f"{kind}_{rows}" for kind in ("sample", "change", "logprobs") for rows in sizes}
+    assert {r.name for r in report.reports} == {*buckets, *after_steps, "prompt_logprobs"}
+    compiled = [r for r in report.reports if samples or r.name in buckets]
+    for r in compiled:
         assert (r.name, r.graphs, r.graph_breaks, r.recompiles) == (r.name, 1, 0, 0)
         assert r.compile_seconds > 0
 
-    assert len(codes) == len(report.reports)
+    assert len(codes) == len(compiled)
     assert largest_allocation(codes) < runner.kv_cache[0].k.numel(), "the generated code copies a KV cache"
 
     # And as Dynamo explains it. Last, since explain() throws away what is compiled.
@@ -79,28 +120,27 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
     engine.close()
 
 
+@pytest.mark.parametrize("samples", [False, pytest.param(True, marks=pytest.mark.battery)])
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), [("llama", "int8"), ("qwen3-untied", "fp8")])
-def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(name: str, kv_cache_dtype: str) -> None:
-    sizes = {"bucket_sizes": (4,), "token_bucket_sizes": (8,)}
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        engine, codes = run_and_get_code(
-            lambda: CompiledEngine(str(checkpoint(name)), **ENGINE | sizes, kv_cache_dtype=kv_cache_dtype)
-        )
+def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(
+    name: str, kv_cache_dtype: str, samples: bool
+) -> None:
+    engine, codes = engine_and_codes(name, TWO_BUCKETS, samples, kv_cache_dtype=kv_cache_dtype)
     prompts = [[5] * length for length in (30, 9, 2)]
     engine.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     reports = engine.compile_report().reports
     assert [(r.name, r.graphs, r.graph_breaks, r.recompiles) for r in reports] == [
         ("decode_4", 1, 0, 0),
         ("tokens_8", 1, 0, 0),
-        ("sample_4", 1, 0, 0),
-        ("change_4", 1, 0, 0),
-        ("logprobs_4", 1, 0, 0),
-        ("prompt_logprobs", 1, 0, 0),
+        ("sample_4", int(samples), 0, 0),
+        ("change_4", int(samples), 0, 0),
+        ("logprobs_4", int(samples), 0, 0),
+        ("prompt_logprobs", int(samples), 0, 0),
     ]
     scales = [t for layer in engine.runner.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
     assert len(scales) == 2 * engine.model_config.num_layers
     assert all((scale > 0).any() for scale in scales)
-    assert len(codes) == 6
+    assert len(codes) == (6 if samples else 2)
     assert largest_allocation(codes) < scales[0].numel(), "the generated code copies a KV cache or its scales"
     engine.close()
 
@@ -255,15 +295,18 @@ def test_compiled_code_goes_to_the_users_own_cache_or_where_wished(wished: str |
     code = """
 import compiled_llm.engine.engine, torch
 from pathlib import Path
+from compiled_llm.compiling.ahead import trust_vec_isa
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction, use_own_cache_directory
 use_own_cache_directory()
+trust_vec_isa({vec_isa!r})
 cache = CompileCache(Path({graphs!r}), {{}})
 function = CompiledFunction(lambda x: x * 3 + 1, "triple", torch.device("cpu"), enforce_eager=False, cache=cache)
 function.warm_up(lambda: (torch.ones(4),))
 assert function.report().cache == "miss"
-""".format(graphs=str(tmp_path / "graphs"))
+""".format(graphs=str(tmp_path / "graphs"), vec_isa=vec_isa())
     environment = {**os.environ, "COMPILED_LLM_CACHE": str(tmp_path / "own")}
+    environment["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"  # seconds, which one small function does not repay
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     if wished:
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / wished)
