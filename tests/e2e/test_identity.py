@@ -1,6 +1,7 @@
 """Greedy tokens of the demo model in float32 equal transformers', whatever the batch, the chunk or the preemptions."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -44,8 +45,19 @@ def tokens_of(
     return [output.outputs[0].token_ids for output in engine.generate(prompts, sampling_params, use_tqdm=False)]
 
 
-def test_buckets_1_8_and_32(prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with CompiledEngine(dtype="float32", bucket_sizes=(1, 8, 32), num_kv_blocks=500, check_invariants=True) as engine:
+@pytest.fixture(scope="module")
+def sizes(prompts: list[list[int]]) -> dict[str, Any]:
+    """Of the compiled engines below, so that the second one finds the graphs of the first."""
+    return {"bucket_sizes": (1, 8, 32), "max_model_len": max(map(len, prompts)) + NUM_TOKENS}
+
+
+@pytest.mark.parametrize("tokens", ["16 and 128", pytest.param("default", marks=pytest.mark.battery)])
+def test_buckets_1_8_and_32(
+    tokens: str, sizes: dict[str, Any], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    if tokens == "16 and 128":
+        sizes = sizes | {"token_bucket_sizes": (16, 128)}
+    with CompiledEngine(dtype="float32", **sizes, num_kv_blocks=500, check_invariants=True) as engine:
         assert tokens_of(engine, prompts) == expected
         assert tokens_of(engine, prompts[:8]) == expected[:8]
         assert tokens_of(engine, prompts[8:9]) == expected[8:9]
@@ -55,15 +67,14 @@ def test_buckets_1_8_and_32(prompts: list[list[int]], expected: list[list[int]])
 
 
 def test_chunks_of_16_tokens_and_a_pool_so_small_that_requests_are_preempted(
-    prompts: list[list[int]], expected: list[list[int]]
+    sizes: dict[str, Any], prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    longest = max(map(len, prompts)) + NUM_TOKENS
     with CompiledEngine(
         dtype="float32",
-        bucket_sizes=(1, 8),
+        **sizes,
+        max_num_seqs=16,
         max_num_batched_tokens=16,
-        max_model_len=longest,
-        num_kv_blocks=-(-longest // 16) + 6,
+        num_kv_blocks=-(-sizes["max_model_len"] // 16) + 6,
         check_invariants=True,
     ) as engine:
         outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
