@@ -35,6 +35,22 @@ class FlagParser(argparse.ArgumentParser):
             self._refuse(unknown)
         return parsed
 
+    def parse_checked(self, check: Callable[[Any], object] | None = None, **least: float) -> Any:
+        """The arguments. A ``ValueError`` of ``check`` ends the program as other bad arguments do, with status 2.
+
+        Args:
+            check: gets the arguments, and may complete them.
+            least: smallest value of the arguments of these names, and of each value in a list; None is no value.
+        """
+        args = self.parse_args()
+        try:
+            check_least(args, **least)
+            if check is not None:
+                check(args)
+        except ValueError as error:
+            self.error(str(error))
+        return args
+
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         flag = next((text.partition("=")[0] for text in unknown if text.startswith("--")), None)
         if flag is None:
@@ -43,6 +59,14 @@ class FlagParser(argparse.ArgumentParser):
         elsewhere = {"--" + name.replace("_", "-"): hint for name, hint in self.elsewhere.items()}
         hint = name_hint(flag, known, elsewhere) or "--help lists all there are"
         self.error(f"unknown flag {flag}: {hint}")
+
+
+def check_least(args: argparse.Namespace, **least: float) -> None:
+    """``ValueError`` unless each value of the arguments of these names, lists or numbers, is as large as given here."""
+    for name, low in least.items():
+        given = getattr(args, name)
+        if given is not None and not min(given if isinstance(given, tuple | list) else [given]) >= low:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, given {given}")
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:

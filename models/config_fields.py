@@ -1,18 +1,22 @@
-"""Which fields of a ``config.json`` matter, whatever the family.
+"""Which fields of a ``config.json`` matter, in general and to a family.
 
 Each field is one of these, looked up in this order:
 
+    used        by ``ModelConfig``, or by the family's own config
     NO_EFFECT   says nothing about the function from tokens to logits
-    USED        goes into ``ModelConfig``
-    OFF         transformers acts on it and this engine does not: it must have one of the values that mean off
+    required    transformers acts on it and this engine computes one case: it must have one of that case's values. The
+                family says so, or OFF, where the value means that a feature is off
     known       to transformers' config class of the family, and to nothing above: it must have the class's default
     ignored     unknown to that class, so transformers ignores it too; the start lists these
 """
 
+import dataclasses
 import inspect
 from typing import Any
 
-from compiled_llm.models import SUPPORTED
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.family import Family
+from compiled_llm.models.registry import SUPPORTED
 
 _NO_EFFECT = {
     "_name_or_path",
@@ -27,24 +31,26 @@ _NO_EFFECT = {
     "label2id",
     "max_window_layers",  # where a sliding window begins, and there is none
     "model_type",  # checked beforehand
+    "original_max_position_embeddings",  # as other fields of rotary embeddings: Family.read_ropes sees to it
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
     "pretraining_tp",  # changes the order of a sum, not the function
     "problem_type",
     "return_dict",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
     "torch_dtype",
     "transformers_version",
     "use_cache",
 }
-# Those that are not parameters of the family's class are ignored by transformers, and here.
+# What ModelConfig is made of, by the names in the file.
 _USED = {
-    "attention_bias",
     "head_dim",
     "hidden_size",
     "intermediate_size",
     "max_position_embeddings",
-    "mlp_bias",
     "num_attention_heads",
     "num_hidden_layers",
     "num_key_value_heads",
@@ -52,7 +58,6 @@ _USED = {
     "tie_word_embeddings",
     "vocab_size",
 }
-ROPE_FIELDS = {"original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta"}
 # The first value is the one that messages name.
 _OFF: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
@@ -61,7 +66,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "compression_config": (None,),
     "cross_attention_hidden_size": (None,),
     "fusion_config": (None,),
-    "hidden_act": ("silu", "swish"),
     "is_causal": (True, None),
     "is_encoder_decoder": (False, None),
     "kv_sharing_modes": (None,),
@@ -80,30 +84,35 @@ def class_parameters(config_class: type) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
 
-def used_fields(config: dict[str, Any], config_class: type) -> dict[str, Any]:
-    """What the class is to be made of: what ``ModelConfig`` reads, rotary embeddings left out."""
-    known = class_parameters(config_class)
-    return {name: value for name, value in config.items() if name in _USED and name in known}
+def used_names(family: Family, config_class: type) -> set[str]:
+    """The fields that go into the family's config, rotary embeddings left out.
+
+    Those that are not parameters of transformers' class are ignored by it, and here.
+    """
+    fields = {field.name for field in dataclasses.fields(family.config)}
+    own = fields - {field.name for field in dataclasses.fields(ModelConfig)}
+    return (_USED | own) & class_parameters(config_class).keys()
 
 
-def ignored_fields(config: dict[str, Any], config_class: type) -> list[str]:
+def ignored_fields(config: dict[str, Any], family: Family, config_class: type) -> list[str]:
     """The fields that transformers ignores.
 
     Raises:
         ValueError: a field asks for something that this engine does not compute; the message names it.
     """
-    known, ignored = class_parameters(config_class), []
+    known, used, ignored = class_parameters(config_class), used_names(family, config_class), []
+    required = {**_OFF, **family.requires}
     for name, value in config.items():
-        if name in _NO_EFFECT or name in ROPE_FIELDS or (name in _USED and name in known):
+        if name in used or name in _NO_EFFECT:
             continue
-        if name == "sliding_window":
+        if name in required:
+            if value not in required[name]:
+                _refuse(name, value, repr(required[name][0]))
+        elif name == "sliding_window":
             _check_sliding_window(config, known)
         elif name == "layer_types":
             if value is not None and (not isinstance(value, list) or any(kind != "full_attention" for kind in value)):
                 _refuse(name, value, "a list of 'full_attention'")
-        elif name in _OFF:
-            if value not in _OFF[name]:
-                _refuse(name, value, repr(_OFF[name][0]))
         elif name in known:
             if value != known[name]:
                 _refuse(name, value, repr(known[name]))

@@ -3,27 +3,27 @@
 Touvron et al., 2023 (arXiv:2302.13971, 2307.09288); Llama 3: arXiv:2407.21783.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
-from compiled_llm.models.layers import (
-    AnyLinear,
-    AttentionWeights,
-    MlpWeights,
-    attention,
-    gated_mlp,
-    rms_norm,
-    rope_cos_sin,
-    rope_table,
-)
-from compiled_llm.models.weights import Convert, Linear, PackedLinear, concat, embed, linear, map_linears
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.norm import rms_norm
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.weights import Source
 
-HF_CONFIG = "LlamaConfig"
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig(ModelConfig):
+    attention_bias: bool = False
+    mlp_bias: bool = False
 
 
 class LayerWeights(NamedTuple):
@@ -33,136 +33,70 @@ class LayerWeights(NamedTuple):
     mlp: MlpWeights
 
 
-LayerMaker = Callable[[ModelConfig, Callable[[str], Tensor]], LayerWeights]
-
-
 class Weights(NamedTuple):
-    embedding: Tensor | PackedLinear  # [V, D]
+    embedding: Linear  # [V, D]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [D]
-    lm_head: AnyLinear  # [V, D]; the embedding's own tensor when the two are tied
-    rope: Tensor  # [max_position_embeddings, H] float32, from the config
+    head: Linear  # [V, D]
+    ropes: tuple[Tensor]  # [max_position_embeddings, H] float32
 
 
-def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of one layer's tensors in a checkpoint, without the prefix ``model.layers.<i>.``."""
-    d, inter, h = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.num_heads * h, config.num_kv_heads * h
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (d,), "post_attention_layernorm.weight": (d,)}
-    projections = [
-        ("self_attn.q_proj", q_size, d, config.attention_bias),
-        ("self_attn.k_proj", kv_size, d, config.attention_bias),
-        ("self_attn.v_proj", kv_size, d, config.attention_bias),
-        ("self_attn.o_proj", d, q_size, config.attention_bias),
-        ("mlp.gate_proj", inter, d, config.mlp_bias),
-        ("mlp.up_proj", inter, d, config.mlp_bias),
-        ("mlp.down_proj", d, inter, config.mlp_bias),
-    ]
-    for name, out_features, in_features, has_bias in projections:
-        shapes[f"{name}.weight"] = (out_features, in_features)
-        if has_bias:
-            shapes[f"{name}.bias"] = (out_features,)
-    return shapes
-
-
-def checkpoint_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor that a Hugging Face checkpoint of this config holds."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
-    for i in range(config.num_layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(config).items()}
-    shapes["model.norm.weight"] = (config.hidden_size,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    return shapes
-
-
-def assemble_layer(config: ModelConfig, take: Callable[[str], Tensor]) -> LayerWeights:
-    """One layer from its checkpoint tensors; ``take(name)`` hands each out once."""
-
-    def take_linear(name: str, has_bias: bool) -> Linear:
-        return Linear(take(f"{name}.weight"), take(f"{name}.bias") if has_bias else None)
-
-    qkv = concat(*(take_linear(f"self_attn.{name}_proj", config.attention_bias) for name in "qkv"))
-    gate_up = concat(*(take_linear(f"mlp.{name}_proj", config.mlp_bias) for name in ("gate", "up")))
+def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``."""
+    d, intermediate, biases = config.hidden_size, config.intermediate_size, (config.attention_bias, config.mlp_bias)
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    heads = {"q": q_size, "k": kv_size, "v": kv_size}
+    qkv = source.linear(*(Part(f"{name}.self_attn.{x}_proj", size, d, biases[0]) for x, size in heads.items()))
+    gate_up = source.linear(*(Part(f"{name}.mlp.{x}_proj", intermediate, d, biases[1]) for x in ("gate", "up")))
     return LayerWeights(
-        input_norm=take("input_layernorm.weight"),
-        attention=AttentionWeights(qkv, take_linear("self_attn.o_proj", config.attention_bias)),
-        mlp_norm=take("post_attention_layernorm.weight"),
-        mlp=MlpWeights(gate_up, take_linear("mlp.down_proj", config.mlp_bias)),
+        input_norm=source.norm(f"{name}.input_layernorm", d),
+        attention=AttentionWeights(qkv, source.linear(Part(f"{name}.self_attn.o_proj", d, q_size, biases[0]))),
+        mlp_norm=source.norm(f"{name}.post_attention_layernorm", d),
+        mlp=MlpWeights(gate_up, source.linear(Part(f"{name}.mlp.down_proj", d, intermediate, biases[1]))),
     )
 
 
-def assemble(
-    config: ModelConfig, take: Callable[[str], Tensor], convert: Convert, layer: LayerMaker = assemble_layer
+def take(
+    config: LlamaConfig,
+    source: Source,
+    take_layer: Callable[[LlamaConfig, Source, str], LayerWeights] = take_layer,
 ) -> Weights:
-    """The weights from checkpoint tensors, each linear layer made into what ``convert`` gives.
-
-    One layer is converted before the next is taken, so that memory holds one unconverted layer at a time. A family that
-    differs in its layers alone passes its own ``layer``.
-    """
-
-    def take_layer(index: int) -> LayerWeights:
-        return map_linears(layer(config, lambda name: take(f"model.layers.{index}.{name}")), convert)
-
-    table = take("model.embed_tokens.weight")
-    tied = config.tie_word_embeddings
-    lm_head = convert(Linear(table if tied else take("lm_head.weight")))
-    rope = rope_table(config, table.device)
-    embedding: Tensor | PackedLinear = table
-    if tied and isinstance(lm_head, PackedLinear) and config.hidden_size % 2 == 0:
-        embedding = lm_head
-    del table  # before the layers are taken: it may be the largest tensor of all
+    """The weights. A family that differs in its layers' tensors alone passes its own ``take_layer``."""
+    embedding, head = source.embedding_and_head(
+        "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
     return Weights(
         embedding=embedding,
-        layers=tuple(take_layer(index) for index in range(config.num_layers)),
-        final_norm=take("model.norm.weight"),
-        lm_head=lm_head,
-        rope=rope,
+        layers=tuple(take_layer(config, source, f"model.layers.{i}") for i in range(config.num_layers)),
+        final_norm=source.norm("model.norm", config.hidden_size),
+        head=head,
+        ropes=(source.rope(config.ropes[0], config.head_dim, config.max_position_embeddings),),
     )
 
 
-class Stream(NamedTuple):
-    """What runs from layer to layer.
-
-    The last projection is left to be added by the next norm, which reads both: one pass over memory instead of two, and
-    the same rounding, wherever one compiled graph ends and the next begins.
-    """
-
-    x: Tensor  # [T, D]
-    pending: Tensor  # [T, D], to be added to x
+def layers(config: LlamaConfig) -> Layers:
+    """All are alike."""
+    spec = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale=config.head_dim**-0.5)
+    return (spec,) * config.num_layers
 
 
-def embed_step(weights: Weights, step: StepInput) -> tuple[Stream, Tensor]:
-    """What goes into the first layer, and the cosines and sines for all of them. ``weights.layers`` are not read."""
-    x = embed(step.input_ids, weights.embedding)
-    return Stream(x, torch.zeros_like(x)), rope_cos_sin(step.positions, weights.rope)
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: LlamaConfig, layers: Layers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    eps = config.rms_norm_eps
+    x = weights.embedding.rows(step.input_ids)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
+        normed = rms_norm(x, w.input_norm, eps)
+        x = x + attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
+        x = x + gated_mlp(rms_norm(x, w.mlp_norm, eps), w.mlp)
+    return x
 
 
-def layer_step(
-    stream: Stream,
-    cos_sin: Tensor,
-    layer: LayerWeights,
-    cache: LayerCache,
-    step: StepInput,
-    config: ModelConfig,
-    max_query_len: int,
-) -> Stream:
-    """One decoder layer; the step's keys and values go to ``cache``."""
-    x = stream.x + stream.pending
-    normed = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    x = x + attention(normed, layer.attention, cos_sin, cache, step, config, max_query_len)
-    return Stream(x, gated_mlp(rms_norm(x, layer.mlp_norm, config.rms_norm_eps), layer.mlp))
+def head(weights: Weights, rows: Tensor, config: LlamaConfig) -> Tensor:
+    """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
+    return weights.head.apply(rms_norm(rows, weights.final_norm, config.rms_norm_eps))
 
 
-def head_step(weights: Weights, hidden: Tensor, indices: Tensor, config: ModelConfig) -> Tensor:
-    """Logits ``[R, V]`` of the tokens at ``indices`` ``[R]`` of ``hidden``. ``weights.layers`` are not read."""
-    rows = torch.index_select(hidden, 0, indices)
-    return linear(rms_norm(rows, weights.final_norm, config.rms_norm_eps), weights.lm_head)
-
-
-def forward(weights: Weights, step: StepInput, kv_cache: KVCache, config: ModelConfig, max_query_len: int) -> Tensor:
-    """What ``head_step`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    stream, cos_sin = embed_step(weights, step)
-    for layer, cache in zip(weights.layers, kv_cache, strict=True):
-        stream = layer_step(stream, cos_sin, layer, cache, step, config, max_query_len)
-    return stream.x + stream.pending
+FAMILY = Family("LlamaConfig", LlamaConfig, take, layers, forward, head, requires={"hidden_act": ("silu", "swish")})

@@ -1,78 +1,111 @@
-"""The kinds of linear layer, and ``linear(x, w)``, which applies any of them.
+"""A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
-A new kind (quantised, LoRA, sharded) is a new class and a line in ``linear``; no model changes.
-"""
-
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import abc
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.ops import pack_weight, packed_linear, unpack_rows
+from compiled_llm.models.layers.rope import rope_table
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.protocol import Linear, LinearKind, Part
+from compiled_llm.models.rope_config import Rope
 
 
-class Linear(NamedTuple):
-    """``x @ weight.T + bias`` with ``weight`` ``[out_features, in_features]`` as in checkpoints."""
+class ModelWeights(Protocol):
+    """What the engine knows of a family's weights: a NamedTuple of tensors, linear layers and tuples of such.
 
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-class PackedLinear(NamedTuple):
-    """The same with the weight in the order the CPU kernel reads (bfloat16; see ops/linear/packed_linear.py)."""
-
-    packed: Tensor
-    bias: Tensor | None
-    out_features: int
-
-
-Convert = Callable[[Linear], Linear | PackedLinear]
-
-
-def linear(x: Tensor, w: Linear | PackedLinear) -> Tensor:
-    """Apply a linear layer to ``x`` ``[T, in_features]``, giving ``[T, out_features]`` in the dtype of ``x``."""
-    if isinstance(w, PackedLinear):
-        return packed_linear(x, w.packed, w.bias, w.out_features)
-    return F.linear(x, w.weight, w.bias)
-
-
-def embed(ids: Tensor, table: Tensor | PackedLinear) -> Tensor:
-    """Rows ``ids`` ``[T]`` of an embedding ``[V, D]``, giving ``[T, D]``.
-
-    A model that ties its head to its embedding has one tensor for both, in the order of the head's kernel.
+    A step reads all of it, of the embedding and the tables only the rows of its tokens.
     """
-    if isinstance(table, PackedLinear):
-        return unpack_rows(table.packed, ids)
-    return F.embedding(ids, table)
+
+    @property
+    def embedding(self) -> Linear:
+        """``[V, D]``; the very object that ``head`` is where the two are tied."""
+
+    @property
+    def layers(self) -> tuple[Any, ...]: ...
+
+    @property
+    def head(self) -> Linear:
+        """``[V, D]``, makes the logits."""
+
+    @property
+    def ropes(self) -> tuple[Tensor, ...]:
+        """Tables of rotary embeddings, ``[max_position_embeddings, H]`` float32 each, made from the config."""
 
 
-def concat(*parts: Linear) -> Linear:
-    """One linear layer that computes several over the same input: one pass over ``x``, one kernel."""
-    biases = [part.bias for part in parts if part.bias is not None]
-    assert len(biases) in (0, len(parts)), "either all of the fused linears have a bias or none"
-    return Linear(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+class Source(abc.ABC):
+    """Where a family's weights come from: a checkpoint, random numbers, or nowhere (``Description``).
+
+    A family names every tensor of its checkpoints once, with its shape, when it asks for it here.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, linears: LinearKind) -> None:
+        self.dtype, self.device, self._linears = dtype, device, linears
+
+    @abc.abstractmethod
+    def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
+        """The checkpoint's tensor ``name``, in the model's dtype on its device; each may be taken once.
+
+        Args:
+            mean, std: of random weights. None: ``shape[-1] ** -0.5``, so that activations keep their size.
+        """
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """The weight ``[size]`` of an RMS norm."""
+        return self.tensor(f"{name}.weight", (size,), mean=1.0, std=0.1)
+
+    def norm_plus_one(self, name: str, size: int) -> Tensor:
+        """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""
+        return 1 + self.tensor(f"{name}.weight", (size,), std=0.1).float()
+
+    def linear(self, *parts: Part) -> Linear:
+        """One linear layer that computes all ``parts``, which have the same input."""
+        return self._linears.take(self._take, parts)
+
+    def embedding_and_head(
+        self, embedding: str, head: str, vocab_size: int, hidden_size: int, *, tied: bool
+    ) -> tuple[Linear, Linear]:
+        """The embedding and the head, both ``[V, D]``; one object where they are ``tied`` and its kind can be both."""
+        table = Dense.take(self._take, [Part(embedding, vocab_size, hidden_size)])
+        if not tied:
+            return table, self.linear(Part(head, vocab_size, hidden_size))
+        # The kind's layer of what has been taken already.
+        made = self._linears.take(lambda name, shape: table.weight, [Part(embedding, vocab_size, hidden_size)])
+        return made if self._linears.has_rows(hidden_size) else table, made
+
+    def rope(self, rope: Rope, head_dim: int, length: int) -> Tensor:
+        """The table of ``rope``, see ``rope_table``."""
+        return rope_table(rope, head_dim, length, self.device)
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.tensor(name, shape, std=0.1) if len(shape) == 1 else self.tensor(name, shape)
 
 
-def map_linears(weights: Any, convert: Convert) -> Any:
-    """The same weights with every ``Linear`` replaced by ``convert(it)``."""
-    if isinstance(weights, Linear):
-        return convert(weights)
-    if isinstance(weights, tuple):
-        mapped = (map_linears(item, convert) for item in weights)
-        return type(weights)(*mapped) if hasattr(weights, "_fields") else tuple(mapped)
-    return weights
+class Description(Source):
+    """Weights that take no memory, to ask for names, shapes and sizes.
 
+    Attributes:
+        shapes: name -> shape of every tensor of the checkpoint that was asked for.
+        may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
+    """
 
-def keep(w: Linear) -> Linear:
-    """A linear layer as the checkpoint has it."""
-    return w
+    def __init__(self, dtype: torch.dtype, linears: LinearKind) -> None:
+        super().__init__(dtype, torch.device("meta"), linears)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.may_repeat: dict[str, str] = {}
 
+    def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
+        assert name not in self.shapes, f"{name} is taken twice"
+        self.shapes[name] = shape
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
-def pack(w: Linear) -> PackedLinear:
-    """Pack a bfloat16 linear layer for the CPU kernel."""
-    return PackedLinear(pack_weight(w.weight), w.bias, w.weight.shape[0])
+    def embedding_and_head(
+        self, embedding: str, head: str, vocab_size: int, hidden_size: int, *, tied: bool
+    ) -> tuple[Linear, Linear]:
+        if tied:
+            self.may_repeat[f"{head}.weight"] = f"{embedding}.weight"
+        return super().embedding_and_head(embedding, head, vocab_size, hidden_size, tied=tied)
 
 
 def tensors(weights: Any) -> list[Tensor]:
@@ -80,4 +113,19 @@ def tensors(weights: Any) -> list[Tensor]:
     if isinstance(weights, Tensor):
         return [weights]
     found = [t for item in weights for t in tensors(item)] if isinstance(weights, tuple) else []
-    return list({(t.data_ptr(), t.shape): t for t in found}.values())
+    return list({(t.data_ptr() or id(t), t.shape): t for t in found}.values())  # on "meta" there are no addresses
+
+
+def linears(weights: Any) -> list[Linear]:
+    """All linear layers of a weights tuple, each once."""
+    if isinstance(weights, Linear):
+        return [weights]
+    found = [linear for item in weights for linear in linears(item)] if isinstance(weights, tuple) else []
+    return list({id(linear): linear for linear in found}.values())
+
+
+def bytes_to_read(weights: Any) -> int:
+    """Bytes that a step reads of a weights tuple that it uses once: tensors, and linear layers without padding."""
+    if isinstance(weights, Tensor | Linear):
+        return weights.nbytes
+    return sum(map(bytes_to_read, weights)) if isinstance(weights, tuple) else 0

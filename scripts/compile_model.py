@@ -12,13 +12,12 @@ Exit status: 0 when done, 1 when an imported bundle did not spare all compiling,
 
 import argparse
 import contextlib
-import json
-import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from bench import tables
 from bench.workloads import add_model_arguments, model_of
 
 from compiled_llm import CompiledEngine
@@ -38,14 +37,15 @@ def parse_arguments() -> argparse.Namespace:
         dest="imported",
         help="take a bundle in before starting: a program, so only of those whose programs you would run",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there too")
-    args = parser.parse_args()
+    tables.add_json_flag(parser)
+    return parser.parse_checked(check_arguments)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
     if args.enforce_eager:
-        parser.error("--enforce-eager compiles nothing: leave it out")
-    for path in (args.export, args.json):
-        if path is not None and not os.access(path.parent, os.W_OK):
-            parser.error(f"{path}: its directory is not there, or may not be written to")
-    return args
+        raise ValueError("--enforce-eager compiles nothing: leave it out")
+    tables.check_target("--export", args.export)
+    tables.check_target("--json", args.json)
 
 
 def compile_model(args: argparse.Namespace) -> dict[str, Any]:
@@ -84,10 +84,7 @@ def main() -> int:
     except (ValueError, OSError) as error:
         print(f"compile_model: error: {error}", file=sys.stderr)
         return 2
-    line = json.dumps(result)
-    if args.json is not None:
-        args.json.write_text(line + "\n")
-    print(line)
+    tables.finish(result, args.json)
     return 1 if args.imported is not None and result["misses"] else 0
 
 

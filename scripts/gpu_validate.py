@@ -15,7 +15,8 @@ Parts, the most valuable first:
 - ``sampling``: what choosing tokens costs beside a decode step.
 - ``attention``: the op alone with every KV dtype, beside SDPA, FlexAttention and transformers' paged attention.
 - ``serve``: requests that arrive one by one; ``report``: where the time of a run went; ``phases``: prefill and decode
-  over lengths and batch sizes; ``prefix``: requests that begin alike.
+  over lengths and batch sizes; ``prefix-on`` and ``prefix-off``: requests with a common prefix, with and without the
+  prefix cache.
 - ``kernels``: attention against the reference at real sizes.
 - ``tune`` runs when it is asked for by name: it writes the tiles that suit this GPU to ``ops/tiles``, a file to commit.
 
@@ -87,7 +88,14 @@ PARTS = {
     ),
     "report": (120, "scripts/serve_offline.py --device cuda --quiet --report {folder}"),
     "phases": (300, "scripts/bench/bench_phases.py --device cuda --shape qwen3-0.6b"),
-    "prefix": (120, "scripts/bench/bench_prefix_caching.py --device cuda"),
+    **{
+        f"prefix-{name}": (
+            120,
+            "scripts/bench/bench_throughput.py --device cuda --workload W3 --bucket-sizes 16 --token-bucket-sizes 512 "
+            f"--{flag} --output-json {{json}}",
+        )
+        for name, flag in (("on", "enable-prefix-caching"), ("off", "no-enable-prefix-caching"))
+    },
     "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/attention/test_attention_gpu.py"),
     "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
 }

@@ -35,6 +35,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from bench import tables
+from bench.workloads import integers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
@@ -43,9 +45,10 @@ from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.config import QUANTISED_DTYPES, EngineConfig
 from compiled_llm.engine.engine import DEMO_MODEL
-from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.registry import family
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
 from compiled_llm.text.tokenizer import Tokenizer
@@ -126,9 +129,10 @@ def run_chunk(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) ->
         block_table=integers([range(len(kv_cache[0].k))]),
     )
     functions = family(model.config.architecture)
+    layers = functions.layers(model.config)
     with torch.no_grad(), AttentionOutputs() as attention:
-        hidden = functions.forward(model.weights, step, kv_cache, model.config, count)
-        logits = functions.head_step(model.weights, hidden, step.logits_indices, model.config)
+        hidden = functions.forward(model.weights, step, kv_cache, model.config, layers, count)
+        logits = functions.head(model.weights, hidden[step.logits_indices], model.config)
     return logits, attention.outputs
 
 
@@ -230,15 +234,11 @@ def summary(comparison: Comparison) -> dict[str, float]:
     }
 
 
-def layers_argument(text: str) -> tuple[int, ...]:
-    return tuple(int(item) for item in text.split(","))
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, metavar="DIR", help="default: the bundled demo model")
     parser.add_argument("--kv-cache-dtype", choices=QUANTISED_DTYPES, required=True)
-    parser.add_argument("--skip-layers", type=layers_argument, default=(), metavar="INT[,INT...]", help="not quantised")
+    parser.add_argument("--skip-layers", type=integers, default=(), metavar="INT[,INT...]", help="not quantised")
     parser.add_argument(
         "--dtype", default="auto", help="of the model: auto (the checkpoint's), float32, bfloat16, float16"
     )
@@ -247,15 +247,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="tokens of the text to use (default: all)")
     parser.add_argument("--window", type=int, help=f"default: the model's length, {MAX_WINDOW} at most")
     parser.add_argument("--chunk", type=int, default=512, help="tokens a step (default: 512)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
-    args = parser.parse_args()
-    for name in ("max_tokens", "window", "chunk"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, given {value}")
-    if args.json is not None and not os.access(args.json.parent, os.W_OK):
-        parser.error(f"--json {args.json}: its directory is not there, or may not be written to")
-    return args
+    tables.add_json_flag(parser)
+    return parser.parse_checked(lambda args: tables.check_target("--json", args.json), max_tokens=1, window=1, chunk=1)
 
 
 def load_model(args: argparse.Namespace) -> tuple[Model, tuple[torch.dtype, ...]]:
@@ -266,7 +259,7 @@ def load_model(args: argparse.Namespace) -> tuple[Model, tuple[torch.dtype, ...]
         kv_cache_dtype=args.kv_cache_dtype,
         kv_cache_skip_layers=args.skip_layers,
     )
-    config, device = ModelConfig.from_directory(args.model), resolve_device(args.device)
+    config, device = read_config(args.model), resolve_device(args.device)
     dtype = getattr(torch, config.dtype if args.dtype == "auto" else args.dtype)
     dtypes = layer_dtypes(engine_config, dtype, config.num_layers)
     if len(args.skip_layers) == config.num_layers:
@@ -311,61 +304,47 @@ def main() -> int:
         return 1
 
     own, name = dtype_name(model.dtype), os.path.relpath(args.model)
-    print(f"model        {name}, {own} on {model.device}")
-    print(f"text         {text}: {whole['tokens']} tokens, {len(windows)} windows, {args.chunk} tokens a step")
-    print(f"KV cache     {describe(model.config, dtypes, model.dtype)}")
-    print(
-        f"KL           mean {whole['kl_mean']:.3g}, p99 {whole['kl_p99']:.3g}, max {whole['kl_max']:.3g} nats a token"
-    )
-    change = whole["perplexity_change"]
-    print(
-        f"perplexity   {whole['perplexity']:.4f} in {own}, {whole['perplexity_quantised']:.4f} quantised: {change:+.4%}"
-    )
-    print(f"top-1        the same for {whole['top1_agreement']:.3%} of the tokens\n")
+    change, kl_change = whole["perplexity_change"], f"mean {whole['kl_mean']:.3g}, p99 {whole['kl_p99']:.3g}"
+    rows = {
+        "model": f"{name}, {own} on {model.device}",
+        "text": f"{text}: {whole['tokens']} tokens, {len(windows)} windows, {args.chunk} tokens a step",
+        "KV cache": describe(model.config, dtypes, model.dtype),
+        "KL": f"{kl_change}, max {whole['kl_max']:.3g} nats a token",
+        f"perplexity in {own}": f"{whole['perplexity']:.4f}",
+        "perplexity, quantised": f"{whole['perplexity_quantised']:.4f}, {change:+.4%}",
+        "top-1": f"the same for {whole['top1_agreement']:.3%} of the tokens",
+    }
+    tables.print_table("KV cache, quantised", rows)
+    layers = {
+        layer: {"attention_error": comparison.attention_errors[layer], **summary(comparison)}
+        for layer, comparison in each.items()
+    }
+    result = {"report": "kv_cache", "model": name, "dtype": own, "text": text, "windows": len(windows)}
+    result |= {key: getattr(args, key) for key in ("kv_cache_dtype", "skip_layers", "chunk")}
+    result["bytes_per_token"] = bytes_per_token(model.config, dtypes)
+    result["bytes_per_token_unquantised"] = bytes_per_token(model.config, [model.dtype] * len(dtypes))
+    result |= {**whole, "layers": layers, **print_layers(layers, own), "machine": machine.describe(model.device)}
+    tables.finish(result, args.json)
+    return 0
 
-    kl_alone = {layer: comparison.kl.mean().item() for layer, comparison in each.items()}
+
+def print_layers(layers: dict[int, dict[str, float]], own: str) -> dict[str, list[int]]:
+    """Print what each layer causes. Returns the layers in order of their divergence, and those worth keeping."""
+    kl_alone = {layer: figures["kl_mean"] for layer, figures in layers.items()}
     total = sum(kl_alone.values()) or 1.0
-    print(f"{'layer alone':<12} {'attention error':>15} {'KL mean':>10} {'share':>7} {'KL p99':>10}")
-    layers = {}
-    for layer, comparison in each.items():
-        error, figures = comparison.attention_errors[layer], summary(comparison)
-        layers[layer] = {"attention_error": error, **figures}
-        share = f"{kl_alone[layer] / total:.1%}"
-        print(f"{layer:<12} {error:>15.3%} {kl_alone[layer]:>10.3g} {share:>7} {figures['kl_p99']:>10.3g}")
-
-    keep = worth_keeping(kl_alone)
-    ranking = sorted(kl_alone, key=lambda layer: -kl_alone[layer])
+    rows = [
+        {"layer alone": str(layer), "attention error": f"{figures['attention_error']:.3%}"}
+        | {"KL mean": figures["kl_mean"], "share": f"{kl_alone[layer] / total:.1%}", "KL p99": figures["kl_p99"]}
+        for layer, figures in layers.items()
+    ]
+    print("\n" + tables.text_table(rows))
+    keep, ranking = worth_keeping(kl_alone), sorted(kl_alone, key=lambda layer: -kl_alone[layer])
     if keep:
         print(f"\nWorth keeping in {own}, as each causes more than twice the mean KL:")
-        print(f"  --kv-cache-skip-layers {','.join(map(str, keep))}")
     else:
-        print(
-            f"\nNo layer is worth keeping in {own}: none causes more than twice the mean KL. The first to keep would be"
-        )
-        print(f"  --kv-cache-skip-layers {ranking[0]}")
-
-    result = {
-        "report": "kv_cache",
-        "model": name,
-        "dtype": own,
-        "kv_cache_dtype": args.kv_cache_dtype,
-        "skip_layers": args.skip_layers,
-        "text": text,
-        "windows": len(windows),
-        "chunk": args.chunk,
-        "bytes_per_token": bytes_per_token(model.config, dtypes),
-        "bytes_per_token_unquantised": bytes_per_token(model.config, [model.dtype] * len(dtypes)),
-        **whole,
-        "layers": layers,
-        "ranking": ranking,
-        "worth_keeping": keep,
-        "machine": machine.describe(model.device),
-    }
-    line = json.dumps(result)
-    print(line)
-    if args.json:
-        args.json.write_text(line + "\n")
-    return 0
+        print(f"\nNo layer is worth keeping in {own}: none causes more than twice the mean KL. The first to keep is")
+    print(f"  --kv-cache-skip-layers {','.join(map(str, keep or ranking[:1]))}")
+    return {"ranking": ranking, "worth_keeping": keep}
 
 
 if __name__ == "__main__":

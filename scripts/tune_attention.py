@@ -134,9 +134,9 @@ class Step:
         return k, v, k_scale, v_scale
 
     def run(self, layer: int, tiles: TileConfig) -> Tensor:
-        from compiled_llm.ops.attention import triton_attention as attention_triton
+        from compiled_llm.ops.attention import triton_attention
 
-        return attention_triton.paged_attention(
+        return triton_attention.paged_attention(
             *self.inputs, *self.caches[layer], *self.lengths, *self.options, tiles=tiles
         )
 

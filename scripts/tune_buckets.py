@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench import tables
 from tune_buckets_choice import best_buckets, bucket_of, interpolated, never_falling
 
 from compiled_llm import hardware as machine
@@ -279,15 +280,17 @@ def print_result(result: dict[str, Any], runs_per_start: float, rounded: int) ->
         print(f"  {'tokens':>12} {'steps':>9}")
         print("\n".join(histogram(work)))
         print("\n".join(f"  {line}" for line in remarks(part, kind)))
-        print(f"  {'':<12} {'present':>24} {'proposed':>24}")
-        for name, one, other in (
-            ("buckets", ",".join(map(str, part["present"])), ",".join(map(str, part["proposed"]))),
-            ("padding", f"{share(before.padding_tokens, tokens):.1%}", f"{share(after.padding_tokens, tokens):.1%}"),
-            ("step seconds", f"{before.step_seconds:.3f}", f"{after.step_seconds:.3f}"),
-            ("compile s", f"{before.compile_seconds:.1f}", f"{after.compile_seconds:.1f}"),
-        ):
-            print(f"  {name:<12} {one:>24} {other:>24}")
-        print()
+        rows = [
+            {
+                "": name,
+                "buckets": ",".join(map(str, sizes)),
+                "padding": f"{share(cost.padding_tokens, tokens):.1%}",
+                "step seconds": f"{cost.step_seconds:.3f}",
+                "compile s": f"{cost.compile_seconds:.1f}",
+            }
+            for name, sizes, cost in (("present", part["present"], before), ("proposed", part["proposed"], after))
+        ]
+        print(tables.text_table(rows) + "\n")
     saved = {
         name: sum(getattr(result[kind]["before"], name) - getattr(result[kind]["after"], name) for kind in KINDS)
         for name in ("step_seconds", "compile_seconds")
@@ -313,22 +316,16 @@ def flags(result: dict[str, Any]) -> str:
 
 
 def to_json(result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    def cost(part: dict[str, Any], which: str) -> dict[str, Any]:
+        return dataclasses.asdict(part[which]) | {"padding_share": share(part[which].padding_tokens, part["tokens"])}
+
     kinds = {
-        kind: {
-            "present": part["present"],
-            "proposed": part["proposed"],
-            "steps": part["work"].counts.total(),
-            "tokens": part["tokens"],
-            "measured_seconds": part["work"].measured_seconds,
-            "disagreement": disagreement(part),
-            "before": dataclasses.asdict(part["before"])
-            | {"padding_share": share(part["before"].padding_tokens, part["tokens"])},
-            "after": dataclasses.asdict(part["after"])
-            | {"padding_share": share(part["after"].padding_tokens, part["tokens"])},
-        }
+        kind: {name: part[name] for name in ("present", "proposed", "tokens")}
+        | {"steps": part["work"].counts.total(), "measured_seconds": part["work"].measured_seconds}
+        | {"disagreement": disagreement(part), "before": cost(part, "before"), "after": cost(part, "after")}
         for kind, part in result.items()
     }
-    settings = {"max_buckets": args.max_buckets, "runs_per_start": args.runs_per_start, "shrink": args.shrink}
+    settings = {name: getattr(args, name) for name in ("max_buckets", "runs_per_start", "shrink")}
     return {"flags": flags(result), **kinds, **settings, "machine": machine.describe(torch.device("cpu"))}
 
 
@@ -336,18 +333,11 @@ def main() -> int:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="what runs have met")
     parser.add_argument("--max-buckets", type=int, default=8, metavar="N", help="most buckets of a kind (default: 8)")
-    parser.add_argument(
-        "--runs-per-start",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="how many such runs one start serves (default: 1)",
-    )
+    help_text = "how many such runs one start serves (default: 1)"
+    parser.add_argument("--runs-per-start", type=float, default=1.0, metavar="X", help=help_text)
     parser.add_argument("--shrink", action="store_true", help="give up capacity that was never used")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
-    args = parser.parse_args()
-    if args.max_buckets < 1:
-        parser.error(f"--max-buckets must be 1 or more, given {args.max_buckets}")
+    tables.add_json_flag(parser)
+    args = parser.parse_checked(max_buckets=1)
     if not args.runs_per_start > 0:
         parser.error(f"--runs-per-start must be above 0, given {args.runs_per_start}")
     try:
@@ -357,10 +347,7 @@ def main() -> int:
         print(f"tune_buckets: error: {error}", file=sys.stderr)
         return 2
     print_result(result, args.runs_per_start, rounded_steps(traces))
-    line = json.dumps(to_json(result, args) | {"rounded_steps": rounded_steps(traces)})
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    tables.finish(to_json(result, args) | {"rounded_steps": rounded_steps(traces)}, args.json)
     return 0
 
 

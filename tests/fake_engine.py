@@ -8,19 +8,21 @@ import dataclasses
 import hashlib
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from compiled_llm.config import EngineLimits
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.step_result import StepResult
 
 VOCABULARY = 1000
 LIMITS = EngineLimits(
@@ -125,13 +127,15 @@ class FakeRunner:
         self.sampled: list[int] = []
         self.written: deque[set[tuple[int, int]]] = deque()  # slots, by each step whose results are not in
 
-    def execute(self, output: SchedulerOutput) -> list[int]:
-        output = pickle.loads(pickle.dumps(output))  # so nothing depends on objects that the scheduler still changes
+    def execute(self, output: SchedulerOutput) -> StepResult:
+        output = pickle.loads(pickle.dumps(output))  # as to a worker in another process
         limits, size = self.limits, self.limits.block_size
         assert 0 < output.num_tokens <= limits.max_num_batched_tokens
         assert output.num_tokens == sum(output.num_scheduled_tokens)
         assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
         self._copy(output)
+        if output.resets:
+            self.tables.clear()
         for request_id in output.released_request_ids:
             del self.tables[request_id]
         for request_id, *_ in output.admissions:
@@ -146,7 +150,7 @@ class FakeRunner:
         step, taken, written = [], 0, set[tuple[int, int]]()
         for index, request_id in enumerate(output.request_ids):
             count, start = output.num_scheduled_tokens[index], output.num_computed_tokens[index]
-            tokens = output.token_ids[taken : taken + count]
+            tokens = list(output.token_ids[taken : taken + count])
             taken += count
             if output.feedback[index] >= 0:
                 tokens[-1] = self.sampled[output.feedback[index]]
@@ -170,7 +174,8 @@ class FakeRunner:
                 assert self.slots.get(slot) == contexts[request_id][position], "a foreign key stands in the slot"
             sampled.append(Context.next_token(contexts[request_id][end - 1]))
         self.sampled = sampled
-        return [token if samples else -1 for token, samples in zip(sampled, output.samples, strict=True)]
+        found = (token if count else -1 for token, count in zip(sampled, output.num_samples, strict=True))
+        return pickle.loads(pickle.dumps(result_of(found)))
 
     def forget(self) -> None:
         """The steps in flight are lost: nobody knows what stands in the slots that they wrote to, or on the host."""
@@ -178,7 +183,6 @@ class FakeRunner:
             self.slots.pop(slot, None)
         self.written.clear()
         self.host.clear()
-        self.tables.clear()
 
     def _contexts(self, step: list[tuple[str, int, list[int]]]) -> dict[str, list[int]]:
         """The context at each position of each request of the step, from what was computed before and its new tokens.
@@ -231,6 +235,11 @@ class FakeRunner:
             self.slots |= {(target, i): self.slots[source, i] for i in range(size) if (source, i) in self.slots}
 
 
+def result_of(sampled_token_ids: Iterable[int]) -> StepResult:
+    """Of a step whose time is of no interest."""
+    return StepResult(Bucket("decode", 1, 1), tuple(sampled_token_ids))
+
+
 class FakeEngine:
     """The engine's loop around a fake runner, with every invariant checked after every step."""
 
@@ -238,7 +247,7 @@ class FakeEngine:
         self.scheduler = scheduler
         self.runner = FakeRunner(scheduler.limits)
         self.outputs: list[SchedulerOutput] = []  # of all steps
-        self._launched: deque[tuple[SchedulerOutput, list[int]]] = deque()
+        self._launched: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._most_launched = 2 if overlap else 1
 
     def step(self) -> SchedulerOutput | None:
@@ -261,8 +270,7 @@ class FakeEngine:
 
     def collect(self) -> None:
         """The second half: the results of the step that was launched first."""
-        finished, sampled = self._launched.popleft()
-        self.scheduler.update(finished, sampled)
+        self.scheduler.update(*self._launched.popleft())
         self.runner.written.popleft()
 
     def fail_steps(self, reason: str) -> list[Request]:

@@ -9,6 +9,7 @@ from compiled_llm.constraints.token_masks import TokenMask
 from compiled_llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.step_result import LogprobRow
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 
 Logprobs = dict[int, Logprob]
@@ -36,16 +37,21 @@ class Completion:
         self.failure: str | None = None
         self._num_read = 0
 
+    @property
+    def num_logprobs(self) -> int:
+        """How many output tokens have their log-probabilities here."""
+        return len(self.logprobs or ())
+
     def add_logprobs(self, logprobs: Logprobs) -> None:
-        """Those of the output's next token, which stands first."""
+        """Those of the output's next token, which comes first in them."""
         assert self.logprobs is not None
         self.logprobs.append(logprobs)
         self.cumulative_logprob += next(iter(logprobs.values())).logprob
 
-    def drop_last_token(self) -> None:
-        """The last token was chosen though none was allowed."""
-        del self.request.output_token_ids[-1]
-        if self.logprobs is not None:
+    def drop_logprobs(self, num_tokens: int) -> None:
+        """The request's output was cut to ``num_tokens``."""
+        while self.num_logprobs > num_tokens:
+            assert self.logprobs is not None
             self.cumulative_logprob -= next(iter(self.logprobs.pop().values())).logprob
 
     def read_new_tokens(self) -> str | None:
@@ -111,13 +117,12 @@ class ServedRequest:
             return []
         return self.prompt_token_ids[start + 1 : start + count + 1]
 
-    def add_prompt_logprobs(self, start: int, logprobs: Sequence[Logprobs]) -> None:
-        """Those of the tokens from ``start + 1`` on. What is known already, from before a preemption, stays."""
+    def add_prompt_logprobs(self, start: int, logprobs: Sequence[Logprobs]) -> bool:
+        """Those of the tokens from ``start + 1`` on; those known from before a preemption stay. True: all are known."""
         assert self.prompt_logprobs is not None
         assert start < len(self.prompt_logprobs), "log-probabilities of some tokens of the prompt were left out"
         self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start - 1 :]
-        if len(self.prompt_logprobs) == len(self.prompt_token_ids):
-            self.completions[0].request.reads_cache = True  # when it has to start over, that is
+        return len(self.prompt_logprobs) == len(self.prompt_token_ids)
 
     def output(self) -> RequestOutput:
         """Its state now."""
@@ -152,7 +157,7 @@ class LogprobReader:
         self._tokenizer = tokenizer
         self._max_logprobs = max_logprobs
 
-    def read(self, row: tuple[float, int, list[float], list[int]], token_id: int, wanted: int) -> Logprobs:
+    def read(self, row: LogprobRow, token_id: int, wanted: int) -> Logprobs:
         """The token itself first, then the ``wanted`` most likely ones (-1: as many as there are).
 
         Args:

@@ -1,7 +1,10 @@
-"""EngineCore: the loop under CompiledEngine. Scheduler, runner, and the requests that they serve, a step at a time."""
+"""EngineCore: the loop below CompiledEngine. It takes the scheduler and the worker from one step to the next."""
 
+import dataclasses
 import time
 from collections import deque
+
+import numpy as np
 
 from compiled_llm.config import EngineConfig
 from compiled_llm.constraints.token_masks import allows_any
@@ -14,17 +17,19 @@ from compiled_llm.report.step_log import StepLog
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker.runner import LaunchedStep, ModelRunner
 
 
 class EngineCore:
-    """Serves requests; knows nothing of prompts, streams and other ways to ask for one.
+    """Serves requests, whatever way they were asked for.
 
     Attributes:
-        entries: unfinished requests as their users named them.
-        touched: names of those that got a token or ended since somebody looked. A finished one is to be forgotten then.
-        launched: steps that the device works on, oldest first: one, or one more that the host prepares meanwhile.
+        entries: unfinished requests by the names that their users gave them.
+        updated: names of requests that got a token or ended since the caller last read them. The caller removes a name
+            once it has read the request, and calls ``forget`` for a finished one.
+        launched: steps that the device works on, oldest first: one, or two where steps overlap.
         counts, log: of what was done.
     """
 
@@ -34,13 +39,13 @@ class EngineCore:
         self.config, self.model_config, self.runner = config, model_config, runner
         self.scheduler = make_scheduler(config, model_config, runner)
         self.entries: dict[str, ServedRequest] = {}
-        self.touched: dict[str, None] = {}
+        self.updated: dict[str, None] = {}
         self.launched: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
         self.counts = EngineCounts()
         self.log = StepLog()
         self._completions: dict[str, tuple[ServedRequest, Completion]] = {}  # by the id that the scheduler knows
         self._beams: dict[str, BeamGroup] = {}  # likewise
-        self._advanced: deque[Request] = deque()  # who got a token or ended, and is to be looked at
+        self._advanced: deque[Request] = deque()  # those that got a token or ended, and are still to be processed
         overlaps = runner.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._most_launched = 2 if overlaps else 1
         self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)
@@ -59,19 +64,19 @@ class EngineCore:
         self.counts.num_prompt_tokens += len(request.prompt_token_ids)
 
     def has_unfinished_requests(self) -> bool:
-        return self.scheduler.has_unfinished_requests() or bool(self._advanced or self.touched)
+        return self.scheduler.has_unfinished_requests() or bool(self._advanced or self.updated)
 
     def advance(self) -> None:
-        """Run a step, and look at everybody who got a token or ended; they are in ``touched`` then.
+        """Run a step, and process the requests that got a token or ended; their names are in ``updated`` then.
 
-        The engine holds interrupts back meanwhile. What is raised all the same, in the middle of a change that was not
-        made whole, ends all requests.
+        The engine delays interrupts meanwhile. An error that is raised all the same may leave a change half made, so it
+        ends all requests.
         """
         try:
             if self.scheduler.has_unfinished_requests():
                 self._step()
             while self._advanced:
-                self._look_at(self._advanced.popleft())
+                self._process(self._advanced.popleft())
         except BaseException as error:
             self._fail_all(error)
             raise
@@ -84,14 +89,14 @@ class EngineCore:
 
     def forget(self, entry: ServedRequest) -> None:
         """A request has ended."""
-        self.scheduler.let_go(entry.requests[0])
+        self.scheduler.end_forking(entry.requests[0])
         for request in entry.requests:
             del self._completions[request.request_id]
         del self.entries[entry.request_id]
         self.counts.num_finished += 1
 
     def reset_log(self, log: StepLog) -> None:
-        """Begin the log anew: unfinished requests count as arriving now."""
+        """Start a new log: unfinished requests count as arriving now."""
         self.log = log
         for _ in self.entries:
             log.arrive()
@@ -99,7 +104,7 @@ class EngineCore:
             completion.last_token_time = None
 
     def drain(self) -> None:
-        """Wait for the steps that the device works on; nobody wants their results."""
+        """Wait for the steps that the device works on, and drop their results."""
         while self.launched:
             self.runner.collect(self.launched.popleft()[1])
 
@@ -112,49 +117,49 @@ class EngineCore:
         self._count(request)
 
     def advance_beams(self, group: BeamGroup) -> bool:
-        """All continuations of a group are in: set the next beams going. False when its search is over."""
+        """Start the next beams of a group that ``has_all`` continuations. False when its search is over."""
         parents = group.requests
         for parent, child in group.advance():
             self._beams[child.request_id] = group
             self.scheduler.fork(parent, child)
         for parent in parents:
-            self.scheduler.let_go(parent)
+            self.scheduler.end_forking(parent)
             del self._beams[parent.request_id]
         return bool(group.requests)
 
     def end_beams(self, group: BeamGroup) -> None:
         for request in group.requests:
             self.scheduler.finish(request, "abort")
-            self.scheduler.let_go(request)
+            self.scheduler.end_forking(request)
             self._beams.pop(request.request_id, None)
         self.counts.num_finished += 1
 
     # -- Inside
 
     def _step(self) -> None:
-        """Launch a step, and enter the results of the oldest one when as many are launched as may be.
+        """Launch a step, and collect the oldest one when as many are launched as may be.
 
-        Who got a token, or ended with an error, is in ``_advanced`` then.
+        Requests that got a token, or ended with an error, are in ``_advanced`` then.
         """
         started = time.perf_counter()
         output = self.scheduler.schedule()
         self.counts.schedule_seconds += time.perf_counter() - started
         if self.config.check_invariants:
             check_step(self.scheduler, output)
-        self._ask(output)
+        output = self._with_masks_and_targets(output)
         try:
             if output.request_ids:
                 self.launched.append((output, self.runner.launch(output)))
                 if len(self.launched) < self._most_launched:
                     return
             output, launched = self.launched.popleft()
-            sampled = self.runner.collect(launched)
+            result = self.runner.collect(launched)
         except Exception as error:
             self._fail_steps(error)
             return
         started = time.perf_counter()
-        advanced = self.scheduler.update(output, sampled)
-        self._read_logprobs(output, launched, advanced)
+        advanced = self.scheduler.update(output, result)
+        self._read_logprobs(output, result, advanced)
         self.counts.schedule_seconds += time.perf_counter() - started
         if self.config.check_invariants:
             check_scheduler(self.scheduler)
@@ -162,55 +167,67 @@ class EngineCore:
         self.counts.num_steps += 1
         self.counts.num_output_tokens += len(advanced)
         self.counts.num_computed_tokens += output.num_tokens
-        self.log.record_step(launched.bucket, output, launched.seconds)
+        self.log.record_step(result.bucket, output, result.seconds)
         if self.log.series.is_due():
             scheduler, pool = self.scheduler, self.scheduler.pool
             self.log.record_state(pool.num_used, pool.num_cached, len(scheduler.running), scheduler.num_waiting)
 
-    def _ask(self, output: SchedulerOutput) -> None:
-        """Add to a scheduled step what its requests want besides: masks, and log-probabilities of prompts."""
+    def _with_masks_and_targets(self, output: SchedulerOutput) -> SchedulerOutput:
+        """A scheduled step with what the scheduler does not know of: masks, and prompt tokens to give scores of."""
+        masks, targets = [], []
         for index, request_id in enumerate(output.request_ids):
             entry, completion = self._completions.get(request_id, (None, None))
             if entry is None or completion is None:  # a beam
                 continue
-            request, mask = completion.request, completion.mask
-            if mask is not None and output.samples[index]:
-                # The token to be chosen is counted in num_tokens already.
-                num_output_tokens = request.num_tokens - 1 - len(request.prompt_token_ids)
-                try:
-                    words = mask.words(request.output_token_ids, num_output_tokens)
-                except Exception as error:  # of a grammar's library: this request fails, and no other
-                    completion.failure = f"{type(error).__name__}: {error}"
-                    continue
-                if allows_any(words, self.model_config.vocab_size):
-                    output.masks.append((index, words))
-                else:
-                    completion.failure = "bad_words and allowed_token_ids leave no token to go on with"
-            if entry.prompt_logprobs is not None and request is entry.completions[0].request:
+            if completion.mask is not None and output.num_samples[index]:
+                words = self._mask_words(completion)
+                if words is not None:
+                    masks.append((index, words))
+            if entry.prompt_logprobs is not None and completion is entry.completions[0]:
                 start, count = output.num_computed_tokens[index], output.num_scheduled_tokens[index]
-                targets = entry.wanted_prompt_targets(start, count)
-                if targets:
-                    output.prompt_targets.append((index, targets))
+                wanted = entry.wanted_prompt_targets(start, count)
+                if wanted:
+                    targets.append((index, tuple(wanted)))
+        if not masks and not targets:
+            return output
+        return dataclasses.replace(output, masks=tuple(masks), prompt_targets=tuple(targets))
 
-    def _read_logprobs(self, output: SchedulerOutput, launched: LaunchedStep, advanced: list[Request]) -> None:
-        """Hand out the log-probabilities of a step: of tokens that were chosen, and of prompts."""
-        if launched.logprobs is not None:
-            columns = [column.tolist() for column in launched.logprobs]
-            place_of = {request_id: index for index, request_id in enumerate(output.request_ids)}
+    def _mask_words(self, completion: Completion) -> np.ndarray | None:
+        """The mask of its next token: int32 ``[ceil(V / 32)]``. None: it fails once the step is done."""
+        request, mask = completion.request, completion.mask
+        assert mask is not None
+        # The token to be chosen is counted in num_tokens already.
+        num_output_tokens = request.num_tokens - 1 - len(request.prompt_token_ids)
+        try:
+            words = mask.words(request.output_token_ids, num_output_tokens)
+        except Exception as error:  # of a grammar's library: this request fails, and no other
+            completion.failure = f"{type(error).__name__}: {error}"
+            return None
+        if allows_any(words, self.model_config.vocab_size):
+            return words
+        completion.failure = "bad_words and allowed_token_ids leave no token to go on with"
+        return None
+
+    def _read_logprobs(self, output: SchedulerOutput, result: StepResult, advanced: list[Request]) -> None:
+        """Hand out the log-probabilities of a step: of sampled tokens, and of prompts."""
+        if result.logprobs is not None:
+            first_row_of = dict(zip(output.request_ids, output.first_rows(), strict=True))
             for request in advanced:
-                wanted = request.sampling_params.logprobs
+                wanted, request_id = request.sampling_params.logprobs, request.request_id
                 if wanted is None or request.finish_reason == "error":
                     continue
-                place = place_of[request.request_id]
-                logprob, rank, top_logprobs, top_ids = (column[place] for column in columns)
-                if request.request_id in self._completions:
-                    row = logprob, rank, top_logprobs, top_ids
-                    read = self._logprob_reader.read(row, request.output_token_ids[-1], wanted)
-                    self._completions[request.request_id][1].add_logprobs(read)
-                elif request.request_id in self._beams:
-                    self._beams[request.request_id].take(request, top_ids, top_logprobs)
-        if launched.prompt_logprobs is not None:
-            rows = zip(*(column.tolist() for column in launched.prompt_logprobs), strict=True)
+                row = first_row_of[request_id]
+                if request_id in self._completions:
+                    completion = self._completions[request_id][1]
+                    for token_id in request.output_token_ids[completion.num_logprobs :]:
+                        values = result.logprobs.row(row)
+                        completion.add_logprobs(self._logprob_reader.read(values, token_id, wanted))
+                        row += 1
+                elif request_id in self._beams:
+                    _, _, top_logprobs, top_ids = result.logprobs.row(row)
+                    self._beams[request_id].take(request, top_ids, top_logprobs)
+        if result.prompt_logprobs is not None:
+            rows = zip(*result.prompt_logprobs, strict=True)
             for index, targets in output.prompt_targets:
                 found = [next(rows) for _ in targets]
                 entry = self._completions.get(output.request_ids[index], (None, None))[0]
@@ -218,10 +235,11 @@ class EngineCore:
                     count = entry.params.prompt_logprobs
                     tokens = zip(found, targets, strict=True)
                     read_all = [self._logprob_reader.read(row, token_id, count) for row, token_id in tokens]
-                    entry.add_prompt_logprobs(output.num_computed_tokens[index], read_all)
+                    if entry.add_prompt_logprobs(output.num_computed_tokens[index], read_all):
+                        self.scheduler.allow_cache(entry.completions[0].request)
 
-    def _look_at(self, request: Request) -> None:
-        """A request got a token or ended: decode it, see whether it ends there, and set going who waits for it."""
+    def _process(self, request: Request) -> None:
+        """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""
         started = time.perf_counter()
         if request.request_id in self._beams and request.finish_reason == "error":
             self._beams[request.request_id].failure = str(request.stop_reason)
@@ -230,33 +248,29 @@ class EngineCore:
             return
         completion.last_token_time = self.log.record_token(started, completion.last_token_time)
         if completion.failure is not None and request.finish_reason != "error":
-            completion.drop_last_token()
-            self._end(request, "error", completion.failure)
+            self.scheduler.drop_output(request, len(request.output_token_ids) - 1)  # it was chosen without a mask
+            completion.drop_logprobs(len(request.output_token_ids))
+            self.scheduler.end(request, "error", completion.failure)
         try:
             stop = completion.read_new_tokens()
             if stop is not None:
-                self._end(request, "stop", stop)
+                self.scheduler.end(request, "stop", stop)
             elif completion.mask is not None and request.status is not Status.FINISHED:
                 completion.mask.accept(request.output_token_ids)
                 if completion.mask.is_finished:
-                    self._end(request, "stop", None)
+                    self.scheduler.end(request, "stop")
                     completion.read_new_tokens()
         except Exception as error:  # of a tokenizer's or a grammar's library: this request ends, and no other
-            self._end(request, "error", f"{type(error).__name__}: {error}")
+            self.scheduler.end(request, "error", f"{type(error).__name__}: {error}")
         if not entry.is_forked and request is entry.completions[0].request:
             self._fork(entry)
         if request.status is Status.FINISHED:
             self.log.record_request(request)
-        self.touched[entry.request_id] = None
+        self.updated[entry.request_id] = None
         self.counts.output_seconds += time.perf_counter() - started
 
-    def _end(self, request: Request, finish_reason: str, stop_reason: str | int | None) -> None:
-        """End a request, or give another reason to one that its last token ended."""
-        self.scheduler.finish(request, finish_reason, stop_reason)
-        request.finish_reason, request.stop_reason = finish_reason, stop_reason
-
     def _fork(self, entry: ServedRequest) -> None:
-        """The first completion has computed the prompt: the others start from it; or they end as it did."""
+        """The first completion has computed the prompt: the others start from it; or they fail as it did."""
         entry.is_forked = True
         parent, *children = entry.requests
         for child in children:
@@ -264,28 +278,22 @@ class EngineCore:
                 self.scheduler.finish(child, "error", parent.stop_reason)
             else:
                 self.scheduler.fork(parent, child)
-        self.scheduler.let_go(parent)
+        self.scheduler.end_forking(parent)
 
     def _fail_steps(self, error: BaseException) -> None:
         """The device failed: the requests of the steps in flight end with the reason, and the others are served."""
         self.launched.clear()
-        self.runner.rows.clear()
         self._advanced += self.scheduler.fail_steps_in_flight(f"{type(error).__name__}: {error}")
 
     def _fail_all(self, error: BaseException) -> None:
         """A step failed half-way, and not on the device: end all requests, and start again with an empty scheduler."""
+        reason = f"{type(error).__name__}: {error}"
         self.launched.clear()
-        self.runner.rows.clear()
-        self._advanced.clear()
-        old, self.scheduler = self.scheduler, make_scheduler(self.config, self.model_config, self.runner)
-        self.scheduler.take_over_counts(old)
         groups = {id(group): group for group in self._beams.values()}.values()
         for group in groups:
-            group.failure = f"{type(error).__name__}: {error}"
-        ended = [completion.request for _, completion in self._completions.values()]
-        for request in [*ended, *(request for group in groups for request in group.requests)]:
-            if request.finish_reason is None:
-                request.finish_reason, request.stop_reason = "error", f"{type(error).__name__}: {error}"
-            request.status = Status.FINISHED
-            request.finished_time = request.finished_time or time.monotonic()
-            self._advanced.append(request)
+            group.failure = reason
+        requests = [completion.request for _, completion in self._completions.values()]
+        requests += [request for group in groups for request in group.requests]
+        broken, self.scheduler = self.scheduler, make_scheduler(self.config, self.model_config, self.runner)
+        self.scheduler.replace(broken, requests, reason)
+        self._advanced = deque(requests)

@@ -22,7 +22,7 @@ from compiled_llm.engine.parts import DEMO_MODEL as DEMO_MODEL
 from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.error_texts import shown
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.outputs import EngineStats, RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.report.report import RunReport, make_report, make_trace
@@ -64,7 +64,7 @@ class CompiledEngine:
         self.config = config
         started, progress = time.perf_counter(), StartProgress(config.progress)
         directory = checkpoint_directory(config)
-        self.model_config = ModelConfig.from_directory(directory)
+        self.model_config = read_config(directory)
         self.tokenizer = load_tokenizer(config, directory)
         if self.tokenizer is None:
             progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")
@@ -505,7 +505,7 @@ class CompiledEngine:
             self.stats().since(self._stats_before),
             trace=self.trace(),
             work=ModelWork.of(
-                self.model_config, runner.dtype.itemsize, bytes_per_token(self.model_config, runner.cache_dtypes)
+                self.model_config, runner.dtype, bytes_per_token(self.model_config, runner.cache_dtypes), runner.linears
             ),
             compile_report=self.compile_report(),
             memory=self.memory_report(),
@@ -537,10 +537,10 @@ class CompiledEngine:
         self._core.log.enter(device_is_busy=bool(self._core.launched))
         self._core.advance()
         outputs = []
-        while self._core.touched:
-            request_id = next(iter(self._core.touched))
+        while self._core.updated:
+            request_id = next(iter(self._core.updated))
             output = self._next_output(request_id, only_finished)
-            del self._core.touched[request_id]
+            del self._core.updated[request_id]
             if output is not None and request_id in self._streams:
                 self._streams[request_id].append(output)
             elif output is not None:

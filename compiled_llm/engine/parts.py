@@ -1,5 +1,6 @@
 """The parts of an engine that are made from its arguments: the model's files, the tokenizer and the scheduler."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -57,5 +58,5 @@ def make_scheduler(config: EngineConfig, model_config: ModelConfig, runner: Mode
         preemption_mode=config.preemption_mode,
         policy=config.scheduling_policy,
         target_itl_ms=config.target_itl_ms,
-        costs=runner.costs,
+        costs=dataclasses.replace(runner.costs, bucket_seconds=dict(runner.costs.bucket_seconds)),
     )

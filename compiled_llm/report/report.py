@@ -30,9 +30,9 @@ from compiled_llm.report.machine_limits import MachineLimits
 from compiled_llm.report.page import page
 from compiled_llm.report.roofline import ModelWork
 from compiled_llm.report.step_log import Point, StepLog, StepRow
+from compiled_llm.scheduling.bucket import buckets_of
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.profiler import KINDS, StepProfiler
-from compiled_llm.worker.step_buffers import buckets_of
 
 Shares = dict[str, float]
 _MOST_LIMIT_SHARE = 1.1  # beyond it, a limit was measured too low

@@ -12,12 +12,14 @@ Padding, activations, norms and softmax count nothing: what they cost is a dista
 """
 
 import dataclasses
-import math
 
-from compiled_llm.models import family
+import torch
+
 from compiled_llm.models.config import ModelConfig
-
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.protocol import Linear, LinearKind
+from compiled_llm.models.registry import family
+from compiled_llm.models.weights import bytes_to_read, linears
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +76,22 @@ class ModelWork:
     attention_flops_per_pair: int
 
     @classmethod
-    def of(cls, config: ModelConfig, itemsize: int, kv_bytes_per_token: int) -> "ModelWork":
-        """Of a model whose weights take ``itemsize`` bytes each, and its cache ``kv_bytes_per_token`` in all layers."""
-        shapes = dict(family(config.architecture).checkpoint_shapes(config))
-        vocab_size, hidden_size = shapes.pop(_EMBEDDING)
-        shapes.pop(_HEAD, None)  # the same size as the embedding, and the same tensor where the two are tied
-        matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
+    def of(
+        cls, config: ModelConfig, dtype: torch.dtype, kv_bytes_per_token: int, kind: LinearKind = Dense
+    ) -> "ModelWork":
+        """Of a model in ``dtype`` with linears of ``kind``, whose cache takes ``kv_bytes_per_token`` in all layers."""
+        model = family(config.architecture)
+        _, weights = model.describe(config, dtype, kind)
+        # The embedding and the tables of rotary embeddings are not read whole.
+        read = [getattr(weights, name) for name in weights._fields if name not in ("embedding", "head", "ropes")]
         return cls(
-            weight_bytes_per_step=sum(math.prod(shape) for shape in shapes.values()) * itemsize,
-            head_bytes_per_step=vocab_size * hidden_size * itemsize,
-            embedding_bytes_per_token=hidden_size * itemsize,
+            weight_bytes_per_step=sum(map(bytes_to_read, read)),
+            head_bytes_per_step=bytes_to_read(weights.head),
+            embedding_bytes_per_token=weights.embedding.nbytes // weights.embedding.out_features,
             kv_bytes_per_token=kv_bytes_per_token,
-            linear_flops_per_token=2 * matrices,
-            head_flops_per_row=2 * vocab_size * hidden_size,
-            attention_flops_per_pair=4 * config.num_layers * config.num_heads * config.head_dim,
+            linear_flops_per_token=sum(_flops_per_row(linear) for part in read for linear in linears(part)),
+            head_flops_per_row=_flops_per_row(weights.head),
+            attention_flops_per_pair=sum(4 * layer.num_heads * layer.head_dim for layer in model.layers(config)),
         )
 
     def bytes(self, work: StepWork) -> float:
@@ -110,3 +114,7 @@ class ModelWork:
     def seconds(self, work: StepWork, bytes_per_second: float, flops_per_second: float) -> float:
         """Least seconds for steps that are all alike: their bytes or their operations, whichever take longer."""
         return max(self.bytes(work) / bytes_per_second, self.flops(work) / flops_per_second)
+
+
+def _flops_per_row(linear: Linear) -> int:
+    return 2 * linear.in_features * linear.out_features

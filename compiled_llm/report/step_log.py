@@ -196,7 +196,7 @@ class StepLog:
         row.recent.append(seconds)
         row.total_requests += requests
         row.total_tokens += tokens
-        logits = sum(output.samples)
+        logits = sum(output.num_samples)
         row.num_logits += logits
         row.num_head_steps += logits > 0
         computed = sum(output.num_computed_tokens)

@@ -54,7 +54,7 @@ class Forks:
         """``request`` has ended, and its blocks stay until it is let go."""
         self.kept[request] = None
 
-    def let_go(self, request: Request) -> None:
+    def end_forking(self, request: Request) -> None:
         """``request`` will not be forked any more."""
         request.keeps_blocks = False
         if request in self.kept:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import time
 
 from compiled_llm.sampling_params import SamplingParams
 
@@ -80,6 +81,12 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def end(self, finish_reason: str, stop_reason: int | str | None) -> None:
+        """It is finished. Blocks that it has are freed by the scheduler."""
+        self.status = Status.FINISHED
+        self.finish_reason, self.stop_reason = finish_reason, stop_reason
+        self.finished_time = self.finished_time or time.monotonic()
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens at positions ``start..end - 1``; fewer where not all of them are known."""

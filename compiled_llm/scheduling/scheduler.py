@@ -15,8 +15,10 @@ the device knows which it is.
 """
 
 import bisect
+import dataclasses
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from typing import Literal
 
 from compiled_llm.config import EngineLimits
@@ -26,13 +28,25 @@ from compiled_llm.scheduling.forks import Forks
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.request_queue import RequestQueue
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerCounts, SchedulerOutput
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, SchedulerOutputBuilder
+from compiled_llm.scheduling.step_result import StepResult
 
-# Why a request ends for which a step found no token (ops/sampling/token_sampling.py).
+# Why a request ends for which a step found no token (ops/sampling/reference.py).
 _NO_TOKEN = (
     "the model's logits are not finite (NaN, infinity, or every token banned), so that no token can be chosen: see "
     'whether dtype="float32" helps, and whether the checkpoint is damaged'
 )
+
+
+@dataclasses.dataclass
+class SchedulerCounts:
+    """What happened since the engine was made."""
+
+    num_recompute_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_swapped_out_tokens: int = 0
+    num_swapped_in_tokens: int = 0
 
 
 class Scheduler:
@@ -44,7 +58,7 @@ class Scheduler:
         preemption_mode: "recompute", "swap" (recompute where the swap pool is full), or the cheaper by ``costs``.
         policy: "fcfs" or "priority".
         target_itl_ms: while requests decode, a step is no larger than the largest token bucket that takes this long.
-        costs: measured; written by the runner.
+        costs: as measured at the start; each step's seconds are entered in them.
     """
 
     def __init__(
@@ -74,6 +88,7 @@ class Scheduler:
         self._num_added = 0
         self._in_flight: deque[list[Request]] = deque()  # the requests of each step whose results are not in
         self._preempted: set[Request] = set()  # by the schedule() that runs
+        self._resets = True  # the worker forgets all requests before the next step
         self._released: list[str] = []
         self._swapped_out: list[tuple[int, int]] = []
 
@@ -111,16 +126,20 @@ class Scheduler:
         self.forks.fork(parent, child)
         self.waiting.add(child)
 
-    def let_go(self, parent: Request) -> None:
+    def end_forking(self, parent: Request) -> None:
         """``parent`` will not be forked any more: once it has ended, it keeps no blocks."""
-        self.forks.let_go(parent)
+        self.forks.end_forking(parent)
+
+    def allow_cache(self, request: Request) -> None:
+        """From now on ``request`` may take blocks that others computed, when it is admitted again."""
+        request.reads_cache = True
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them blocks. An empty step: all that can run is in flight."""
         self._preempted.clear()
         self.forks.end_copies()
         self._preempt_for_priority()
-        output = SchedulerOutput(released_request_ids=self._released, swapped_out=self._swapped_out)
+        output = SchedulerOutputBuilder()
         requests: list[Request] = []
         num_preempted = len(self._preempted)
         lacking = self._schedule_single_tokens(output, requests)
@@ -128,24 +147,29 @@ class Scheduler:
         self._schedule_the_rest(output, requests, lacking, takes_in=len(self._preempted) == num_preempted)
         if requests:
             self._in_flight.append(requests)
-            self._released, self._swapped_out = [], []
-        elif not self._in_flight and self.has_unfinished_requests():
+            output.released_request_ids, self._released = self._released, []
+            output.swapped_out, self._swapped_out = self._swapped_out, []
+            resets, self._resets = self._resets, False
+            return output.build(resets=resets)
+        if not self._in_flight and self.has_unfinished_requests():
             raise RuntimeError(f"no request can progress; this is a bug in the scheduler. State: {self._describe()}")
-        return output
+        return SchedulerOutput()
 
-    def update(self, output: SchedulerOutput, sampled_token_ids: list[int]) -> list[Request]:
-        """Enter the results of the oldest step in flight: entry i belongs to ``output.request_ids[i]``.
+    def update(self, output: SchedulerOutput, result: StepResult) -> list[Request]:
+        """Enter the results of ``output``, the oldest step in flight.
 
         Returns the requests that got a token, or ended since there was none. Those that this ended are finished, and
         their blocks free. What a step in flight sampled for a request that has ended meanwhile is dropped.
         """
-        requests = self._in_flight.popleft()
+        requests, sampled_token_ids = self._in_flight.popleft(), result.sampled_token_ids
+        if result.bucket.kind == "tokens":
+            self.costs.record_step(result.bucket.num_tokens, result.seconds)
         self.forks.end_copies()
         now = time.monotonic()
         block_size, caching = self.limits.block_size, self.prefix_cache.enabled
         advanced = []
         for index, request in enumerate(requests):
-            samples = output.samples[index]
+            samples = output.num_samples[index]
             request.num_in_flight -= samples
             if request.finish_reason is not None:
                 continue
@@ -188,15 +212,22 @@ class Scheduler:
             self._swapped_out = [pair for pair in self._swapped_out if pair[1] not in request.host_block_ids]
             self.swap_pool.free(request.host_block_ids)
             request.host_block_ids = []
-        request.status = Status.FINISHED
+        request.end(finish_reason, stop_reason)
+
+    def end(self, request: Request, finish_reason: str, stop_reason: int | str | None = None) -> None:
+        """As ``finish``, but a request that its last tokens ended gets these reasons instead."""
+        self.finish(request, finish_reason, stop_reason)
         request.finish_reason, request.stop_reason = finish_reason, stop_reason
-        request.finished_time = time.monotonic()
+
+    def drop_output(self, request: Request, num_tokens: int) -> None:
+        """Keep only the first ``num_tokens`` output tokens of a request that is about to end."""
+        del request.output_token_ids[num_tokens:]
 
     def fail_steps_in_flight(self, reason: str) -> list[Request]:
         """The steps in flight broke: what they computed cannot be relied on. Ends their requests with an error.
 
-        The runner has to forget all requests: the other running ones wait to be admitted anew, and what was swapped out
-        is computed again, since its copies may not have arrived.
+        The worker forgets all requests before the next step: the other running ones wait to be admitted anew, and what
+        was swapped out is computed again, since its copies may not have arrived.
         """
         self.forks.end_copies()
         failed = {request: None for requests in self._in_flight for request in requests}
@@ -218,19 +249,25 @@ class Scheduler:
                 self.waiting.add(request)  # by what it lacks now
         while self.running:
             self._preempt(self.running.pop(), may_swap=False)
-        self._released, self._swapped_out = [], []
+        self._released, self._swapped_out, self._resets = [], [], True
         return ended
 
-    def take_over_counts(self, other: "Scheduler") -> None:
-        """Go on counting where ``other`` stopped."""
-        self.counts = other.counts
+    def replace(self, other: "Scheduler", requests: Iterable[Request], reason: str) -> None:
+        """Take the place of ``other``, which broke in the middle of a step, with its counts and costs.
+
+        All its ``requests`` end with an error for this reason, unless they have ended before.
+        """
+        for request in requests:
+            ended = request.finish_reason is not None
+            request.end(request.finish_reason or "error", request.stop_reason if ended else reason)
+        self.counts, self.costs = other.counts, other.costs
         self.pool.num_evictions, self.pool.peak_used = other.pool.num_evictions, other.pool.peak_used
         self.prefix_cache.num_queried_tokens = other.prefix_cache.num_queried_tokens
         self.prefix_cache.num_hit_tokens = other.prefix_cache.num_hit_tokens
 
     # -- Choosing
 
-    def _schedule_single_tokens(self, output: SchedulerOutput, requests: list[Request]) -> deque[Request]:
+    def _schedule_single_tokens(self, output: SchedulerOutputBuilder, requests: list[Request]) -> deque[Request]:
         """Give each running request that lacks one token that token. Returns those that lack more, by rank."""
         running, block_size = self.running, self.limits.block_size
         request_ids, token_ids, feedback = output.request_ids, output.token_ids, output.feedback
@@ -273,11 +310,11 @@ class Scheduler:
             if (computed + 1) % block_size == 0:  # it may be the last token of a prompt that others wait for
                 self._queue_again(self.prefix_cache.filled(request, computed))
         output.num_scheduled_tokens.extend([1] * len(requests))
-        output.samples.extend([True] * len(requests))
+        output.num_samples.extend([1] * len(requests))
         return deque(request for request in lacking if request.status is Status.RUNNING)
 
     def _schedule_the_rest(
-        self, output: SchedulerOutput, requests: list[Request], lacking: deque[Request], takes_in: bool
+        self, output: SchedulerOutputBuilder, requests: list[Request], lacking: deque[Request], takes_in: bool
     ) -> None:
         """Share what is left of the step among running requests that lack more than a token and waiting ones."""
         left = self._budget(len(requests)) - len(requests)
@@ -307,7 +344,7 @@ class Scheduler:
             count = min(left, partial.num_tokens - partial.num_computed_tokens)
             self._schedule(partial, count, output, requests)
 
-    def _schedule(self, request: Request, count: int, output: SchedulerOutput, requests: list[Request]) -> None:
+    def _schedule(self, request: Request, count: int, output: SchedulerOutputBuilder, requests: list[Request]) -> None:
         """Let the step compute ``count`` tokens of a running request, which has blocks for them."""
         assert count > 0
         if request.forked_index >= 0 and not self._own(request, request.num_computed_tokens, output):
@@ -316,13 +353,13 @@ class Scheduler:
         if request.num_sent_blocks < len(request.block_ids):
             self._send_blocks(request, output)
         start = request.num_computed_tokens
-        samples = start + count == request.num_tokens
+        samples = int(start + count == request.num_tokens)
         output.token_ids.extend(request.tokens(start, start + count))
         output.feedback.append(-1)
         output.request_ids.append(request.request_id)
         output.num_computed_tokens.append(start)
         output.num_scheduled_tokens.append(count)
-        output.samples.append(samples)
+        output.num_samples.append(samples)
         request.last_step_index = len(requests)
         request.num_computed_tokens = start + count
         request.num_tokens += samples
@@ -357,7 +394,7 @@ class Scheduler:
         found = len(self.prefix_cache.find(request)[0]) * self.limits.block_size
         return request.num_tokens - max(found, request.num_computed_tokens) <= limit
 
-    def _admit(self, request: Request, output: SchedulerOutput) -> bool:
+    def _admit(self, request: Request, output: SchedulerOutputBuilder) -> bool:
         """Move a waiting request to the running ones, with blocks for all its tokens.
 
         False where there is no room, and where it is held back for a block that another request will fill.
@@ -406,8 +443,8 @@ class Scheduler:
                 request.request_id,
                 request.sampling_params,
                 request.seed,
-                request.prompt_token_ids,
-                list(request.output_token_ids),
+                tuple(request.prompt_token_ids),
+                tuple(request.output_token_ids),
             )
         )
         return True
@@ -423,7 +460,7 @@ class Scheduler:
         free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)
         return wanted + len(self.running) <= free
 
-    def _swap_in(self, request: Request, num_shared: int, output: SchedulerOutput) -> None:
+    def _swap_in(self, request: Request, num_shared: int, output: SchedulerOutputBuilder) -> None:
         """Copy back the blocks that nobody on the device has."""
         host = request.host_block_ids
         output.swapped_in.extend(zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True))
@@ -443,7 +480,7 @@ class Scheduler:
         request.block_ids += blocks
         return True
 
-    def _own(self, request: Request, position: int, output: SchedulerOutput) -> bool:
+    def _own(self, request: Request, position: int, output: SchedulerOutputBuilder) -> bool:
         """A running request is about to write at ``position``: to a block of its own. False: it is preempted itself."""
         while self.forks.must_copy(request, position):  # making room may leave the block to this request alone
             blocks = self.pool.allocate(1)
@@ -552,10 +589,10 @@ class Scheduler:
         for request in requests:
             self.waiting.add(request)
 
-    def _send_blocks(self, request: Request, output: SchedulerOutput) -> None:
+    def _send_blocks(self, request: Request, output: SchedulerOutputBuilder) -> None:
         """Tell the runner of the entries of a block table that it does not know."""
         first = request.num_sent_blocks
-        output.table_updates.append((request.request_id, first, request.block_ids[first:]))
+        output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))
         request.num_sent_blocks = len(request.block_ids)
 
     def _blocks_for(self, num_tokens: int) -> int:

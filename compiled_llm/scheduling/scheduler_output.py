@@ -1,6 +1,7 @@
-"""What the scheduler says: a step's work for the runner, and counts for the reports. Plain Python, picklable."""
+"""SchedulerOutput: what the worker is to do in a step, as frozen plain data that can be pickled."""
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_llm.sampling_params import SamplingParams
@@ -10,49 +11,55 @@ if TYPE_CHECKING:
 
 
 class Admission(NamedTuple):
-    """A request that the runner meets, or meets again after a preemption: all that it has to know of it."""
+    """A request that starts to run, or runs again after a preemption: all that the worker has to know of it."""
 
     request_id: str
     sampling_params: SamplingParams
     seed: int
-    prompt_token_ids: list[int]
-    output_token_ids: list[int]
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """A step's work, in columns: entry i of each of the first five lists belongs to request ``request_ids[i]``.
+    """The work of a step, in columns: entry i of each of the first five belongs to request ``request_ids[i]``.
+
+    A step has logits rows: ``max(1, num_samples[i])`` for request i, one request after another. The last row of a
+    request is that of its last scheduled token, the row before is that of the token before, and so on.
 
     Attributes:
-        num_scheduled_tokens, num_computed_tokens: the tokens to run, and those before them.
-        samples: whether these are its last known tokens, so that the step samples the next one.
-        feedback: where its last token is one that the step before samples, its place in that step; else -1.
-        token_ids: the tokens to run, all requests' one after another; 0 where ``feedback`` says where the token is.
-        admissions: where the runner meets a request, or meets it again.
+        num_scheduled_tokens: tokens to compute; the last ones may be drafts.
+        num_computed_tokens: tokens before these, whose keys and values are in the cache.
+        num_samples: tokens to sample: 0 where known tokens remain to be computed; else 1, and 1 more for each draft.
+        feedback: where the last token is one that the step before samples: its logits row in that step; else -1.
+        token_ids: the tokens to compute, one request after another; 0 where ``feedback`` says where the token is.
+        admissions: requests that start to run.
         table_updates: (request id, index, block ids): entries of its block table from that index on.
-        released_request_ids: finished, aborted or preempted since the step before.
+        released_request_ids: requests that ended or were preempted since the step before.
         swapped_out, swapped_in: (device block, host block) pairs to copy before the step, in this order.
         copies: (block, block to copy it to) before the step and after the swaps, in any order.
-        masks: (i, words): of the request's next token, the ones allowed, bit v % 32 of int32 word v // 32 for token v.
-            The engine fills this in, and the next.
-        prompt_targets: (i, token ids): log-probabilities are wanted of these tokens, the first of which follows the
-            first token that the request runs, and so on.
+        resets: whether the worker is to forget all requests before this step.
+        masks: (i, words): the tokens that request i may have next: bit v % 32 of int32 word v // 32 for token v. The
+            engine adds these, and the next.
+        prompt_targets: (i, token ids): the log-probabilities of these tokens are asked for. The first of them follows
+            the first token that the step computes of request i, and so on.
     """
 
-    request_ids: list[str] = dataclasses.field(default_factory=list)
-    num_scheduled_tokens: list[int] = dataclasses.field(default_factory=list)
-    num_computed_tokens: list[int] = dataclasses.field(default_factory=list)
-    samples: list[bool] = dataclasses.field(default_factory=list)
-    feedback: list[int] = dataclasses.field(default_factory=list)
-    token_ids: list[int] = dataclasses.field(default_factory=list)
-    admissions: list[Admission] = dataclasses.field(default_factory=list)
-    table_updates: list[tuple[str, int, list[int]]] = dataclasses.field(default_factory=list)
-    released_request_ids: list[str] = dataclasses.field(default_factory=list)
-    swapped_out: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    swapped_in: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    copies: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    masks: list[tuple[int, "np.ndarray"]] = dataclasses.field(default_factory=list)
-    prompt_targets: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
+    request_ids: tuple[str, ...] = ()
+    num_scheduled_tokens: tuple[int, ...] = ()
+    num_computed_tokens: tuple[int, ...] = ()
+    num_samples: tuple[int, ...] = ()
+    feedback: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    table_updates: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+    released_request_ids: tuple[str, ...] = ()
+    swapped_out: tuple[tuple[int, int], ...] = ()
+    swapped_in: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    resets: bool = False
+    masks: tuple[tuple[int, "np.ndarray"], ...] = ()
+    prompt_targets: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -60,15 +67,32 @@ class SchedulerOutput:
 
     @property
     def max_query_len(self) -> int:
+        """Most tokens of one request; 0 for an empty step."""
         return max(self.num_scheduled_tokens, default=0)
 
+    def first_rows(self) -> list[int]:
+        """The first logits row of each request."""
+        ends = itertools.accumulate((max(1, count) for count in self.num_samples), initial=0)
+        return list(ends)[: len(self.num_samples)]
 
-@dataclasses.dataclass
-class SchedulerCounts:
-    """What happened since the engine was made."""
 
-    num_recompute_preemptions: int = 0
-    num_swap_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_swapped_out_tokens: int = 0
-    num_swapped_in_tokens: int = 0
+class SchedulerOutputBuilder:
+    """The columns of a ``SchedulerOutput`` while they grow; names and meaning are the same."""
+
+    def __init__(self) -> None:
+        self.request_ids: list[str] = []
+        self.num_scheduled_tokens: list[int] = []
+        self.num_computed_tokens: list[int] = []
+        self.num_samples: list[int] = []
+        self.feedback: list[int] = []
+        self.token_ids: list[int] = []
+        self.admissions: list[Admission] = []
+        self.table_updates: list[tuple[str, int, tuple[int, ...]]] = []
+        self.released_request_ids: list[str] = []
+        self.swapped_out: list[tuple[int, int]] = []
+        self.swapped_in: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
+
+    def build(self, *, resets: bool = False) -> SchedulerOutput:
+        """The step as it is to be run; what is appended afterwards does not change it."""
+        return SchedulerOutput(resets=resets, **{name: tuple(column) for name, column in vars(self).items()})

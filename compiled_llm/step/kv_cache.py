@@ -1,5 +1,6 @@
 """The KV cache's memory: the dtype of each layer's, what a token takes, and the tensors themselves."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -8,8 +9,8 @@ from torch import Tensor
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache
+from compiled_llm.models.registry import family
 from compiled_llm.ops import native
-from compiled_llm.ops.attention import kv_quant
 
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -33,15 +34,13 @@ def layer_dtypes(config: EngineConfig, dtype: torch.dtype, num_layers: int) -> t
 
 def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:
     """Bytes that a token's keys and values take in all layers, scales included; ``dtypes`` has one for each layer."""
-    c = model_config
-    scale_bytes = torch.float32.itemsize
-    rows = (c.head_dim * dtype.itemsize + (scale_bytes if kv_quant.is_quantised(dtype) else 0) for dtype in dtypes)
-    return 2 * c.num_kv_heads * sum(rows)
+    of_a_block = (layer.values() for layer in _tensors(model_config, dtypes, num_blocks=1, block_size=1))
+    return sum(math.prod(shape) * dtype.itemsize for layer in of_a_block for shape, dtype in layer)
 
 
-def num_tensors(dtypes: Sequence[torch.dtype]) -> int:
+def num_tensors(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:
     """How many tensors a cache consists of; ``dtypes`` has one for each layer."""
-    return sum(4 if kv_quant.is_quantised(dtype) else 2 for dtype in dtypes)
+    return sum(map(len, _tensors(model_config, dtypes, num_blocks=1, block_size=1)))
 
 
 def allocate(
@@ -52,8 +51,6 @@ def allocate(
     The tensors are marked for the compiler: their addresses stay, so that CUDA graphs do not copy them, and their
     number of blocks is dynamic, so that what was compiled on one cache runs on another of any size from 2 blocks on.
     """
-    rows = (num_blocks, model_config.num_kv_heads, block_size)
-    shape = (*rows, model_config.head_dim)
 
     def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         on_cpu = device.type == "cpu"
@@ -63,13 +60,20 @@ def allocate(
         torch._dynamo.mark_dynamic(tensor, 0)
         return tensor
 
-    def layer(dtype: torch.dtype) -> LayerCache:
-        cache = LayerCache(zeros(shape, dtype), zeros(shape, dtype))
-        if kv_quant.is_quantised(dtype):
-            cache = cache._replace(k_scale=zeros(rows, torch.float32), v_scale=zeros(rows, torch.float32))
-        return cache
+    caches: list[LayerCache] = []
+    specs = family(model_config.architecture).layers(model_config)
+    for spec, held in zip(specs, _tensors(model_config, dtypes, num_blocks, block_size), strict=True):
+        own = {name: zeros(*described) for name, described in held.items()}
+        caches.append(LayerCache(**own) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
+    return tuple(caches)
 
-    return tuple(layer(dtype) for dtype in dtypes)
+
+def _tensors(
+    model_config: ModelConfig, dtypes: Sequence[torch.dtype], num_blocks: int, block_size: int
+) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """For each layer, shape and dtype of its cache's tensors by their names; ``dtypes`` has one for each layer."""
+    specs = family(model_config.architecture).layers(model_config)
+    return [spec.cache_tensors(num_blocks, block_size, dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
 
 
 def describe(model_config: ModelConfig, dtypes: Sequence[torch.dtype], model_dtype: torch.dtype) -> str:

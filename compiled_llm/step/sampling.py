@@ -32,7 +32,7 @@ class SamplingInput(NamedTuple):
 def sample_greedy(logits: Tensor) -> Tensor:
     """The most likely token of each row, ``[R, V]`` -> ``[R]`` int64: the lowest id where several are equal.
 
-    ``NO_TOKEN`` for rows that hold no numbers (``ops/sampling/token_sampling.py``), as in ``sample``.
+    ``NO_TOKEN`` for rows that hold no numbers (``ops/sampling/reference.py``), as in ``sample``.
     """
     return greedy_tokens(logits)
 

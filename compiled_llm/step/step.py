@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.registry import family
 from compiled_llm.step.logits import LogitsInput, change_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
@@ -34,12 +34,12 @@ def step_function(model_config: ModelConfig, max_query_len: int) -> Any:
     ``feedback.hidden``.
     """
     model = family(model_config.architecture)
-    forward, head_step = model.forward, model.head_step
+    forward, head, layers = model.forward, model.head, model.layers(model_config)
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
-        hidden = forward(weights, _fed_back(step_input, feedback), kv_cache, model_config, max_query_len)
+        hidden = forward(weights, _fed_back(step_input, feedback), kv_cache, model_config, layers, max_query_len)
         feedback.hidden[: hidden.shape[0]] = hidden
-        logits = head_step(weights, hidden, step_input.logits_indices, model_config)
+        logits = head(weights, torch.index_select(hidden, 0, step_input.logits_indices), model_config)
         feedback.last_tokens[: logits.shape[0]] = sample_greedy(logits)
         return logits
 
@@ -90,11 +90,11 @@ def logprobs_function(count: int) -> Callable:
 def prompt_logprobs_function(model_config: ModelConfig, count: int) -> Callable:
     """The same for tokens of prompts: (weights, (places in hidden, tokens that follow them), hidden) -> rows."""
 
-    head_step = family(model_config.architecture).head_step
+    head = family(model_config.architecture).head
 
     def prompt_logprobs(weights: Any, rows: tuple[Tensor, Tensor], hidden: Tensor) -> LogprobRows:
         indices, token_ids = rows
-        logits = head_step(weights, hidden, indices, model_config)
+        logits = head(weights, torch.index_select(hidden, 0, indices), model_config)
         return logprob_rows(logits, token_ids, count)
 
     return prompt_logprobs

@@ -3,7 +3,7 @@
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +14,9 @@ from compiled_llm.models.weights import tensors
 from compiled_llm.ops import swap
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, SchedulerOutputBuilder
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import Bucket
 
 if TYPE_CHECKING:
     from compiled_llm.worker.runner import ModelRunner
@@ -50,7 +50,7 @@ def measure_costs(runner: "ModelRunner", progress: StartProgress) -> None:
         runner.costs.swap_seconds = statistics.median(seconds) / count
 
 
-def swap_indices(pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
+def swap_indices(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """Pairs of (device block, host block) as index tensors. Pools count from 1; the host has no sink."""
     indices = torch.tensor(pairs, dtype=torch.int64)
     return indices[:, 0].contiguous(), indices[:, 1] - 1
@@ -70,7 +70,7 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
 def _prompts(bucket: Bucket, limits: EngineLimits, num_blocks: int) -> SchedulerOutput:
     """A step that fills ``bucket`` with prompts, as far as the model's length and the pool allow."""
     left = min(bucket.num_tokens, num_blocks * limits.block_size)
-    output, next_block = SchedulerOutput(), 1
+    output, next_block = SchedulerOutputBuilder(), 1
     while left > 0 and len(output.request_ids) < limits.max_num_seqs:
         count = min(left, limits.max_model_len)
         blocks = list(range(next_block, next_block - (-count // limits.block_size)))
@@ -80,10 +80,10 @@ def _prompts(bucket: Bucket, limits: EngineLimits, num_blocks: int) -> Scheduler
         output.request_ids.append(name)
         output.num_scheduled_tokens.append(count)
         output.num_computed_tokens.append(0)
-        output.samples.append(True)
+        output.num_samples.append(1)
         output.feedback.append(-1)
         output.token_ids.extend([0] * count)
-        output.admissions.append(Admission(name, SamplingParams(temperature=0), 0, [], []))
-        output.table_updates.append((name, 0, blocks))
+        output.admissions.append(Admission(name, SamplingParams(temperature=0), 0, (), ()))
+        output.table_updates.append((name, 0, tuple(blocks)))
         next_block, left = blocks[-1] + 1, left - count
-    return output
+    return output.build()

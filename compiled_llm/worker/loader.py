@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.weights import Convert, keep
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.registry import family
+from compiled_llm.models.weights import Source
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, listed, locate
 
-# Tensors that old checkpoints carry and that follow from the config.
-_DERIVED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DATA_FILES = ("*.json", "*.safetensors", "*.jinja")  # of a hub's model: configs, weights, chat templates
+
+OnTensor = Callable[[str], None]
+"""Is called with the name of each tensor that has been read or made."""
 
 
 def _ignore(name: str) -> None:
@@ -28,33 +31,46 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    convert: Convert = keep,
-    on_tensor: Callable[[str], None] = _ignore,
+    linears: LinearKind = Dense,
+    on_tensor: OnTensor = _ignore,
 ) -> Any:
-    """The weights of ``directory`` in ``dtype`` on ``device``, read tensor by tensor and converted layer by layer.
+    """The weights of ``directory`` in ``dtype`` on ``device``, its linear layers of the kind ``linears``.
 
-    ``on_tensor`` is called with the name of each tensor that has been read.
+    Tensors are read one by one, and made into linear layers as they come.
 
     Raises:
         ValueError: a file is missing, cut off or not safetensors, its tensors are not those of ``config``, or one holds
             NaN or infinite values.
     """
-    shapes = family(config.architecture).checkpoint_shapes(config)
     stored = locate(directory)
-    _check(directory, config, shapes, stored)
+    _check(directory, config, stored)
+    return family(config.architecture).take(config, _Checkpoint(dtype, device, linears, stored, on_tensor))
 
-    def take(name: str) -> Tensor:
-        original = stored[name].read()
-        tensor = original.to(device=device, dtype=dtype)
+
+class _Checkpoint(Source):
+    """The tensors of safetensors files."""
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        linears: LinearKind,
+        stored: dict[str, StoredTensor],
+        on_tensor: OnTensor,
+    ) -> None:
+        super().__init__(dtype, device, linears)
+        self._stored, self._on_tensor = stored, on_tensor
+
+    def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
+        original = self._stored[name].read()
+        tensor = original.to(device=self.device, dtype=self.dtype)
         if not _is_finite(tensor):
             what = "NaN or infinite values: the file is damaged"
             if _is_finite(original):
-                what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
-            raise CheckpointError(f"{stored[name].path}: {name} holds {what}")
-        on_tensor(name)
+                what = f"values too large for {str(self.dtype)[6:]}: choose a wider dtype"
+            raise CheckpointError(f"{self._stored[name].path}: {name} holds {what}")
+        self._on_tensor(name)
         return tensor
-
-    return family(config.architecture).assemble(config, take, convert)
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -67,53 +83,46 @@ def dummy_weights(
     dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    convert: Convert = keep,
-    on_tensor: Callable[[str], None] = _ignore,
+    linears: LinearKind = Dense,
+    on_tensor: OnTensor = _ignore,
 ) -> Any:
     """Seeded random weights of the shapes that ``config`` implies: norms near 1, matrices of variance 1 / in_features.
 
     So activations keep their size through the layers, and the logits are as spread as a model's.
     """
-    generator = torch.Generator(device).manual_seed(seed)
-    shapes = family(config.architecture).checkpoint_shapes(config)
-
-    def take(name: str) -> Tensor:
-        shape = shapes.pop(name)
-        values = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
-        on_tensor(name)
-        if name.endswith("norm.weight"):
-            return 1 + 0.1 * values
-        return values.mul_(0.1) if name.endswith(".bias") else values.mul_(shape[-1] ** -0.5)
-
-    weights = family(config.architecture).assemble(config, take, convert)
-    assert not shapes, f"assemble() left checkpoint tensors unused: {sorted(shapes)}"
-    return weights
+    return family(config.architecture).take(config, _RandomNumbers(dtype, device, linears, seed, on_tensor))
 
 
-def tensor_sizes(config: ModelConfig) -> dict[str, int]:
-    """Elements of each tensor of a checkpoint of this config, by its name."""
-    shapes = family(config.architecture).checkpoint_shapes(config)
-    return {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+class _RandomNumbers(Source):
+    """Normally distributed numbers, the next of a seeded sequence for each tensor."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, linears: LinearKind, seed: int, on_tensor: OnTensor
+    ) -> None:
+        super().__init__(dtype, device, linears)
+        self._generator, self._on_tensor = torch.Generator(device).manual_seed(seed), on_tensor
+
+    def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
+        values = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(generator=self._generator)
+        self._on_tensor(name)
+        values.mul_(shape[-1] ** -0.5 if std is None else std)
+        return values.add_(mean) if mean else values
 
 
-def num_parameters(config: ModelConfig) -> int:
-    """Parameters of a model of this config, from the shapes alone."""
-    return sum(tensor_sizes(config).values())
-
-
-def _check(
-    directory: Path, config: ModelConfig, shapes: dict[str, tuple[int, ...]], stored: dict[str, StoredTensor]
-) -> None:
+def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]) -> None:
     """``CheckpointError`` unless the tensors are those that the config implies."""
-    problems = []
+    model, problems = family(config.architecture), []
+    description, _ = model.describe(config)
+    shapes = description.shapes
     missing = [name for name in shapes if name not in stored]
     if missing:
         problems.append(f"missing: {listed(missing)}")
 
-    extra = [name for name in stored if name not in shapes and not name.endswith(_DERIVED_SUFFIXES)]
-    if config.tie_word_embeddings and "lm_head.weight" in extra:
-        extra.remove("lm_head.weight")
-        problems += _check_tied(shapes, stored)
+    extra = [name for name in stored if name not in shapes and not name.endswith(model.derived_tensors)]
+    for name, original in description.may_repeat.items():
+        if name in extra:
+            extra.remove(name)
+            problems += _check_repeated(name, original, shapes[original], stored)
     if extra:
         found = listed(f"{name:.100} ({stored[name].path.name})" for name in extra)
         problems.append(f"not part of {config.architecture}: {found}")
@@ -137,14 +146,13 @@ def _difference(tensor: StoredTensor, shape: tuple[int, ...]) -> str | None:
     return None
 
 
-def _check_tied(shapes: dict[str, tuple[int, ...]], stored: dict[str, StoredTensor]) -> list[str]:
-    # Some checkpoints store the tied head a second time. It may be left out only if it is the embedding.
-    names = ("lm_head.weight", "model.embed_tokens.weight")
-    if names[1] not in stored or _difference(stored[names[1]], shapes[names[1]]):
-        return []  # which is said by itself
-    is_like = _difference(stored[names[0]], shapes[names[1]]) is None
-    same = is_like and torch.equal(stored[names[0]].read(), stored[names[1]].read())
-    return [] if same else ["lm_head.weight differs from the embedding, though config.json says they are tied"]
+def _check_repeated(name: str, original: str, shape: tuple[int, ...], stored: dict[str, StoredTensor]) -> list[str]:
+    # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are the same.
+    if original not in stored or _difference(stored[original], shape):
+        return []  # which is a problem of its own
+    is_like = _difference(stored[name], shape) is None
+    same = is_like and torch.equal(stored[name].read(), stored[original].read())
+    return [] if same else [f"{name} differs from {original}, though config.json says they are tied"]
 
 
 def model_directory(model: str, revision: str | None = None, name: str = "model") -> Path:

@@ -14,6 +14,8 @@ import torch
 
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.registry import family
+from compiled_llm.models.weights import linears
 
 # Blocks of the pool to compile on, the sink among them. Not fewer: a size of 1 would be compiled in as a constant.
 TRIAL_BLOCKS = 3
@@ -263,11 +265,14 @@ class _Use:
 
 
 def estimated_activations(model_config: ModelConfig, limits: EngineLimits, itemsize: int) -> int:
-    """Bytes that the largest step holds besides weights and cache: logits, and the widest layer's tensors."""
-    c, tokens = model_config, limits.token_bucket_sizes[-1]
-    per_token = 4 * c.hidden_size + 3 * c.intermediate_size + 2 * c.qkv_features
-    logits = limits.decode_bucket_sizes[-1] * c.vocab_size * 16
-    return tokens * per_token * itemsize + logits * len(limits.decode_bucket_sizes)
+    """Bytes that the largest step holds besides weights and cache, about.
+
+    Logits, and what goes into and comes out of the linear layers of the widest decoder layer.
+    """
+    _, weights = family(model_config.architecture).describe(model_config)
+    per_token = max(sum(w.in_features + w.out_features for w in linears(layer)) for layer in weights.layers)
+    logits = limits.decode_bucket_sizes[-1] * model_config.vocab_size * 16
+    return limits.token_bucket_sizes[-1] * per_token * itemsize + logits * len(limits.decode_bucket_sizes)
 
 
 def free_bytes(device: torch.device) -> int:

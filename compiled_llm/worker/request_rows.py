@@ -42,6 +42,8 @@ class RequestRows:
     def update(self, output: SchedulerOutput) -> list[int]:
         """Enter a step's releases, admissions and new blocks. Returns the row of each scheduled request."""
         row_of = self._row_of
+        if output.resets:
+            self.clear()
         for request_id in output.released_request_ids:
             self._free_rows.append(row_of.pop(request_id))
         for admission in output.admissions:

@@ -19,12 +19,16 @@ from compiled_llm.compiling.function import CompiledFunction, CompileReport, use
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.weights import keep, pack, tensors
+from compiled_llm.models.linears.kinds import linear_kind
+from compiled_llm.models.registry import family
+from compiled_llm.models.weights import linears, tensors
 from compiled_llm.ops import native, swap
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.progress import Stage, StartProgress
+from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
@@ -36,7 +40,7 @@ from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_acti
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import Samplers, Wanted
-from compiled_llm.worker.step_buffers import Bucket, StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.step_buffers import StepBuffers
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 _SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
@@ -125,6 +129,7 @@ class ModelRunner:
             # Without a compiler none was loaded and a warning said so; Inductor cannot compile for a CPU either.
             enforce_eager = enforce_eager or native.compiler() is None
         self.start_times.kernels = time.perf_counter() - started
+        self.linears = linear_kind(self.device, self.dtype)
 
         self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
         memory = StartMemory(
@@ -132,7 +137,7 @@ class ModelRunner:
             self.limits,
             self.device,
             self._block_bytes,
-            num_tensors(self.cache_dtypes),
+            num_tensors(model_config, self.cache_dtypes),
             estimated_activations(model_config, self.limits, self.dtype.itemsize),
         )
         started = time.perf_counter()
@@ -206,7 +211,7 @@ class ModelRunner:
         rows = self.rows.update(output)
         self.buffers[bucket].fill(output, rows, self.rows)
         self.samplers.admit(output.admissions, self.rows)
-        wanted = Wanted.of(rows, output.samples, self.rows)
+        wanted = Wanted.of(rows, output.num_samples, self.rows)
         if wanted.changes:
             self.samplers.fill(rows, output, self.rows, bucket.num_requests)
         prepared = time.perf_counter()
@@ -232,8 +237,6 @@ class ModelRunner:
         self.times.num_padding_tokens += bucket.num_tokens - output.num_tokens
         if done is not None:
             self.times.launch_seconds += finished - prepared
-        elif bucket.kind == "tokens":
-            self.costs.record_step(bucket.num_tokens, finished - swapped)
         if profiler is not None and before is not None:
             self._profile(profiler, bucket, wanted, before)
         return LaunchedStep(bucket, len(rows), tokens, logprobs, prompt_logprobs, finished - swapped, begun, done)
@@ -250,16 +253,20 @@ class ModelRunner:
         profiler.profile(bucket.name, functools.partial(self.run_step, bucket), sampler, begun)
         self.last_tokens.copy_(after)
 
-    def collect(self, step: LaunchedStep) -> list[int]:
-        """The token that a step sampled for each of its requests (meaningless where none was due)."""
+    def collect(self, step: LaunchedStep) -> StepResult:
+        """Wait for a step, and return its results."""
         if step.begun is not None and step.done is not None:
             started = time.perf_counter()
             step.done.synchronize()
             self.times.execute_seconds += time.perf_counter() - started
             step.seconds = step.begun.elapsed_time(step.done) / 1e3
-            if step.bucket.kind == "tokens":
-                self.costs.record_step(step.bucket.num_tokens, step.seconds)
-        return step.tokens[: step.num_requests].tolist()
+        return StepResult(
+            step.bucket,
+            tuple(step.tokens[: step.num_requests].tolist()),
+            None if step.logprobs is None else _columns(step.logprobs),
+            None if step.prompt_logprobs is None else _columns(step.prompt_logprobs),
+            step.seconds,
+        )
 
     def close(self) -> None:
         """Free weights, KV cache and graphs; ``compile_report`` stays as it is then."""
@@ -297,23 +304,23 @@ class ModelRunner:
     def _load(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
-        packs = self.device.type == "cpu" and self.dtype == torch.bfloat16 and native.load("linear_cpu") is not None
-        # The largest matrix stands in memory twice while it is packed.
-        parameters = loader.num_parameters(c) + (c.vocab_size * c.hidden_size if packs else 0)
-        rope_bytes = c.max_position_embeddings * c.head_dim * 4
-        needed, free = parameters * self.dtype.itemsize + rope_bytes, free_bytes(self.device)
+        description, described = family(c.architecture).describe(c, self.dtype, self.linears)
+        largest = max(linear.nbytes for linear in linears(described))
+        rope_bytes = _num_bytes(described.ropes)
+        needed = _num_bytes(described) + self.linears.bytes_while_taking(largest)
+        free = free_bytes(self.device)
         if needed > free:
             raise ValueError(
                 f"{directory / 'config.json'}: the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, "
                 f"{rope_bytes >> 20} of them for max_model_len={c.max_position_embeddings}, and {free >> 20} are free "
                 f"on {self.device}: choose a smaller model, a shorter dtype, a smaller max_model_len or another device"
             )
-        convert = pack if packs else keep
-        with progress.stage("loading weights", loader.tensor_sizes(c), is_long=False) as stage:
+        sizes = {name: torch.Size(shape).numel() for name, shape in description.shapes.items()}
+        with progress.stage("loading weights", sizes, is_long=False) as stage:
             if config.load_format == "dummy":
-                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, convert, stage.finish)
+                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.finish)
             else:
-                weights = loader.load_weights(directory, c, self.dtype, self.device, convert, stage.finish)
+                weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.finish)
         for tensor in tensors(weights):
             torch._dynamo.mark_static_address(tensor)
         return weights
@@ -437,6 +444,11 @@ class ModelRunner:
         if output.copies:
             sources, targets = torch.tensor(output.copies, dtype=torch.int64).unbind(1)
             swap.copy_blocks(caches, sources, targets)
+
+
+def _columns(rows: LogprobRows) -> LogprobColumns:
+    logprobs, ranks, top_logprobs, top_ids = (column.tolist() for column in rows)
+    return LogprobColumns(tuple(logprobs), tuple(ranks), tuple(map(tuple, top_logprobs)), tuple(map(tuple, top_ids)))
 
 
 def _num_bytes(tree: Any) -> int:

@@ -18,6 +18,7 @@ from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.config import EngineLimits
 from compiled_llm.constraints.token_masks import num_mask_words
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits import LogitsInput
 from compiled_llm.step.logits_transforms import LogitsTransform
@@ -32,7 +33,6 @@ from compiled_llm.step.step import (
 )
 from compiled_llm.worker.field_buffers import FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import Bucket
 
 Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
 # What runs behind a step, and what it runs behind there: CUDA graph trees tell these apart, and nothing else does.
@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
     logprobs: bool
 
     @classmethod
-    def of(cls, rows: Sequence[int], is_due: Sequence[bool], store: RequestRows) -> "Wanted":
+    def of(cls, rows: Sequence[int], is_due: Sequence[int], store: RequestRows) -> "Wanted":
         """``is_due``: for each row, whether the step chooses a token of its request."""
         due = np.asarray(rows)[np.asarray(is_due, dtype=bool)]
         return cls(
@@ -279,7 +279,7 @@ class _LogitsBuffers:
         arrays, n = self.buffers.next_arrays(), len(rows)
         padded = [*rows, *[store.padding_row] * (len(arrays["row"]) - n)]
         arrays["row"][:] = padded
-        arrays["is_due"][:n], arrays["is_due"][n:] = output.samples, 0
+        arrays["is_due"][:n], arrays["is_due"][n:] = output.num_samples, 0
         for parameter in self._parameters:
             arrays[parameter.name][:] = store.parameters[parameter.name][padded]
         arrays["allowed"][:] = -1

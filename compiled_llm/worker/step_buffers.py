@@ -4,49 +4,18 @@ What lasts as long as a request (its row of the block table, its sampling parame
 written once. What lasts for a step is written into a bucket's ``StepBuffers``.
 """
 
-import dataclasses
-
 import numpy as np
 import torch
 
 from compiled_llm.config import EngineLimits
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-    """A set of static sizes that is compiled once. ``kind``: "decode" (a token each) or "tokens" (any mix)."""
-
-    kind: str
-    num_tokens: int
-    num_requests: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}_{self.num_tokens}"
-
-    @property
-    def max_query_len(self) -> int:
-        return 1 if self.kind == "decode" else self.num_tokens
-
-
-def buckets_of(limits: EngineLimits) -> list[Bucket]:
-    """All buckets of an engine, smallest first. Token buckets have a row for every request that may run."""
-    rows = limits.decode_bucket_sizes[-1]
-    decode = [Bucket("decode", size, size) for size in limits.decode_bucket_sizes]
-    return decode + [Bucket("tokens", size, rows) for size in limits.token_bucket_sizes]
-
-
-def choose_bucket(buckets: list[Bucket], output: SchedulerOutput) -> Bucket:
-    """The smallest bucket that holds the step. The scheduler's limits guarantee that there is one."""
-    kind, num_tokens = "decode" if output.max_query_len == 1 else "tokens", output.num_tokens
-    return next(bucket for bucket in buckets if bucket.kind == kind and bucket.num_tokens >= num_tokens)
 
 
 class StepBuffers:

@@ -185,11 +185,9 @@ def _without_kernels(*args) -> Tensor:
 
 
 def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.attention import (
-        triton_attention as attention_triton,  # Triton is loaded by the first call on a GPU, not by the import
-    )
+    from compiled_llm.ops.attention import triton_attention  # the first call on a GPU loads Triton, not the import
 
-    return attention_triton.paged_attention(*args)
+    return triton_attention.paged_attention(*args)
 
 
 LIBRARY.impl("paged_attention", _without_kernels, "CompositeExplicitAutograd")

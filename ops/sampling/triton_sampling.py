@@ -1,19 +1,4 @@
-"""Sampling on the GPU: the Triton kernels of ``sample_tokens``. Semantics, schema and reference: ``sampling.py``.
-
-Depths. A token's depth is how far its logit lies below the row's largest, as an int32: 0 for the most likely token, and
-2^24 more for each halving of the weight. So equal depths are equal weights, to the resolution of a float32. What top-k,
-top-p and min-p come to is a limit: the largest depth that stays.
-
-Exact sums. A weight is ``2^(-depth / 2^24)`` in whole units, an int64, the unit such that the sum of any row fits. So a
-sum does not depend on the order of its terms, nor a token on the rows beside it, on the number of programs or on which
-of them comes first. And the sum of a row is that of its chunks to the last digit, so a draw below the sum always meets
-a token that stays. At 2^18 tokens a unit is 2^-44 of the largest weight, and no token is off by more.
-
-The search. A pass compares all depths with ``CELLS`` limits, which leaves a ``CELLS``-th of the range. After ``LEVELS``
-passes the few depths that are left in the range are gathered in a list, and one program a row halves the range over
-the list until one depth is left. With top-k the list has all that top-k keeps, so that top-p is searched in it as well.
-They may not fit, since thousands of tokens may have the same weight: then the range often has one depth alone, and
-else the passes go on, by one program. No pass reads chunks whose largest logit lies below the range.
+"""Sampling on the GPU: the launch of the Triton kernels of ``sample_tokens`` (``triton_kernels.py``).
 
 The kernels, each a fixed grid that follows from the shapes and the GPU alone. Nothing is read back, so a call can be
 captured in a CUDA graph. Programs of a row that does not need a kernel leave it at once.
@@ -30,24 +15,24 @@ import functools
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.sampling import token_sampling as sampling
-
-CHUNK = tl.constexpr(512)  # tokens
-TILE = tl.constexpr(8)  # chunks of a program that has no loop
-CELLS = tl.constexpr(16)  # limits of a pass
-LEVELS = tl.constexpr(3)  # passes that are spread over the GPU
-MOST_LISTED = 4096  # depths in a row's list
-BANNED = tl.constexpr(2**30)  # a depth without weight: 2^-64 of the largest, or -inf
-HALVING = tl.constexpr(2.0**24)  # depths in a factor of two
-LOG2_E = tl.constexpr(1.4426950408889634)
-MIN_TEMPERATURE = tl.constexpr(sampling.MIN_TEMPERATURE)
-NO_TOKEN = tl.constexpr(sampling.NO_TOKEN)
+from compiled_llm.ops.sampling.triton_kernels import (
+    CELLS,
+    CHUNK,
+    LEVELS,
+    TILE,
+    draw_kernel,
+    gather_kernel,
+    limit_kernel,
+    maxima_kernel,
+    narrow_kernel,
+    sums_kernel,
+)
 
 # No fused operation: a token's weight has the same bits in every kernel.
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+MOST_LISTED = 4096  # depths in a row's list
 PROGRAMS_PER_SM = 8
 MOST_SPLITS = 128  # programs that share a pass over a row; each reads what all of them found in the pass before
 
@@ -56,281 +41,6 @@ MOST_SPLITS = 128  # programs that share a pass over a row; each reads what all 
 def _num_sms(device: torch.device) -> int:
     """On a CPU, where only the interpreter runs, one SM keeps tests short."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@triton.jit
-def _load_logits(row_logits, tokens, vocabulary):
-    """As float32; -inf past the end; +inf for NaN, since a row with either has no token."""
-    x = tl.load(row_logits + tokens, mask=tokens < vocabulary, other=float("-inf")).to(tl.float32)
-    return tl.where(x == x, x, float("inf"))
-
-
-@triton.jit
-def _scale(maxima, temperature, row, num_chunks, BLOCK_C: tl.constexpr):
-    """The row's largest logit, the depths of a logit's unit, and whether a token is drawn: else the row is greedy."""
-    chunks = tl.arange(0, BLOCK_C)
-    largest = tl.max(tl.load(maxima + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")), 0)
-    divisor = tl.load(temperature + row)
-    per_unit = (LOG2_E * HALVING) / tl.maximum(divisor, MIN_TEMPERATURE)
-    return largest, per_unit, (divisor > 0) & (tl.abs(largest) < float("inf"))
-
-
-@triton.jit
-def _depths(x, largest, per_unit):
-    return tl.minimum((largest - x) * per_unit, BANNED * 1.0).to(tl.int32)
-
-
-@triton.jit
-def _weights(depths, UNIT: tl.constexpr):
-    return (tl.exp2(depths.to(tl.float32) * (-1.0 / HALVING)) * UNIT).to(tl.int64)
-
-
-@triton.jit
-def _share(top_p, total):
-    """The sum that top-p wants, of a sum of weights."""
-    return tl.maximum((top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-
-
-@triton.jit
-def _amounts(
-    row_logits, row_maxima, largest, per_unit, by_count, low, step, first, end, vocabulary, UNIT: tl.constexpr
-):
-    """What the tokens of some chunks amount to, by their number or by their weights: ``[CELLS]`` int64, the tokens down
-    to the depth ``low + step``, to ``low + 2 * step`` and so on."""
-    limits = low + step * (1 + tl.arange(0, CELLS))
-    sums = tl.zeros([CELLS, CHUNK], tl.int64)
-    for chunk in range(first, end):
-        if _depths(tl.load(row_maxima + chunk), largest, per_unit) <= low + step * CELLS:
-            x = _load_logits(row_logits, chunk * CHUNK + tl.arange(0, CHUNK), vocabulary)
-            depths = _depths(x, largest, per_unit)
-            amounts = tl.where(by_count, 1, _weights(depths, UNIT))
-            sums += tl.where(depths[None, :] <= limits[:, None], amounts[None, :], 0)
-    return tl.sum(sums, 1)
-
-
-@triton.jit
-def _range(partial, top_k, top_p, row, splits, vocabulary, PASSES: tl.constexpr, BLOCK_S: tl.constexpr):
-    """What is known after some passes of the limit that top-k asks for, or top-p where top-k is off.
-
-    It is above ``low`` and at most ``high``. Also what the tokens down to ``low`` amount to, and what is wanted; less
-    than that is reached where fewer than top_k tokens have a weight.
-    """
-    k = tl.load(top_k + row)
-    by_count = k < vocabulary
-    wanted = tl.maximum(k, 1).to(tl.int64)
-    low = tl.full([], -1, tl.int32)
-    step = tl.full([], BANNED, tl.int32)
-    amount = tl.zeros([], tl.int64)
-    cells = tl.arange(0, CELLS)
-    parts = tl.arange(0, BLOCK_S)[:, None]
-    for level in tl.static_range(PASSES):
-        part = ((level * tl.num_programs(0) + row) * splits + parts) * CELLS + cells[None, :]
-        amounts = tl.sum(tl.load(partial + part, mask=parts < splits, other=0), 0)
-        if level == 0:
-            wanted = tl.where(by_count, wanted, _share(tl.load(top_p + row), tl.max(amounts, 0)))
-        short = (amounts < wanted) & (cells < CELLS - 1)
-        amount = tl.maximum(amount, tl.max(tl.where(short, amounts, 0), 0))
-        step = step // CELLS
-        low += tl.sum(short.to(tl.int32), 0) * step
-    return low, low + step, amount, wanted
-
-
-@triton.jit
-def _search_list(depths, amounts, low, high, amount, wanted):
-    """The first limit above ``low`` that gives what is wanted, or ``high``. ``amount``: what is not in the list."""
-    while high - low > 1:
-        middle = low + (high - low) // 2
-        enough = amount + tl.sum(tl.where(depths <= middle, amounts, 0), 0) >= wanted
-        low = tl.where(enough, low, middle)
-        high = tl.where(enough, middle, high)
-    return high
-
-
-@triton.jit
-def _search_row(
-    row_logits, row_maxima, largest, per_unit, by_count, low, high, wanted, num_chunks, vocabulary, UNIT: tl.constexpr
-):
-    """The same over all tokens of the row."""
-    while high - low > 1:
-        step = tl.cdiv(high - low, CELLS)
-        amounts = _amounts(
-            row_logits, row_maxima, largest, per_unit, by_count, low, step, 0, num_chunks, vocabulary, UNIT
-        )  # fmt: skip
-        short = (amounts < wanted) & (tl.arange(0, CELLS) < CELLS - 1)
-        low += tl.sum(short.to(tl.int32), 0) * step
-        high = tl.minimum(high, low + step)
-    return high
-
-
-@triton.jit
-def maxima_kernel(logits, maxima, found, row_stride, vocabulary, num_chunks):
-    """The largest logit of each chunk; an empty list."""
-    row = tl.program_id(0).to(tl.int64)
-    chunks = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    tokens = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    x = _load_logits(logits + row * row_stride, tokens, vocabulary)
-    tl.store(maxima + row * num_chunks + chunks, tl.max(x, 1), mask=chunks < num_chunks)
-    if tl.program_id(1) == 0:
-        tl.store(found + row * 3, 0)
-        tl.store(found + row * 3 + 1, BANNED)
-        tl.store(found + row * 3 + 2, -1)
-
-
-@triton.jit
-def narrow_kernel(
-    logits, temperature, top_k, top_p, maxima, partial, row_stride, vocabulary, num_chunks, chunks_per_split,
-    LEVEL: tl.constexpr, UNIT: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Pass ``LEVEL`` of the search over a split of a row, into ``partial`` ``[LEVELS, R, splits, CELLS]``."""
-    row = tl.program_id(0).to(tl.int64)
-    split, splits = tl.program_id(1), tl.num_programs(1)
-    by_count = tl.load(top_k + row) < vocabulary
-    if by_count | (tl.load(top_p + row) < 1):
-        largest, per_unit, drawn = _scale(maxima, temperature, row, num_chunks, BLOCK_C)
-        if drawn:
-            low, high, _, _ = _range(partial, top_k, top_p, row, splits, vocabulary, LEVEL, BLOCK_S)
-            first = split * chunks_per_split
-            amounts = _amounts(
-                logits + row * row_stride, maxima + row * num_chunks, largest, per_unit, by_count,
-                low, (high - low) // CELLS, first, tl.minimum(first + chunks_per_split, num_chunks), vocabulary, UNIT,
-            )  # fmt: skip
-            part = ((LEVEL * tl.num_programs(0) + row) * splits + split) * CELLS
-            tl.store(partial + part + tl.arange(0, CELLS), amounts)
-
-
-@triton.jit
-def gather_kernel(
-    logits, temperature, top_k, top_p, maxima, partial, found, listed,
-    row_stride, vocabulary, num_chunks, chunks_per_split,
-    LISTED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The depths still in question into ``listed`` ``[R, LISTED]``, in any order.
-
-    ``found`` ``[R, 3]``: how many, also if they do not fit, and the least and the largest of those in the range.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    by_count = tl.load(top_k + row) < vocabulary
-    if by_count | (tl.load(top_p + row) < 1):
-        largest, per_unit, drawn = _scale(maxima, temperature, row, num_chunks, BLOCK_C)
-        if drawn:
-            low, high, _, _ = _range(partial, top_k, top_p, row, tl.num_programs(1), vocabulary, LEVELS, BLOCK_S)
-            above = tl.where(by_count, -1, low)
-            first = tl.program_id(1) * chunks_per_split
-            for chunk in range(first, tl.minimum(first + chunks_per_split, num_chunks)):
-                if _depths(tl.load(maxima + row * num_chunks + chunk), largest, per_unit) <= high:
-                    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-                    depths = _depths(_load_logits(logits + row * row_stride, tokens, vocabulary), largest, per_unit)
-                    wanted = ((depths > above) & (depths <= high)).to(tl.int32)
-                    count = tl.sum(wanted, 0)
-                    if count > 0:
-                        place = tl.atomic_add(found + row * 3, count, sem="relaxed") + tl.cumsum(wanted, 0) - 1
-                        tl.store(listed + row * LISTED + place, depths, mask=(wanted > 0) & (place < LISTED))
-                        in_range = (depths > low) & (depths <= high)
-                        tl.atomic_min(found + row * 3 + 1, tl.min(tl.where(in_range, depths, BANNED), 0), sem="relaxed")
-                        tl.atomic_max(found + row * 3 + 2, tl.max(tl.where(in_range, depths, -1), 0), sem="relaxed")
-
-
-@triton.jit
-def limit_kernel(
-    logits, temperature, top_k, top_p, min_p, maxima, partial, found, listed, limits,
-    row_stride, vocabulary, num_chunks, splits,
-    UNIT: tl.constexpr, LISTED: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """The largest depth that stays."""
-    row = tl.program_id(0).to(tl.int64)
-    largest, per_unit, drawn = _scale(maxima, temperature, row, num_chunks, BLOCK_C)
-    if drawn:
-        smallest = tl.maximum(tl.load(min_p + row), 2.0**-64)
-        limit = tl.minimum(tl.maximum(-tl.log2(smallest) * HALVING, 0.0).to(tl.int32), BANNED - 1)
-        by_count = tl.load(top_k + row) < vocabulary
-        share = tl.load(top_p + row)
-        if by_count | (share < 1):
-            low, high, amount, wanted = _range(partial, top_k, top_p, row, splits, vocabulary, LEVELS, BLOCK_S)
-            count = tl.load(found + row * 3)
-            deepest = tl.load(found + row * 3 + 2)
-            high = tl.where(deepest > low, deepest, high)
-            low = tl.maximum(low, tl.load(found + row * 3 + 1) - 1)
-            if count <= LISTED:
-                i = tl.arange(0, LISTED)
-                depths = tl.load(listed + row * LISTED + i, mask=i < count, other=BANNED)
-                weights = _weights(depths, UNIT)
-                amount = tl.where(by_count, 0, amount)
-                high = _search_list(depths, tl.where(by_count, 1, weights), low, high, amount, wanted)
-                if by_count & (share < 1):
-                    total = tl.sum(tl.where(depths <= high, weights, 0), 0)
-                    high = _search_list(depths, weights, tl.full([], -1, tl.int32), high, amount, _share(share, total))
-            else:
-                row_logits, row_maxima = logits + row * row_stride, maxima + row * num_chunks
-                high = _search_row(
-                    row_logits, row_maxima, largest, per_unit, by_count, low, high, wanted,
-                    num_chunks, vocabulary, UNIT,
-                )  # fmt: skip
-                if by_count & (share < 1):
-                    amounts = _amounts(
-                        row_logits, row_maxima, largest, per_unit, False, high - CELLS, 1,
-                        0, num_chunks, vocabulary, UNIT,
-                    )  # fmt: skip
-                    high = _search_row(
-                        row_logits, row_maxima, largest, per_unit, False, tl.full([], -1, tl.int32), high,
-                        _share(share, tl.max(amounts, 0)), num_chunks, vocabulary, UNIT,
-                    )  # fmt: skip
-            limit = tl.minimum(limit, high)
-        tl.store(limits + row, limit)
-
-
-@triton.jit
-def sums_kernel(
-    logits, temperature, maxima, limits, sums, row_stride, vocabulary, num_chunks,
-    UNIT: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """The sum of the weights that stay, of each chunk."""
-    row = tl.program_id(0).to(tl.int64)
-    largest, per_unit, drawn = _scale(maxima, temperature, row, num_chunks, BLOCK_C)
-    if drawn:
-        limit = tl.load(limits + row)
-        chunks = tl.program_id(1) * TILE + tl.arange(0, TILE)
-        inside = chunks < num_chunks
-        nearest = tl.load(maxima + row * num_chunks + chunks, mask=inside, other=float("-inf"))
-        of_chunks = tl.zeros([TILE], tl.int64)
-        if tl.min(_depths(nearest, largest, per_unit), 0) <= limit:
-            tokens = chunks[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-            depths = _depths(_load_logits(logits + row * row_stride, tokens, vocabulary), largest, per_unit)
-            of_chunks = tl.sum(tl.where(depths <= limit, _weights(depths, UNIT), 0), 1)
-        tl.store(sums + row * num_chunks + chunks, of_chunks, mask=inside)
-
-
-@triton.jit
-def draw_kernel(
-    logits, temperature, uniform, maxima, limits, sums, out, row_stride, vocabulary, num_chunks,
-    UNIT: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """The chunk in which the running sum exceeds the drawn threshold, and then the token; or the most likely one.
-
-    No token where the largest logit is infinite.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    largest, per_unit, drawn = _scale(maxima, temperature, row, num_chunks, BLOCK_C)
-    chunks = tl.arange(0, BLOCK_C)
-    of_row = row * num_chunks + chunks
-    places = tl.arange(0, CHUNK)
-    if drawn:
-        ends = tl.cumsum(tl.load(sums + of_row, mask=chunks < num_chunks, other=0), 0)
-        total = tl.max(ends, 0)
-        # In float64 the product is less than the sum; a uniform of 1 must not leave the vocabulary either.
-        threshold = tl.minimum((tl.load(uniform + row) * total.to(tl.float64)).to(tl.int64), total - 1)
-        passed = tl.max(tl.where(ends <= threshold, ends, 0), 0)
-        chunk = tl.sum((ends <= threshold).to(tl.int32), 0)
-        x = _load_logits(logits + row * row_stride, chunk * CHUNK + places, vocabulary)
-        depths = _depths(x, largest, per_unit)
-        weights = tl.where(depths <= tl.load(limits + row), _weights(depths, UNIT), 0)
-        place = tl.sum((passed + tl.cumsum(weights, 0) <= threshold).to(tl.int32), 0)
-    else:
-        of_chunks = tl.load(maxima + of_row, mask=chunks < num_chunks, other=float("-inf"))
-        chunk = tl.min(tl.where(of_chunks == largest, chunks, BLOCK_C), 0)
-        x = _load_logits(logits + row * row_stride, chunk * CHUNK + places, vocabulary)
-        place = tl.min(tl.where(x == largest, places, CHUNK), 0)
-    token = (chunk * CHUNK + place).to(tl.int64)
-    tl.store(out + row, tl.where(tl.abs(largest) < float("inf"), token, NO_TOKEN))
 
 
 def _check(logits: Tensor, **columns: tuple[Tensor, torch.dtype]) -> None:
@@ -353,7 +63,7 @@ def _check(logits: Tensor, **columns: tuple[Tensor, torch.dtype]) -> None:
 def sample_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, uniform: Tensor
 ) -> Tensor:
-    """``sampling.sample_tokens`` on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """``token_sampling.sample_tokens`` on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
     A ``top_k`` below 1 counts as 1: to refuse it, values would have to be read back.
 

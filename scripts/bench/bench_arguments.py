@@ -9,16 +9,19 @@ import dataclasses
 import json
 import math
 import random
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments, model_of, random_tokens
 
-from compiled_llm import EngineConfig, SamplingParams
-from compiled_llm.command_line import FlagParser, add_engine_arguments, engine_config
+from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
+from compiled_llm.command_line import FlagParser, add_engine_arguments, check_least, engine_config
 from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.text.prompts import check_token_ids
 from compiled_llm.text.tokenizer import Tokenizer
 
@@ -29,7 +32,7 @@ _RANDOM_FLAGS = ("input_len", "random_input_len", "random_output_len", "random_r
 _LENGTH_FLAGS = ("dataset_name", "dataset_path", "num_prompts", "output_len", *_RANDOM_FLAGS)
 
 
-def bench_parser(description: str | None) -> argparse.ArgumentParser:
+def bench_parser(description: str | None) -> FlagParser:
     """A parser with a flag for every engine argument, and ``--shape`` beside ``--model``."""
     parser = FlagParser(description=description, conflict_handler="resolve")
     add_engine_arguments(parser)
@@ -112,9 +115,30 @@ def described_model(args: argparse.Namespace) -> Iterator[Model]:
             name=args.model or args.shape,
             directory=directory,
             config=config,
-            model_config=ModelConfig.from_directory(directory),
+            model_config=read_config(directory),
             tokenizer=load_tokenizer(config, directory),
         )
+
+
+@contextlib.contextmanager
+def bad_arguments_end(program: str) -> Iterator[None]:
+    """A ``ValueError`` or ``OSError`` in it ends the program with its message and status 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def start_engine(
+    program: str, args: argparse.Namespace, make_requests: Callable[[argparse.Namespace, Model], Requests]
+) -> tuple[Model, Requests, CompiledEngine, float]:
+    """(model, requests, an engine that holds them, seconds of its start). Ends ``program`` if an argument is bad."""
+    with bad_arguments_end(program), described_model(args) as model:
+        requests = make_requests(args, model)
+        started = time.perf_counter()
+        engine = CompiledEngine.from_config(config_for(model, requests))
+        return model, requests, engine, time.perf_counter() - started
 
 
 def config_for(model: Model, requests: Requests) -> EngineConfig:
@@ -168,10 +192,8 @@ def requests_of(args: argparse.Namespace, model: Model) -> Requests:
     if args.workload is not None:
         _refuse(args, _LENGTH_FLAGS, "--workload, which says all about its requests")
         return WORKLOADS[args.workload](model.model_config.vocab_size, args.seed)
-    if args.num_prompts is not None:
-        positive("--num-prompts", args.num_prompts)
-    if args.output_len is not None:
-        positive("--output-len", args.output_len)
+    check_least(args, num_prompts=1, input_len=1, output_len=1, random_input_len=1, random_output_len=1)
+    check_least(args, random_prefix_len=0)
     if args.dataset_path is None:
         if args.dataset_name == "custom":
             raise ValueError("--dataset-name custom needs --dataset-path FILE.jsonl")
@@ -185,12 +207,6 @@ def requests_of(args: argparse.Namespace, model: Model) -> Requests:
             f"--num-prompts must be at most {len(requests)}, the rows of {args.dataset_path}, given {args.num_prompts}"
         )
     return requests[: args.num_prompts]
-
-
-def positive(name: str, value: int) -> None:
-    """``ValueError`` unless ``value`` is at least 1."""
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, given {value}")
 
 
 def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> None:
@@ -208,10 +224,6 @@ def _random_requests(args: argparse.Namespace, vocab_size: int) -> Requests:
     output_len = _first_given(args.output_len, args.random_output_len, OUTPUT_LEN)
     prefix_len = _first_given(args.random_prefix_len, 0)
     ratio = 0.0 if args.random_range_ratio is None else args.random_range_ratio
-    positive("--random-input-len", input_len)
-    positive("--random-output-len", output_len)
-    if prefix_len < 0:
-        raise ValueError(f"--random-prefix-len must be at least 0, given {prefix_len}")
     if not 0 <= ratio < 1:
         raise ValueError(f"--random-range-ratio must be at least 0 and below 1, given {ratio}")
 

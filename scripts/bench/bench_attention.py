@@ -44,6 +44,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tables
 import torch
 from bench_attention_contenders import (
     ALTERNATIVES,
@@ -207,20 +208,14 @@ def measure(case: Case, args: argparse.Namespace, yardsticks: dict[str, tuple[Ru
     return rows
 
 
-def table_line(row: dict[str, Any], names: list[str]) -> str:
+def table_row(row: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    """A row of the table for people."""
     seconds = row["seconds"]
-    uniform = f"{row['to_uniform']:.2f}" if "to_uniform" in row else ""
-    others = [f"{seconds[name] / seconds['op']:.2f}x" if name in seconds else "-" for name in names]
-    return (
-        f"{row['case']:25}{row['kv_dtype']:9}{row['block_size']:4}{seconds['op'] * 1e6:11.1f}{row['gb_per_s']:9.1f}"
-        f"{row['tflop_per_s']:9.3f}{row['share_of_limit']:5.0%} {row['limit']:6}{row['to_model_dtype']:8.2f}"
-        f"{uniform:>10}" + "".join(f"{other:>10}" for other in others)
-    )
-
-
-def table_header(names: list[str]) -> str:
-    columns = f"{'':25}{'KV':9}{'S':>4}{'op us':>11}{'GB/s':>9}{'TFLOP/s':>9}{'of limit':>12}{'/model':>8}"
-    return f"{columns}{'/uniform':>10}" + "".join(f"{name:>10}" for name in names)
+    shown = {"case": row["case"], "KV": row["kv_dtype"], "S": row["block_size"], "op us": seconds["op"] * 1e6}
+    shown |= {"GB/s": row["gb_per_s"], "TFLOP/s": row["tflop_per_s"]}
+    shown |= {"of limit": f"{row['share_of_limit']:.0%} {row['limit']}", "/model": row["to_model_dtype"]}
+    shown["/uniform"] = row.get("to_uniform")
+    return shown | {name: f"{seconds[name] / seconds['op']:.2f}x" if name in seconds else "-" for name in names}
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -261,12 +256,6 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, given {text!r}")
-    return int(text)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -275,42 +264,38 @@ def parse_arguments() -> argparse.Namespace:
     add("--prefill", nargs="*", type=functools.partial(parse_case, "prefill"), metavar="[BATCHx]TOKENS+CONTEXT[,...]")
     add("--dtype", choices=DTYPES, default="bfloat16", help="the model's: of queries, and of a cache by default")
     add("--kv-dtype", nargs="*", choices=KV_DTYPES, default=list(KV_DTYPES), help="of further caches (default: both)")
-    add("--block-size", nargs="+", type=positive, default=[16], metavar="S")
-    add("--heads", type=positive, default=16)
-    add("--kv-heads", type=positive, default=8)
-    add("--head-dim", type=positive, default=128)
+    add("--block-size", nargs="+", type=int, default=[16], metavar="S")
+    add("--heads", type=int, default=16)
+    add("--kv-heads", type=int, default=8)
+    add("--head-dim", type=int, default=128)
     add("--skip", nargs="+", choices=ALTERNATIVES, default=[], help="alternatives to leave out")
     add("--seconds", type=float, default=5.0, help="for each case, without its preparation (default: %(default)s)")
     add("--statistic", choices=STATISTICS, default="median", help="min on a machine that others use")
-    add("--threads", type=positive, help="of torch, on the CPU")
-    add(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        help="write the last line of the output there, and what there is of it after each case",
-    )
+    add("--threads", type=int, help="of torch, on the CPU")
+    tables.add_json_flag(parser)
     add("--plot", type=Path, metavar="FILE.png", help="draw the table; needs matplotlib")
-    args = parser.parse_args()
+    return parser.parse_checked(check_arguments, block_size=1, heads=1, kv_heads=1, head_dim=1, seconds=0, threads=1)
 
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Fills in the cases. ``ValueError`` for what cannot be measured."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no CUDA GPU here (torch.cuda.is_available() is False)")
+        raise ValueError("--device cuda: there is no CUDA GPU here (torch.cuda.is_available() is False)")
+    if args.seconds == float("inf"):
+        raise ValueError("--seconds must be finite, given inf")
     if args.heads % args.kv_heads:
-        parser.error(f"--heads must be a multiple of --kv-heads, given {args.heads} and {args.kv_heads}")
-    if not 0 <= args.seconds < float("inf"):
-        parser.error(f"--seconds must be 0 or more, given {args.seconds}")
-    for flag, path in (("--json", args.json), ("--plot", args.plot)):
-        if path and not path.absolute().parent.is_dir():
-            parser.error(f"{flag}: {path.parent} is no folder")
+        raise ValueError(f"--heads must be a multiple of --kv-heads, given {args.heads} and {args.kv_heads}")
+    tables.check_target("--json", args.json)
+    tables.check_target("--plot", args.plot)
     if args.plot and args.plot.suffix not in (".png", ".svg", ".pdf"):
-        parser.error(f"--plot must end in .png, .svg or .pdf, given {str(args.plot)!r}")
+        raise ValueError(f"--plot must end in .png, .svg or .pdf, given {str(args.plot)!r}")
     if args.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib, or compiled-llm[plot]")
+        raise ValueError("--plot needs matplotlib: pip install matplotlib, or compiled-llm[plot]")
     for kind in ("decode", "prefill"):
         if getattr(args, kind) is None:
             setattr(args, kind, [parse_case(kind, text) for text in CASES[kind, args.device]])
     if not args.decode + args.prefill:
-        parser.error("nothing to measure: --decode and --prefill are both empty")
-    return args
+        raise ValueError("nothing to measure: --decode and --prefill are both empty")
 
 
 def main() -> int:
@@ -322,7 +307,7 @@ def main() -> int:
     sizes = f"N={args.heads} K={args.kv_heads} H={args.head_dim}, model and alternatives in {args.dtype}"
     title = f"{facts.get('gpu', facts['cpu'])}\n{sizes}"
     names = [name for name in ALTERNATIVES if name not in args.skip]
-    print(f"{title}\n{table_header(names)}", flush=True)
+    print(title, flush=True)
     rows: list[dict[str, Any]] = []
     record = {
         "benchmark": "attention",
@@ -341,8 +326,7 @@ def main() -> int:
             except WrongResultError as error:
                 print(f"bench_attention: error: {error}", file=sys.stderr)
                 return 1
-            for row in new:
-                print(table_line(row, names), flush=True)
+            print(tables.text_table([table_row(row, names) for row in new]), flush=True)
             for name, reason in new[0]["left_out"].items():
                 if f"{name} {reason}" not in said:
                     print(f"    {name} is left out: {reason}", flush=True)
@@ -352,7 +336,7 @@ def main() -> int:
                 args.json.write_text(json.dumps(record) + "\n")
     if args.plot:
         plot(rows, title, args.plot)
-    print(json.dumps(record))
+    tables.finish(record, args.json)
     return 0
 
 

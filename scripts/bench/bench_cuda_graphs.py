@@ -9,35 +9,22 @@ Ends in one JSON line. Exit status: 0, 1 where the two gave different tokens, 2 
 """
 
 import contextlib
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+import tables
 import torch
 from workloads import add_model_arguments, integers, model_of, one_stream
 
-from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 
 MODES = ("trees", "manual")
 INPUT_LEN = 32  # short: prompts are not what is measured
 _BLOCK_SIZE = 16
-
-
-def first_token_time(output: RequestOutput) -> float:
-    time = output.metrics.first_token_time
-    assert time is not None
-    return time
-
-
-def finished_time(output: RequestOutput) -> float:
-    time = output.metrics.finished_time
-    assert time is not None
-    return time
 
 
 def decode(engine: CompiledEngine, batch_size: int, output_len: int) -> tuple[float, float, list[list[int]]]:
@@ -51,9 +38,9 @@ def decode(engine: CompiledEngine, batch_size: int, output_len: int) -> tuple[fl
     outputs = engine.generate(prompts, params, use_tqdm=False)
     after = engine.stats()
     # All prompts run in one step, so all requests begin and end together.
-    seconds = max(map(finished_time, outputs)) - max(map(first_token_time, outputs))
+    last, first = (max(getattr(o.metrics, f"{name}_time") for o in outputs) for name in ("finished", "first_token"))
     launching = (after.launch_seconds - before.launch_seconds) / (after.num_steps - before.num_steps)
-    return seconds / (output_len - 1), launching, [output.outputs[0].token_ids for output in outputs]
+    return (last - first) / (output_len - 1), launching, [output.outputs[0].token_ids for output in outputs]
 
 
 def compare(engines: Mapping[str, CompiledEngine], batch_size: int, output_len: int, repeats: int) -> dict[str, Any]:
@@ -83,14 +70,15 @@ def compare(engines: Mapping[str, CompiledEngine], batch_size: int, output_len: 
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
-    print(f"{'batch':>6}{'step, trees':>14}{'manual':>14}{'ratio':>8}{'launch, trees':>16}{'manual':>12}   tokens")
-    for row in rows:
-        step, launch = row["step_ms"], row["launch_us"]
-        print(
-            f"{row['batch_size']:>6}{step['trees']:>11.3f} ms{step['manual']:>11.3f} ms{row['step_ratio']:>8.3f}"
-            f"{launch['trees']:>13.0f} us{launch['manual']:>9.0f} us   "
-            f"{'the same' if row['same_tokens'] else 'DIFFERENT'}; faster: {row['faster']}"
-        )
+    shown = [
+        {"batch": row["batch_size"]}
+        | {f"step ms, {mode}": ms for mode, ms in row["step_ms"].items()}
+        | {"ratio": row["step_ratio"]}
+        | {f"launch us, {mode}": us for mode, us in row["launch_us"].items()}
+        | {"tokens": "the same" if row["same_tokens"] else "DIFFERENT", "faster": row["faster"]}
+        for row in rows
+    ]
+    print(tables.text_table(shown))
 
 
 def main() -> int:
@@ -99,10 +87,8 @@ def main() -> int:
     parser.add_argument("--batch-sizes", type=integers, default=(1, 32), help="default: 1,32")
     parser.add_argument("--output-len", type=int, default=128, help="tokens to generate for each request")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each engine, of which the median counts")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON line there, too")
-    args = parser.parse_args()
-    if args.output_len < 2 or args.repeats < 1:
-        parser.error("--output-len must be 2 or more and --repeats 1 or more")
+    tables.add_json_flag(parser)
+    args = parser.parse_checked(output_len=2, repeats=1)
     if not torch.cuda.is_available():
         print("bench_cuda_graphs: no CUDA GPU here (torch.cuda.is_available() is False)", file=sys.stderr)
         return 2
@@ -136,10 +122,8 @@ def main() -> int:
         }
     print_table(rows)
     facts = machine.describe(torch.device("cuda", 0))
-    line = json.dumps({"model": args.model or args.shape, "rows": rows, "compiled": compiled, "machine": facts})
-    if args.json:
-        args.json.write_text(line + "\n", encoding="utf-8")
-    print(line)
+    result = {"model": args.model or args.shape, "rows": rows, "compiled": compiled, "machine": facts}
+    tables.finish(result, args.json)
     return 0 if all(row["same_tokens"] for row in rows) else 1
 
 

@@ -1,12 +1,14 @@
 """``transformers.generate`` on the requests of a benchmark: batches padded on the left, greedy, exact lengths."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
-from workloads import Requests
+
+Batch = Sequence[tuple[list[int], int]]  # token ids of the prompt, tokens to generate
 
 
 class HuggingFaceModel(NamedTuple):
@@ -30,26 +32,46 @@ def load(directory: Path, dtype: str, device: torch.device, seed: int, *, random
     return HuggingFaceModel(module.to(device).eval(), device)
 
 
-def run(model: HuggingFaceModel, requests: Requests, max_batch_size: int) -> float:
+def run(model: HuggingFaceModel, requests: Batch, max_batch_size: int) -> float:
     """Seconds that all requests take, ``max_batch_size`` at a time, each batch until its longest request is done."""
     started = time.perf_counter()
     for start in range(0, len(requests), max_batch_size):
-        _run_batch(model, requests[start : start + max_batch_size])
+        generate(model, requests[start : start + max_batch_size])
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)
     return time.perf_counter() - started
 
 
-def _run_batch(model: HuggingFaceModel, batch: Requests) -> None:
-    lengths = [len(request.prompt_token_ids) for request in batch]
-    longest, new_tokens = max(lengths), max(request.output_len for request in batch)
-    rows = [[0] * (longest - len(request.prompt_token_ids)) + request.prompt_token_ids for request in batch]
-    masks = [[0] * (longest - length) + [1] * length for length in lengths]
+def generate(model: HuggingFaceModel, batch: Batch, **options: Any) -> Any:
+    """One batch until its longest request is done: token ids, [requests, longest prompt + longest output] int64.
+
+    ``options`` are those of ``module.generate``; with ``return_dict_in_generate`` it returns transformers' object.
+    """
+    longest, new_tokens = max(len(prompt) for prompt, _ in batch), max(count for _, count in batch)
     with torch.inference_mode():
         output = model.module.generate(
-            torch.tensor(rows, device=model.device),
-            attention_mask=torch.tensor(masks, device=model.device),
+            torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch], device=model.device),
+            attention_mask=torch.tensor(
+                [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch], device=model.device
+            ),
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
+            **options,
         )
-    assert output.shape == (len(batch), longest + new_tokens)
+    assert getattr(output, "sequences", output).shape == (len(batch), longest + new_tokens)
+    return output
+
+
+def generate_timed(model: HuggingFaceModel, batch: Batch, **options: Any) -> tuple[list[float], Any]:
+    """(seconds from the start at which each new token of the batch was there, what ``generate`` returns)."""
+    times: list[float] = []
+    never = torch.zeros(len(batch), dtype=torch.bool, device=model.device)
+
+    def note_time(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        times.append(time.perf_counter() - started)
+        return never
+
+    started = time.perf_counter()
+    return times, generate(model, batch, stopping_criteria=[note_time], **options)

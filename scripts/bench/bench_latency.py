@@ -15,36 +15,11 @@ import argparse
 import random
 import statistics
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
-from bench_arguments import (
-    add_sampling_flags,
-    bench_parser,
-    check_sampling,
-    config_for,
-    described_model,
-    positive,
-    sampling_of,
-)
-from bench_results import (
-    add_report_flag,
-    check_lengths,
-    check_report,
-    check_target,
-    compiled_line,
-    engine_facts,
-    finish,
-    percentiles,
-    prepare_report,
-    print_table,
-    steps_between,
-    steps_line,
-    tpot,
-    ttft,
-    write_report,
-)
+import bench_arguments as arguments
+import bench_results as results
+import tables
 from tqdm import tqdm
 from workloads import Requests, WorkloadRequest, random_tokens
 
@@ -55,7 +30,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = bench_parser((__doc__ or "").split("\n")[0])
+    parser = arguments.bench_parser((__doc__ or "").split("\n")[0])
     parser.set_defaults(enable_prefix_caching=False)
     parser.add_argument("--input-len", type=int, default=32, help="tokens of each prompt (default: 32)")
     parser.add_argument("--output-len", type=int, default=128, help="tokens to generate for each (default: 128)")
@@ -63,48 +38,37 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--n", type=int, default=1, help="continuations of each prompt: only 1 is served")
     parser.add_argument("--num-iters-warmup", type=int, default=2, help="runs before those that count (default: 2)")
     parser.add_argument("--num-iters", type=int, default=10, help="runs that count (default: 10)")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there too")
-    add_report_flag(parser)
-    add_sampling_flags(parser)
-    args = parser.parse_args()
-    try:
-        check_arguments(args)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
+    tables.add_json_flag(parser, "--output-json")
+    results.add_report_flag(parser)
+    arguments.add_sampling_flags(parser)
+    return parser.parse_checked(
+        check_arguments, input_len=1, output_len=1, batch_size=1, num_iters=1, num_iters_warmup=0
+    )
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """``ValueError`` for what no model is needed to refuse."""
-    check_sampling(args)
-    for name in ("input_len", "output_len", "batch_size", "num_iters"):
-        positive("--" + name.replace("_", "-"), getattr(args, name))
-    if args.num_iters_warmup < 0:
-        raise ValueError(f"--num-iters-warmup must be at least 0, given {args.num_iters_warmup}")
+    arguments.check_sampling(args)
     if args.n != 1:
         raise ValueError(f"--n must be 1, given {args.n}: several continuations of a prompt are not served yet")
-    check_target("--output-json", args.output_json)
-    check_report(args.report)
+    tables.check_target("--output-json", args.output_json)
+    results.check_report(args.report)
 
 
 def run(engine: CompiledEngine, requests: Requests, params: list[SamplingParams]) -> dict[str, float | None]:
     """Seconds of one run of the batch, and the mean TTFT and TPOT of its requests."""
-    prompts = [request.prompt_token_ids for request in requests]
-    started = time.perf_counter()
-    outputs = engine.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - started
-    check_lengths(outputs, [request.output_len for request in requests])
-    tpots = [value for output in outputs if (value := tpot(output)) is not None]
+    seconds, outputs = results.generate(engine, requests, params)
+    tpots = results.tpots(outputs)
     return {
         "latency": seconds,
-        "ttft": statistics.mean(map(ttft, outputs)),
+        "ttft": statistics.mean(map(results.ttft, outputs)),
         "tpot": statistics.mean(tpots) if tpots else None,
     }
 
 
 def measure(engine: CompiledEngine, requests: Requests, args: argparse.Namespace) -> dict[str, Any]:
     """vLLM's keys, and ours."""
-    params = sampling_of(args, requests)
+    params = arguments.sampling_of(args, requests)
     for _ in tqdm(range(args.num_iters_warmup), desc="warm-up", disable=None):
         run(engine, requests, params)
     engine.reset_report()
@@ -116,46 +80,34 @@ def measure(engine: CompiledEngine, requests: Requests, args: argparse.Namespace
         "avg_latency": statistics.mean(latencies),
         "std_latency": statistics.pstdev(latencies),
         "latencies": latencies,
-        "percentiles": percentiles(latencies, PERCENTILES),
+        "percentiles": results.percentiles(latencies, PERCENTILES),
         "ttfts": [one["ttft"] for one in runs],
         "tpots": [one["tpot"] for one in runs],
         "median_ttft_ms": statistics.median(one["ttft"] for one in runs) * 1e3,
         "median_tpot_ms": statistics.median(tpots) * 1e3 if tpots else None,
         "decode_tokens_per_second": args.batch_size / statistics.median(tpots) if tpots else None,
-        "steps": steps_between(before, engine.stats()),
+        "steps": results.steps_between(before, engine.stats()),
     }
+
+
+def requests_of(args: argparse.Namespace, model: arguments.Model) -> Requests:
+    rng, vocab_size = random.Random(args.seed), model.model_config.vocab_size
+    return [
+        WorkloadRequest(random_tokens(rng, vocab_size, args.input_len), args.output_len) for _ in range(args.batch_size)
+    ]
 
 
 def main() -> int:
     args = parse_arguments()
-    try:
-        with described_model(args) as model:
-            rng = random.Random(args.seed)
-            requests = [
-                WorkloadRequest(random_tokens(rng, model.model_config.vocab_size, args.input_len), args.output_len)
-                for _ in range(args.batch_size)
-            ]
-            started = time.perf_counter()
-            engine = CompiledEngine.from_config(config_for(model, requests))
-    except (ValueError, OSError) as error:
-        print(f"bench_latency: error: {error}", file=sys.stderr)
-        return 2
-    start_seconds = time.perf_counter() - started
+    model, requests, engine, start_seconds = arguments.start_engine("bench_latency", args, requests_of)
     with engine:
-        prepare_report(engine, args.report)
+        results.prepare_report(engine, args.report)
         measured = measure(engine, requests, args)
-        write_report(engine, args.report)
-        facts = engine_facts(engine, start_seconds)
-        result = {
-            "benchmark": "latency",
-            "model": model.name,
-            "input_len": args.input_len,
-            "output_len": args.output_len,
-            "batch_size": args.batch_size,
-            **measured,
-            "engine": facts,
-            "machine": machine.describe(engine.runner.device),
-        }
+        results.write_report(engine, args.report)
+        facts = results.engine_facts(engine, start_seconds)
+    result = {"benchmark": "latency", "model": model.name}
+    result |= {name: getattr(args, name) for name in ("input_len", "output_len", "batch_size")}
+    result |= {**measured, "engine": facts, "machine": machine.describe(engine.runner.device)}
     rows = {"latency, mean": f"{measured['avg_latency']:.4f} s, std {measured['std_latency']:.4f} s"}
     rows |= {f"latency, p{p}": f"{value:.4f} s" for p, value in measured["percentiles"].items()}
     rows["TTFT, median of runs"] = f"{measured['median_ttft_ms']:.1f} ms"
@@ -163,13 +115,10 @@ def main() -> int:
         rows["TPOT, median of runs"] = (
             f"{measured['median_tpot_ms']:.2f} ms; {measured['decode_tokens_per_second']:.1f} decoded tokens/s"
         )
-    rows["steps"] = steps_line(measured["steps"])
-    rows["compiled"] = compiled_line(facts)
-    title = (
-        f"{model.name}, {facts['dtype']}: {args.batch_size} requests, {args.input_len} tokens in, {args.output_len} out"
-    )
-    print_table(title, rows)
-    finish(result, args.output_json)
+    rows |= {"steps": results.steps_line(measured["steps"]), "compiled": results.compiled_line(facts)}
+    sizes = f"{args.batch_size} requests, {args.input_len} tokens in, {args.output_len} out"
+    tables.print_table(f"{model.name}, {facts['dtype']}: {sizes}", rows)
+    tables.finish(result, args.output_json)
     return 0
 
 

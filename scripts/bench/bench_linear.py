@@ -9,13 +9,14 @@ GB/s counts the weights alone; with few rows their reading is all the work, and 
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
 
+import tables
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
@@ -81,41 +82,23 @@ def main() -> None:
     path = kernels.supported_isas()[0] if kernels else "plain torch"
     facts = machine.describe(torch.device("cpu"))
     print(f"{facts['cpu']}, {args.threads} threads, kernels: {path}, {args.statistic} of up to {args.rounds} calls")
-    print(f"{'shape':>8} {'N':>7} {'K':>5} {'T':>4} | {'op ms':>8} {'GB/s':>6} {'TFLOP/s':>8} {'of read':>8} |", end="")
-    print(f" {'linear':>8} {'GB/s':>6} {'TFLOP/s':>8} | {'faster':>6} | read GB/s")
-    results = []
-    for name, out_features, in_features in SHAPES:
-        for rows in args.rows if name in args.shapes else []:
-            footprint = max(256 << 20, out_features * in_features * 2)
-            times = measure(out_features, in_features, rows, args.rounds, args.budget, footprint)
-            op, linear, read = (statistic(times[key]) for key in ("op", "linear", "read"))
-            size, flops = out_features * in_features * 2 * 1e-9, out_features * in_features * rows * 2 * 1e-12
-            read_rate = footprint // 4 * 4e-9 / read
-            print(f"{name:>8} {out_features:7} {in_features:5} {rows:4} | {op * 1e3:8.3f} {size / op:6.1f}", end="")
-            print(f" {flops / op:8.3f} {size / op / read_rate:8.0%} | {linear * 1e3:8.3f} {size / linear:6.1f}", end="")
-            print(f" {flops / linear:8.3f} | {linear / op:5.2f}x | {read_rate:.1f}", flush=True)
-            results.append(
-                {
-                    "shape": name,
-                    "rows": rows,
-                    "op_ms": round(op * 1e3, 4),
-                    "linear_ms": round(linear * 1e3, 4),
-                    "op_gb_per_s": round(size / op, 2),
-                    "op_tflop_per_s": round(flops / op, 4),
-                    "read_gb_per_s": round(read_rate, 2),
-                }
-            )
-    print(
-        json.dumps(
-            {
-                "benchmark": "linear",
-                "kernels": path,
-                "statistic": args.statistic,
-                "results": results,
-                "machine": facts,
-            }
-        )
-    )
+    rows = []
+    cases = [(shape, rows) for shape in SHAPES if shape[0] in args.shapes for rows in args.rows]
+    for (name, out_features, in_features), num_rows in tqdm(cases, disable=None, leave=False):
+        nbytes = out_features * in_features * 2
+        footprint = max(256 << 20, nbytes)
+        times = measure(out_features, in_features, num_rows, args.rounds, args.budget, footprint)
+        op, linear, read = (statistic(times[key]) for key in ("op", "linear", "read"))
+        row = {"shape": name, "N": out_features, "K": in_features, "rows": num_rows}
+        for kind, seconds in (("op", op), ("linear", linear)):
+            row[f"{kind}_ms"] = round(seconds * 1e3, 4)
+            row[f"{kind}_gb_per_s"] = round(nbytes / seconds / 1e9, 2)
+            row[f"{kind}_tflop_per_s"] = round(nbytes * num_rows / seconds / 1e12, 4)
+        row["read_gb_per_s"] = round(footprint / read / 1e9, 2)
+        rows.append(row | {"of_read": nbytes / op / (footprint / read), "faster": linear / op})
+    print(tables.text_table(rows))
+    result = {"benchmark": "linear", "kernels": path, "statistic": args.statistic, "results": rows, "machine": facts}
+    tables.finish(result, None)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import peer_processes as peers
+import tables
 import torch
 from peer_processes import Peer, PeerFailed, Worker
 from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments
@@ -181,22 +182,22 @@ def compared(samples: dict[str, Samples]) -> dict[str, dict[str, Any]]:
 
 def table(rows: dict[str, dict[str, Any]], facts: dict[str, dict[str, Any]]) -> str:
     """The result for people: a line for each row, and of each engine a column of medians, ranges and ratios."""
-    lines = [f"{'':18}" + "".join(f"{name:>30}" for name in facts) + f"{'ratio to the best peer':>34}"]
+    lines = []
     for row, result in rows.items():
-        cells = ""
+        line = {"": row}
         for name in facts:
             figures = result["engines"].get(name)
-            text = f"{figures['median']:.4g} ({figures['min']:.4g}..{figures['max']:.4g})" if figures else "-"
-            cells += f"{text:>30}"
+            line[name] = f"{figures['median']:.4g} ({figures['min']:.4g}..{figures['max']:.4g})" if figures else "-"
         best = result["engines"].get(result["best_peer"])
         if best and best["ratio"] is not None:
-            text = f"{best['ratio']:.2f} ({best['ratio_min']:.2f}..{best['ratio_max']:.2f}) {result['best_peer']}"
-            cells += f"{text:>34}"
-        lines.append(f"{row:18}{cells}")
+            ratios = f"{best['ratio']:.2f} ({best['ratio_min']:.2f}..{best['ratio_max']:.2f})"
+            line["ratio to the best peer"] = f"{ratios} {result['best_peer']}"
+        lines.append(line)
     for key, unit, scale in (("start_seconds", "start s", 1), ("peak_memory_bytes", "peak memory GiB", 2**30)):
-        values = (f"{of[key] / scale:.2f}" if key in of else "-" for of in facts.values())
-        lines.append(f"{unit:18}" + "".join(f"{value:>30}" for value in values))
-    return "\n".join(lines)
+        values = {name: f"{of[key] / scale:.2f}" if key in of else "-" for name, of in facts.items()}
+        lines.append({"": unit, **values})
+    columns = ["", *facts, "ratio to the best peer"]
+    return tables.text_table([{column: line.get(column, "") for column in columns} for line in lines])
 
 
 @contextlib.contextmanager
@@ -251,9 +252,7 @@ def arguments() -> argparse.Namespace:
         "--workdir", type=Path, help="keeps the checkpoint, its export and the logs (default: a temporary)"
     )
     parser.add_argument("--json", type=Path, help="write the result there, after every round")
-    args = parser.parse_args()
-    if min(args.repeats, args.slow_repeats) < 1 or args.timeout <= 0:
-        parser.error("--repeats and --slow-repeats must be at least 1 and --timeout above 0")
+    args = parser.parse_checked(repeats=1, slow_repeats=1, timeout=0)
     if not 1 <= args.threads <= peers.usable_cores():
         parser.error(f"--threads must be from 1 to {peers.usable_cores()}, the cores there are, given {args.threads}")
     return args

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 Request = tuple[list[int], int]  # prompt token ids, output tokens
@@ -30,10 +31,10 @@ class Run:
         self.ttft: list[float | None] = [None] * num_requests
         self.started = self.ended = time.perf_counter()
 
-    def count(self, index: int, new_tokens: int) -> None:
-        """``new_tokens`` more tokens of the request at ``index`` have just arrived."""
+    def count(self, index: int, new_tokens: int, now: float | None = None) -> None:
+        """``new_tokens`` more tokens of the request at ``index`` were there at ``now``, or are at this moment."""
         if new_tokens:
-            self.ended = time.perf_counter()
+            self.ended = time.perf_counter() if now is None else now
             self.output_lens[index] += new_tokens
             if self.ttft[index] is None:
                 self.ttft[index] = self.ended - self.started
@@ -171,7 +172,7 @@ class OpenVinoStateful:
 
 
 class Transformers:
-    """``transformers.generate``: one left-padded batch, run until the longest output is done. ``options``: the model's.
+    """``transformers.generate``: one left-padded batch, run until the longest output is done. ``options``: ``dtype``.
 
     A request's tokens count up to the number that it asked for.
     """
@@ -179,30 +180,17 @@ class Transformers:
     packages = ("transformers", "torch")
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        import bench_hf
         import torch
-        import transformers
 
-        self._torch = torch
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options).eval()
-        self._model.generation_config.eos_token_id = None
-        self._model.generation_config.pad_token_id = 0
+        dtype, device = options.get("dtype", "auto"), torch.device("cpu")
+        self._generate = bench_hf.generate_timed
+        self._model = bench_hf.load(Path(directory), dtype, device, 0, random_weights=False)
 
     def run(self, requests: list[Request], run: Run) -> None:
-        torch = self._torch
-        longest, new_tokens = max(len(prompt) for prompt, _ in requests), max(n for _, n in requests)
-        ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in requests])
-        never = torch.zeros(len(requests), dtype=torch.bool)
-
-        def count(tokens: Any, scores: Any, **kwargs: Any) -> Any:
+        for step, seconds in enumerate(self._generate(self._model, requests)[0]):
             for index, (_, output_len) in enumerate(requests):
-                run.count(index, int(tokens.shape[1] - longest <= output_len))
-            return never
-
-        with torch.inference_mode():
-            self._model.generate(
-                ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, stopping_criteria=[count]
-            )
+                run.count(index, int(step < output_len), run.started + seconds)
 
 
 PEERS: dict[str, Callable[[str, dict[str, Any]], Peer]] = {

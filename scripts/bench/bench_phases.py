@@ -32,6 +32,7 @@ from typing import Any
 
 import bench_hf
 import bench_phases_plots
+import tables
 import torch
 import workloads
 from bench_phases_sides import Engine, Served, Transformers, in_static_batches, step_seconds, ttft
@@ -39,9 +40,10 @@ from workloads import Requests, WorkloadRequest
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.command_line import FlagParser, check_least
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.report import machine_limits
 from compiled_llm.report.roofline import ModelWork, StepWork
 from compiled_llm.step import kv_cache
@@ -186,7 +188,7 @@ def intensity(study: Study) -> Row:
     """
     dtype, args = study.dtype, study.args
     kv_bytes = kv_cache.bytes_per_token(study.config, [dtype] * study.config.num_layers)
-    model, limits = ModelWork.of(study.config, dtype.itemsize, kv_bytes), study.limits
+    model, limits = ModelWork.of(study.config, dtype, kv_bytes), study.limits
     assert limits is not None, "start() measured them for this part"
     measured = [("prefill", row["prompt_len"], row, row["ttft_ms"]) for row in study.results["phases"]["rows"]]
     measured += [("decode", row["batch"], row, row["token_ms"]) for row in study.results["batch"]["rows"]]
@@ -225,7 +227,7 @@ def memory(study: Study) -> Row:
     study.engine.engine.close()  # its memory is free for the engines of the checks
     limit = CHECKED_REQUESTS * rows[0]["bytes_per_token"]
     checks = [admitted(study, "auto", rows[0], limit), admitted(study, "int8", rows[1], limit)]
-    print_table("memory, checked by engines", checks)
+    print(f"\nmemory, checked by engines\n{tables.text_table(checks)}")
     return {"kv_memory_bytes": capacity, "request_lens": args.request_lens, "checks": checks, "rows": rows}
 
 
@@ -264,16 +266,6 @@ PARTS: dict[str, Callable[[Study], Row]] = {
     "intensity": intensity,
     "memory": memory,  # the last: it closes the engine
 }
-
-
-def print_table(title: str, rows: list[Row]) -> None:
-    """Whole numbers as they are, others to four digits."""
-    cells = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
-    columns = list(zip(rows[0], *cells, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    print(f"\n{title}")
-    for line in zip(*columns, strict=True):
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)), flush=True)
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -321,10 +313,7 @@ def check(args: argparse.Namespace, config: ModelConfig) -> None:
     args.request_lens = args.request_lens or tuple(n for n in REQUEST_LENS if n <= most) or (most,)
     needed = {"phases", "batch"} if "intensity" in args.part else set()
     args.part = [name for name in PARTS if name in needed.union(args.part)]
-    for name, least in LEAST.items():
-        given = getattr(args, name)
-        if min(given if isinstance(given, tuple) else (given,)) < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be {least} or more, given {given}")
+    check_least(args, **LEAST)
     for name, size in (("--batch-sizes", max(args.batch_sizes)), ("--seats", args.seats)):
         if size > max(args.bucket_sizes):
             raise ValueError(f"{name} must be at most {max(args.bucket_sizes)} (of --bucket-sizes), given {size}")
@@ -340,7 +329,7 @@ def check(args: argparse.Namespace, config: ModelConfig) -> None:
 def start(args: argparse.Namespace, engine_arguments: dict[str, str]) -> Study:
     """Both sides, warmed up. ``ValueError`` where the arguments, the model or the memory do not allow it."""
     directory = model_directory(engine_arguments["model"])
-    config = ModelConfig.from_directory(directory)
+    config = read_config(directory)
     check(args, config)
     device, random_weights = resolve_device(args.device), engine_arguments["load_format"] == "dummy"
     # Both before the engine, whose KV pool takes on a GPU what is left; the limits anew, since they vary with the hour.
@@ -385,7 +374,7 @@ def main() -> int:
         record["machine"] = facts
         for name in args.part:
             study.results[name] = PARTS[name](study)
-            print_table(name, study.results[name]["rows"])
+            print(f"\n{name}\n{tables.text_table(study.results[name]['rows'])}", flush=True)
             if args.output:  # after each part: a run that is cut off keeps what was done
                 (args.output / "phases.json").write_text(json.dumps(record) + "\n")
                 bench_phases_plots.draw(name, record, args.output)

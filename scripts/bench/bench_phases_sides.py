@@ -10,8 +10,6 @@ import time
 from typing import Any, NamedTuple, Protocol
 
 import bench_hf
-import torch
-import transformers
 from workloads import Requests
 
 from compiled_llm import CompiledEngine, SamplingParams
@@ -84,32 +82,9 @@ class Transformers:
 
     def generate(self, requests: Requests) -> tuple[Served, Any]:
         """The run, and the KV cache that it leaves."""
-        device, lengths = self.model.device, [len(request.prompt_token_ids) for request in requests]
-        longest, new_tokens = max(lengths), max(request.output_len for request in requests)
-        rows = [[0] * (longest - len(request.prompt_token_ids)) + request.prompt_token_ids for request in requests]
-        ids = torch.tensor(rows, device=device)
-        mask = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths], device=device)
-        never = torch.zeros(len(requests), dtype=torch.bool, device=device)
-        times: list[float] = []
-
-        def note_time(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - started)
-            return never
-
-        started = time.perf_counter()
-        with torch.inference_mode():
-            generated = self.model.module.generate(
-                ids,
-                attention_mask=mask,
-                max_new_tokens=new_tokens,
-                stopping_criteria=transformers.StoppingCriteriaList([note_time]),
-                return_dict_in_generate=True,
-            )
-        assert generated.sequences.shape == (len(requests), longest + new_tokens)
-        served = Served([0.0] * len(requests), [times[: r.output_len] for r in requests], len(requests) * new_tokens)
-        return served, generated.past_key_values
+        times, generated = bench_hf.generate_timed(self.model, requests, return_dict_in_generate=True)
+        token_times = [times[: request.output_len] for request in requests]
+        return Served([0.0] * len(requests), token_times, len(requests) * len(times)), generated.past_key_values
 
 
 def in_static_batches(side: Side, requests: Requests, seats: int) -> Served:

@@ -1,15 +1,15 @@
-"""What the benchmarks make of their measurements: percentiles, what an engine did, a table, and a JSON file."""
+"""What the benchmarks compute from their measurements: percentiles, and what an engine did."""
 
 import argparse
-import json
-import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from workloads import Requests
 
-from compiled_llm import CompiledEngine, EngineStats, RequestOutput
+from compiled_llm import CompiledEngine, EngineStats, RequestOutput, SamplingParams
 from compiled_llm.report import machine_limits
 
 
@@ -29,15 +29,22 @@ def summary(metric: str, values: Sequence[float], wanted: Sequence[float]) -> di
     return result | {f"p{p}_{metric}_ms": value for p, value in percentiles(milliseconds, wanted).items()}
 
 
-def check_lengths(outputs: Sequence[RequestOutput], lengths: Sequence[int]) -> None:
-    """``RuntimeError`` unless every request got exactly the tokens that it asked for."""
-    for output, length in zip(outputs, lengths, strict=True):
+def generate(
+    engine: CompiledEngine, requests: Requests, params: list[SamplingParams]
+) -> tuple[float, list[RequestOutput]]:
+    """(seconds, outputs) of requests that are submitted at once; each must get exactly the tokens that it asks for."""
+    prompts = [request.prompt_token_ids for request in requests]
+    started = time.perf_counter()
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+    for output, request in zip(outputs, requests, strict=True):
         completion = output.outputs[0]
-        if len(completion.token_ids) != length:
+        if len(completion.token_ids) != request.output_len:
             raise RuntimeError(
-                f"request {output.request_id} got {len(completion.token_ids)} tokens of {length}: "
+                f"request {output.request_id} got {len(completion.token_ids)} tokens of {request.output_len}: "
                 f"{completion.finish_reason}, {completion.stop_reason}"
             )
+    return seconds, outputs
 
 
 def ttft(output: RequestOutput) -> float:
@@ -46,14 +53,16 @@ def ttft(output: RequestOutput) -> float:
     return output.metrics.first_token_time - output.metrics.arrival_time
 
 
-def tpot(output: RequestOutput) -> float | None:
-    """Seconds a token after the first one; None where there is no other."""
-    metrics, count = output.metrics, len(output.outputs[0].token_ids)
-    if count < 2:
-        return None
-    assert metrics.first_token_time is not None
-    assert metrics.finished_time is not None
-    return (metrics.finished_time - metrics.first_token_time) / (count - 1)
+def tpots(outputs: Sequence[RequestOutput]) -> list[float]:
+    """Seconds a token after the first one, of the requests that have another."""
+    found = []
+    for output in outputs:
+        metrics, count = output.metrics, len(output.outputs[0].token_ids)
+        if count > 1:
+            assert metrics.first_token_time is not None
+            assert metrics.finished_time is not None
+            found.append((metrics.finished_time - metrics.first_token_time) / (count - 1))
+    return found
 
 
 def steps_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
@@ -66,6 +75,7 @@ def steps_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
         "step_milliseconds": (after.execute_seconds - before.execute_seconds) / steps * 1e3,
         "host_microseconds_a_step": (after.host_seconds - before.host_seconds) / steps * 1e6,
         "padding_share": padding / max(1, padding + computed),
+        "num_computed_tokens": computed,
         "prefix_hit_tokens": after.prefix_hit_tokens - before.prefix_hit_tokens,
         "num_preemptions": after.num_preemptions - before.num_preemptions,
     }
@@ -109,18 +119,6 @@ def steps_line(steps: Mapping[str, float]) -> str:
     )
 
 
-def print_table(title: str, rows: Mapping[str, str]) -> None:
-    print(f"\n{title}")
-    for name, value in rows.items():
-        print(f"  {name:<26} {value}")
-
-
-def check_target(flag: str, path: Path | None) -> None:
-    """``ValueError`` where a result could not be written in the end: better known before the measurement."""
-    if path is not None and not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{flag} {path}: its directory is not there, or may not be written to")
-
-
 def add_report_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", type=Path, metavar="DIR", help="write the engine's report, as HTML and JSON")
 
@@ -142,10 +140,3 @@ def write_report(engine: CompiledEngine, path: Path | None) -> None:
     if path is not None:
         engine.report().write(path)
         print(f"\nReport: {path / 'report.html'}")
-
-
-def finish(result: Mapping[str, Any], path: Path | None, details: Mapping[str, Any] | None = None) -> None:
-    """Print the result as one line of JSON, and write it to ``path``, there with the details of each request."""
-    print(json.dumps(result))
-    if path is not None:
-        path.write_text(json.dumps({**result, **(details or {})}) + "\n", encoding="utf-8")

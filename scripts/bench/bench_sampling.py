@@ -15,17 +15,15 @@ Beside the sampler stands what it replaces: plain torch with the whole vocabular
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tables
 import torch
-from bench_results import check_target
 from torch import Tensor
 from workloads import add_model_arguments, model_of
 
@@ -33,11 +31,12 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.compiling.function import CompiledFunction
-from compiled_llm.ops.sampling.token_sampling import greedy_tokens, greedy_tokens_reference, sample_tokens_reference
+from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_tokens_reference
+from compiled_llm.ops.sampling.token_sampling import greedy_tokens
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.sampling import SamplingInput, uniform
 from compiled_llm.worker.sampling_stage import Wanted
-from compiled_llm.worker.step_buffers import Bucket
 
 Params = dict[str, Any]
 _FILTERS: Params = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "seed": 1}
@@ -68,16 +67,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=300, help="tokens of each request, about")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--enforce-eager", action="store_true", help="do not compile: for a try")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    args = parser.parse_args()
-    for name, low in (("batch_size", 1), ("context", 2), ("rounds", 1)):
-        if getattr(args, name) < low:
-            parser.error(f"--{name.replace('_', '-')} must be at least {low}, given {getattr(args, name)}")
-    try:
-        check_target("--json", args.json)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
+    tables.add_json_flag(parser)
+    return parser.parse_checked(
+        lambda args: tables.check_target("--json", args.json), batch_size=1, context=2, rounds=1
+    )
 
 
 def decoding_engine(arguments: Params, batch_size: int, context: int, params: Params) -> tuple[CompiledEngine, Bucket]:
@@ -113,7 +106,7 @@ class Measured:
         fields.top_p.fill_(p.top_p)
         fields.min_p.fill_(p.min_p)
         if self.wanted.changes:
-            self.runner.samplers.fill(range(rows), SchedulerOutput(samples=[True] * rows), self.runner.rows, rows)
+            self.runner.samplers.fill(range(rows), SchedulerOutput(num_samples=(1,) * rows), self.runner.rows, rows)
 
     def run(self, logits: Tensor) -> None:
         if any(self.wanted):
@@ -129,13 +122,48 @@ def sorted_sampler(logits: Tensor, params: SamplingInput) -> Tensor:
 
 
 def seconds_of(function: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    synchronize(device)
     started = time.perf_counter()
     function()
+    synchronize(device)
+    return time.perf_counter() - started
+
+
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - started
+
+
+def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float, dict[str, dict[str, float]]]:
+    """Seconds of a decode step, and of each kind its milliseconds, its share, and those of what it replaces."""
+    runner, device = engine.runner, engine.runner.device
+    kinds = {name: Measured(engine, bucket, SamplingParams(max_tokens=16, **params)) for name, params in KINDS.items()}
+    fields, logits = runner.buffers[bucket].sampling_input, runner.run_step(bucket)
+    replaced = {"greedy": (greedy_tokens_reference, ()), "top-k+top-p": (sorted_sampler, (fields,))}
+    before: dict[str, CompiledFunction] = {}
+    for name, (function, rest) in replaced.items():
+        before[name] = CompiledFunction(function, f"before_{len(before)}", device, engine.config.enforce_eager)
+        before[name].warm_up(lambda rest=rest: (logits, *rest))
+    steps: list[float] = []
+    old: dict[str, list[float]] = {name: [] for name in replaced}
+    for _ in range(rounds):
+        for name, kind in kinds.items():
+            kind.prepare()
+            begun = time.perf_counter()
+            logits = runner.run_step(bucket)
+            synchronize(device)
+            steps.append(time.perf_counter() - begun)
+            kind.seconds.append(seconds_of(lambda kind=kind, logits=logits: kind.run(logits), device))
+            if name in before:
+                found = (logits, *replaced[name][1])
+                old[name].append(seconds_of(lambda name=name, found=found: before[name](*found), device))
+    step, results = statistics.median(steps), {}
+    for name, kind in kinds.items():
+        own = statistics.median(kind.seconds)
+        results[name] = {"ms": own * 1e3, "share": own / (step if name == "greedy" else step + own)}
+        if name in old:
+            results[name]["replaced_ms"] = statistics.median(old[name]) * 1e3
+    return step, results
 
 
 def main() -> int:
@@ -143,65 +171,16 @@ def main() -> int:
     with model_of(args) as model:
         arguments = {**model, "dtype": args.dtype, "enforce_eager": args.enforce_eager}
         engine, bucket = decoding_engine(arguments, args.batch_size, args.context, KINDS["full"])
-    runner, device = engine.runner, engine.runner.device
-    kinds = {name: Measured(engine, bucket, SamplingParams(max_tokens=16, **params)) for name, params in KINDS.items()}
-    logits, sampling_input = runner.run_step(bucket), runner.buffers[bucket].sampling_input
-    replaced = {
-        "greedy": (greedy_tokens_reference, (logits,)),
-        "top-k+top-p": (sorted_sampler, (logits, sampling_input)),
-    }
-    before: dict[str, CompiledFunction] = {}
-    for name, (function, arguments_of_it) in replaced.items():
-        before[name] = CompiledFunction(function, f"before_{len(before)}", device, args.enforce_eager)
-        before[name].warm_up(lambda found=arguments_of_it: found)
-    steps: list[float] = []
-    old: dict[str, list[float]] = {name: [] for name in replaced}
-    for _ in range(args.rounds):
-        for name, kind in kinds.items():
-            kind.prepare()
-            begun = time.perf_counter()
-            logits = runner.run_step(bucket)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            steps.append(time.perf_counter() - begun)
-            kind.seconds.append(seconds_of(lambda kind=kind, logits=logits: kind.run(logits), device))
-            if name in before:
-                found = (logits, *replaced[name][1][1:])
-                old[name].append(seconds_of(lambda name=name, found=found: before[name](*found), device))
-    step = statistics.median(steps)
-    facts = machine.describe(device)
-    name = facts.get("cpu") or facts.get("gpu")
-    print(f"{name}, batch {args.batch_size}, vocabulary {logits.shape[1]}, {logits.dtype}")
+    with engine:
+        step, results = measure(engine, bucket, args.rounds)
+    report, facts = engine.compile_report(), machine.describe(engine.runner.device)
+    vocab_size = engine.model_config.vocab_size
+    print(f"{facts.get('gpu', facts['cpu'])}, batch {args.batch_size}, vocabulary {vocab_size}, {args.dtype}")
     print(f"a decode step of {args.context} tokens each: {step * 1e3:.2f} ms, the greedy tokens in it\n")
-    print(f"{'kind':<14} {'ms':>8} {'share':>7} | {'sorted, or argmax, ms':>22} {'slower':>7}")
-    results = {}
-    for name, kind in kinds.items():
-        own = statistics.median(kind.seconds)
-        inside = name == "greedy"
-        share = own / (step if inside else step + own)
-        row: dict[str, float] = {"ms": own * 1e3, "share": share}
-        other = ""
-        if old.get(name):
-            row["replaced_ms"] = statistics.median(old[name]) * 1e3
-            other = f"{row['replaced_ms']:22.2f} {row['replaced_ms'] / row['ms']:6.1f}x"
-        print(f"{name:<14} {own * 1e3:8.2f} {share:7.2%} | {other}")
-        results[name] = row
-    report = engine.compile_report()
-    result = {
-        "benchmark": "sampling",
-        "batch_size": args.batch_size,
-        "vocab_size": logits.shape[1],
-        "step_ms": step * 1e3,
-        "kinds": results,
-        "graph_breaks": report.graph_breaks,
-        "recompiles": report.recompiles,
-        "machine": facts,
-    }
-    line = json.dumps(result)
-    if args.json is not None:
-        args.json.write_text(line + "\n")
-    print(line)
-    engine.close()
+    print(tables.text_table([{"kind": name, **row} for name, row in results.items()]))
+    result = {"benchmark": "sampling", "batch_size": args.batch_size, "vocab_size": vocab_size}
+    result |= {"step_ms": step * 1e3, "kinds": results, "machine": facts}
+    tables.finish(result | {"graph_breaks": report.graph_breaks, "recompiles": report.recompiles}, args.json)
     return 0
 
 

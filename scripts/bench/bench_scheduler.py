@@ -10,22 +10,26 @@ between two steps: ``Scheduler.schedule``, ``choose_bucket``, ``RequestRows.upda
 
 import argparse
 import gc
-import json
+import itertools
 import statistics
 import time
 
+import tables
 import torch
+from tqdm import tqdm
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.config import EngineLimits
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import BlockPool
+from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.step_buffers import StepBuffers
 
 PARTS = ("schedule", "prepare", "update")
 GREEDY = SamplingParams(temperature=0, max_tokens=2**20, ignore_eos=True)
@@ -70,11 +74,12 @@ def bench(num_running: int, num_waiting: int, args: argparse.Namespace) -> dict[
         marks = [time.perf_counter()]
         output = scheduler.schedule()
         marks.append(time.perf_counter())
-        buffers[choose_bucket(buckets, output)].fill(output, rows.update(output), rows)
+        bucket = choose_bucket(buckets, output)
+        buffers[bucket].fill(output, rows.update(output), rows)
         marks.append(time.perf_counter())
-        sampled = [17] * len(output.request_ids)
+        result = StepResult(bucket, (17,) * len(output.request_ids))
         before_update = time.perf_counter()
-        scheduler.update(output, sampled)
+        scheduler.update(output, result)
         seconds = [marks[1] - marks[0], marks[2] - marks[1], time.perf_counter() - before_update]
         return output.max_query_len, seconds
 
@@ -103,18 +108,13 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    rows = []
-    print("running  waiting  schedule  prepare  update   whole     p99  (microseconds a step)")
-    for num_running in map(int, args.running.split(",")):
-        for num_waiting in map(int, args.waiting.split(",")):
-            result = bench(num_running, num_waiting, args)
-            rows.append({"running": num_running, "waiting": num_waiting, **result})
-            print(
-                f"{num_running:7}  {num_waiting:7}  {result['schedule']:8.0f}  {result['prepare']:7.0f}  "
-                f"{result['update']:6.0f}  {result['whole']:6.0f}  {result['p99']:6.0f}",
-                flush=True,
-            )
-    print(json.dumps({"results": rows, "machine": machine.describe(torch.device("cpu"))}))
+    sizes = itertools.product(map(int, args.running.split(",")), map(int, args.waiting.split(",")))
+    rows = [
+        {"running": running, "waiting": waiting, **bench(running, waiting, args)}
+        for running, waiting in tqdm(list(sizes), disable=None, leave=False)
+    ]
+    print(f"microseconds a step\n{tables.text_table(rows)}")
+    tables.finish({"results": rows, "machine": machine.describe(torch.device("cpu"))}, None)
 
 
 if __name__ == "__main__":

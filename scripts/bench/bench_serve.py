@@ -22,35 +22,13 @@ for bad arguments.
 import argparse
 import math
 import sys
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bench_arguments import (
-    add_request_flags,
-    add_sampling_flags,
-    bench_parser,
-    check_sampling,
-    config_for,
-    described_model,
-    positive,
-    requests_of,
-    sampling_of,
-)
-from bench_results import (
-    add_report_flag,
-    check_report,
-    check_target,
-    compiled_line,
-    engine_facts,
-    finish,
-    prepare_report,
-    print_table,
-    steps_between,
-    steps_line,
-    write_report,
-)
+import bench_arguments as arguments
+import bench_results as results
+import tables
 from bench_serve_load import (
     GOODPUT_METRICS,
     METRICS,
@@ -79,9 +57,9 @@ TITLES = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = bench_parser((__doc__ or "").split("\n")[0])
-    add_request_flags(parser)
-    add_sampling_flags(parser)
+    parser = arguments.bench_parser((__doc__ or "").split("\n")[0])
+    arguments.add_request_flags(parser)
+    arguments.add_sampling_flags(parser)
     load = parser.add_argument_group("load")
     load.add_argument("--request-rate", type=float, help="requests a second; inf: all at once (default: inf)")
     load.add_argument(
@@ -110,19 +88,14 @@ def parse_arguments() -> argparse.Namespace:
     result.add_argument("--save-detailed", action="store_true", help="with the times and texts of each request")
     result.add_argument("--result-dir", type=Path, default=Path(), help="default: the current directory")
     result.add_argument("--result-filename", help="default: LABEL-RATEqps-MODEL-DATE.json")
-    add_report_flag(parser)
+    results.add_report_flag(parser)
     result.add_argument("--label", default="compiled-llm", help="the file name's beginning")
-    args = parser.parse_args()
-    try:
-        check_arguments(args)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
+    return parser.parse_checked(check_arguments, max_concurrency=1, num_warmups=0, goodput_steps=0)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Lists are parsed in place. ``ValueError`` for what no model is needed to refuse."""
-    check_sampling(args)
+    arguments.check_sampling(args)
     args.percentile_metrics = args.percentile_metrics.split(",")
     allowed = METRICS if args.max_concurrency is None else (*METRICS, *QUEUE_METRICS)
     for name in args.percentile_metrics:
@@ -134,11 +107,6 @@ def check_arguments(args: argparse.Namespace) -> None:
     for flag, value in (("--request-rate", args.request_rate), ("--burstiness", args.burstiness)):
         if value is not None and not value > 0:
             raise ValueError(f"{flag} must be above 0, given {value}")
-    if args.max_concurrency is not None:
-        positive("--max-concurrency", args.max_concurrency)
-    for flag, value in (("--num-warmups", args.num_warmups), ("--goodput-steps", args.goodput_steps)):
-        if value < 0:
-            raise ValueError(f"{flag} must be at least 0, given {value}")
     if args.find_goodput:
         if not args.goodput:
             raise ValueError("--find-goodput needs --goodput, the targets to keep")
@@ -153,12 +121,12 @@ def check_arguments(args: argparse.Namespace) -> None:
             )
         if not 0 < args.goodput_share <= 1:
             raise ValueError(f"--goodput-share must be above 0 and up to 1, given {args.goodput_share}")
-    check_report(args.report)
+    results.check_report(args.report)
     if args.save_detailed and not args.save_result:
         raise ValueError("--save-detailed needs --save-result")
     if args.save_result:
         args.result_dir.mkdir(parents=True, exist_ok=True)
-        check_target("--result-filename", args.result_dir / (args.result_filename or "result.json"))
+        tables.check_target("--result-filename", args.result_dir / (args.result_filename or "result.json"))
 
 
 def number(name: str, text: str, low: float, high: float) -> float:
@@ -189,7 +157,7 @@ class Bench:
     def __init__(self, engine: CompiledEngine, requests: Requests, args: argparse.Namespace) -> None:
         self.engine, self.requests, self.args = engine, requests, args
         ignore_eos = args.dataset_path is None or args.ignore_eos
-        self.params = sampling_of(args, requests, ignore_eos=ignore_eos)
+        self.params = arguments.sampling_of(args, requests, ignore_eos=ignore_eos)
 
     def warm_up(self) -> None:
         count = self.args.num_warmups
@@ -207,7 +175,7 @@ class Bench:
                 engine, self.requests, self.params, arrivals, args.max_concurrency, progress=bar.update
             )
         metrics = metrics_of(served, duration, args.goodput, args.percentile_metrics, args.metric_percentiles)
-        metrics["steps"] = steps_between(before, engine.stats())
+        metrics["steps"] = results.steps_between(before, engine.stats())
         return metrics, served
 
     def search(self) -> tuple[float, dict[str, Any], list[Served], dict[str, Any]]:
@@ -263,8 +231,8 @@ def rows_of(result: dict[str, Any], args: argparse.Namespace) -> dict[str, str]:
     rows["of TTFT, until added"] = (
         f"mean {result['mean_submit_delay_ms']:.2f} ms, max {result['max_submit_delay_ms']:.2f} ms"
     )
-    rows["steps"] = steps_line(result["steps"])
-    rows["compiled"] = compiled_line(result["engine"])
+    rows["steps"] = results.steps_line(result["steps"])
+    rows["compiled"] = results.compiled_line(result["engine"])
     return rows
 
 
@@ -288,19 +256,11 @@ def measure(bench: Bench, args: argparse.Namespace) -> tuple[float, dict[str, An
 
 def main() -> int:
     args = parse_arguments()
-    try:
-        with described_model(args) as model:
-            requests = requests_of(args, model)
-            started = time.perf_counter()
-            engine = CompiledEngine.from_config(config_for(model, requests))
-    except (ValueError, OSError) as error:
-        print(f"bench_serve: error: {error}", file=sys.stderr)
-        return 2
-    start_seconds = time.perf_counter() - started
+    model, requests, engine, start_seconds = arguments.start_engine("bench_serve", args, arguments.requests_of)
     with engine:
-        prepare_report(engine, args.report)
+        results.prepare_report(engine, args.report)
         rate, metrics, served = measure(Bench(engine, requests, args), args)
-        write_report(engine, args.report)
+        results.write_report(engine, args.report)
         date = datetime.now().strftime("%Y%m%d-%H%M%S")
         result = {
             "benchmark": "serve",
@@ -317,12 +277,12 @@ def main() -> int:
             "max_concurrency": args.max_concurrency,
             "goodput_targets_ms": args.goodput or None,
             **metrics,
-            "engine": engine_facts(engine, start_seconds),
+            "engine": results.engine_facts(engine, start_seconds),
             "machine": machine.describe(engine.runner.device),
         }
     title = f"{model.name}, {result['engine']['dtype']}: {len(requests)} requests, {rate:g} a second"
-    print_table(title, rows_of(result, args))
-    finish(result, result_path(args, model.name, rate, date), details_of(served) if args.save_detailed else None)
+    tables.print_table(title, rows_of(result, args))
+    tables.finish(result, result_path(args, model.name, rate, date), details_of(served) if args.save_detailed else None)
     for index, request in enumerate(served):
         if request.error:
             print(f"request {index} failed: {request.error}", file=sys.stderr)

@@ -18,36 +18,32 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
+import tables
+from workloads import add_model_arguments, model_of
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser, add_engine_arguments, engine_config
+from compiled_llm.worker.runner import resolve_device
+
+IMPORTED = time.time()
 PHASES = ("imports", "kernels", "weights", "compile", "other", "first token")
 
 
 def parse_arguments() -> argparse.Namespace:
-    from workloads import add_model_arguments
-
-    from compiled_llm.command_line import FlagParser, add_engine_arguments
-
     parser = FlagParser(description=(__doc__ or "").split("\n")[0], conflict_handler="resolve")
     add_engine_arguments(parser)
     add_model_arguments(parser)  # its --model takes the place of the engine's
     parser.add_argument("--warm-runs", type=int, default=3, help="warm starts, of which the median counts (default: 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON line there too")
+    tables.add_json_flag(parser)
     parser.add_argument("--one-start", action="store_true", help=argparse.SUPPRESS)  # what the fresh processes are told
-    args = parser.parse_args()
-    if args.warm_runs < 1:
-        parser.error(f"--warm-runs must be at least 1, given {args.warm_runs}")
-    return args
+    return parser.parse_checked(warm_runs=1)
 
 
 def start_once(args: argparse.Namespace) -> dict[str, Any]:
     """Start an engine in this process, make a token, and say when what was done."""
-    import psutil
-    from workloads import model_of
-
-    from compiled_llm import CompiledEngine, SamplingParams
-    from compiled_llm.command_line import engine_config
-
     began = psutil.Process().create_time()
-    imported = time.time()
     with model_of(args) as arguments:
         config = engine_config(argparse.Namespace(**{**vars(args), **arguments}))
         with CompiledEngine.from_config(config) as engine:
@@ -55,9 +51,10 @@ def start_once(args: argparse.Namespace) -> dict[str, Any]:
             engine.generate([[1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
             ended = time.time()
             report, times = engine.compile_report(), dataclasses.asdict(engine.runner.start_times)
-    seconds = {"imports": imported - began, **times, "first token": ended - ready}
+    imports = IMPORTED - began
+    seconds = {"imports": imports, **times, "first token": ended - ready}
     return {
-        "seconds": seconds | {"other": ready - imported - sum(times.values())},
+        "seconds": seconds | {"other": ready - IMPORTED - sum(times.values())},
         "total": ended - began,
         "graphs": {r.name: round(r.compile_seconds, 3) for r in report.reports},
         "hits": report.cache_count("hit"),
@@ -82,21 +79,16 @@ def median_of(starts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(starts: dict[str, dict[str, Any]]) -> str:
-    rows = [("phase", *(f"{name} s" for name in starts))]
-    rows += [(phase, *(f"{start['seconds'][phase]:.2f}" for start in starts.values())) for phase in PHASES]
-    rows.append(("total", *(f"{start['total']:.2f}" for start in starts.values())))
-    without = (f"{start['total'] - start['seconds']['weights']:.2f}" for start in starts.values())
-    rows.append(("without weights", *without))
-    graphs = next(iter(starts.values()))["graphs"]
-    rows += [(f"  {name}", *(f"{start['graphs'][name]:.2f}" for start in starts.values())) for name in graphs]
-    rows.append(("cache hits, misses", *(f"{start['hits']}, {start['misses']}" for start in starts.values())))
-    rows.append(("load average", *(f"{start['load']:.1f}" for start in starts.values())))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
+    """Seconds of each phase and graph of each start, and what the cache held."""
+    rows: dict[str, list[Any]] = {phase: [start["seconds"][phase] for start in starts.values()] for phase in PHASES}
+    rows["total"] = [start["total"] for start in starts.values()]
+    rows["without weights"] = [start["total"] - start["seconds"]["weights"] for start in starts.values()]
+    for graph in next(iter(starts.values()))["graphs"]:
+        rows[f"  {graph}"] = [start["graphs"][graph] for start in starts.values()]
+    for name, key in (("cache hits", "hits"), ("cache misses", "misses"), ("load average", "load")):
+        rows[name] = [start[key] for start in starts.values()]
+    return tables.text_table(
+        [{"seconds": name} | dict(zip(starts, values, strict=True)) for name, values in rows.items()]
     )
 
 
@@ -105,23 +97,14 @@ def main() -> int:
     if args.one_start:
         print(json.dumps(start_once(args)))
         return 0
-    from compiled_llm import hardware as machine
-    from compiled_llm.worker.runner import resolve_device
-
     with tempfile.TemporaryDirectory(prefix="compiled-llm-start-") as directory:
         cold = in_fresh_process(Path(directory))
         warm = [in_fresh_process(Path(directory)) for _ in range(args.warm_runs)]
     starts = {"cold": cold, "warm": median_of(warm)}
     print(table(starts))
-    result = {
-        **machine.describe(resolve_device(args.device)),
-        **starts,
-        "warm_median_total": median(start["total"] for start in warm),
-    }
-    line = json.dumps(result)
-    if args.json is not None:
-        args.json.write_text(line + "\n")
-    print(line)
+    warm_median_total = median(start["total"] for start in warm)
+    facts = machine.describe(resolve_device(args.device))
+    tables.finish({**facts, **starts, "warm_median_total": warm_median_total}, args.json)
     return 0
 
 

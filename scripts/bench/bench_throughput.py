@@ -19,39 +19,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import bench_arguments as arguments
 import bench_hf
-from bench_arguments import (
-    Model,
-    add_request_flags,
-    add_sampling_flags,
-    bench_parser,
-    check_sampling,
-    config_for,
-    described_model,
-    positive,
-    requests_of,
-    sampling_of,
-)
-from bench_results import (
-    add_report_flag,
-    check_lengths,
-    check_report,
-    check_target,
-    compiled_line,
-    engine_facts,
-    finish,
-    prepare_report,
-    print_table,
-    steps_between,
-    steps_line,
-    summary,
-    tpot,
-    ttft,
-    write_report,
-)
+import bench_results as results
+import tables
 from workloads import Requests
 
 from compiled_llm import CompiledEngine, EngineConfig
@@ -66,35 +39,28 @@ _PERCENTILES = (50, 99)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = bench_parser((__doc__ or "").split("\n")[0])
+    parser = arguments.bench_parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
     parser.add_argument("--hf-max-batch-size", type=int, help="most requests in a batch of --backend hf")
     parser.add_argument("--repeats", type=int, default=3, help="runs, of which the median counts (default: 3)")
-    parser.add_argument("--output-json", type=Path, metavar="FILE", help="write the result there too")
-    add_report_flag(parser)
-    add_request_flags(parser)
-    add_sampling_flags(parser)
-    args = parser.parse_args()
-    try:
-        check_arguments(args, parser)
-    except ValueError as error:
-        parser.error(str(error))
-    return args
+    tables.add_json_flag(parser, "--output-json")
+    results.add_report_flag(parser)
+    arguments.add_request_flags(parser)
+    arguments.add_sampling_flags(parser)
+    return parser.parse_checked(lambda args: check_arguments(args, parser), repeats=1, hf_max_batch_size=1)
 
 
 def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """``ValueError`` for what no model is needed to refuse."""
-    check_sampling(args)
-    positive("--repeats", args.repeats)
-    check_target("--output-json", args.output_json)
-    check_report(args.report)
+    arguments.check_sampling(args)
+    tables.check_target("--output-json", args.output_json)
+    results.check_report(args.report)
     if args.backend != "hf":
         if args.hf_max_batch_size is not None:
             raise ValueError(f"--hf-max-batch-size needs --backend hf, given {args.backend!r}")
         return
     if args.hf_max_batch_size is None:
         raise ValueError("--backend hf needs --hf-max-batch-size, the most requests in a padded batch")
-    positive("--hf-max-batch-size", args.hf_max_batch_size)
     engine_flags = {field.name for field in dataclasses.fields(EngineConfig)} - set(_HF_FLAGS)
     for name in sorted(engine_flags | {"report", *_SAMPLING_FLAGS}):
         if getattr(args, name) != parser.get_default(name):
@@ -107,13 +73,15 @@ def timed(run: Callable[[Requests], float], requests: Requests, repeats: int) ->
     return [run(requests) for _ in range(repeats)]
 
 
-def bench_engine(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
+def bench_engine(
+    model: arguments.Model, requests: Requests, args: argparse.Namespace
+) -> tuple[list[float], dict[str, Any]]:
     """(seconds of each run, what there is to know about the engine and its last run)."""
-    config = config_for(model, requests)
+    config = arguments.config_for(model, requests)
     started = time.perf_counter()
     with CompiledEngine.from_config(config) as engine:
         start_seconds = time.perf_counter() - started
-        prepare_report(engine, args.report)
+        results.prepare_report(engine, args.report)
         before, outputs = engine.stats(), []
 
         def run(some: Requests) -> float:
@@ -121,32 +89,29 @@ def bench_engine(model: Model, requests: Requests, args: argparse.Namespace) -> 
             engine.reset_prefix_cache()  # the same prompts again must be computed again
             engine.reset_report()
             before = engine.stats()
-            params, prompts = sampling_of(args, some), [request.prompt_token_ids for request in some]
-            started = time.perf_counter()
-            outputs = engine.generate(prompts, params, use_tqdm=False)
-            seconds = time.perf_counter() - started
-            check_lengths(outputs, [request.output_len for request in some])
+            seconds, outputs = results.generate(engine, some, arguments.sampling_of(args, some))
             return seconds
 
         elapsed = timed(run, requests, args.repeats)
-        tpots = [value for output in outputs if (value := tpot(output)) is not None]
         stats = engine.stats()
         facts = {
-            **summary("ttft", [ttft(output) for output in outputs], _PERCENTILES),
-            **summary("tpot", tpots, _PERCENTILES),
-            "steps": steps_between(before, stats),
+            **results.summary("ttft", list(map(results.ttft, outputs)), _PERCENTILES),
+            **results.summary("tpot", results.tpots(outputs), _PERCENTILES),
+            "steps": results.steps_between(before, stats),
             "peak_used_blocks": stats.peak_used_blocks,
             "num_kv_blocks": stats.num_kv_blocks,
-            "engine": engine_facts(engine, start_seconds),
+            "engine": results.engine_facts(engine, start_seconds),
         }
-        write_report(engine, args.report)
+        results.write_report(engine, args.report)
         print(engine.compile_report())
     return elapsed, facts
 
 
-def bench_hf_model(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[list[float], dict[str, Any]]:
+def bench_hf_model(
+    model: arguments.Model, requests: Requests, args: argparse.Namespace
+) -> tuple[list[float], dict[str, Any]]:
     """The same of transformers."""
-    config_for(model, requests)  # requests too long for the model are refused
+    arguments.config_for(model, requests)  # requests too long for the model are refused
     device = resolve_device(args.device)
     random_weights = model.config.load_format == "dummy"
     started = time.perf_counter()
@@ -171,22 +136,18 @@ def rows_of(result: dict[str, Any]) -> dict[str, str]:
         return rows
     return rows | {
         "TTFT, TPOT of the last run": f"median {result['median_ttft_ms']:.1f} ms, {result['median_tpot_ms']:.2f} ms",
-        "steps of the last run": steps_line(result["steps"]),
+        "steps of the last run": results.steps_line(result["steps"]),
         "KV blocks": f"peak {result['peak_used_blocks']} of {result['num_kv_blocks']}",
-        "compiled": compiled_line(result["engine"]),
+        "compiled": results.compiled_line(result["engine"]),
     }
 
 
 def main() -> int:
     args = parse_arguments()
     bench = bench_engine if args.backend == "compiled-llm" else bench_hf_model
-    try:
-        with described_model(args) as model:
-            requests = requests_of(args, model)
-            elapsed, facts = bench(model, requests, args)
-    except (ValueError, OSError) as error:
-        print(f"bench_throughput: error: {error}", file=sys.stderr)
-        return 2
+    with arguments.bad_arguments_end("bench_throughput"), arguments.described_model(args) as model:
+        requests = arguments.requests_of(args, model)
+        elapsed, facts = bench(model, requests, args)
     seconds = statistics.median(elapsed)
     prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
     output_tokens = sum(request.output_len for request in requests)
@@ -207,8 +168,10 @@ def main() -> int:
         **facts,
         "machine": machine.describe(resolve_device(args.device)),
     }
-    print_table(f"{args.backend}, {model.name}, {result['engine']['dtype']}: {len(requests)} requests", rows_of(result))
-    finish(result, args.output_json)
+    tables.print_table(
+        f"{args.backend}, {model.name}, {result['engine']['dtype']}: {len(requests)} requests", rows_of(result)
+    )
+    tables.finish(result, args.output_json)
     return 0
 
 

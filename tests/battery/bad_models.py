@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.llama import checkpoint_shapes
+from compiled_llm.models.config_file import parse_config
+from compiled_llm.models.llama import FAMILY
 
 Spoil = Callable[[Path], None]
 
@@ -60,7 +60,7 @@ def make_good(directory: Path, sharded: bool = False) -> None:
     write_json(directory / "config.json", CONFIG)
     write_json(directory / "generation_config.json", {"eos_token_id": 2, "temperature": 0.6})
     torch.manual_seed(0)
-    shapes = checkpoint_shapes(ModelConfig.from_dict(CONFIG))
+    shapes = FAMILY.describe(parse_config(CONFIG))[0].shapes
     tensors = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
     if sharded:
         names = sorted(tensors)
@@ -272,7 +272,7 @@ def _tensors() -> dict[str, Spoil]:
         edits[f"up_proj of {dtype}"] = lambda t, dtype=dtype: t.update({up: t[up].to(dtype)})
     for dtype in (torch.float16, torch.bfloat16):
         edits[f"all of {dtype}"] = lambda t, dtype=dtype: t.update({k: v.to(dtype) for k, v in t.items()})
-    for name in checkpoint_shapes(ModelConfig.from_dict(CONFIG)):
+    for name in FAMILY.describe(parse_config(CONFIG))[0].shapes:
         edits[f"without {name}"] = lambda t, name=name: t.pop(name)
     for value in (float("nan"), float("inf"), -float("inf"), 3e38):
         for name in (norm, up, embedding, "lm_head.weight"):

@@ -247,8 +247,8 @@ _SCHEDULER = [
     (
         "an abort of a swapped request leaks host blocks",
         "            self.swap_pool.free(request.host_block_ids)\n            request.host_block_ids = []\n"
-        "        request.status",
-        "            request.host_block_ids = []\n        request.status",
+        "        request.end(",
+        "            request.host_block_ids = []\n        request.end(",
     ),
     (
         "an abort leaves its copies to the host to be made",
@@ -310,8 +310,8 @@ _SCHEDULER = [
     ),
     (
         "copies to the host are forgotten where the step is empty",
-        "            self._released, self._swapped_out = [], []\n        elif",
-        "            self._released = []\n        self._swapped_out = []\n        if not requests and",
+        "        return SchedulerOutput()\n",
+        "        self._swapped_out = []\n        return SchedulerOutput()\n",
     ),
     # Preemption
     (
@@ -411,13 +411,13 @@ _SCHEDULER = [
     ),
     (
         "a block table is updated from the wrong index",
-        "output.table_updates.append((request.request_id, first, request.block_ids[first:]))",
-        "output.table_updates.append((request.request_id, max(0, first - 1), request.block_ids[first:]))",
+        "output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))",
+        "output.table_updates.append((request.request_id, max(0, first - 1), tuple(request.block_ids[first:])))",
     ),
     (
         "a block table misses the first of its new entries",
-        "output.table_updates.append((request.request_id, first, request.block_ids[first:]))",
-        "output.table_updates.append((request.request_id, first, request.block_ids[first + 1 :]))",
+        "output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))",
+        "output.table_updates.append((request.request_id, first, tuple(request.block_ids[first + 1 :])))",
     ),
     (
         "the runner is not told of a request that left",

@@ -178,7 +178,7 @@ def check_idle(engine: CompiledEngine, expected: list[list[int]]) -> None:
     assert not core.entries
     assert not core._completions
     assert not core._beams
-    assert not core.touched
+    assert not core.updated
     assert not engine._streams
     assert not engine._stream_references
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -73,7 +73,7 @@ def test_after_a_broken_step_the_runner_meets_its_requests_anew() -> None:
     scheduler.add(urgent)
     output = engine.launch()
     assert output is not None
-    assert output.request_ids == ["urgent"]
+    assert output.request_ids == ("urgent",)
     assert less_urgent.status is Status.RUNNING
     assert engine.fail_steps("the reason") == [urgent]
     engine.runner.tables.clear()

@@ -110,7 +110,7 @@ class Watch:
 
     def let_go(self, request: Request) -> None:
         del self.keeping[request]
-        self.engine.scheduler.let_go(request)
+        self.engine.scheduler.end_forking(request)
         assert request not in self.engine.scheduler.forks.kept
         check_scheduler(self.engine.scheduler)
 

@@ -19,13 +19,15 @@ from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.weights import tensors
 from compiled_llm.ops import swap
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
+from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.step_buffers import StepBuffers
 from tests.battery.test_schedules import (
     MAX_LEN,
     Watch,
@@ -34,7 +36,7 @@ from tests.battery.test_schedules import (
     random_request,
     random_scheduler,
 )
-from tests.fake_engine import VOCABULARY, Context, expected_tokens
+from tests.fake_engine import VOCABULARY, Context, expected_tokens, result_of
 
 # What a slot holds, in the head's dimension of a layer's keys; its values hold the same with the signs changed. The
 # last layer has a scale for each key too, its position: so its blocks differ in bytes from those of the others.
@@ -68,7 +70,7 @@ class TagModel:
         self.block_size = block_size
 
     def forward(
-        self, weights: None, step_input: StepInput, kv_cache: KVCache, config: object, max_query_len: int
+        self, weights: None, step_input: StepInput, kv_cache: KVCache, config: object, layers: tuple, max_query_len: int
     ) -> Tensor:
         """Write a tag for each token, padding included, and return them all."""
         s = step_input
@@ -90,11 +92,14 @@ class TagModel:
             self._write(kv_cache, s.slot_mapping, tags)
         return tags
 
-    def head_step(self, weights: None, hidden: Tensor, indices: Tensor, config: object) -> Tensor:
+    def layers(self, config: object) -> tuple:
+        return ()
+
+    def head(self, weights: None, rows: Tensor, config: object) -> Tensor:
         """Logits with the next token of each row on top."""
-        logits = torch.zeros(len(indices), VOCABULARY)
-        for row, index in enumerate(indices.tolist()):
-            logits[row, Context.next_token(int(hidden[index, CONTEXT]))] = 1.0
+        logits = torch.zeros(len(rows), VOCABULARY)
+        for row, tags in enumerate(rows):
+            logits[row, Context.next_token(int(tags[CONTEXT]))] = 1.0
         return logits
 
     def _context(self, s: StepInput, kv_cache: KVCache, row: int, position: int) -> int:
@@ -134,7 +139,7 @@ class TagRunner:
         self.truths: dict[str, Truth] = {}
         self._poisoned_rows: set[int] = set()
 
-    def execute(self, output: SchedulerOutput) -> list[int]:
+    def execute(self, output: SchedulerOutput) -> StepResult:
         bucket = choose_bucket(self.buckets, output)
         rows = self.rows.update(output)
         buffers = self.buffers[bucket]
@@ -157,7 +162,7 @@ class TagRunner:
         self.counts["blocks swapped out"] += len(output.swapped_out)
         self.counts["blocks swapped in"] += len(output.swapped_in)
         self.counts["blocks copied"] += len(output.copies)
-        return self.last_tokens[: len(rows)].tolist()
+        return result_of(self.last_tokens[: len(rows)].tolist())
 
     def _check_writes(self, step_input: StepInput, output: SchedulerOutput, before: list[Tensor]) -> None:
         """Padding went to the sink alone, tokens to different slots outside of it, and nothing else has changed."""
@@ -187,7 +192,7 @@ class TagRunner:
                 assert torch.equal(cache.v[blocks, 0, offsets], -expected), f"a foreign tag in {request_id}"
                 if cache.k_scale is not None:
                     assert torch.equal(cache.k_scale[blocks, 0, offsets].long(), positions), "a foreign scale"
-            if output.samples[row]:
+            if output.num_samples[row]:
                 assert int(self.last_tokens[row]) == truth.tokens[length]
             assert int(buffers.sampling_input.position[row]) == length
             self.counts["tags checked"] += length * len(self.caches)
@@ -215,7 +220,7 @@ class TagEngine:
     def __init__(self, scheduler: Scheduler, runner: TagRunner, *, overlap: bool) -> None:
         self.scheduler, self.runner = scheduler, runner
         self.outputs: list[SchedulerOutput] = []
-        self._launched: deque[tuple[SchedulerOutput, list[int]]] = deque()
+        self._launched: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._most_launched = 2 if overlap else 1
 
     def step(self) -> None:

@@ -18,8 +18,8 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling.ahead import vec_isa
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction, CompileReport, use_own_cache_directory
+from compiled_llm.scheduling.bucket import choose_bucket
 from compiled_llm.step.step import step_function
-from compiled_llm.worker.step_buffers import choose_bucket
 from tests.families import CONFIGS, checkpoint
 
 NUM_BLOCKS = 4092  # and the sink: so that even a cache's scales hold more than any other tensor of these models

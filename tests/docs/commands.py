@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 from packaging.requirements import Requirement
 
+from compiled_llm.command_line import FlagParser
 from tests.docs.markdown import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -41,9 +42,8 @@ def _until_parsed(script: str, arguments: list[str], see: Callable[[argparse.Arg
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str((ROOT / "scripts" / script).parent))
         patch.setattr(sys, "argv", [f"scripts/{script}", *arguments])
-        for kind in (argparse.ArgumentParser, *argparse.ArgumentParser.__subclasses__()):
-            if "parse_args" in vars(kind):
-                patch.setattr(kind, "parse_args", stopping(vars(kind)["parse_args"]))
+        for kind in (argparse.ArgumentParser, FlagParser):
+            patch.setattr(kind, "parse_args", stopping(vars(kind)["parse_args"]))
         with pytest.raises(_ParsedError):
             runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
 
@@ -63,7 +63,7 @@ def options_of(script: str) -> set[str]:
     """The flags that a script knows; empty for a module that is no command."""
     options: set[str] = set()
     text = (ROOT / "scripts" / script).read_text()
-    if "__main__" in text and "parse_arg" in text:
+    if "__main__" in text and ("parse_arg" in text or "parse_checked" in text):
         with contextlib.suppress(SystemExit):  # arguments that it requires are not given
             _until_parsed(script, [], lambda parser: options.update(parser._option_string_actions))
     return options

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, RequestOutput, SamplingParams
-from tests.families import CONFIGS, checkpoint
+from tests.families import CONFIGS, checkpoint, transformers_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPT = "def add(a, b):\n    return"
@@ -289,6 +289,18 @@ def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_past_it_en
         params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
         (ended,) = engine.generate([[5] * 20], params, use_tqdm=False)
         assert (len(ended.outputs[0].token_ids), ended.outputs[0].finish_reason) == (12, "length")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_familys_greedy_tokens_equal_transformers(name: str) -> None:
+    prompt, sizes = [5, 6, 7, 8, 9] * 4, {"bucket_sizes": (2,), "token_bucket_sizes": (8,), "max_model_len": 64}
+    with CompiledEngine(str(checkpoint(name)), enforce_eager=True, num_kv_blocks=20, **sizes) as engine:
+        params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        (output,) = engine.generate([prompt], params, use_tqdm=False)
+    reference = transformers_model(name).generate(
+        torch.tensor([prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert output.outputs[0].token_ids == reference[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

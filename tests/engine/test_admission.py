@@ -12,13 +12,13 @@ from compiled_llm.config import EngineConfig
 from compiled_llm.engine.admission import Intake
 from compiled_llm.engine.completions import ServedRequest
 from compiled_llm.engine.engine import DEMO_MODEL
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
 from compiled_llm.text.prompts import EncodedPrompt, Prompt
 from compiled_llm.text.tokenizer import Tokenizer
 
-MODEL = ModelConfig.from_directory(DEMO_MODEL)
+MODEL = read_config(DEMO_MODEL)
 VOCAB, EOS = MODEL.vocab_size, MODEL.eos_token_ids[0]
 CAPACITY = 100
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import transformers
 
-from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_fields import ignored_fields
+from compiled_llm.models.config_file import parse_config, read_config
+from compiled_llm.models.registry import family
 from tests.models.published_configs import REFUSED, SUPPORTED
 
 GOOD = {
@@ -31,22 +32,23 @@ LLAMA3 = {
 
 
 def test_fields_and_defaults() -> None:
-    config = ModelConfig.from_dict({**GOOD, "rope_theta": 5e5, "rope_scaling": LLAMA3}, {"eos_token_id": [5, 3]})
-    assert (config.head_dim, config.num_layers, config.rope_theta) == (16, 2, 5e5)
-    assert config.rope_scaling is not None
-    assert config.rope_scaling.factor == 8.0
+    config = parse_config({**GOOD, "rope_theta": 5e5, "rope_scaling": LLAMA3}, {"eos_token_id": [5, 3]})
+    (rope,) = config.ropes
+    assert (config.head_dim, config.num_layers, rope.theta) == (16, 2, 5e5)
+    assert rope.scaling is not None
+    assert rope.scaling.factor == 8.0
     assert config.eos_token_ids == (3, 5)
     assert config.dtype == "bfloat16"
 
 
 def test_the_two_ways_to_write_rope_are_one() -> None:
-    old = ModelConfig.from_dict({**GOOD, "rope_theta": 5e5, "rope_scaling": LLAMA3})
-    new = ModelConfig.from_dict({**GOOD, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
+    old = parse_config({**GOOD, "rope_theta": 5e5, "rope_scaling": LLAMA3})
+    new = parse_config({**GOOD, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
     assert old == new
 
 
 def test_qwen3_head_dim_comes_from_its_own_defaults() -> None:
-    assert ModelConfig.from_dict({**GOOD, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
+    assert parse_config({**GOOD, "architectures": ["Qwen3ForCausalLM"]}).head_dim == 128
 
 
 @pytest.mark.parametrize(
@@ -90,7 +92,7 @@ def test_qwen3_head_dim_comes_from_its_own_defaults() -> None:
 )
 def test_refused_by_name(change: dict, words: list[str]) -> None:
     with pytest.raises(ValueError, match=r"config\.json|architecture|eos_token_id") as error:
-        ModelConfig.from_dict({**GOOD, **change})
+        parse_config({**GOOD, **change})
     for word in words:
         assert word in str(error.value)
 
@@ -102,11 +104,11 @@ def test_as_published(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(content))
     if ignored:
         with pytest.warns(UserWarning, match=r"config\.json: fields that transformers ignores") as warned:
-            found = ModelConfig.from_directory(tmp_path)
+            found = read_config(tmp_path)
         assert len(warned) == 1
         assert str(warned[0].message).endswith(": " + ", ".join(ignored))
     else:
-        found = ModelConfig.from_directory(tmp_path)
+        found = read_config(tmp_path)
     wanted = transformers.AutoConfig.from_pretrained(tmp_path)
     for own, theirs in {
         "vocab_size": "vocab_size",
@@ -122,8 +124,9 @@ def test_as_published(name: str, tmp_path: Path) -> None:
         "attention_bias": "attention_bias",
     }.items():
         assert getattr(found, own) == getattr(wanted, theirs), own
-    assert found.rope_theta == wanted.rope_parameters["rope_theta"]
-    assert (found.rope_scaling is None) == (wanted.rope_parameters["rope_type"] == "default")
+    (rope,) = found.ropes
+    assert rope.theta == wanted.rope_parameters["rope_theta"]
+    assert (rope.scaling is None) == (wanted.rope_parameters["rope_type"] == "default")
     assert f"torch.{found.dtype}" == str(wanted.dtype)
     ids = content["eos_token_id"]
     assert found.eos_token_ids == (tuple(ids) if isinstance(ids, list) else (ids,))
@@ -133,7 +136,7 @@ def test_as_published(name: str, tmp_path: Path) -> None:
 def test_published_but_not_supported(name: str) -> None:
     content, field = REFUSED[name]
     with pytest.raises(ValueError, match=field) as error:
-        ModelConfig.from_dict(content)
+        parse_config(content)
     assert "remove" not in str(error.value).lower(), "to edit the file is no remedy"
 
 
@@ -141,32 +144,33 @@ def test_fields_of_other_models_are_ignored_where_transformers_ignores_them() ->
     """None of them is a parameter of the class, and no code of transformers for this class looks at one."""
     extra = {"final_logit_softcapping": 30.0, "num_experts": 8, "temperature": 0.6, "auto_map": {}, "mlp_bias": True}
     qwen = {**GOOD, "architectures": ["Qwen3ForCausalLM"]}
-    assert ignored_fields({**qwen, **extra}, transformers.Qwen3Config) == sorted(extra)
-    assert not ModelConfig.from_dict({**qwen, **extra}).mlp_bias
-    assert ModelConfig.from_dict({**GOOD, "mlp_bias": True}).mlp_bias
+    assert ignored_fields({**qwen, **extra}, family("Qwen3ForCausalLM"), transformers.Qwen3Config) == sorted(extra)
+    assert not parse_config({**qwen, **extra}).mlp_bias
+    assert parse_config({**GOOD, "mlp_bias": True}).mlp_bias
 
 
 def test_a_field_that_transformers_knows_and_this_engine_does_not_must_have_its_default() -> None:
     class Newer(transformers.LlamaConfig):
         residual_scale: float = 1.0
 
-    assert ignored_fields({**GOOD, "residual_scale": 1.0}, Newer) == []
+    llama = family("LlamaForCausalLM")
+    assert ignored_fields({**GOOD, "residual_scale": 1.0}, llama, Newer) == []
     with pytest.raises(ValueError, match=r"residual_scale=0\.5 is not supported.*Supported value: 1\.0"):
-        ignored_fields({**GOOD, "residual_scale": 0.5}, Newer)
+        ignored_fields({**GOOD, "residual_scale": 0.5}, llama, Newer)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
 def test_sizes_are_bounded_before_transformers_sees_them(architecture: str) -> None:
     begun = time.monotonic()
     with pytest.raises(ValueError, match="num_hidden_layers must be an integer from 1 to 1024"):
-        ModelConfig.from_dict({**GOOD, "architectures": [architecture], "num_hidden_layers": 10**7})
+        parse_config({**GOOD, "architectures": [architecture], "num_hidden_layers": 10**7})
     assert time.monotonic() - begun < 3, "Qwen3Config makes a list of that length"
 
 
 def test_windows_that_change_nothing_are_accepted() -> None:
-    assert ModelConfig.from_dict({**GOOD, "sliding_window": 2048, "max_position_embeddings": 2048})
-    assert ModelConfig.from_dict({**GOOD, "sliding_window": 16, "use_sliding_window": False})
-    assert ModelConfig.from_dict({**GOOD, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 16})
+    assert parse_config({**GOOD, "sliding_window": 2048, "max_position_embeddings": 2048})
+    assert parse_config({**GOOD, "sliding_window": 16, "use_sliding_window": False})
+    assert parse_config({**GOOD, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 16})
 
 
 def test_end_of_text_ids_of_either_file_are_named(tmp_path: Path) -> None:
@@ -174,23 +178,23 @@ def test_end_of_text_ids_of_either_file_are_named(tmp_path: Path) -> None:
     for token in (100, -1, 2**70):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, token]}))
         with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id .* 0 to 99"):
-            ModelConfig.from_directory(tmp_path)
+            read_config(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": ', "\x00", "[" * 100_000])
 def test_unreadable_json_names_the_file(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match=r"config\.json"):
-        ModelConfig.from_directory(tmp_path)
+        read_config(tmp_path)
 
 
 def test_missing_file_names_it(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: no such file"):
-        ModelConfig.from_directory(tmp_path)
+        read_config(tmp_path)
 
 
 def test_auto_map_is_never_followed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**GOOD, "auto_map": {"AutoModelForCausalLM": "evil.Evil"}}))
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
     with pytest.warns(UserWarning, match="auto_map"):
-        assert ModelConfig.from_directory(tmp_path).architecture == "LlamaForCausalLM"
+        assert read_config(tmp_path).architecture == "LlamaForCausalLM"

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from compiled_llm.models import family
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
-from compiled_llm.models.layers import rope_cos_sin, rope_inv_freq, rope_table
-from compiled_llm.models.weights import PackedLinear, embed, keep, pack, tensors
+from compiled_llm.models.layers.rope import inverse_frequencies, rope_cos_sin, rope_table
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.registry import family
+from compiled_llm.models.weights import tensors
 from compiled_llm.worker import loader
 from tests.families import CONFIGS, checkpoint, transformers_model
 
@@ -39,7 +42,7 @@ def step_input(chunks: list[tuple[list[int], int]], tables: list[list[int]], pad
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers_through_chunks_and_decodes(name: str) -> None:
-    config = ModelConfig.from_directory(checkpoint(name))
+    config = read_config(checkpoint(name))
     weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"))
     model = family(config.architecture)
     prompts = torch.randint(0, config.vocab_size, (2, 21)).tolist()
@@ -55,42 +58,43 @@ def test_logits_equal_transformers_through_chunks_and_decodes(name: str) -> None
         inputs = step_input(chunks, tables, padding=3 if step == 0 else 0)
         max_query_len = max(len(tokens) for tokens, _ in chunks)
         with torch.no_grad():
-            hidden = model.forward(weights, inputs, cache, config, max_query_len)
-            logits = model.head_step(weights, hidden, inputs.logits_indices, config)
+            hidden = model.forward(weights, inputs, cache, config, model.layers(config), max_query_len)
+            logits = model.head(weights, hidden[inputs.logits_indices], config)
         for r in range(2):
             torch.testing.assert_close(logits[r], expected[r, after[r] - 1], atol=1e-4, rtol=1e-4)
 
 
 def test_dummy_weights_are_seeded_and_shaped_like_a_checkpoint() -> None:
-    config = ModelConfig.from_directory(checkpoint("llama"))
+    config = read_config(checkpoint("llama"))
     one, same, other = (loader.dummy_weights(config, torch.float32, torch.device("cpu"), seed) for seed in (1, 1, 2))
     real = loader.load_weights(checkpoint("llama"), config, torch.float32, torch.device("cpu"))
-    assert torch.equal(one.embedding, same.embedding)
-    assert not torch.equal(one.embedding, other.embedding)
+    assert torch.equal(one.embedding.weight, same.embedding.weight)
+    assert not torch.equal(one.embedding.weight, other.embedding.weight)
     assert one.layers[1].mlp.gate_up.weight.shape == real.layers[1].mlp.gate_up.weight.shape
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-untied"])
 def test_tied_weights_are_one_tensor_packed_or_not(name: str) -> None:
-    config = ModelConfig.from_directory(checkpoint(name))
+    config = read_config(checkpoint(name))
     plain, packed = (
-        loader.load_weights(checkpoint(name), config, torch.bfloat16, torch.device("cpu"), convert)
-        for convert in (keep, pack)
+        loader.load_weights(checkpoint(name), config, torch.bfloat16, torch.device("cpu"), kind)
+        for kind in (Dense, Packed)
     )
-    assert isinstance(packed.lm_head, PackedLinear)
-    assert (packed.embedding is packed.lm_head) == config.tie_word_embeddings
-    assert (plain.embedding.data_ptr() == plain.lm_head.weight.data_ptr()) == config.tie_word_embeddings
-    tables = {id(t) for t in tensors(packed)} & {id(packed.lm_head.packed), id(tensors((packed.embedding,))[0])}
+    assert isinstance(packed.head, Packed)
+    for weights in (plain, packed):
+        assert (weights.embedding is weights.head) == config.tie_word_embeddings
+    tables = {id(t) for t in tensors(packed)} & {id(packed.head.packed), id(tensors((packed.embedding,))[0])}
     assert len(tables) == (1 if config.tie_word_embeddings else 2)
     ids = torch.tensor([0, config.vocab_size - 1, 5, 5, 200], dtype=torch.int32)
-    assert torch.equal(embed(ids, packed.embedding), embed(ids, plain.embedding))
+    assert torch.equal(packed.embedding.rows(ids), plain.embedding.rows(ids))
 
 
 def test_rope_table_holds_the_angles_of_every_position() -> None:
-    config = ModelConfig.from_directory(checkpoint("llama-rope3-tied"))
-    table, positions = rope_table(config, torch.device("cpu")), torch.tensor([0, 1, 17, 255], dtype=torch.int32)
-    assert table.shape == (config.max_position_embeddings, config.head_dim)
+    config = read_config(checkpoint("llama-rope3-tied"))
+    (rope,), positions = config.ropes, torch.tensor([0, 1, 17, 255], dtype=torch.int32)
+    table = rope_table(rope, config.head_dim, 256, torch.device("cpu"))
+    assert table.shape == (256, config.head_dim)
     cos, sin = rope_cos_sin(positions, table).chunk(2, dim=-1)
-    angles = positions[:, None, None].double() * rope_inv_freq(config).double()
+    angles = positions[:, None, None].double() * inverse_frequencies(rope, config.head_dim).double()
     torch.testing.assert_close(cos.double(), angles.cos(), atol=2e-5, rtol=0)  # of float32 angles up to 255
     torch.testing.assert_close(sin.double(), angles.sin(), atol=2e-5, rtol=0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs
 from compiled_llm.step.kv_cache import bytes_per_token
 from tests.families import CONFIGS, checkpoint, transformers_model
@@ -15,7 +15,7 @@ KV_BYTES = 1000
 
 
 def model_work(name: str) -> ModelWork:
-    return ModelWork.of(ModelConfig.from_directory(checkpoint(name)), 4, KV_BYTES)
+    return ModelWork.of(read_config(checkpoint(name)), torch.float32, KV_BYTES)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -61,10 +61,11 @@ def test_the_slower_of_memory_and_arithmetic_is_the_limit() -> None:
 
 
 def test_the_scales_of_a_quantised_cache_are_read_too() -> None:
-    config = ModelConfig.from_directory(checkpoint("qwen3"))
+    config = read_config(checkpoint("qwen3"))
     full = bytes_per_token(config, [torch.float32] * config.num_layers)
     codes = bytes_per_token(config, [torch.int8] * config.num_layers)
     step = StepWork.of([(15, 1)])
-    difference = ModelWork.of(config, 4, full).bytes(step) - ModelWork.of(config, 4, codes).bytes(step)
+    of_full, of_codes = (ModelWork.of(config, torch.float32, num_bytes) for num_bytes in (full, codes))
+    difference = of_full.bytes(step) - of_codes.bytes(step)
     heads = 2 * config.num_layers * config.num_kv_heads
     assert difference == 17 * heads * (4 * config.head_dim - (config.head_dim + 4))

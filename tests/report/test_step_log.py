@@ -29,11 +29,15 @@ DECODE, TOKENS = Bucket("decode", 8, 8), Bucket("tokens", 64, 8)
 
 def step(requests: list[tuple[int, int]], samples: list[bool] | None = None) -> SchedulerOutput:
     """A step of (computed, count) for each request."""
-    names = [str(n) for n in range(len(requests))]
-    tokens = [0] * sum(count for _, count in requests)
-    counts, computed = [count for _, count in requests], [start for start, _ in requests]
-    sampled = [True] * len(requests) if samples is None else samples
-    return SchedulerOutput(names, counts, computed, sampled, [-1] * len(requests), tokens)
+    computed, counts = zip(*requests, strict=True)
+    return SchedulerOutput(
+        request_ids=tuple(map(str, range(len(requests)))),
+        num_scheduled_tokens=counts,
+        num_computed_tokens=computed,
+        num_samples=tuple(map(int, samples or [True] * len(requests))),
+        feedback=(-1,) * len(requests),
+        token_ids=(0,) * sum(counts),
+    )
 
 
 def test_steps_of_a_shape_share_a_row_and_their_work_adds_up() -> None:

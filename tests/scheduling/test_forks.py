@@ -85,12 +85,12 @@ def test_who_writes_first_copies_and_the_last_writes_in_place() -> None:
     assert scheduler.pool.num_references(shared) == 3
     output = engine.step()
     assert output is not None
-    assert output.copies == [(shared, parent.block_ids[1]), (shared, first.block_ids[1])]
+    assert output.copies == ((shared, parent.block_ids[1]), (shared, first.block_ids[1]))
     assert second.block_ids[1] == shared
     assert len({request.block_ids[0] for request in (parent, *children)}) == 1, "full blocks stay shared"
     assert scheduler.pool.num_references(parent.block_ids[0]) == 3
     # The runner knows the new block, and nothing of the table was sent twice.
-    assert (parent.request_id, 1, [parent.block_ids[1]]) in output.table_updates
+    assert (parent.request_id, 1, (parent.block_ids[1],)) in output.table_updates
     finish_all(engine, parent, *children)
     assert len(copies_of(engine)) == 2
 
@@ -242,7 +242,7 @@ def test_a_kept_request_is_forked_after_its_end(prompt_len: int, caches: bool, o
     # As beams do, each has a token of its own in place of the one that the parent chose.
     children = [make_child(parent, f"{n}", 5, num_shared=prompt_len, own=[n]) for n in range(3)]
     fork(scheduler, parent, *children)
-    scheduler.let_go(parent)
+    scheduler.end_forking(parent)
     assert not parent.block_ids
     num_steps = len(engine.outputs)
     finish_all(engine, *children)
@@ -265,7 +265,7 @@ def test_while_a_request_is_kept_all_its_children_copy() -> None:
     late = make_child(parent, "late", 5)
     fork(scheduler, parent, late)
     engine.run()
-    scheduler.let_go(parent)
+    scheduler.end_forking(parent)
     finish_all(engine, *children, late)
 
 
@@ -332,7 +332,7 @@ def test_letting_go_before_the_end_keeps_nothing() -> None:
     parent = make_request("parent", 6, 5, keeps_blocks=True)
     add(scheduler, parent)
     engine.step()
-    scheduler.let_go(parent)
+    scheduler.end_forking(parent)
     assert parent.block_ids, "it runs"
     finish_all(engine, parent)
 
@@ -484,7 +484,7 @@ def test_the_first_that_waits_gets_what_is_kept_where_nobody_runs() -> None:
     assert not child.block_ids
     engine.run()
     for request in kept:
-        scheduler.let_go(request)
+        scheduler.end_forking(request)
     finish_all(engine, long, child)
 
 
@@ -500,7 +500,7 @@ def test_while_others_run_who_waits_leaves_what_is_held_alone() -> None:
         assert late.status is Status.WAITING
         engine.step()
     assert kept.block_ids
-    scheduler.let_go(kept)
+    scheduler.end_forking(kept)
     finish_all(engine, kept, running, late)
 
 
@@ -520,7 +520,7 @@ def test_a_holder_itself_is_taken_in_by_what_others_hold() -> None:
     assert child.num_cached_tokens == 6
     assert not parent.block_ids or not other.block_ids
     for request in (parent, other):
-        scheduler.let_go(request)
+        scheduler.end_forking(request)
     finish_all(engine, child)
 
 
@@ -566,10 +566,10 @@ def test_an_aborted_parent_leaves_its_children_as_they_are(state: str, mode: str
             engine.step()
         assert bool(parent.host_block_ids) == (mode == "swap")
     if state == "let go":
-        scheduler.let_go(parent)
+        scheduler.end_forking(parent)
     scheduler.finish(parent, "abort")
     assert parent.status is Status.FINISHED
-    scheduler.let_go(parent)
+    scheduler.end_forking(parent)
     assert not parent.block_ids
     finish_all(engine, *children)
 
@@ -607,7 +607,7 @@ def test_a_stop_token_ends_a_parent_whose_next_step_is_in_flight(overlap: bool) 
         engine.step()
     children = [make_child(parent, f"{n}", 4, own=[n]) for n in range(2)]
     fork(scheduler, parent, *children)
-    scheduler.let_go(parent)
+    scheduler.end_forking(parent)
     finish_all(engine, parent, *children)
     assert parent.finish_reason == "stop"
 
@@ -645,7 +645,7 @@ def test_what_a_broken_step_was_to_compute_is_not_kept() -> None:
     engine.fail_steps("the reason")
     child = make_child(parent, "child", 4, own=[1])
     fork(scheduler, parent, child)
-    scheduler.let_go(parent)
+    scheduler.end_forking(parent)
     finish_all(engine, child)
     assert child.finish_reason == "length"
 

@@ -17,10 +17,12 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
         scheduler.add(make_request(f"{i}", 5, 15))
     engine = FakeEngine(scheduler)
     engine.run()
-    filled = dataclasses.replace(engine.outputs[0], masks=[(0, np.ones(3, dtype=np.int32))], prompt_targets=[(0, [5])])
+    filled = dataclasses.replace(
+        engine.outputs[0], masks=((0, np.ones(3, dtype=np.int32)),), prompt_targets=((0, (5,)),)
+    )
     copied = pickle.loads(pickle.dumps(filled))
     assert copied.masks[0][1].tolist() == [1, 1, 1]
-    assert copied.prompt_targets == [(0, [5])]
+    assert copied.prompt_targets == ((0, (5,)),)
     parent, child = make_request("parent", 6, 3), make_request("child", 6, 3)
     child.prompt_token_ids[:] = parent.prompt_token_ids
     scheduler.add(parent)
@@ -37,5 +39,5 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
 def test_sizes() -> None:
     empty = SchedulerOutput()
     assert (empty.num_tokens, empty.max_query_len) == (0, 0)
-    step = SchedulerOutput(["a", "b"], [1, 3], [7, 0], [True, False], [-1, -1], [5, 6, 7, 8])
+    step = SchedulerOutput(("a", "b"), (1, 3), (7, 0), (1, 0), (-1, -1), (5, 6, 7, 8))
     assert (step.num_tokens, step.max_query_len) == (4, 3)

@@ -25,8 +25,8 @@ def test_a_token_in_flight_is_fed_back_by_its_place_in_the_step_before() -> None
     first, second = engine.step(), engine.step()
     assert first is not None
     assert second is not None
-    assert (first.feedback, second.feedback) == ([-1, -1], [0, 1])
-    assert second.token_ids == [0, 0], "the host does not know them"
+    assert (first.feedback, second.feedback) == ((-1, -1), (0, 1))
+    assert second.token_ids == (0, 0), "the host does not know them"
     engine.run()
 
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from compiled_llm.engine.engine import DEMO_MODEL
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.step.kv_cache import allocate
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "kv_report.py"
@@ -27,7 +27,9 @@ def script() -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        spec.loader.exec_module(module)
     return module
 
 
@@ -155,7 +157,7 @@ def test_a_scale_that_is_not_finite_is_refused(
 
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.inf, math.nan])
 def test_every_scale_that_was_written_is_checked(script: ModuleType, bad: float) -> None:
-    config = ModelConfig.from_directory(DEMO_MODEL)
+    config = read_config(DEMO_MODEL)
     dtypes = [torch.int8, torch.float32, torch.float8_e4m3fn, torch.int8]
     cache = allocate(config, dtypes, num_blocks=4, block_size=16, device=torch.device("cpu"))
     for layer in cache:

@@ -7,15 +7,17 @@ import torch
 
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.registry import family
 from compiled_llm.models.weights import tensors
-from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, layer_dtypes
+from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, layer_dtypes, num_tensors
 from tests.families import checkpoint
 
 FP8 = torch.float8_e4m3fn
 
 
 def model_config(num_layers: int = 3, num_kv_heads: int = 2, head_dim: int = 128) -> ModelConfig:
-    config = ModelConfig.from_directory(checkpoint("llama"))
+    config = read_config(checkpoint("llama"))
     return dataclasses.replace(config, num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
@@ -69,3 +71,16 @@ def test_description() -> None:
     assert describe(config, (torch.int8,) * 3, half) == "int8, 1584 bytes a token, 51.6% of bfloat16's 3072"
     mixed = describe(config, (FP8, half, FP8), half)
     assert mixed == "fp8 (bfloat16 in layers 1), 2080 bytes a token, 67.7% of bfloat16's 3072"
+
+
+def test_a_layer_that_shares_a_cache_has_no_tensors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cpu, kinds = model_config(), torch.device("cpu"), (torch.int8,) * 3
+    llama = family(config.architecture)
+    specs = [*llama.layers(config)[:2], dataclasses.replace(llama.layers(config)[2], shares_cache_of=1)]
+    alone = bytes_per_token(config, kinds)
+    shared = dataclasses.replace(llama, layers=lambda config: tuple(specs))
+    monkeypatch.setattr("compiled_llm.step.kv_cache.family", lambda architecture: shared)
+    cache = allocate(config, kinds, 5, 8, cpu)
+    assert cache[2] is cache[1]
+    assert bytes_per_token(config, kinds) * 3 == alone * 2
+    assert num_tensors(config, kinds) == len(tensors(cache)) == 8

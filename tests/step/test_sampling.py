@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from compiled_llm.ops.sampling.token_sampling import NO_TOKEN
+from compiled_llm.ops.sampling.reference import NO_TOKEN
 from compiled_llm.step import sampling as sampler
 from compiled_llm.step.sampling import SamplingInput, philox, sample, sample_greedy, uniform
 from tests.ops.sampling.sampling_cases import chi_square_is_likely

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from compiled_llm import EngineConfig
 from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
-from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.weights import Linear
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.linears.packed import Packed
 from compiled_llm.worker import checkpoint as checkpoint_files
 from compiled_llm.worker import loader
 from compiled_llm.worker.checkpoint import CheckpointError
@@ -31,7 +31,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def load(directory: Path):
-    return loader.load_weights(directory, ModelConfig.from_directory(directory), torch.float32, CPU)
+    return loader.load_weights(directory, read_config(directory), torch.float32, CPU)
 
 
 def change(directory: Path, edit) -> None:
@@ -53,10 +53,8 @@ def test_sharded_equals_whole(directory: Path, tmp_path_factory: pytest.TempPath
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux lists a process's maps")
 def test_nothing_of_the_file_stays_mapped_once_matrices_are_converted(directory: Path) -> None:
     change(directory, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
-    config = ModelConfig.from_directory(directory)
-    layers = loader.load_weights(
-        directory, config, torch.bfloat16, CPU, lambda linear: Linear(linear.weight.clone(), linear.bias)
-    ).layers
+    config = read_config(directory)
+    layers = loader.load_weights(directory, config, torch.bfloat16, CPU, Packed).layers
     assert layers[0].mlp_norm.dtype == torch.bfloat16
     assert str(directory) not in Path("/proc/self/maps").read_text()
 
@@ -79,7 +77,7 @@ def test_tied_head_may_stand_twice_if_it_is_the_same(tmp_path: Path) -> None:
     shutil.copytree(checkpoint("qwen3"), tmp_path, dirs_exist_ok=True)
     change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     weights = load(tmp_path)
-    assert weights.lm_head.weight is weights.embedding
+    assert weights.head is weights.embedding
     change(tmp_path, lambda t: t["lm_head.weight"].add_(1))
     with pytest.raises(CheckpointError, match="tied"):
         load(tmp_path)
@@ -151,7 +149,7 @@ def test_weights_that_the_dtype_cannot_hold_are_named(directory: Path) -> None:
     change(directory, lambda tensors: tensors["lm_head.weight"].fill_(1e30))
     load(directory)
     with pytest.raises(CheckpointError, match=r"lm_head.weight holds values too large for float16: choose a wider"):
-        loader.load_weights(directory, ModelConfig.from_directory(directory), torch.float16, CPU)
+        loader.load_weights(directory, read_config(directory), torch.float16, CPU)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
@@ -163,7 +161,7 @@ def test_a_fifo_in_place_of_a_file_does_not_hang(directory: Path, name: str) -> 
 
 
 def test_a_header_is_parsed_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, parsed = ModelConfig.from_directory(directory), []
+    config, parsed = read_config(directory), []
     for owner, name, function in ((json, "loads", json.loads), (checkpoint_files, "safe_open", safe_open)):
         counting = lambda *args, function=function, **kwargs: parsed.append(1) or function(*args, **kwargs)  # noqa: E731
         monkeypatch.setattr(owner, name, counting)

@@ -5,7 +5,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
 
 def swaps(out: list[tuple[int, int]], back: list[tuple[int, int]]) -> SchedulerOutput:
-    return SchedulerOutput(swapped_out=out, swapped_in=back)
+    return SchedulerOutput(swapped_out=tuple(out), swapped_in=tuple(back))
 
 
 def test_a_block_goes_out_before_another_takes_its_place_on_the_device_or_on_the_host() -> None:

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.config import EngineLimits
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import Samplers, Wanted
-from compiled_llm.worker.step_buffers import Bucket
 from tests.families import checkpoint
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ LIMITS = EngineLimits(
     token_bucket_sizes=(256,),
     chunked_prefill=True,
 )
-MODEL = ModelConfig.from_directory(checkpoint("llama"))
+MODEL = read_config(checkpoint("llama"))
 VOCAB = MODEL.vocab_size
 GREEDY = SamplingParams(temperature=0)
 
@@ -76,7 +76,7 @@ class Served:
         return CompiledFunction(function, name, CPU, enforce_eager=True)
 
     def admit(self, *admissions: Admission, released: Sequence[str] = ()) -> None:
-        self.rows.update(SchedulerOutput(admissions=list(admissions), released_request_ids=list(released)))
+        self.rows.update(SchedulerOutput(admissions=admissions, released_request_ids=tuple(released)))
         self.samplers.admit(admissions, self.rows)
 
     def step(
@@ -88,8 +88,8 @@ class Served:
         position: int = 0,
         masks: list | None = None,
     ) -> tuple[list[int], LogprobRows | None]:
-        samples = [True] * len(names) if due is None else list(due)
-        output = SchedulerOutput(request_ids=list(names), samples=samples, masks=masks or [])
+        samples = tuple(map(int, due or [True] * len(names)))
+        output = SchedulerOutput(request_ids=tuple(names), num_samples=samples, masks=tuple(masks or ()))
         rows = self.rows.update(output)
         wanted = Wanted.of(rows, samples, self.rows)
         self.samplers.fill(rows, output, self.rows, len(logits))
@@ -119,7 +119,7 @@ def sampling_input(rows: int, position: int = 0) -> SamplingInput:
 
 
 def admission(name: str, prompt: Sequence[int] = (50,), output: Sequence[int] = (), **params: Any) -> Admission:
-    return Admission(name, SamplingParams(temperature=0, **params), 0, list(prompt), list(output))
+    return Admission(name, SamplingParams(temperature=0, **params), 0, tuple(prompt), tuple(output))
 
 
 def rising(rows: int) -> Tensor:
@@ -138,7 +138,8 @@ def test_only_rows_whose_token_is_due_want_something() -> None:
         "all": SamplingParams(temperature=0, logprobs=0, presence_penalty=1.0, prompt_logprobs=2),
     }
     step = SchedulerOutput(
-        request_ids=list(asks), admissions=[Admission(name, params, 0, [], []) for name, params in asks.items()]
+        request_ids=tuple(asks),
+        admissions=tuple(Admission(name, params, 0, (), ()) for name, params in asks.items()),
     )
     rows = store.update(step)
     assert Wanted.of(rows, [True, False, False], store) == (False, False, False)
@@ -287,10 +288,10 @@ def test_log_probabilities_of_prompts_in_pieces_of_any_size() -> None:
         ([7, 9], {1: 2}),
     ]
     for counts, wanted in steps:
-        targets = [(index, torch.randint(VOCAB, (count,)).tolist()) for index, count in wanted.items()]
+        targets = tuple((index, tuple(torch.randint(VOCAB, (count,)).tolist())) for index, count in wanted.items())
         seen.clear()
         found = served.samplers.prompt_logprobs(
-            (), SchedulerOutput(num_scheduled_tokens=counts, prompt_targets=targets)
+            (), SchedulerOutput(num_scheduled_tokens=tuple(counts), prompt_targets=targets)
         )
         places = [sum(counts[:index]) + place for index, ids in targets for place in range(len(ids))]
         ids = torch.tensor([token for _, tokens in targets for token in tokens])

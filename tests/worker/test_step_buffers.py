@@ -8,9 +8,10 @@ import torch
 from compiled_llm.config import EngineLimits
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
+from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import Bucket, StepBuffers, buckets_of, choose_bucket
+from compiled_llm.worker.step_buffers import StepBuffers
 
 LIMITS = EngineLimits(
     max_model_len=32,
@@ -40,15 +41,15 @@ class Item:
 
 def step_of(*items: Item, released: tuple[str, ...] = ()) -> SchedulerOutput:
     return SchedulerOutput(
-        request_ids=[item.name for item in items],
-        num_scheduled_tokens=[len(item.tokens) for item in items],
-        num_computed_tokens=[item.computed for item in items],
-        samples=[True] * len(items),
-        feedback=[item.feedback for item in items],
-        token_ids=[token for item in items for token in item.tokens],
-        admissions=[Admission(item.name, item.params, item.seed, [], []) for item in items if item.params is not None],
-        table_updates=[(item.name, item.first_block, item.blocks) for item in items if item.blocks],
-        released_request_ids=list(released),
+        request_ids=tuple(item.name for item in items),
+        num_scheduled_tokens=tuple(len(item.tokens) for item in items),
+        num_computed_tokens=tuple(item.computed for item in items),
+        num_samples=(1,) * len(items),
+        feedback=tuple(item.feedback for item in items),
+        token_ids=tuple(token for item in items for token in item.tokens),
+        admissions=tuple(Admission(item.name, item.params, item.seed, (), ()) for item in items if item.params),
+        table_updates=tuple((item.name, item.first_block, tuple(item.blocks)) for item in items if item.blocks),
+        released_request_ids=released,
     )
 
 

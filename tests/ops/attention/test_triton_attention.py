@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 import torch
@@ -24,12 +23,12 @@ from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, alone, check,
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.attention import triton_attention as attention_triton  # noqa: E402
+from compiled_llm.ops.attention import triton_attention  # noqa: E402
+from tests.ops import ahead_of_time  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 SHARED_MEMORY = {(8, 0): 164 * 1024, (9, 0): 228 * 1024}  # of an SM; a program takes 1 KB more than it asks for
-REGISTERS = 65536  # of an SM, given out to each warp in multiples of 256
-OP = attention_triton.paged_attention
+OP = triton_attention.paged_attention
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
@@ -234,25 +233,6 @@ def outcomes(child: subprocess.Popen) -> dict[str, str]:
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.int32: "i32",
-    torch.int8: "i8",
-    torch.float8_e4m3fn: "fp8e4nv",
-}
-
-
-class Recorder:
-    """Stands in for a kernel and keeps what it is launched with."""
-
-    def __init__(self, kernel: "triton.JITFunction", launches: list) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> FunctionType:
-        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
-
 
 def launches(
     monkeypatch: pytest.MonkeyPatch,
@@ -265,8 +245,8 @@ def launches(
     """What a mixed step launches on a GPU of that capability, from tensors without storage."""
     recorded: list = []
     for name in ("write_kernel", "split_kernel", "merge_kernel", "prefill_kernel"):
-        monkeypatch.setattr(attention_triton, name, Recorder(getattr(attention_triton, name), recorded))
-    monkeypatch.setattr(attention_triton, "_device", lambda device: attention_triton.Device("", capability, 132))
+        monkeypatch.setattr(triton_attention, name, ahead_of_time.Recorder(getattr(triton_attention, name), recorded))
+    monkeypatch.setattr(triton_attention, "_device", lambda device: triton_attention.Device("", capability, 132))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
@@ -275,7 +255,7 @@ def launches(
     qkv = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     caches = [empty(1024, num_kv_heads, block_size, head_dim, dtype=kv_dtype or dtype) for _ in range(2)]
     scales = [empty(1024, num_kv_heads, block_size, dtype=torch.float32) if kv_dtype else None for _ in range(2)]
-    attention_triton.paged_attention(
+    triton_attention.paged_attention(
         *qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1),
         *caches,
         *scales,
@@ -291,38 +271,6 @@ def launches(
     )
     monkeypatch.undo()
     return recorded
-
-
-def compiled(kernel: "triton.JITFunction", args: tuple, kwargs: dict, capability: tuple[int, int]):
-    """The launch compiled for a GPU that is not there, specialised as a launch on one would be."""
-    from triton.backends.compiler import GPUTarget
-
-    values = dict(zip(kernel.arg_names, args, strict=False))
-    values |= {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-    signature, constants, attributes = {}, {}, {}
-    for i, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-        value = values[name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-            signature[name], constants[name] = "constexpr", value
-        elif isinstance(value, float):
-            signature[name] = "fp32"
-        else:
-            tensor = isinstance(value, torch.Tensor)
-            signature[name] = f"*{TYPES[value.dtype]}" if tensor else "i32"
-            if tensor or value % 16 == 0:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-    source = triton.compiler.ASTSource(kernel, signature, constants, attributes)
-    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-    return triton.compile(source, target=GPUTarget("cuda", 10 * capability[0] + capability[1], 32), options=options)
-
-
-def resources(cubin: bytes, path: Path) -> dict[str, int]:
-    """Registers, stack and local memory of a compiled kernel."""
-    path.write_bytes(cubin)
-    disassembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    command = [disassembler, "--dump-resource-usage", path]
-    dump = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", dump.stdout)}
 
 
 # Capability, head_dim, dtype, KV dtype, whether with window, soft cap and sinks. Head dims 80 and 96 take the tiles of
@@ -358,8 +306,8 @@ def test_compiles_without_spills(
     names = [kernel.__name__ for kernel, _, _ in recorded]
     assert names == ["write_kernel", "split_kernel", "split_kernel", "merge_kernel", "prefill_kernel"]
     for kernel, args, kwargs in recorded:
-        binary = compiled(kernel, args, kwargs, capability)
-        usage, shared = resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
+        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+        usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
         print(f"{kernel.__name__}: {usage['REG']} registers, {shared} bytes of shared memory")
         assert usage["STACK"] == 0, kernel.__name__
         assert usage["LOCAL"] == 0, kernel.__name__
@@ -369,13 +317,15 @@ def test_compiles_without_spills(
         if is_decode and not features and head_dim in (64, 128, 256):
             programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).split_programs_per_sm
         assert programs * (shared + 1024) <= SHARED_MEMORY[capability], kernel.__name__
-        assert programs * kwargs.get("num_warps", 4) * -(-usage["REG"] // 8) * 256 <= REGISTERS, kernel.__name__
+        assert programs * kwargs.get("num_warps", 4) * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS, (
+            kernel.__name__
+        )
 
 
 def test_float32_fits_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tiles of float32; its speed, and so a few spilled bytes, are of no interest."""
     for kernel, args, kwargs in launches(monkeypatch, (8, 0), 256, torch.float32):
-        assert compiled(kernel, args, kwargs, (8, 0)).metadata.shared < 99 * 1024
+        assert ahead_of_time.compiled(kernel, args, kwargs, (8, 0)).metadata.shared < 99 * 1024
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------

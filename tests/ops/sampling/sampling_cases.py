@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.sampling.token_sampling import MIN_TEMPERATURE, NO_TOKEN, sample_tokens_reference
+from compiled_llm.ops.sampling.reference import MIN_TEMPERATURE, NO_TOKEN, sample_tokens_reference
 
 OFF = 2**31 - 1  # a top_k
 TEMPERATURES = (0.0, 1e-30, 0.3, 0.7, 1.0, 1.0, 2.0, 100.0)

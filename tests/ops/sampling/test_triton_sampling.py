@@ -1,6 +1,6 @@
 """The sampling kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
 
-As in ``test_attention_triton.py``, the interpreted cases run in one child process: this file as a program, with
+As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
 TRITON_INTERPRET=1. It prints one JSON object, name of a case -> its traceback, or an empty string.
 """
 
@@ -22,9 +22,9 @@ from tests.ops.sampling.sampling_cases import DTYPES, OFF, SamplingCase, check, 
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.sampling import token_sampling as sampling  # noqa: E402
-from compiled_llm.ops.sampling import triton_sampling as sampling_triton  # noqa: E402
-from tests.ops.attention import test_triton_attention as ahead_of_time  # noqa: E402
+from compiled_llm.ops.sampling import triton_sampling  # noqa: E402
+from compiled_llm.ops.sampling.reference import NO_TOKEN  # noqa: E402
+from tests.ops import ahead_of_time  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,18 +32,18 @@ ROOT = Path(__file__).parents[3]
 # ---- interpreted ----------------------------------------------------------------------------------------------------
 
 
-def op(most_listed: int = sampling_triton.MOST_LISTED, splits: int = 1) -> Callable[..., Tensor]:
+def op(most_listed: int = triton_sampling.MOST_LISTED, splits: int = 1) -> Callable[..., Tensor]:
     """The op with lists of that length, and about so many programs a row."""
 
     def run(*args: Tensor) -> Tensor:
         sizes = {"MOST_LISTED": most_listed, "PROGRAMS_PER_SM": splits, "_num_sms": lambda device: len(args[0])}
-        with mock.patch.multiple(sampling_triton, **sizes):
-            return sampling_triton.sample_tokens(*args)
+        with mock.patch.multiple(triton_sampling, **sizes):
+            return triton_sampling.sample_tokens(*args)
 
     return run
 
 
-def of_the_grid(most_listed: int = sampling_triton.MOST_LISTED, splits: int = 1, **kwargs) -> None:
+def of_the_grid(most_listed: int = triton_sampling.MOST_LISTED, splits: int = 1, **kwargs) -> None:
     check(make_case(**kwargs), op(most_listed, splits))
 
 
@@ -60,7 +60,7 @@ def no_number_gives_no_token(device: str = "cpu") -> None:
         logits = torch.full((4, vocabulary), -math.inf)
         logits[1], logits[2, 0], logits[3, -1] = math.nan, math.nan, math.nan
         case = make_case(1, rows=4)._replace(logits=logits).to(device)
-        assert (check(case, sampling_triton.sample_tokens) == sampling.NO_TOKEN).all()
+        assert (check(case, triton_sampling.sample_tokens) == NO_TOKEN).all()
 
 
 def strided_rows_give_the_same(dtype: torch.dtype, device: str = "cpu") -> None:
@@ -82,24 +82,24 @@ def programs_and_neighbours_change_nothing(vocabulary: int, rows: int, pattern: 
         top_k=torch.tensor([50, 1000, OFF, 1], dtype=torch.int32).repeat(rows)[:rows],
     ).to(device)
     tokens = check(case, op(), most_differences=1)
-    for most_listed, splits in ((8, 3), (32, 1), (128, 2), (512, 5), (2048, 128), (sampling_triton.MOST_LISTED, 3)):
+    for most_listed, splits in ((8, 3), (32, 1), (128, 2), (512, 5), (2048, 128), (triton_sampling.MOST_LISTED, 3)):
         assert torch.equal(op(most_listed, splits)(*case), tokens)
     order = torch.arange(rows).flip(0).to(device)
-    assert torch.equal(sampling_triton.sample_tokens(*case.rows(order)), tokens[order])
+    assert torch.equal(triton_sampling.sample_tokens(*case.rows(order)), tokens[order])
     for row in range(rows):
-        assert torch.equal(sampling_triton.sample_tokens(*case.rows(slice(row, row + 1))), tokens[row : row + 1])
+        assert torch.equal(triton_sampling.sample_tokens(*case.rows(slice(row, row + 1))), tokens[row : row + 1])
 
 
 def a_top_k_below_1_is_1(device: str = "cpu") -> None:
     case = make_case(300, rows=4, temperatures=(1.0,)).to(device)
-    tokens = sampling_triton.sample_tokens(*case._replace(top_k=torch.zeros_like(case.top_k)))
+    tokens = triton_sampling.sample_tokens(*case._replace(top_k=torch.zeros_like(case.top_k)))
     assert torch.equal(tokens, case.logits.argmax(-1))
 
 
 def a_uniform_of_1_takes_the_last_that_stays(device: str = "cpu") -> None:
     case = make_case(700, rows=8, temperatures=(1.0,)).to(device)
     below, one = (torch.full_like(case.uniform, value) for value in (math.nextafter(1.0, 0.0), 1.0))
-    tokens = sampling_triton.sample_tokens(*case._replace(uniform=one))
+    tokens = triton_sampling.sample_tokens(*case._replace(uniform=one))
     assert torch.equal(tokens, check(case._replace(uniform=below), op(), most_differences=1))
 
 
@@ -182,7 +182,7 @@ def outcomes(child: subprocess.Popen) -> dict[str, str]:
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
-KERNELS = ["maxima", *["narrow"] * sampling_triton.LEVELS.value, "gather", "limit", "sums", "draw"]
+KERNELS = ["maxima", *["narrow"] * triton_sampling.LEVELS.value, "gather", "limit", "sums", "draw"]
 SM_80, SM_90 = (8, 0), (9, 0)
 # Capability, rows, vocabulary, dtype: aligned rows and others, one program a row and many, one chunk and thousands.
 COMPILED = [
@@ -206,17 +206,15 @@ def test_compiles_without_spills(
 ) -> None:
     recorded: list = []
     for name in dict.fromkeys(KERNELS):
-        kernel = getattr(sampling_triton, f"{name}_kernel")
-        monkeypatch.setattr(sampling_triton, f"{name}_kernel", ahead_of_time.Recorder(kernel, recorded))
-    monkeypatch.setattr(sampling_triton, "_num_sms", lambda device: 132)
+        kernel = getattr(triton_sampling, f"{name}_kernel")
+        monkeypatch.setattr(triton_sampling, f"{name}_kernel", ahead_of_time.Recorder(kernel, recorded))
+    monkeypatch.setattr(triton_sampling, "_num_sms", lambda device: 132)
     case = SamplingCase(
         torch.empty(rows, vocabulary, dtype=dtype, device="meta"),
         *(torch.empty_like(column, device="meta") for column in make_case(1, rows=rows)[1:]),
     )
-    sampling_triton.sample_tokens(*case)
+    triton_sampling.sample_tokens(*case)
     monkeypatch.undo()
-    for other, name in ((torch.int64, "i64"), (torch.float64, "fp64")):
-        monkeypatch.setitem(ahead_of_time.TYPES, other, name)
 
     assert [kernel.__name__ for kernel, _, _ in recorded] == [f"{name}_kernel" for name in KERNELS]
     for kernel, args, kwargs in recorded:
@@ -234,8 +232,8 @@ def test_compiles_without_spills(
 
 
 def test_no_rows_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_triton, "maxima_kernel", None)
-    assert sampling_triton.sample_tokens(*make_case(5, rows=0)).shape == (0,)
+    monkeypatch.setattr(triton_sampling, "maxima_kernel", None)
+    assert triton_sampling.sample_tokens(*make_case(5, rows=0)).shape == (0,)
 
 
 def test_refuses_wrong_inputs() -> None:
@@ -254,7 +252,7 @@ def test_refuses_wrong_inputs() -> None:
     ]
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
-            sampling_triton.sample_tokens(*case._replace(**change))
+            triton_sampling.sample_tokens(*case._replace(**change))
 
 
 # ---- the outcomes of the interpreter --------------------------------------------------------------------------------

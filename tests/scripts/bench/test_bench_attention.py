@@ -247,7 +247,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(
         (["--decode", "--prefill"], "nothing to measure"),
         (["--kv-dtype", "int4"], "int4"),
         (["--dtype", "int8"], "int8"),
-        (["--block-size", "0"], "positive integer"),
+        (["--block-size", "0"], "--block-size must be at least 1"),
         (["--kv-heads", "3"], "multiple of --kv-heads"),
         (["--seconds", "-1"], "--seconds"),
         (["--seconds", "nan"], "--seconds"),

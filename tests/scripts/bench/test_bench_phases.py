@@ -219,9 +219,9 @@ def test_no_text_of_the_roofline_is_printed_over_another_or_over_the_limit(scrip
     [
         (["--batch-sizes", "1,8"], "--batch-sizes must be at most 4"),
         (["--seats", "5"], "--seats must be at most 4"),
-        (["--seats", "0"], "--seats must be 1 or more"),
-        (["--decode-steps", "1"], "--decode-steps must be 2 or more"),
-        (["--prompt-lens", "0,8"], "--prompt-lens must be 1 or more"),
+        (["--seats", "0"], "--seats must be at least 1"),
+        (["--decode-steps", "1"], "--decode-steps must be at least 2"),
+        (["--prompt-lens", "0,8"], "--prompt-lens must be at least 1"),
         (["--prompt-lens", "8,60000"], "40960"),
         (["--kv-memory", "0"], "--kv-memory"),
         (["--part", "nothing"], "nothing"),

@@ -85,9 +85,9 @@ def test_transformers_takes_the_same_requests(
     bench: ModuleType, run: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches: list[list[tuple[int, int]]] = []
-    run_batch = bench.bench_hf._run_batch
+    run_batch = bench.bench_hf.generate
     monkeypatch.setattr(
-        bench.bench_hf, "_run_batch", lambda model, batch: (batches.append(lengths(batch)), run_batch(model, batch))
+        bench.bench_hf, "generate", lambda model, batch: (batches.append(lengths(batch)), run_batch(model, batch))
     )
     words = ["--shape", "tiny", *RANDOM, "--repeats", "1", "--backend", "hf", "--hf-max-batch-size", "3"]
     assert run(*words) == 0

@@ -1,0 +1,140 @@
+"""Reading a model directory's ``config.json`` into the ``ModelConfig`` of its family.
+
+Every field of the file is looked at (``config_fields.py`` says how): one that this engine does not understand and
+transformers does is refused by name, since to ignore it in silence would mean wrong tokens.
+"""
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_fields import ignored_fields, used_names
+from compiled_llm.models.family import Family
+from compiled_llm.models.files import read_json, read_optional_json
+from compiled_llm.models.registry import SUPPORTED, family
+
+# The largest value of each size. Checked before transformers sees them: its classes make lists of some lengths.
+_MOST = {
+    "num_hidden_layers": 1024,
+    "head_dim": 2**16,
+    "hidden_size": 2**24,
+    "intermediate_size": 2**24,
+    "max_position_embeddings": 2**31 - 1,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "vocab_size": 2**24,
+}
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """Read ``config.json`` (and the end-of-text ids of ``generation_config.json``) of a model directory.
+
+    Warns of the fields that are ignored, once for all of them.
+
+    Raises:
+        ValueError: a file is missing or not JSON, or a field is not supported; the message names it.
+    """
+    config = read_json(directory / "config.json")
+    made = parse_config(config, read_optional_json(directory / "generation_config.json"))
+    model = family(made.architecture)
+    ignored = ignored_fields(config, model, _config_class(model))
+    if ignored:
+        shown = f"{', '.join(ignored):.1000}"
+        warnings.warn(
+            f"{directory / 'config.json'}: fields that transformers ignores for {made.architecture} are ignored "
+            f"here too: {shown}",
+            stacklevel=2,
+        )
+    return made
+
+
+def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
+    """The same from parsed JSON, without the warning. Fields that are left out take transformers' defaults."""
+    architecture = _architecture(config)
+    model = family(architecture)
+    config_class = _config_class(model)
+    model_type = config.get("model_type", config_class.model_type)
+    if model_type != config_class.model_type:
+        raise ValueError(
+            f"config.json: model_type must be {config_class.model_type!r} where architectures is "
+            f"[{architecture!r}], given {model_type!r:.100}. {SUPPORTED}"
+        )
+    ignored_fields(config, model, config_class)
+    ropes = model.read_ropes(config)
+    used = {name: config[name] for name in config.keys() & used_names(model, config_class)}
+    for name in _MOST.keys() & used.keys():
+        if used[name] is not None:
+            _check_size(name, used[name])
+    try:
+        # transformers fills in the defaults of fields that the file leaves out.
+        full = config_class(**used)
+        rms_norm_eps = float(full.rms_norm_eps)
+    except Exception as error:  # a wrong type meets transformers' own validation, in whatever exception it uses
+        raise ValueError(f"config.json: {type(error).__name__}: {error!s:.500}") from error
+    head_dim = getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads
+    _check_size("head_dim", head_dim)
+    for name in _MOST.keys() - {"head_dim"}:
+        _check_size(name, getattr(full, name))
+    return model.config(
+        architecture=architecture,
+        vocab_size=full.vocab_size,
+        hidden_size=full.hidden_size,
+        intermediate_size=full.intermediate_size,
+        num_layers=full.num_hidden_layers,
+        num_heads=full.num_attention_heads,
+        num_kv_heads=full.num_key_value_heads,
+        head_dim=head_dim,
+        rms_norm_eps=rms_norm_eps,
+        ropes=ropes,
+        max_position_embeddings=full.max_position_embeddings,
+        tie_word_embeddings=bool(full.tie_word_embeddings),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        eos_token_ids=_eos_token_ids(config, generation or {}, full.vocab_size),
+        **_own_fields(model, full),
+    )
+
+
+def _own_fields(model: Family, full: Any) -> dict[str, Any]:
+    """The fields that the family's config has besides ``ModelConfig``'s, as far as transformers' class has them."""
+    common = {field.name for field in dataclasses.fields(ModelConfig)}
+    own = [field.name for field in dataclasses.fields(model.config) if field.name not in common]
+    values = {name: getattr(full, name) for name in own if hasattr(full, name)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _architecture(config: dict[str, Any]) -> str:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
+        raise ValueError(
+            f"config.json: architectures must be a list with one name, given {architectures!r:.200}. {SUPPORTED}"
+        )
+    return architectures[0]
+
+
+def _config_class(model: Family) -> Any:
+    return getattr(transformers, model.hf_config)
+
+
+def _check_size(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST[name]:
+        raise ValueError(f"config.json: {name} must be an integer from 1 to {_MOST[name]}, given {value!r:.100}")
+
+
+def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
+    ids = set()
+    for name, source in (("config.json", config), ("generation_config.json", generation)):
+        value = source.get("eos_token_id")
+        for token in value if isinstance(value, list) else [value]:
+            if token is None:
+                continue
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"{name}: eos_token_id must be a token id or a list of them, from 0 to {vocab_size - 1} (one below "
+                    f"config.json's vocab_size), given {value!r:.200}"
+                )
+            ids.add(token)
+    return tuple(sorted(ids))

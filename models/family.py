@@ -1,0 +1,64 @@
+"""What a model family is to the engine: one object of this class, ``FAMILY`` in the family's file."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.rope_config import Rope, read_rope
+from compiled_llm.models.weights import Description, ModelWeights, Source
+
+C = TypeVar("C", bound=ModelConfig)
+W = TypeVar("W", bound=ModelWeights)
+
+Layers = tuple[AttentionSpec, ...]
+
+
+def one_rope(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """The rotary embeddings of a parsed ``config.json`` whose layers all have the same."""
+    return (read_rope(config),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family(Generic[C, W]):
+    """All that the engine knows of a family.
+
+    Attributes:
+        hf_config: transformers' class for its ``config.json``: the fields that it has are those that can matter.
+        config: ``ModelConfig``, or a subclass with the fields of this family's own. A field that transformers acts on
+            and that neither has is refused, unless it has the class's default.
+        take: (config, source) -> weights. Asks ``source`` for every tensor of a checkpoint, by its name and shape.
+        layers: config -> each layer's attention.
+        forward: (weights, step, KV cache, config, layers, max_query_len) -> what the head takes, ``[T, D]``. Writes the
+            step's keys and values to the cache. Pure besides, and traced as a whole; ``max_query_len`` is an upper
+            bound of the tokens of a request in the step.
+        head: (weights, rows of what ``forward`` gave ``[R, D]``, config) -> logits ``[R, V]``. Pure.
+        requires: field of ``config.json`` -> the values that the functions above are right for. The first is named in
+            messages.
+        read_ropes: parsed ``config.json`` -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
+        derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
+    """
+
+    hf_config: str
+    config: type[C]
+    take: Callable[[C, Source], W]
+    layers: Callable[[C], Layers]
+    forward: Callable[[W, StepInput, KVCache, C, Layers, int], Tensor]
+    head: Callable[[W, Tensor, C], Tensor]
+    requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    read_ropes: Callable[[dict[str, Any]], tuple[Rope, ...]] = one_rope
+    derived_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
+
+    def describe(
+        self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense
+    ) -> tuple[Description, W]:
+        """The names and shapes of a checkpoint's tensors, and the weights without memory (on the device "meta")."""
+        description = Description(dtype, linears)
+        return description, self.take(config, description)

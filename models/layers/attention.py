@@ -1,0 +1,106 @@
+"""Attention: what a layer's is like, what it keeps in the KV cache, and the block that computes it."""
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.inputs import LayerCache, StepInput
+from compiled_llm.models.layers.norm import rms_norm
+from compiled_llm.models.layers.rope import apply_rope
+from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.ops import paged_attention
+from compiled_llm.ops.attention import kv_quant
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's attention, and so what a token takes in its KV cache.
+
+    Attributes:
+        num_heads: query heads, N; a multiple of ``num_kv_heads``, K.
+        head_dim: H.
+        scale: of the scores.
+        window: keys that a query sees, itself included; 0: all before it.
+        soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay as they are.
+        shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own. The
+            op writes before it reads, so such a layer gives it the step's keys and values of that earlier one.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    shares_cache_of: int | None = None
+
+    def cache_tensors(
+        self, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor of the layer's ``LayerCache``, by its field, for keys and values in ``dtype``.
+
+        Empty where it shares another layer's. Allocation and arithmetic of the KV cache go by this alone, so a layer
+        that keeps something else than keys and values describes it here.
+        """
+        if self.shares_cache_of is not None:
+            return {}
+        rows = (num_blocks, self.num_kv_heads, block_size)
+        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys("kv", ((*rows, self.head_dim), dtype))
+        if kv_quant.is_quantised(dtype):
+            held |= dict.fromkeys(("k_scale", "v_scale"), (rows, torch.float32))
+        return held
+
+
+class AttentionWeights(NamedTuple):
+    qkv: Linear  # [(N + 2 * K) * H, D]
+    o: Linear  # [D, N * H]
+    q_norm: Tensor | None = None  # [H], for families that normalise each head's query and key
+    k_norm: Tensor | None = None  # [H]
+    sinks: Tensor | None = None  # [N] float32: for each query head the score of one more key, whose value is zero
+
+
+def attention(
+    x: Tensor,
+    w: AttentionWeights,
+    cos_sin: Tensor,
+    cache: LayerCache,
+    step: StepInput,
+    spec: AttentionSpec,
+    eps: float,
+    max_query_len: int,
+) -> Tensor:
+    """Self-attention block on ``x`` ``[T, D]``, which also writes this step's keys and values to the cache.
+
+    Args:
+        cos_sin: ``[T, 1, H]`` float32, see ``rope_cos_sin``.
+        eps: of the norms of queries and keys, where there are some.
+        max_query_len: an upper bound of the tokens of a request in this step.
+    """
+    q, k, v = (
+        w.qkv.apply(x)
+        .unflatten(-1, (-1, spec.head_dim))
+        .split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    )
+    if w.q_norm is not None and w.k_norm is not None:
+        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
+    out = paged_attention(
+        apply_rope(q, cos_sin),
+        apply_rope(k, cos_sin),
+        v,
+        cache.k,
+        cache.v,
+        cache.k_scale,
+        cache.v_scale,
+        step.slot_mapping,
+        step.block_table,
+        step.query_start_loc,
+        step.seq_lens,
+        sinks=w.sinks,
+        sm_scale=spec.scale,
+        max_query_len=max_query_len,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+    )
+    return w.o.apply(out.flatten(1))

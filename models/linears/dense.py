@@ -1,0 +1,64 @@
+"""Linear layers whose weights are as a checkpoint has them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.models.linears.protocol import Part, Take
+
+
+class Dense(NamedTuple):
+    """``x @ weight.T + bias``, in the model's dtype."""
+
+    weight: Tensor  # [out_features, in_features]
+    bias: Tensor | None = None  # [out_features]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+    @staticmethod
+    def serves(device: torch.device, dtype: torch.dtype) -> bool:
+        return True
+
+    @classmethod
+    def take(cls, take: Take, parts: Sequence[Part]) -> "Dense":
+        taken = []
+        for part in parts:
+            weight = take(f"{part.name}.weight", (part.out_features, part.in_features))
+            taken.append(cls(weight, take(f"{part.name}.bias", (part.out_features,)) if part.bias else None))
+        return cls.concat(taken)
+
+    @classmethod
+    def concat(cls, parts: Sequence["Dense"]) -> "Dense":
+        """One layer that computes several over the same input: one pass over ``x``, one kernel."""
+        if len(parts) == 1:
+            return parts[0]
+        biases = [part.bias for part in parts if part.bias is not None]
+        assert len(biases) in (0, len(parts)), "either all of the layers have a bias or none"
+        return cls(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+
+    @staticmethod
+    def has_rows(in_features: int) -> bool:
+        return True
+
+    @staticmethod
+    def bytes_while_taking(nbytes: int) -> int:
+        return 0

@@ -1,0 +1,52 @@
+"""Linear layers in bfloat16 whose weights lie in the order that the CPU kernel reads (ops/linear/packed_linear.py)."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.ops import native, pack_weight, packed_linear, unpack_rows
+
+
+class Packed(NamedTuple):
+    """A ``Dense`` layer, packed."""
+
+    packed: Tensor  # [ceil(out_features / 16), ceil(in_features / 2), 16, 2] bfloat16
+    bias: Tensor | None  # [out_features] bfloat16
+    out_features: int
+    in_features: int
+
+    @property
+    def nbytes(self) -> int:
+        weights = self.out_features * self.in_features * self.packed.itemsize
+        return weights + (0 if self.bias is None else self.bias.nbytes)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return packed_linear(x, self.packed, self.bias, self.out_features)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return unpack_rows(self.packed, ids)
+
+    @staticmethod
+    def serves(device: torch.device, dtype: torch.dtype) -> bool:
+        return device.type == "cpu" and dtype == torch.bfloat16 and native.load("linear_cpu") is not None
+
+    @classmethod
+    def take(cls, take: Take, parts: Sequence[Part]) -> "Packed":
+        return cls.of(Dense.take(take, parts))
+
+    @classmethod
+    def of(cls, dense: Dense) -> "Packed":
+        """The layer ``dense``, bfloat16 on the CPU, packed."""
+        return cls(pack_weight(dense.weight), dense.bias, dense.out_features, dense.in_features)
+
+    @staticmethod
+    def has_rows(in_features: int) -> bool:
+        return in_features % 2 == 0
+
+    @staticmethod
+    def bytes_while_taking(nbytes: int) -> int:
+        return nbytes  # as it was in the checkpoint

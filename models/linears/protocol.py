@@ -1,0 +1,67 @@
+"""What a kind of linear layer has to provide. Families and engine know a linear layer by this alone."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """A linear layer as a checkpoint of plain weights has it: ``NAME.weight``, and ``NAME.bias`` where it has one."""
+
+    name: str
+    out_features: int
+    in_features: int
+    bias: bool = False
+
+
+Take = Callable[[str, tuple[int, ...]], Tensor]
+"""(name, shape) -> that tensor of the checkpoint, in the model's dtype on its device. Each is taken once."""
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """``x @ W.T + bias`` with ``W`` ``[out_features, in_features]``, however it is kept.
+
+    A NamedTuple of tensors and numbers, since it is an argument of the compiled step. Pure: ``apply`` and ``rows`` are
+    traced into the step.
+    """
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of weights that ``apply`` has to read, padding left out."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """``[T, in_features]`` -> ``[T, out_features]`` in the dtype of ``x``."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ``ids`` ``[T]`` (int32 or int64) of ``W``, ``[T, in_features]``: an embedding of the tokens ``ids``.
+
+        Asked only of a layer whose kind ``has_rows``.
+        """
+
+
+class LinearKind(Protocol):
+    """How linear layers of a kind come about: the class of the layers, with these as class or static methods."""
+
+    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether models in ``dtype`` on ``device`` can have this kind; they get the first such of ``kinds.KINDS``."""
+
+    def take(self, take: Take, parts: Sequence[Part]) -> Linear:
+        """One layer that computes all ``parts``, which have the same input: their outputs lie side by side.
+
+        On the device "meta" it tells names and shapes alone, which is how a checkpoint is checked before it is read.
+        """
+
+    def has_rows(self, in_features: int) -> bool:
+        """Whether a layer of that size can give ``rows``; where it cannot, a tied embedding is kept a second time."""
+
+    def bytes_while_taking(self, nbytes: int) -> int:
+        """Bytes that making a layer of ``nbytes`` takes besides, until it is made."""

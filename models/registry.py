@@ -1,0 +1,24 @@
+"""The families there are. Their files are imported when asked for."""
+
+import importlib
+from typing import Any
+
+from compiled_llm.models.family import Family
+
+# Architecture, as it is in config.json -> the file of its family, and what it is to a user.
+# This is the allow-list: nothing else is ever run, whatever a model directory asks for.
+ARCHITECTURES = {
+    "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
+    "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
+}
+# For messages.
+SUPPORTED = "Supported are {}; docs/models.md lists them".format(
+    ", ".join(f"{models} ({architecture})" for architecture, (_, models) in ARCHITECTURES.items())
+)
+
+
+def family(architecture: str) -> Family[Any, Any]:
+    """The family of an architecture. ``ValueError`` for one that is not supported."""
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"config.json: architecture {architecture!r:.100} is not supported. {SUPPORTED}")
+    return importlib.import_module(f"compiled_llm.models.{ARCHITECTURES[architecture][0]}").FAMILY

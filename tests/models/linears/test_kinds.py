@@ -1,0 +1,122 @@
+"""Kinds of linear layer: each computes what the checkpoint's weights say, and one more needs no change elsewhere."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.linears import kinds
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.linears.protocol import Linear, LinearKind, Part, Take
+from compiled_llm.report.roofline import ModelWork
+from tests.families import checkpoint
+
+BFLOAT16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("in_features", [32, 33])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", [Dense, Packed])
+def test_parts_over_the_same_input_are_one_layer(kind: LinearKind, bias: bool, in_features: int) -> None:
+    torch.manual_seed(0)
+    parts = [Part(name, size, in_features, bias) for name, size in (("q", 17), ("k", 16), ("v", 5))]
+    tensors = {f"{part.name}.weight": torch.randn(part.out_features, in_features).to(BFLOAT16) for part in parts}
+    tensors |= {f"{part.name}.bias": torch.randn(part.out_features).to(BFLOAT16) for part in parts if bias}
+
+    def take(name: str, shape: tuple[int, ...]) -> Tensor:
+        assert tensors[name].shape == shape
+        return tensors[name]
+
+    w, x = kind.take(take, parts), torch.randn(3, in_features).to(BFLOAT16)
+    assert isinstance(w, Linear)
+    assert (w.out_features, w.in_features, w.nbytes) == (38, in_features, sum(t.nbytes for t in tensors.values()))
+    for part, got in zip(parts, w.apply(x).split([17, 16, 5], dim=1), strict=True):
+        expected = F.linear(x, tensors[f"{part.name}.weight"], tensors.get(f"{part.name}.bias"))
+        torch.testing.assert_close(got, expected, atol=0.1, rtol=0.02)
+    if kind.has_rows(in_features):
+        ids = torch.tensor([0, 16, 37, 16], dtype=torch.int32)
+        weight = torch.cat([tensors[f"{part.name}.weight"] for part in parts])
+        assert torch.equal(w.rows(ids), weight[ids])
+    described = kind.take(lambda name, shape: tensors[name].to("meta"), parts)
+    assert [t.shape for t in described if isinstance(t, Tensor)] == [t.shape for t in w if isinstance(t, Tensor)]
+    assert described.nbytes == w.nbytes
+
+
+def test_the_kind_follows_from_device_and_dtype() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert kinds.linear_kind(cpu, BFLOAT16) is Packed
+    for device, dtype in ((cpu, torch.float32), (cpu, torch.float16), (gpu, BFLOAT16)):
+        assert kinds.linear_kind(device, dtype) is Dense
+
+
+class Int8(NamedTuple):
+    """A kind of a test's own: weights rounded to 8 bits, with a scale for each output."""
+
+    codes: Tensor  # [out_features, in_features] int8
+    scale: Tensor  # [out_features, 1]
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in self if t is not None)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.codes * self.scale, self.bias)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.codes[ids] * self.scale[ids]
+
+    @staticmethod
+    def serves(device: torch.device, dtype: torch.dtype) -> bool:
+        return True
+
+    @classmethod
+    def take(cls, take: Take, parts: Sequence[Part]) -> "Int8":
+        dense = Dense.take(take, parts)
+        scale = dense.weight.abs().amax(1, keepdim=True) / 127
+        return cls((dense.weight / scale).round().to(torch.int8), scale, dense.bias)
+
+    @staticmethod
+    def has_rows(in_features: int) -> bool:
+        return True
+
+    @staticmethod
+    def bytes_while_taking(nbytes: int) -> int:
+        return 4 * nbytes
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
+def test_a_kind_of_ones_own_serves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tokens() -> list[int]:
+        sizes = {"bucket_sizes": (2,), "num_kv_blocks": 20, "max_model_len": 64}
+        with CompiledEngine(str(checkpoint(name)), enforce_eager=True, **sizes) as engine:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            (output,) = engine.generate([[5, 6, 7]], params, use_tqdm=False)
+            assert type(engine.runner.weights.head) is kinds.KINDS[-1]
+            return list(output.outputs[0].token_ids)
+
+    plain = tokens()
+    monkeypatch.setattr(kinds, "KINDS", (Int8,))
+    assert len(tokens()) == len(plain) == 8
+    config = read_config(checkpoint(name))
+    dense, int8 = (
+        ModelWork.of(config, torch.float32, 1, kind).weight_bytes_per_step
+        / ModelWork.of(config, torch.float32, 1).weight_bytes_per_step
+        for kind in (Dense, Int8)
+    )
+    assert dense == 1
+    assert 0.25 < int8 < 0.3

@@ -1,0 +1,43 @@
+"""What a family takes its weights from, and what is known of them without reading any."""
+
+import pytest
+import torch
+
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.linears.protocol import LinearKind, Part
+from compiled_llm.models.registry import family
+from compiled_llm.models.weights import Description, bytes_to_read, linears, tensors
+from compiled_llm.worker.loader import load_weights
+from tests.families import CONFIGS, checkpoint, transformers_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("kind", [Dense, Packed])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_description_has_the_shapes_of_what_is_loaded(name: str, kind: LinearKind) -> None:
+    config = read_config(checkpoint(name))
+    description, described = family(config.architecture).describe(config, torch.bfloat16, kind)
+    loaded = load_weights(checkpoint(name), config, torch.bfloat16, CPU, kind)
+    assert {name: tuple(p.shape) for name, p in transformers_model(name).named_parameters()} == description.shapes
+    assert [t.shape for t in tensors(described)] == [t.shape for t in tensors(loaded)]
+    assert all(t.is_meta for t in tensors(described))
+    assert sum(t.nbytes for t in tensors(described)) == sum(t.nbytes for t in tensors(loaded))
+    assert (described.embedding is described.head) == (loaded.embedding is loaded.head)
+
+
+def test_a_tensor_is_taken_once() -> None:
+    description = Description(torch.float32, Dense)
+    description.linear(Part("a", 4, 8))
+    with pytest.raises(AssertionError, match=r"a\.weight is taken twice"):
+        description.tensor("a.weight", (4, 8))
+
+
+def test_what_a_step_reads() -> None:
+    description = Description(torch.bfloat16, Packed)
+    layer = description.linear(Part("a", 17, 8, bias=True), Part("b", 2, 8, bias=True))
+    tree = (layer, (description.norm("c", 8), None), description.norm_plus_one("d", 8))
+    assert linears(tree) == [layer]
+    assert bytes_to_read(tree) == 2 * (19 * 8 + 19) + 2 * 8 + 4 * 8
