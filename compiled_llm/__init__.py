@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compiled_llm.compiling.function import CompileReport, GraphReport
+    from compiled_llm.compiling.report import CompileReport, GraphReport
     from compiled_llm.config import EngineConfig
     from compiled_llm.engine.async_engine import AsyncCompiledEngine
     from compiled_llm.engine.engine import CompiledEngine
@@ -24,12 +24,12 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncCompiledEngine": "engine.async_engine",
     "CompiledEngine": "engine.engine",
-    "CompileReport": "compiling.function",
+    "CompileReport": "compiling.report",
     "CompletionOutput": "outputs",
     "EngineConfig": "config",
     "EngineStats": "outputs",
     "Field": "step.logits_transforms",
-    "GraphReport": "compiling.function",
+    "GraphReport": "compiling.report",
     "LogitsContext": "step.logits_transforms",
     "LogitsTransform": "step.logits_transforms",
     "Logprob": "outputs",

@@ -115,7 +115,6 @@ SAMPLING_PARAMETERS: Mapping[str, str] = {
     "extra_args": "give logits_transforms",
     "echo": "there is none: an output has its prompt",
     "stream": "call engine.stream(prompt)",
-    "output_kind": "there is none: generate() gives whole outputs, stream() the text so far",
     "spaces_between_special_tokens": "there is none: the text is what the tokenizer decodes",
     "flat_logprobs": "there is none: logprobs are dicts by token id",
     "priority": "give it to generate() or add_request()",

@@ -3,9 +3,9 @@
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from compiled_llm.config import integer
+from compiled_llm.config import integer, one_of
 from compiled_llm.error_texts import shown
 from compiled_llm.names import SAMPLING_PARAMETERS, refuse_unknown_names
 from compiled_llm.structured_outputs import StructuredOutputsParams
@@ -60,6 +60,10 @@ class SamplingParams:
             chat's system message, with it.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False leaves the text empty, and saves the time.
+        output_kind: what each output of ``stream``, ``step`` and the async engine holds: "cumulative", all so far;
+            "delta", the text, tokens and log-probabilities since the last output alone, so that joined they are the
+            whole; "final", all, once the request has ended. ``generate`` and ``chat`` of ``CompiledEngine`` give the
+            final output always.
     """
 
     n: int = 1
@@ -87,6 +91,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    output_kind: Literal["cumulative", "delta", "final"] = "cumulative"
 
     def __post_init__(self) -> None:
         integer("n", self.n, 1, _MAX_N)
@@ -127,6 +132,7 @@ class SamplingParams:
             integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
             if self.truncate_prompt_tokens == 0:
                 raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, given 0")
+        one_of("output_kind", self.output_kind, ("cumulative", "delta", "final"))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, given {shown(getattr(self, name))}")

@@ -38,7 +38,6 @@ import torch.nn.functional as F
 from bench import tables
 from bench.workloads import integers
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 from compiled_llm import hardware as machine
@@ -50,6 +49,7 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.registry import family
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.torch_private import TorchDispatchMode
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker import loader

@@ -53,6 +53,7 @@ REFUSED: dict[str, list[Any]] = {
     "truncate_prompt_tokens": [0, -2, 1.0, True, 2**31, "16"],
     "skip_special_tokens": [1, None],
     "detokenize": [0, None],
+    "output_kind": ["", "DELTA", "final_only", 1, True, None, ["delta"]],
 }
 
 
@@ -163,6 +164,7 @@ def test_defaults() -> None:
         "truncate_prompt_tokens": None,
         "skip_special_tokens": True,
         "detokenize": True,
+        "output_kind": "cumulative",
     }
     assert not params.greedy
     assert not params.changes_logits

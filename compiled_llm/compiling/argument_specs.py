@@ -1,7 +1,7 @@
-"""What a compiled function knows of its arguments: their shapes, strides and dtypes, without their contents.
+"""Specs of a compiled function's arguments: their shapes, strides and dtypes, without their contents.
 
-A function compiled ahead of time runs on whatever it is given, so its arguments are compared with these before each
-call. Arguments are nested tuples (NamedTuples among them) of tensors, None and numbers.
+A function compiled ahead of time has no guards, so its arguments are compared with their specs before each call.
+Arguments are nested tuples (NamedTuples among them) of tensors, None and numbers.
 """
 
 import math
@@ -9,66 +9,80 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.guards import TensorGuards
+
+from compiled_llm.ops.torch_private import (
+    TensorGuards,
+    dynamic_dimensions,
+    mark_dynamic,
+    mark_static_address,
+    static_address_kind,
+)
 
 
 class TensorSpec(NamedTuple):
-    """A tensor as the compiler sees it. ``shape`` has -1 for a dynamic size; all dynamic sizes are one number."""
+    """A tensor as the compiler sees it.
+
+    Attributes:
+        shape: -1 for a dynamic size; all dynamic sizes of a call are equal.
+        stride: in elements.
+        device: such as "cpu" or "cuda:0".
+        static_address: how it was marked to stay at its address: "guarded", "unguarded", or None if it was not.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
-    static_address: str | None  # "guarded", "unguarded", or None: not marked
+    static_address: str | None
 
     def make(self, dynamic_size: int) -> Tensor:
-        """An empty tensor of this kind. Its memory is never touched, so it costs none until somebody writes."""
+        """An uninitialised tensor of this kind, marked like the original. It takes no memory until it is written."""
         sizes = [dynamic_size if size < 0 else size for size in self.shape]
         tensor = torch.empty_strided(sizes, self.stride, dtype=self.dtype, device=self.device)
         if self.static_address is not None:
-            torch._dynamo.mark_static_address(tensor, guard=self.static_address == "guarded")
+            mark_static_address(tensor, guard=self.static_address == "guarded")
         for dimension, size in enumerate(self.shape):
             if size < 0:
-                torch._dynamo.mark_dynamic(tensor, dimension)
+                mark_dynamic(tensor, dimension)
         return tensor
 
 
-class Again(NamedTuple):
-    """The very tensor that stands at ``place``, counted from 0: tied weights, which are one input of the code."""
+class SameTensor(NamedTuple):
+    """The same object as an earlier tensor: tied weights, which are one input of the code. ``number`` counts from 0."""
 
-    place: int
+    number: int
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """The spec of one tensor; dynamic sizes are those that ``torch._dynamo.mark_dynamic`` marked."""
-    dynamic = getattr(tensor, "_dynamo_dynamic_indices", ())
+    """The spec of one tensor; dynamic sizes are those that ``mark_dynamic`` marked."""
+    dynamic = dynamic_dimensions(tensor)
     shape = tuple(-1 if dimension in dynamic else size for dimension, size in enumerate(tensor.shape))
-    marked = getattr(tensor, "_dynamo_static_input_type", None)
-    return TensorSpec(shape, tuple(tensor.stride()), tensor.dtype, str(tensor.device), marked)
+    return TensorSpec(shape, tuple(tensor.stride()), tensor.dtype, str(tensor.device), static_address_kind(tensor))
 
 
 def specs_of(value: Any) -> Any:
-    """The same nested tuples with a spec in place of each tensor, or an ``Again`` where it stood before."""
-    return _specs(value, {})
+    """The same nested tuples, each with its type's name first, and a spec or ``SameTensor`` in place of each tensor."""
+    indices: dict[int, int] = {}  # id of a tensor -> its index
 
-
-def _specs(value: Any, places: dict[int, int]) -> Any:
-    if isinstance(value, Tensor):
-        if id(value) in places:
-            return Again(places[id(value)])
-        places[id(value)] = len(places)
+    def spec(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return (type(value).__name__, *map(spec, value))
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in indices:
+            return SameTensor(indices[id(value)])
+        indices[id(value)] = len(indices)
         return spec_of(value)
-    if isinstance(value, tuple):
-        items = [_specs(item, places) for item in value]
-        return (type(value).__name__, *items)
-    return value
+
+    return spec(value)
 
 
 class ArgumentCheck:
-    """Tells whether later arguments are of the kind of the first.
+    """Compares the arguments of later calls with the specs of the first.
 
-    What was seen at the last call is known by identity, so that a step whose weights, cache and buffers are the same
-    objects costs some twenty microseconds with hundreds of tensors: torch looks whether one was resized in place.
+    Objects that were compared at the last call are not compared again, unless one was changed in place, which torch
+    checks. So a step whose weights, cache and buffers are the same objects costs some twenty microseconds with hundreds
+    of tensors.
     """
 
     def __init__(self, args: tuple) -> None:
@@ -77,23 +91,20 @@ class ArgumentCheck:
         self._remember(args)
 
     def _remember(self, args: tuple) -> None:
-        self._seen: Any = args
-        self._tensors = list({id(tensor): tensor for tensor in _tensors(args)}.values())  # each once, as torch wants
+        self._compared: Any = args
+        self._tensors = list({id(tensor): tensor for tensor in tensors_in(args)}.values())  # torch takes each once
         sizes: Any = [list(tensor.shape) for tensor in self._tensors]
         strides: Any = [list(tensor.stride()) for tensor in self._tensors]
         guards = TensorGuards(*self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-        self._as_they_were = guards.check
+        self._unchanged = guards.check
 
     def difference(self, args: tuple) -> str | None:
         """What differs, in words; None when nothing does."""
         state = _state()
         if state != self._state:
-            return next(
-                f"{name} was {was} and is {now}"
-                for (name, was), now in zip(self._state.items(), state.values(), strict=True)
-                if was != now
-            )
-        if not (_same(self._seen, args) and self._as_they_were(*self._tensors)):
+            name = next(name for name in state if state[name] != self._state[name])
+            return f"{name} was {self._state[name]} and is {state[name]}"
+        if not (same_objects(self._compared, args) and self._unchanged(*self._tensors)):
             sizes: set[int] = set()
             found = _difference("argument", self._specs, args, sizes, {})
             if found is None and len(sizes) > 1:
@@ -106,32 +117,33 @@ class ArgumentCheck:
         return None
 
 
-def _same(seen: Any, value: Any) -> bool:
-    """Whether these are the same objects; tuples are looked into, since NamedTuples are made anew."""
-    if value is seen:
+def same_objects(one: Any, other: Any) -> bool:
+    """Whether nested tuples of the same types hold the same objects; the tuples themselves may differ."""
+    if one is other:
         return True
-    if not isinstance(value, tuple) or type(value) is not type(seen) or len(value) != len(seen):
+    if not isinstance(other, tuple) or type(other) is not type(one) or len(other) != len(one):
         return False
-    return all(_same(old, new) for old, new in zip(seen, value, strict=True))
+    return all(map(same_objects, one, other))
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors of nested tuples in their order, each as often as it occurs."""
     if isinstance(value, tuple):
-        return [tensor for item in value for tensor in _tensors(item)]
+        return [tensor for item in value for tensor in tensors_in(item)]
     return [value] if isinstance(value, Tensor) else []
 
 
-def _difference(name: str, spec: Any, value: Any, sizes: set[int], places: dict[int, int]) -> str | None:
-    """What differs. ``sizes`` collects the dynamic ones, ``places`` where each tensor stood first, by its id."""
-    if isinstance(spec, Again):
-        same = isinstance(value, Tensor) and places.get(id(value)) == spec.place
-        return None if same else f"{name} was a tensor that stood before, and is not"
+def _difference(name: str, spec: Any, value: Any, sizes: set[int], indices: dict[int, int]) -> str | None:
+    """What differs. Collects the dynamic ``sizes``, and in ``indices`` the index of each tensor by its id."""
+    if isinstance(spec, SameTensor):
+        same = isinstance(value, Tensor) and indices.get(id(value)) == spec.number
+        return None if same else f"{name} was the same tensor as an earlier one, and is not"
     if isinstance(spec, TensorSpec):
         if not isinstance(value, Tensor):
             return f"{name} was a tensor and is {value!r}"
-        if id(value) in places:
-            return f"{name} was a tensor of its own and is one that stood before"
-        places[id(value)] = len(places)
+        if id(value) in indices:
+            return f"{name} was a tensor of its own and is the same as an earlier one"
+        indices[id(value)] = len(indices)
         shape = tuple(value.shape)
         if len(shape) != len(spec.shape) or any(a not in (b, -1) for a, b in zip(spec.shape, shape, strict=True)):
             return f"{name} was of shape {spec.shape} and is {shape}"
@@ -145,7 +157,7 @@ def _difference(name: str, spec: Any, value: Any, sizes: set[int], places: dict[
         if not isinstance(value, tuple) or (type(value).__name__, len(value)) != (spec[0], len(spec) - 1):
             return f"{name} was a {spec[0]} of {len(spec) - 1} and is {type(value).__name__}"
         for index, (part, item) in enumerate(zip(spec[1:], value, strict=True)):
-            found = _difference(f"{name}[{index}]", part, item, sizes, places)
+            found = _difference(f"{name}[{index}]", part, item, sizes, indices)
             if found is not None:
                 return found
         return None
@@ -157,7 +169,7 @@ def _state() -> dict[str, Any]:
 
 
 def settings() -> dict[str, Any]:
-    """What of torch's state besides its threads goes into compiled code: JSON values by readable name."""
+    """torch's state that goes into compiled code, besides its number of threads: JSON values by readable name."""
     return {
         "the default dtype": str(torch.get_default_dtype()),
         "autocast": str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else "off",

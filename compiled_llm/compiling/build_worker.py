@@ -1,4 +1,4 @@
-"""A process that compiles what another one sends (ahead.py): ``python -m compiled_llm.compiling.build_worker``."""
+"""A process that compiles what another one sends (parallel.py): ``python -m compiled_llm.compiling.build_worker``."""
 
 import os
 import sys
@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from compiled_llm.compiling.ahead import Built, Job, receive, send, to_bytes
 from compiled_llm.compiling.cache import code_settings, differences
-from compiled_llm.compiling.function import build
+from compiled_llm.compiling.compiler import compile_ahead, to_bytes
+from compiled_llm.compiling.messages import Built, Job, receive, send
 
 
 def main() -> None:
@@ -19,21 +19,20 @@ def main() -> None:
             job, settings = receive(sys.stdin.buffer)
         except EOFError:
             return
-        send(replies, _run(job, settings))
+        send(replies, _compile(job, settings))
 
 
-def _run(job: Job, settings: dict[str, Any]) -> Built:
-    """``settings``: those of the process that asks. Code of other ones would stand under the wrong key."""
+def _compile(job: Job, settings: dict[str, Any]) -> Built:
+    """``settings``: those of the process that asks, under whose key the code will be stored."""
     torch.set_num_threads(job.threads)
     other = differences(settings, code_settings())
     if other:
         return Built(b"", {}, f"torch is set up otherwise here: {'; '.join(other)}")
     try:
-        ahead, facts = build(job.recipe(), job.name, job.args)
-        payload = to_bytes(ahead)
-    except Exception as error:  # whatever it is, the other process compiles for itself then, and raises it
+        ahead, facts = compile_ahead(job.recipe(), job.name, job.args)
+        return Built(to_bytes(ahead), facts, "")
+    except Exception as error:  # whatever it is: the other process then compiles for itself, and raises it
         return Built(b"", {}, f"{type(error).__name__}: {error}")
-    return Built(payload, facts, "")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A bundle: what an engine's start left in the cache directory, in one file for another machine of the same kind.
+"""A bundle: what a start of an engine uses from the cache directory, in one file for other machines of the same kind.
 
-A zip of compiled functions, of the libraries that they load, and of the C++ kernels, with a manifest of what kind of
-machine it is for and of every file's SHA-256. **A bundle is a program.** The digests tell a damaged file, not a bad
-author: take in bundles only of those whose programs you would run.
+It is a zip of compiled functions, of the libraries that they load and of the C++ kernels, with a manifest: the kind of
+machine, and the SHA-256 of each file. **A bundle is a program.** The digests detect damage, not a malicious author:
+import bundles only from people whose programs you would run.
 """
 
 import contextlib
@@ -19,30 +19,29 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from compiled_llm.compiling.ahead import loaded_libraries
 from compiled_llm.compiling.cache import differences, machine_fields
-from compiled_llm.compiling.function import use_own_cache_directory
+from compiled_llm.compiling.libraries import loaded_libraries, use_own_cache_directory
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.ops.trusted_paths import make_directory
 
 _FORMAT = 2
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(graphs|inductor|kernels)(/[A-Za-z0-9_][A-Za-z0-9_.-]*)+")
-_MOST_BYTES = 2**32  # of all files, unpacked, on disk
-_MOST_MANIFEST_BYTES = 2**22  # of some 25,000 files
-_MOST_INDEX_BYTES = 2**22  # of the zip's own list of its files, which zipfile reads at once
+_MAX_BYTES = 2**32  # of all files, unpacked, on disk
+_MAX_MANIFEST_BYTES = 2**22  # of some 25,000 files
+_MAX_INDEX_BYTES = 2**22  # of the zip's own list of its files, which zipfile reads at once
 _CHUNK = 2**20  # of a file, in memory
-# What a zip file ends with: the place of a longer form of the list, which no bundle has, and the list's size.
+# The end of a zip file: the marker of a zip64 list, which no bundle has, that of the end, and the list's size.
 _TAIL = struct.Struct("<4s16x4s8xL6x")
-# What zipfile and json raise. RuntimeError: encrypted.
+# What zipfile and json raise for damaged files. RuntimeError: an encrypted one.
 _BROKEN = (OSError, EOFError, zipfile.BadZipFile, zlib.error, RuntimeError, KeyError, ValueError)
 
 
 def export_bundle(path: Path, entries: Iterable[Path]) -> int:
     """Write a bundle of ``entries`` (files below the cache directory) and of all libraries loaded from that directory.
 
-    Call it where an engine runs on these entries, so that the libraries they need are loaded. Returns how many files it
-    wrote.
+    An engine of this process must run on these entries, so that their libraries are loaded. Returns the number of
+    files written.
 
     Raises:
         ValueError: torch keeps its libraries elsewhere (``TORCHINDUCTOR_CACHE_DIR``), so the bundle would lack them.
@@ -67,14 +66,14 @@ def _sha256(path: Path) -> str:
 
 
 def import_bundle(path: Path) -> int:
-    """Put a bundle's files into the cache directory, once all of them are found to be whole. Returns their number.
+    """Put a bundle's files into the cache directory, after all of them were checked. Returns their number.
 
-    They are unpacked one by one onto the cache directory's disk; the memory that takes does not depend on the bundle.
+    They are unpacked one by one onto the cache directory's disk; the memory that this takes is the same for any bundle.
 
     Raises:
-        ValueError: it is no bundle, is damaged, is larger than 4 GiB unpacked or than what is free on the disk, names a
-            place outside of the cache, or is of another kind of machine; or ``TORCHINDUCTOR_CACHE_DIR`` is set, so
-            torch would look elsewhere.
+        ValueError: it is no bundle, is damaged, is larger than 4 GiB unpacked or than the free space on the disk, names
+            a place outside of the cache, or is of another kind of machine; or ``TORCHINDUCTOR_CACHE_DIR`` is set,
+            so that torch would look elsewhere.
         OSError: the cache directory cannot be written to.
     """
     root = _root()
@@ -85,7 +84,7 @@ def import_bundle(path: Path) -> int:
         bundle = zipfile.ZipFile(path)
     with bundle, tempfile.TemporaryDirectory(dir=root, prefix="import-") as directory:
         names = _unpack(path, bundle, root, Path(directory))
-        # Entries come last, so that none is found before the libraries that it loads.
+        # Entries last, so that none is found before the libraries that it loads.
         for name in sorted(names, key=lambda name: (name.startswith("graphs/"), name)):
             make_directory((root / name).parent)
             os.replace(Path(directory, name), root / name)
@@ -98,7 +97,7 @@ def _unpack(path: Path, bundle: zipfile.ZipFile, root: Path, directory: Path) ->
         size = sum(info.file_size for info in bundle.infolist())  # zipfile reads no more than these say
         size_of_manifest = bundle.getinfo(_MANIFEST).file_size
     free = shutil.disk_usage(root).free
-    if size > _MOST_BYTES or size_of_manifest > _MOST_MANIFEST_BYTES:
+    if size > _MAX_BYTES or size_of_manifest > _MAX_MANIFEST_BYTES:
         raise ValueError(f"{path} takes {size} bytes unpacked, which is too much for a bundle: do not use it")
     if size > free:
         raise ValueError(f"{path} takes {size} bytes unpacked, and {free} are free in the cache directory: make room")
@@ -131,7 +130,7 @@ def _unpack_file(path: Path, bundle: zipfile.ZipFile, name: str, target: Path) -
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """What zipfile and json say of a damaged bundle becomes a ``ValueError`` that names it."""
+    """Errors of zipfile and json become a ``ValueError`` that names the bundle."""
     try:
         yield
     except _BROKEN as error:
@@ -139,12 +138,12 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _check_index(path: Path) -> None:
-    """Refuse a list of files that would take much memory to read."""
+    """Refuse a list of files so long that reading it would take much memory."""
     with path.open("rb") as file:
         file.seek(-min(_TAIL.size, path.stat().st_size), os.SEEK_END)
         tail = file.read()
-    longer, begin, size = _TAIL.unpack(tail.rjust(_TAIL.size, b"\0"))
-    if longer == b"PK\6\7" or begin != b"PK\5\6" or size > _MOST_INDEX_BYTES:
+    zip64, end, size = _TAIL.unpack(tail.rjust(_TAIL.size, b"\0"))
+    if zip64 == b"PK\6\7" or end != b"PK\5\6" or size > _MAX_INDEX_BYTES:
         raise zipfile.BadZipFile("it is no zip file, or has too many files")
 
 
@@ -167,7 +166,7 @@ def _check_manifest(path: Path, manifest: Any, bundle: zipfile.ZipFile) -> None:
 
 
 def _root() -> Path:
-    """The cache directory, where torch keeps its libraries in a place below."""
+    """The cache directory, with torch's libraries below it."""
     use_own_cache_directory()
     root = cache_directory().resolve()
     inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).resolve()

@@ -1,12 +1,12 @@
 """Compiled functions kept on disk, each under a readable key of everything that its code depends on.
 
-An entry is one file ``NAME-DIGEST.graph``, so that it is there whole or not at all: a line with the SHA-256 of the
-rest, a line of JSON with the key's fields, and what torch wrote and reads. A start that finds its entries neither
-traces nor compiles. One that does not can say which field was another the last time. Entries that no start used for a
-month go.
+An entry is one file ``NAME-DIGEST.graph``, so that it exists whole or not at all: a line with the SHA-256 of the rest,
+a line of JSON with the key's fields, and torch's bytes. A start that finds its entries neither traces nor compiles. One
+that does not find them can tell which field was different the last time. Entries that no start used for a month are
+deleted.
 
-An entry is code. Nobody but the user can write to the directory (``check_trusted``, before a start), and nothing of
-another origin gets there but a bundle that the user names (see compile_bundle.py).
+An entry is code. Only the user can write to the directory (``check_trusted``, before a start), and the only entries
+from elsewhere are those of a bundle that the user names (see bundle.py).
 """
 
 import contextlib
@@ -24,20 +24,19 @@ from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-import torch._functorch.config
-import torch._inductor.config
 
 from compiled_llm.compiling.argument_specs import settings, specs_of
 from compiled_llm.config import EngineLimits
 from compiled_llm.hardware import hardware
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops import native
+from compiled_llm.ops.torch_private import compiler_settings
 
 _PACKAGE = Path(__file__).parents[1]
-# Whose text decides what is traced: a change of any of them misses.
+# Files whose text decides what is traced: after a change of any of them no entry is found.
 _SOURCES = ("models/**/*.py", "ops/**/*.py", "step/*.py", "compiling/*.py")
 
-_DIGESTS = ("arguments", "code")  # they follow from other fields
+_DIGESTS = ("arguments", "code")  # fields that mean nothing to a reader
 _SUFFIX = ".graph"
 _UNUSED_SECONDS = 30 * 24 * 3600
 
@@ -46,7 +45,7 @@ Fields = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A compiled function on disk: its key's fields, and what torch made of it."""
+    """A compiled function on disk: its key's fields, facts about it, and the code as ``compiler.to_bytes`` gives it."""
 
     fields: Fields
     facts: Fields
@@ -54,20 +53,17 @@ class Entry:
 
 
 class CompileCache:
-    """The entries of one machine and one model. ``fields``: JSON values that all functions of an engine share."""
+    """Entries of one machine and one model. ``fields``: JSON, the part of the key that all functions share."""
 
     def __init__(self, directory: Path, fields: Fields) -> None:
         self.directory = directory
         self.fields = json.loads(json.dumps(dict(fields)))  # tuples become lists, as they are read from disk
-        # Functions that other processes compiled in this start: why, and in how many seconds.
-        self.built: dict[str, tuple[str, float]] = {}
-        # Files of the entries that were found or stored.
-        self.used: list[Path] = []
-        # Entries that the disk would not take, for this start alone.
-        self._unwritten: dict[Path, Entry] = {}
+        self.built: dict[str, tuple[str, float]] = {}  # what other processes compiled in this start: why, seconds
+        self.used: list[Path] = []  # files of the entries that were found or stored
+        self._unwritten: dict[Path, Entry] = {}  # entries that could not be written to disk, for this start alone
 
     def key_of(self, name: str, function: FunctionType, args: tuple) -> dict[str, Any]:
-        """All fields of one function's key; its own code and the arguments' kinds go in as digests."""
+        """All fields of one function's key; its own code and the arguments' specs are digests."""
         closed_over = [_text(cell.cell_contents) for cell in function.__closure__ or ()]
         defaults = [
             _text(value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
@@ -98,15 +94,15 @@ class CompileCache:
         header = json.loads(line)
         if dict(key) != header["fields"]:
             return self._reason(key)
-        with contextlib.suppress(OSError):  # on a disk that is only read, nothing is dropped either
+        with contextlib.suppress(OSError):  # on a read-only disk nothing is deleted either
             os.utime(path)
         self._note(path)
         return Entry(header["fields"], header["facts"], payload)
 
     def store(self, key: Fields, payload: bytes, facts: Fields) -> None:
-        """Keep what torch made. ``facts``: JSON values about it that are no part of the key.
+        """Keep a compiled function. ``facts``: JSON values about it that are no part of the key.
 
-        What the disk does not take serves this start, with a warning.
+        If it cannot be written to disk, this start alone has it, and a warning is given.
         """
         path = self._path(key)
         line = json.dumps({"fields": dict(key), "facts": dict(facts)}).encode()
@@ -122,7 +118,7 @@ class CompileCache:
         self._note(path)
 
     def _drop_unused(self) -> None:
-        """Delete what no start used for long, and what a start left that ended while it wrote."""
+        """Delete files that no start used for a month, also those of a start that ended while it wrote."""
         oldest = time.time() - _UNUSED_SECONDS
         for path in self.directory.iterdir():
             with contextlib.suppress(OSError):  # another start deletes it too, or it is a directory
@@ -137,7 +133,7 @@ class CompileCache:
         return self.directory / f"{key['function']}-{digest(key)[:16]}{_SUFFIX}"
 
     def _reason(self, key: Fields) -> str:
-        """Why a key misses: what differs from the entry of the same function that differs least."""
+        """Why there is no entry: the differences to the most similar entry of the same function."""
         stored = []
         for path in self.directory.glob(f"{key['function']}-*{_SUFFIX}"):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
@@ -166,14 +162,14 @@ def engine_cache(
 
 
 def differences(was: Fields, now: Fields) -> list[str]:
-    """ "block_size is 32 and was 16" for each field in which two keys differ, digests only where nothing else does."""
+    """The fields in which two keys differ, as "block_size is 32 and was 16"; digests only if nothing else differs."""
     names = [name for name in {**now, **was} if now.get(name) != was.get(name)]
     readable = [name for name in names if name not in _DIGESTS]
     return [f"{name} is {now.get(name)!r} and was {was.get(name)!r}" for name in readable or names]
 
 
 def machine_fields() -> dict[str, Any]:
-    """What code for this CPU depends on besides the model and the arguments: the same on all machines of a kind."""
+    """What code for this CPU depends on besides the model and the arguments: equal on all machines of a kind."""
     fields = hardware(torch.device("cpu")) | {
         "torch_directory": str(Path(torch.__file__).parent),  # the generated code's build names torch's headers
         "python": sys.version.split()[0],
@@ -182,12 +178,12 @@ def machine_fields() -> dict[str, Any]:
         "sources": sources_digest(),
         **code_settings(),
     }
-    fields.pop("cpus")  # how many there are decides nothing: the number of threads does
+    fields.pop("cpus")  # code depends on the number of threads, not of CPUs
     return fields
 
 
 def sources_digest() -> str:
-    """A digest of the engine's own files that are traced or that trace."""
+    """A digest of the engine's files that are traced or that compile."""
     hashed = hashlib.sha256()
     for pattern in _SOURCES:
         for path in sorted(_PACKAGE.glob(pattern)):
@@ -196,18 +192,8 @@ def sources_digest() -> str:
 
 
 def code_settings() -> dict[str, Any]:
-    """What this process has set of torch that goes into compiled code, beside threads: JSON values.
-
-    ``torch_config`` is a digest of the compiler's settings: environment variables (``TORCHINDUCTOR_...``) and programs
-    change them.
-    """
-    values = [module.save_config_portable() for module in (torch._inductor.config, torch._functorch.config)]
-    text = repr([sorted(each.items()) for each in values])
-    return {
-        **settings(),
-        "default device": str(torch.get_default_device()),
-        "torch_config": hashlib.sha256(text.encode()).hexdigest()[:16],
-    }
+    """torch's settings in this process that go into compiled code, besides its number of threads: JSON values."""
+    return {**settings(), "default device": str(torch.get_default_device()), "torch_config": compiler_settings()}
 
 
 def digest(fields: Fields) -> str:
@@ -216,18 +202,18 @@ def digest(fields: Fields) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value that a function closes over, without the address that a function's own text has."""
+    """The text of a value that a function closes over; for a function without its address."""
     return f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
 
 
 def _code(code: CodeType) -> list[Any]:
-    """What a code object does, without its name, file and lines."""
+    """The instructions, names and constants of a code object, without its own name, file and lines."""
     constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
     return [code.co_code.hex(), list(code.co_names), constants]
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that no other process ever sees half of it. ``OSError`` leaves nothing behind."""
+    """Write a file so that no other process ever sees half of it. After an ``OSError`` nothing is left of it."""
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
             file.write(content)

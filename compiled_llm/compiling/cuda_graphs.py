@@ -1,8 +1,8 @@
 """CUDA graphs captured by hand, one for each bucket: the alternative to the compiler's own CUDA graph trees.
 
-A bucket's weights, inputs and KV cache stay where they are from step to step, which is all that a graph needs. So a
-step here is one ``replay()``: no guards, no look at addresses, no copies of inputs. All graphs of an engine take their
-activations from one pool of memory, since only one of them runs at a time; what they return is never reused.
+A bucket's weights, inputs and KV cache stay at their addresses from step to step, which is all that a graph needs. So a
+step is one ``replay()``: no guards, no check of addresses, no copies of inputs. The activations of all graphs of an
+engine are in one pool of memory, since only one graph runs at a time; the tensors that they return are never reused.
 """
 
 from collections.abc import Callable
@@ -10,9 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from compiled_llm.compiling.argument_specs import same_objects
+from compiled_llm.ops.torch_private import clear_cublas_workspaces
+
 
 class GraphPool:
-    """What the graphs of one engine share: a stream to capture on, and memory."""
+    """A stream to capture on and memory, shared by the graphs of one engine."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -31,7 +34,7 @@ def graph_pool(cuda_graphs: str, device: torch.device) -> GraphPool | None:
 class CapturedFunction:
     """CUDA graphs of one function, a graph for each tuple of inputs that it was captured with.
 
-    The second argument tells the graphs apart: it holds a bucket's input buffers, which live as long as the bucket.
+    The second argument decides which graph it is: it holds a bucket's input buffers, which live as long as the bucket.
     """
 
     def __init__(self, pool: GraphPool) -> None:
@@ -39,29 +42,31 @@ class CapturedFunction:
         self._graphs: dict[int, _Graph] = {}  # by the id of the second argument, which the graph keeps alive
 
     def capture(self, call: Callable, args: tuple) -> None:
-        """Run ``call`` once, capture it, and replay that from now on; a graph of the same inputs before it is dropped.
+        """Run ``call`` once and capture it for replay; an earlier graph of the same inputs is dropped.
 
         Args:
-            call: works on the device alone, and on the same memory at each replay: that of ``args``, and its own.
-            args: nested tuples of tensors. Tensors of another graph may be among them: it must be replayed before.
+            call: works on the device only, and on the same memory at each replay: that of ``args``, and its own.
+            args: nested tuples of tensors. If some are results of another graph, that one must be replayed before.
         """
         stream = self._pool.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            call(*args)  # compiles, loads kernels: what must not happen while capturing
+            call(*args)  # compiles and loads kernels, which must not happen while capturing
         graph = torch.cuda.CUDAGraph()
-        # cuBLAS keeps a workspace for each stream, which anybody may clear, and the end of another graph may, too
-        # (pytorch #193402). With none to find and none to leave, this graph's comes from the pool, as activations do.
-        torch._C._cuda_clearCublasWorkspaces()
+        # cuBLAS keeps a workspace for each stream, which other code may free, and so may the end of another graph
+        # (pytorch #193402). With none before and none after, this graph's own comes from the pool, as activations do.
+        clear_cublas_workspaces()
         with torch.cuda.graph(graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local"):
             output = call(*args)
-        torch._C._cuda_clearCublasWorkspaces()
+        clear_cublas_workspaces()
         self._graphs[id(args[1])] = _Graph(args, graph, output)
 
     def __call__(self, *args: Any) -> Any:
         """Replay the graph of these arguments on the current stream. Returns the same tensors each time."""
         captured = self._graphs[id(args[1])]
-        assert _same(args, captured.args), "a CUDA graph must be replayed with the tensors that it was captured with"
+        assert same_objects(args, captured.args), (
+            "a CUDA graph must be replayed with the tensors that it was captured with"
+        )
         captured.graph.replay()
         return captured.output
 
@@ -70,11 +75,3 @@ class _Graph(NamedTuple):
     args: tuple
     graph: torch.cuda.CUDAGraph
     output: Any
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether nested tuples hold the very same tensors. Tuples that are one object are not looked into."""
-    if one is other:
-        return True
-    both = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)
-    return both and all(map(_same, one, other))

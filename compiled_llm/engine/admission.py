@@ -1,5 +1,6 @@
-"""Intake: the door. A prompt and its parameters are checked against the model, and become a request to be served."""
+"""Admission: a prompt and its parameters are checked against the model, and become a request to be served."""
 
+import dataclasses
 import functools
 import hashlib
 import threading
@@ -23,8 +24,28 @@ _MAX_BAD_WORD_CHARACTERS = 65_536  # of all words of a request together
 _MIN_GRAMMARS = 32  # that are kept compiled
 
 
-class Intake:
-    """Makes requests for one model.
+@dataclasses.dataclass
+class PreparedRequest:
+    """A request before it has a name and a place in the queue. It serves once.
+
+    Attributes:
+        stop_token_ids: all token ids that end it, the model's end-of-text ids among them.
+        max_num_tokens: most tokens, prompt and output together.
+        masks: one for each completion; None where every token may follow.
+        texts: one for each completion; None where nothing is decoded.
+    """
+
+    prompt: EncodedPrompt
+    params: SamplingParams
+    stop_token_ids: frozenset[int]
+    max_num_tokens: int
+    masks: list[TokenMask | None]
+    texts: list[OutputText | None]
+    is_used: bool = False
+
+
+class Admission:
+    """Makes requests for one model, in two parts. Any thread may ``prepare``, which may take long; the rest is quick.
 
     Args:
         capacity: most tokens that a request can ever have.
@@ -54,49 +75,59 @@ class Intake:
         if self._grammars is not None:
             self._grammars.close()
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
-        """Do beforehand, in any thread, what of ``make`` may take long; to be given to it as the prompt.
-
-        Raises:
-            ValueError: as ``make``.
-        """
-        encoded = self._encode(prompt, params)
-        self._check(params)
-        self._bad_words(params.bad_words or ())
-        if params.structured_outputs is not None:
-            self._start_grammar(params)
-        return encoded
-
-    def make(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int, order: int) -> ServedRequest:
-        """A request with all its completions.
+    def prepare(self, prompt: Prompt | PreparedRequest, params: SamplingParams | None) -> PreparedRequest:
+        """Check and encode a prompt, and compile what its parameters need.
 
         Args:
-            order: how many requests came before: it decides the random numbers where no seed is given.
+            prompt: one that is prepared already stays as it is.
 
         Raises:
-            ValueError: it could not be served.
+            ValueError: it could not be served, or has been.
         """
-        text, token_ids, cache_salt = self._encode(prompt, params)
+        if isinstance(prompt, PreparedRequest):
+            if prompt.is_used or params not in (None, prompt.params):
+                raise ValueError("a prepared request serves once, with the sampling_params it was prepared for")
+            return prompt
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
+        encoded = encode_prompt(prompt, self._tokenizer, self._capacity, params.truncate_prompt_tokens)
+        check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
         self._check(params)
-        capacity = self._capacity.num_tokens
-        max_tokens = capacity if params.max_tokens is None else params.max_tokens
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= frozenset(self._model_config.eos_token_ids)
+        capacity = self._capacity.num_tokens
+        max_tokens = capacity if params.max_tokens is None else params.max_tokens
+        first = self._mask(params, stop_token_ids)
+        copies = [first and first.copy(self._start_grammar(params)) for _ in range(1, params.n)]
+        return PreparedRequest(
+            prompt=encoded,
+            params=params,
+            stop_token_ids=stop_token_ids,
+            max_num_tokens=min(len(encoded.token_ids) + max_tokens, capacity),
+            masks=[first, *copies],
+            texts=[self._text(encoded.token_ids, params) for _ in range(params.n)],
+        )
+
+    def admit(self, request_id: str, prepared: PreparedRequest, priority: int, order: int) -> ServedRequest:
+        """The request with all its completions.
+
+        Args:
+            order: how many requests came before: it decides the random numbers where no seed is given.
+        """
+        prepared.is_used = True
+        params, (text, token_ids, cache_salt) = prepared.params, prepared.prompt
         seed = _derived(f"{self._config.seed}/{order}") if params.seed is None else params.seed
         completions = []
-        first_mask = self._mask(params, stop_token_ids)
-        for index in range(params.n):
-            mask = first_mask
-            if index > 0 and first_mask is not None:
-                mask = first_mask.copy(self._start_grammar(params))
+        for index, (mask, output_text) in enumerate(zip(prepared.masks, prepared.texts, strict=True)):
             request = Request(
                 request_id=request_id if index == 0 else f"{request_id}\0{index}",
                 prompt_token_ids=token_ids,
                 sampling_params=params,
                 seed=seed if index == 0 else _derived(f"{seed}/{index}"),
-                stop_token_ids=stop_token_ids,
-                max_num_tokens=min(len(token_ids) + max_tokens, capacity),
+                stop_token_ids=prepared.stop_token_ids,
+                max_num_tokens=prepared.max_num_tokens,
                 arrival_time=time.monotonic(),
                 priority=priority,
                 cache_salt=cache_salt,
@@ -104,16 +135,9 @@ class Intake:
                 waits_for_tokens=mask is not None and mask.needs_last_token,
                 keeps_blocks=index == 0 and params.n > 1,
             )
-            decodes = self._tokenizer is not None and params.detokenize
-            output_text = OutputText(self._tokenizer, token_ids, params) if self._tokenizer and decodes else None
             completions.append(Completion(index, request, output_text, mask))
         prompt_logprobs: list | None = None if params.prompt_logprobs is None else [None]
         return ServedRequest(request_id, text, list(token_ids), params, completions, prompt_logprobs)
-
-    def _encode(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
-        encoded = encode_prompt(prompt, self._tokenizer, self._capacity, params.truncate_prompt_tokens)
-        check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
-        return encoded
 
     def _check(self, params: SamplingParams) -> None:
         """What ``SamplingParams`` cannot know by itself: the model's vocabulary, the tokenizer, the engine's limits."""
@@ -138,6 +162,11 @@ class Intake:
                     f"logits_transforms must name some of the engine's, {sorted(self._transforms)}, given {shown(name)}"
                 )
             field_rows(self._transforms[name], argument, vocab_size)
+
+    def _text(self, token_ids: list[int], params: SamplingParams) -> OutputText | None:
+        if self._tokenizer is None or not params.detokenize:
+            return None
+        return OutputText(self._tokenizer, token_ids, params)
 
     def _mask(self, params: SamplingParams, stop_token_ids: Collection[int]) -> TokenMask | None:
         if not params.masks_tokens:
@@ -178,7 +207,7 @@ class Intake:
         return self._grammars.start(params.structured_outputs)
 
     def _token_sequences(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """How each word is spelled in tokens at the begin of a text, and behind a space where that is another way."""
+        """How each word is spelled in tokens at the start of a text, and after a space where that is another way."""
         if not words:
             return []
         assert self._tokenizer is not None

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Sequence
 
+from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.error_texts import shown
 from compiled_llm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from compiled_llm.sampling_params import SamplingParams
@@ -38,32 +39,22 @@ class EndedBeam:
 
 
 class BeamGroup:
-    """The beams of one prompt. It knows no engine: requests go out, the likeliest tokens of each come in.
-
-    Args:
-        max_tokens: at least 1; prompt and output together fit the engine.
-    """
+    """The beams of one prompt. It knows no engine: requests go out, the likeliest tokens of each come in."""
 
     def __init__(
         self,
         request_id: str,
-        prompt: str | None,
-        prompt_token_ids: list[int],
-        cache_salt: str,
-        *,
+        prepared: PreparedRequest,
         beam_width: int,
-        max_tokens: int,
         length_penalty: float,
         eos_token_ids: Sequence[int],
-        priority: int = 0,
     ) -> None:
         self.request_id = request_id
         self.count = continuations(beam_width, eos_token_ids)
         self.requests: list[Request] = []  # one for each running beam
         self.failure: str | None = None
-        self._prompt, self._prompt_token_ids = prompt, prompt_token_ids
-        self._cache_salt, self._priority = cache_salt, priority
-        self._beam_width, self._max_tokens = beam_width, max_tokens
+        self._prompt, self._prompt_token_ids, self._cache_salt = prepared.prompt
+        self._beam_width, self._max_tokens = beam_width, prepared.max_num_tokens - len(self._prompt_token_ids)
         self._length_penalty, self._eos_token_ids = length_penalty, frozenset(eos_token_ids)
         self._params = SamplingParams(temperature=0, max_tokens=1, logprobs=self.count)
         self._running = [Beam((), 0.0)]
@@ -137,7 +128,7 @@ class BeamGroup:
             for token_id in token_ids[: len(token_ids) - (ended.finish_reason == "stop")]:
                 decoder.append(token_id)
             decoder.finish()
-            text = decoder.text(finished=True)
+            text = decoder.take(finished=True)
         return CompletionOutput(
             index=index,
             text=text,
@@ -160,7 +151,6 @@ class BeamGroup:
             stop_token_ids=frozenset(),
             max_num_tokens=len(token_ids) + 1,
             arrival_time=self._arrival_time,
-            priority=self._priority,
             cache_salt=self._cache_salt,
             keeps_blocks=True,
         )

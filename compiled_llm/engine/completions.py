@@ -36,6 +36,8 @@ class Completion:
         self.last_token_time: float | None = None
         self.failure: str | None = None
         self._num_read = 0
+        self._num_shown = 0  # tokens that an output had
+        self._last_output: CompletionOutput | None = None  # unless it was a delta
 
     @property
     def num_logprobs(self) -> int:
@@ -69,18 +71,24 @@ class Completion:
                 return stop
         return text.finish() if request.status is Status.FINISHED else None
 
-    def output(self) -> CompletionOutput:
-        """Its state now."""
-        request = self.request
-        return CompletionOutput(
+    def output(self, is_delta: bool) -> CompletionOutput:
+        """Its state now; ``is_delta``: with the text, tokens and log-probabilities since the last call alone."""
+        request, last, start = self.request, self._last_output, self._num_shown if is_delta else 0
+        self._num_shown = len(request.output_token_ids)
+        if last and len(last.token_ids) == self._num_shown and last.finish_reason == request.finish_reason:
+            return last
+        new_text = self.text.take(request.status is Status.FINISHED) if self.text else ""
+        output = CompletionOutput(
             index=self.index,
-            text=self.text.text(request.status is Status.FINISHED) if self.text else "",
-            token_ids=list(request.output_token_ids),
+            text=last.text + new_text if last else new_text,
+            token_ids=request.output_token_ids[start:],
             cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
+            logprobs=None if self.logprobs is None else self.logprobs[start:],
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
         )
+        self._last_output = None if is_delta else output
+        return output
 
 
 @dataclasses.dataclass
@@ -90,8 +98,9 @@ class ServedRequest:
     Attributes:
         prompt: None when token ids were given.
         prompt_token_ids: a list of the user's own, shared by all outputs of the request.
-        prompt_logprobs: as far as they are computed; None unless asked for.
-        is_forked: whether the other completions have been set going.
+        prompt_logprobs: as far as they are computed; None unless asked for, and after a delta that has them.
+        is_forked: whether the other completions have been started.
+        output_kind: that of the outputs, as in ``SamplingParams``.
     """
 
     request_id: str
@@ -101,6 +110,7 @@ class ServedRequest:
     completions: list[Completion]
     prompt_logprobs: list[Logprobs | None] | None = None
     is_forked: bool = False
+    output_kind: str = "cumulative"
 
     @property
     def requests(self) -> list[Request]:
@@ -125,8 +135,13 @@ class ServedRequest:
         return len(self.prompt_logprobs) == len(self.prompt_token_ids)
 
     def output(self) -> RequestOutput:
-        """Its state now."""
-        requests, finished = self.requests, self.is_finished
+        """Its state now, or what is new since the last call, as ``output_kind`` asks."""
+        requests, finished, is_delta = self.requests, self.is_finished, self.output_kind == "delta"
+        prompt_logprobs = self.prompt_logprobs
+        if prompt_logprobs is not None and len(prompt_logprobs) < len(self.prompt_token_ids):
+            prompt_logprobs = None
+        elif is_delta:
+            self.prompt_logprobs = None
         ends = [request.finished_time for request in requests if request.finished_time is not None]
         metrics = RequestMetrics(
             arrival_time=requests[0].arrival_time,
@@ -137,15 +152,14 @@ class ServedRequest:
             num_recomputed_tokens=sum(request.num_recomputed_tokens for request in requests),
             num_swapped_tokens=sum(request.num_swapped_tokens for request in requests),
         )
-        known = self.prompt_logprobs
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[completion.output() for completion in self.completions],
+            outputs=[completion.output(is_delta) for completion in self.completions],
             finished=finished,
             metrics=metrics,
-            prompt_logprobs=known if known is not None and len(known) == len(self.prompt_token_ids) else None,
+            prompt_logprobs=prompt_logprobs,
             num_cached_tokens=max(0, requests[0].num_cached_tokens),
         )
 
@@ -183,15 +197,17 @@ class LogprobReader:
             return None
 
 
-def error_output(request_id: str, prompt: Any, reason: str) -> RequestOutput:
-    """The output of a request that could not be served."""
+def unserved_output(
+    request_id: str, prompt: Any, finish_reason: str, stop_reason: str | None = None, n: int = 1
+) -> RequestOutput:
+    """The output of a request that ended before the engine had it."""
     now = time.monotonic()
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return RequestOutput(
         request_id=request_id,
         prompt=text if isinstance(text, str) else None,
         prompt_token_ids=[],
-        outputs=[CompletionOutput(index=0, text="", token_ids=[], finish_reason="error", stop_reason=reason)],
+        outputs=[CompletionOutput(i, "", [], finish_reason=finish_reason, stop_reason=stop_reason) for i in range(n)],
         finished=True,
         metrics=RequestMetrics(arrival_time=now, finished_time=now),
     )

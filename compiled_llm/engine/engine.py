@@ -1,44 +1,34 @@
-"""CompiledEngine: prompts in, outputs out. Ties tokenizer, scheduler and runner together."""
+"""CompiledEngine: prompts in, outputs out."""
 
-import itertools
-import time
-from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerFast
 
-from compiled_llm.compiling.function import CompileReport
+from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, integer
-from compiled_llm.engine.admission import Intake
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
-from compiled_llm.engine.completions import error_output
-from compiled_llm.engine.core import EngineCore
+from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.failures import warn_if_all_failed
-from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
-from compiled_llm.engine.interrupts import Interrupts
+from compiled_llm.engine.generation_config import default_sampling_params, listed
 from compiled_llm.engine.parts import DEMO_MODEL as DEMO_MODEL
-from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
-from compiled_llm.engine.request_stream import RequestStream, StreamReference
+from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.error_texts import shown
-from compiled_llm.models.config_file import read_config
 from compiled_llm.outputs import EngineStats, RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.report.report import RunReport, make_report, make_trace
 from compiled_llm.report.roofline import ModelWork
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.step.kv_cache import bytes_per_token
-from compiled_llm.text.chat import ChatEncoder, messages_list
+from compiled_llm.text.chat import messages_list
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, pair_priorities, pair_sampling_params, prompt_list
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.profiler import StepProfiler
-from compiled_llm.worker.runner import ModelRunner
 
 
-class CompiledEngine:
+class CompiledEngine(StepEngine):
     """An engine for one model: load, compile every bucket, then serve.
 
     ``CompiledEngine(model, **engine_args)``; the arguments are those of ``EngineConfig``. Compilation happens here, so
@@ -51,70 +41,9 @@ class CompiledEngine:
         ValueError: an argument, the model directory or the memory does not allow it; the message says what would.
     """
 
-    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        self._start(EngineConfig(model=model, **engine_args))
-
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> "CompiledEngine":
-        engine = cls.__new__(cls)
-        engine._start(config)
-        return engine
-
     def _start(self, config: EngineConfig) -> None:
-        self.config = config
-        started, progress = time.perf_counter(), StartProgress(config.progress)
-        directory = checkpoint_directory(config)
-        self.model_config = read_config(directory)
-        self.tokenizer = load_tokenizer(config, directory)
-        if self.tokenizer is None:
-            progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")
-        self.runner = ModelRunner(config, self.model_config, directory, progress)
-        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
-        self._closed = False
-        self._interrupts = Interrupts()
-        self._intake = Intake(
-            config,
-            self.model_config,
-            self.tokenizer,
-            self.runner.transforms,
-            self.scheduler.request_capacity,
-            self.runner.limits.max_model_len,
-        )
-        self._chat_encoder = ChatEncoder(self.tokenizer)
-        self._suggested_sampling = suggested_sampling(directory)
-        self._has_shown_sampling = False
-        self._ids = itertools.count()
-        self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
-        self._stream_references: dict[str, StreamReference] = {}
-        self._dropped: deque[StreamReference] = deque()  # streams that nobody holds any more
-        self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
+        super()._start(config)
         self.reset_report()
-        progress.line(f"ready in {time.perf_counter() - started:.1f} s: {self.runner.describe_start()}")
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler at work. A fault in it is survived with a new one."""
-        return self._core.scheduler
-
-    def __enter__(self) -> "CompiledEngine":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End all requests and free the weights and the KV cache. The engine serves nothing afterwards."""
-        with self._interrupts:
-            if self._closed:
-                return
-            self._closed = True
-            try:
-                self.abort(list(self._core.entries))
-                self._core.drain()
-            finally:
-                self._chat_encoder.close()
-                self._intake.close()
-                self.runner.close()
 
     # -- Serving lists of prompts
 
@@ -226,49 +155,42 @@ class CompiledEngine:
         priorities = pair_priorities(priority, len(items))
         if self._core.entries.keys() - self._streams.keys():
             raise RuntimeError(f"{kind}() while requests of add_request() are unfinished: finish or abort them first")
-        outputs: dict[str, RequestOutput] = {}
         with self._interrupts:
             request_ids = [self._unused_id(kind) for _ in items]
+            settings = dict(zip(request_ids, zip(params, priorities, strict=True), strict=True))
             try:
-                for request_id, prompt, param, number in zip(request_ids, items, params, priorities, strict=True):
-                    self._interrupts.take()
-                    try:
-                        if isinstance(prompt, ValueError):
-                            raise prompt
-                        self.add_request(request_id, prompt, param, number)
-                    except ValueError as error:
-                        if raise_on_error:
-                            raise
-                        outputs[request_id] = error_output(request_id, prompt, str(error))
+                outputs = self._for_each(
+                    zip(request_ids, items, strict=True),
+                    lambda request_id, prompt: self._add(request_id, prompt, *settings[request_id], "final"),
+                    raise_on_error,
+                )
                 with tqdm(total=len(items), initial=len(outputs), unit="prompt", disable=not use_tqdm) as bar:
                     while len(outputs) < len(items):
                         self._interrupts.take()
-                        for output in self._advance(only_finished=not self._streams):
-                            if output.finished:
-                                outputs[output.request_id] = output
-                                bar.update()
+                        for output in self._advance():
+                            outputs[output.request_id] = output
+                            bar.update()
             finally:
                 self.abort(request_ids)
         warn_if_all_failed(list(outputs.values()), stacklevel=3)
         return [outputs[request_id] for request_id in request_ids]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
-        """Complete one prompt; an iterator over its output after each of its tokens, the text so far each time.
-
-        Several streams may be consumed in turns. A stream that is closed early, or dropped, aborts its request.
-        """
-
-        def advance() -> None:
-            with self._interrupts:
-                self._undelivered += self._advance()
-
-        with self._interrupts:
-            request_id = self._unused_id("stream")
-            self.add_request(request_id, prompt, sampling_params)
-            stream = RequestStream(advance, lambda: self._end_stream(request_id))
-            self._streams[request_id] = stream.outputs
-            self._stream_references[request_id] = StreamReference(stream, request_id, self._dropped)
-        return stream
+    def _for_each(
+        self, prompts: Iterable[tuple[str, Any]], function: Callable[[str, Any], None], raise_on_error: bool
+    ) -> dict[str, RequestOutput]:
+        """Call ``function`` with each (request id, prompt). Returns the outputs of those that it refuses, by id."""
+        refused = {}
+        for request_id, prompt in prompts:
+            self._interrupts.take()
+            try:
+                if isinstance(prompt, ValueError):
+                    raise prompt
+                function(request_id, prompt)
+            except ValueError as error:
+                if raise_on_error:
+                    raise
+                refused[request_id] = unserved_output(request_id, prompt, "error", str(error))
+        return refused
 
     def beam_search(
         self,
@@ -304,30 +226,17 @@ class CompiledEngine:
             raise ValueError(f"ignore_eos must be True or False, given {shown(ignore_eos)}")
         eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
         check_beam_search(beam_width, max_tokens, length_penalty, eos_token_ids, self.config.max_logprobs)
+        params = SamplingParams(max_tokens=max_tokens)
         groups: dict[str, BeamGroup] = {}
-        outputs: dict[str, RequestOutput] = {}
+
+        def prepare(request_id: str, prompt: Any) -> None:
+            prepared = self._admission.prepare(prompt, params)
+            groups[request_id] = BeamGroup(request_id, prepared, beam_width, length_penalty, eos_token_ids)
+
         items = prompt_list(prompts)
         self._check_room(len(items))
         request_ids = [self._unused_id("beam_search") for _ in items]
-        for request_id, prompt in zip(request_ids, items, strict=True):
-            try:
-                entry = self._intake.make(request_id, prompt, SamplingParams(max_tokens=max_tokens), 0, 0)
-            except ValueError as error:
-                if raise_on_error:
-                    raise
-                outputs[request_id] = error_output(request_id, prompt, str(error))
-                continue
-            request = entry.completions[0].request
-            groups[request_id] = BeamGroup(
-                request_id,
-                entry.prompt,
-                request.prompt_token_ids,
-                request.cache_salt,
-                beam_width=beam_width,
-                max_tokens=request.max_num_tokens - len(request.prompt_token_ids),
-                length_penalty=length_penalty,
-                eos_token_ids=eos_token_ids,
-            )
+        outputs = self._for_each(zip(request_ids, items, strict=True), prepare, raise_on_error)
         with self._interrupts:
             try:
                 for group in groups.values():
@@ -345,86 +254,6 @@ class CompiledEngine:
                     self._core.end_beams(group)
         warn_if_all_failed(list(outputs.values()), stacklevel=2)
         return [outputs[request_id] for request_id in request_ids]
-
-    # -- The loop that these run, for those who write their own
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        priority: int = 0,
-    ) -> None:
-        """Queue a request; ``step`` advances it.
-
-        Raises:
-            ValueError: the id is in use, the prompt or its parameters cannot be served, or as many requests as may be
-                are unfinished; nothing is queued then.
-            RuntimeError: the engine is closed.
-        """
-        if self._closed:
-            raise RuntimeError("the engine is closed")
-        longest = self.config.max_request_id_length
-        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
-        if not is_name or request_id in self._core.entries:
-            raise ValueError(
-                f"request_id must be a non-empty str without NUL of at most {longest} characters (the engine's "
-                f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
-            )
-        self._check_room(1)
-        integer("priority", priority, -(2**31), 2**31 - 1)
-        if priority != 0 and self.config.scheduling_policy != "priority":
-            raise ValueError(
-                f"priority must be 0 unless the engine's scheduling_policy is 'priority', given {shown(priority)}"
-            )
-        params = _checked(sampling_params)
-        entry = self._intake.make(request_id, prompt, params, priority, self._core.counts.num_requests)
-        with self._interrupts:
-            self._core.add(entry)
-
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> EncodedPrompt:
-        """Encode a prompt, and compile the grammar of its parameters, for ``add_request`` to find that done.
-
-        This may take long. Any thread may call it, also while another one steps.
-
-        Raises:
-            ValueError: the prompt or its parameters cannot be served.
-        """
-        return self._intake.prepare(prompt, _checked(sampling_params))
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether ``step`` has something to do or to return."""
-        self._abort_dropped_streams()
-        return self._core.has_unfinished_requests() or bool(self._undelivered)
-
-    def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out.
-
-        After an interrupt in a step, the next call returns that step's outputs with its own.
-        """
-        with self._interrupts:
-            self._undelivered += self._advance()
-        outputs, self._undelivered = self._undelivered, []
-        return outputs
-
-    def abort(self, request_id: str | Sequence[str]) -> None:
-        """End requests now and free their blocks. Unknown and finished ids are passed over.
-
-        A stream gets a last output, with ``finish_reason="abort"``.
-        """
-        with self._interrupts:
-            for name in [request_id] if isinstance(request_id, str) else request_id:
-                entry = self._core.entries.get(name)
-                if entry is not None:
-                    self._core.abort(entry)
-                    if name in self._streams:
-                        self._streams[name].append(entry.output())
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached KV blocks. ``RuntimeError`` while requests are unfinished: theirs are in use."""
-        if self.scheduler.has_unfinished_requests():
-            raise RuntimeError("reset_prefix_cache() while requests are unfinished: finish or abort them first")
-        self.scheduler.pool.clear_cache()
 
     # -- What the model brings
 
@@ -519,67 +348,3 @@ class CompiledEngine:
         """The shapes of all steps since the start or ``reset_report``, as ``scripts/tune_buckets.py`` reads them."""
         model = self.config.model or "the bundled model"
         return make_trace(self._core.log, self.runner.limits, self.compile_report(), model, self.runner.device)
-
-    # -- Inside
-
-    def _check_room(self, count: int) -> None:
-        """``ValueError`` if ``count`` more requests were too many."""
-        unfinished, most = len(self._core.entries), self.config.max_queued_requests
-        if unfinished + count > most:
-            raise ValueError(
-                f"at most {most} requests may be unfinished at once (the engine's max_queued_requests), given {count} "
-                f"beside {unfinished}: wait for some to finish, or raise the limit"
-            )
-
-    def _advance(self, only_finished: bool = False) -> list[RequestOutput]:
-        """Run one step; outputs of streams go to them, the others are returned."""
-        self._abort_dropped_streams()
-        self._core.log.enter(device_is_busy=bool(self._core.launched))
-        self._core.advance()
-        outputs = []
-        while self._core.updated:
-            request_id = next(iter(self._core.updated))
-            output = self._next_output(request_id, only_finished)
-            del self._core.updated[request_id]
-            if output is not None and request_id in self._streams:
-                self._streams[request_id].append(output)
-            elif output is not None:
-                outputs.append(output)
-        self._core.log.leave()
-        return outputs
-
-    def _next_output(self, request_id: str, only_finished: bool) -> RequestOutput | None:
-        """What the user sees of a request that advanced."""
-        started = time.perf_counter()
-        entry = self._core.entries.get(request_id)
-        if entry is None:
-            return None
-        finished = entry.is_finished
-        output = entry.output() if finished or not only_finished else None
-        if finished:
-            self._core.forget(entry)
-        self._core.counts.output_seconds += time.perf_counter() - started
-        return output
-
-    def _abort_dropped_streams(self) -> None:
-        """Streams that the garbage collector found: it may run anywhere, so they wait for a safe moment."""
-        if self._dropped:
-            with self._interrupts:
-                while self._dropped:
-                    self._end_stream(self._dropped.popleft().request_id)
-
-    def _end_stream(self, request_id: str) -> None:
-        with self._interrupts:
-            self._streams.pop(request_id, None)
-            self._stream_references.pop(request_id, None)
-            self.abort(request_id)
-
-    def _unused_id(self, kind: str) -> str:
-        return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._core.entries)
-
-
-def _checked(sampling_params: SamplingParams | None) -> SamplingParams:
-    params = SamplingParams() if sampling_params is None else sampling_params
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
-    return params

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from compiled_llm import hardware as machine
-from compiled_llm.compiling.function import CompileReport
+from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineLimits
 from compiled_llm.outputs import EngineStats
 from compiled_llm.report import machine_limits

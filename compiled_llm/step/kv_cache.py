@@ -11,6 +11,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache
 from compiled_llm.models.registry import family
 from compiled_llm.ops import native
+from compiled_llm.ops.torch_private import mark_dynamic, mark_static_address
 
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -56,8 +57,8 @@ def allocate(
         on_cpu = device.type == "cpu"
         tensor = native.huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
         # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.
-        torch._dynamo.mark_static_address(tensor, guard=False)
-        torch._dynamo.mark_dynamic(tensor, 0)
+        mark_static_address(tensor, guard=False)
+        mark_dynamic(tensor, 0)
         return tensor
 
     caches: list[LayerCache] = []

@@ -1,7 +1,7 @@
-"""What changes logits before a token is chosen, in the compiled graph: bias, penalties, users' own functions, masks.
+"""Logits processing before a token is chosen, in the compiled graph: bias, penalties, users' own functions, masks.
 
-Pure functions of tensors. A step runs them only if some row asks for any of it; rows that do not stay as they are, to
-the bit.
+Pure functions of tensors. A step runs them only if a request of it needs them; rows of other requests stay as they are,
+bit for bit. Shapes: R rows of logits, V tokens in the vocabulary.
 """
 
 from typing import NamedTuple
@@ -15,65 +15,66 @@ _BITS = 32
 
 
 class LogitsInput(NamedTuple):
-    """What the rows of a step ask for. Padding rows, and rows that ask for nothing, have the values for off."""
+    """Parameters of the rows of a step. Padding rows, and rows of requests that need none of it, have those for off."""
 
-    row: Tensor  # [R] int64, of token_counts
-    is_due: Tensor  # [R] float32: 1 where the step chooses the request's next token, 0 amid a prompt
+    row: Tensor  # [R] int64, the request's row of token_counts
+    is_due: Tensor  # [R] float32: 1 where the step chooses the request's next token, 0 within a prompt
     presence_penalty: Tensor  # [R] float32, 0 for off
     frequency_penalty: Tensor  # [R] float32, 0 for off
     repetition_penalty: Tensor  # [R] float32, 1 for off
-    bias_ids: Tensor  # [R, MAX_BIASES] int64; an id that stands twice has the same bias there
+    bias_ids: Tensor  # [R, MAX_BIASES] int64; an id that occurs twice has the same bias
     biases: Tensor  # [R, MAX_BIASES] float32, 0 for off
-    allowed: Tensor  # [R, ceil(V / 32)] int32: bit v % 32 of word v // 32 says whether token v may follow
-    fields: tuple[tuple[Tensor, ...], ...]  # of each LogitsTransform, in its order
+    allowed: Tensor  # [R, ceil(V / 32)] int32: bit v % 32 of word v // 32 is 1 if token v may follow
+    fields: tuple[tuple[Tensor, ...], ...]  # those of each LogitsTransform, [R, *shape]
 
 
-def change_logits(
+def process_logits(
     logits: Tensor,
-    wanted: LogitsInput,
+    inputs: LogitsInput,
     position: Tensor,
     token_counts: Tensor,
     transforms: tuple[LogitsTransform, ...],
 ) -> Tensor:
-    """``[R, V]`` -> ``[R, V]`` float32: bias, then penalties, then the users' transforms, then the mask.
+    """``[R, V]`` of any float dtype -> ``[R, V]`` float32: bias, then penalties, then transforms, then the mask.
 
     Args:
         position: ``[R]`` int32, of the token to be chosen.
-        token_counts: ``[rows, V]`` float32, as in ``LogitsContext``, of all requests.
+        token_counts: ``[rows, V]`` float32, as in ``LogitsContext``, with a row for each running request.
+        transforms: those of the users, called in their order.
     """
-    counts = token_counts[wanted.row]
-    # The few logits with a bias are changed by themselves, so that one pass over the vocabulary does for the others.
-    ids = wanted.bias_ids
-    biased = penalised(logits.gather(1, ids).float() + wanted.biases, counts.gather(1, ids), wanted)
-    logits = penalised(logits.float(), counts, wanted)
+    counts = token_counts[inputs.row]
+    # The few logits with a bias are processed apart, so that one pass over the vocabulary is enough for the others.
+    ids = inputs.bias_ids
+    biased = penalised(logits.gather(1, ids).float() + inputs.biases, counts.gather(1, ids), inputs)
+    logits = penalised(logits.float(), counts, inputs)
     if not transforms:
-        words = wanted.allowed.gather(1, ids // _BITS)
+        words = inputs.allowed.gather(1, ids // _BITS)
         biased = torch.where((words >> (ids % _BITS).int()) & 1 != 0, biased, float("-inf"))
-        return _allowed(logits, wanted).scatter(1, ids, biased)
+        return _masked(logits, inputs).scatter(1, ids, biased)
     logits = logits.scatter(1, ids, biased)
     context = LogitsContext(position, counts)
-    for transform, fields in zip(transforms, wanted.fields, strict=True):
+    for transform, fields in zip(transforms, inputs.fields, strict=True):
         logits = transform(logits, dict(zip(transform.fields, fields, strict=True)), context)
-    return _allowed(logits, wanted)
+    return _masked(logits, inputs)
 
 
-def penalised(logits: Tensor, token_counts: Tensor, wanted: LogitsInput) -> Tensor:
-    """Logits ``[R, V]`` less the penalties for tokens that are there already.
+def penalised(logits: Tensor, token_counts: Tensor, inputs: LogitsInput) -> Tensor:
+    """Logits ``[R, V]`` float32 with the penalties for tokens that ``token_counts`` of the same shape counts.
 
-    Repetition (Keskar et al., 2019, arXiv:1909.05858): of tokens of prompt or output, positive logits are divided by it
-    and others multiplied. Then, of tokens of the output, the frequency penalty is subtracted once for each occurrence,
-    and the presence penalty once.
+    Repetition (Keskar et al., 2019, arXiv:1909.05858): for tokens of prompt or output, positive logits are divided by
+    it and others multiplied. Then, for tokens of the output, the frequency penalty is subtracted once for each
+    occurrence, and the presence penalty once.
     """
-    repetition = wanted.repetition_penalty[:, None]
+    repetition = inputs.repetition_penalty[:, None]
     penalty = torch.where(logits > 0, 1 / repetition, repetition)
     logits = logits * torch.where(token_counts != 0, penalty, 1.0)
     occurrences = token_counts.floor()
-    presence = torch.where(occurrences > 0, wanted.presence_penalty[:, None], 0.0)
-    return logits - occurrences * wanted.frequency_penalty[:, None] - presence
+    presence = torch.where(occurrences > 0, inputs.presence_penalty[:, None], 0.0)
+    return logits - occurrences * inputs.frequency_penalty[:, None] - presence
 
 
-def _allowed(logits: Tensor, wanted: LogitsInput) -> Tensor:
-    return torch.where(unpacked(wanted.allowed, logits.shape[1]), logits, float("-inf"))
+def _masked(logits: Tensor, inputs: LogitsInput) -> Tensor:
+    return torch.where(unpacked(inputs.allowed, logits.shape[1]), logits, float("-inf"))
 
 
 def unpacked(words: Tensor, vocab_size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""LogitsTransform: a user's own change of logits, compiled into the step; how it is loaded and checked."""
+"""LogitsTransform: a user's own function of logits, compiled into the step; how it is loaded and checked."""
 
 import abc
 import importlib
@@ -12,11 +12,12 @@ from compiled_llm.error_texts import shown
 
 
 class Field(NamedTuple):
-    """A tensor that a ``LogitsTransform`` gets, of which each request gives its row.
+    """A tensor that a ``LogitsTransform`` takes, with a row from each request.
 
     Attributes:
         shape: of one request's row; the tensor is ``[R, *shape]``.
-        default: in every place of the rows of requests that do not ask for the transform.
+        dtype: of the tensor; numpy must have it.
+        default: every element of the rows of requests that do not use the transform.
     """
 
     shape: tuple[int, ...]
@@ -25,23 +26,23 @@ class Field(NamedTuple):
 
 
 class LogitsContext(NamedTuple):
-    """What a ``LogitsTransform`` may look at."""
+    """What a ``LogitsTransform`` may read. R rows of logits, V tokens in the vocabulary."""
 
     position: Tensor  # [R] int32, of the token to be chosen
-    token_counts: Tensor  # [R, V] float32: how often the output has each token, and a half more if the prompt has it
+    token_counts: Tensor  # [R, V] float32: occurrences of each token in the output, plus 0.5 if the prompt has it
 
 
 class LogitsTransform(abc.ABC):
-    """A user's own change of logits, compiled into the step: ``CompiledEngine(logits_transforms=[MyTransform()])``.
+    """A user's own function of logits, compiled into the step: ``CompiledEngine(logits_transforms=[MyTransform()])``.
 
-    A request asks for it by name and gives its argument: ``SamplingParams(logits_transforms={"mine": 0.5})``. The row
-    of a request that does not ask has the fields' defaults, and must come out as it went in; the engine tries that out
-    when it starts. A transform is compiled with the engine's graphs, once, so ``__call__`` is plain PyTorch on tensors
-    of fixed shape, without a look at their contents from Python.
+    A request uses it by name, with an argument: ``SamplingParams(logits_transforms={"mine": 0.5})``. The row of a
+    request that does not use it has the fields' defaults, and must come out unchanged; the engine tests that when it
+    starts. A transform is compiled with the engine's graphs, once, so ``__call__`` is plain PyTorch on tensors of fixed
+    shape, and Python must not read their contents.
 
     Attributes:
-        name: by which requests ask for it.
-        fields: the tensors it gets.
+        name: by which requests use it.
+        fields: the tensors it takes, by name.
     """
 
     name: str
@@ -49,27 +50,27 @@ class LogitsTransform(abc.ABC):
 
     @abc.abstractmethod
     def row(self, argument: Any, vocab_size: int) -> Mapping[str, Any]:
-        """The fields of a request: what goes into its row of each, numbers or nested lists of them.
+        """A request's row in each field, by name: numbers or nested lists of them. A missing one has the default.
 
         Raises:
-            ValueError: the argument is not one for this transform; the request is refused with the message.
+            ValueError: the argument is not valid for this transform; the request is refused with the message.
         """
 
     @abc.abstractmethod
     def __call__(self, logits: Tensor, fields: Mapping[str, Tensor], context: LogitsContext) -> Tensor:
-        """New logits ``[R, V]`` float32 from logits of the same kind; -inf bans a token."""
+        """Logits ``[R, V]`` float32 -> the same; -inf bans a token. ``fields``: ``[R, *shape]`` each."""
 
 
 def load_transforms(items: Sequence[Any], vocab_size: int, device: torch.device) -> tuple[LogitsTransform, ...]:
-    """The engine argument ``logits_transforms`` as objects: each is one, or its class, or "module:name" of either.
+    """The objects of the engine argument ``logits_transforms``: each item is one, a class, or "module:name" of either.
 
     Raises:
-        ValueError: one that could not be served: its name, its fields, or logits that it changes unasked.
+        ValueError: the name or the fields of one are wrong, or it changes logits of requests that do not use it.
     """
     transforms = tuple(_load(item) for item in items)
     names = [transform.name for transform in transforms]
     if len(set(names)) < len(names):
-        raise ValueError(f"logits_transforms must have names of their own, given {names!r}")
+        raise ValueError(f"logits_transforms must have different names, given {names!r}")
     for transform in transforms:
         logits = torch.linspace(-9, 9, vocab_size, device=device).repeat(2, 1)
         fields = {key: torch.full((2, *f.shape), f.default, dtype=f.dtype) for key, f in transform.fields.items()}
@@ -84,10 +85,10 @@ def load_transforms(items: Sequence[Any], vocab_size: int, device: torch.device)
 
 
 def field_rows(transform: LogitsTransform, argument: Any, vocab_size: int) -> dict[str, Tensor]:
-    """What a request that asks for ``transform`` has in its row of each field.
+    """For each field of ``transform``, the row ``[*shape]`` of a request that uses it with ``argument``.
 
     Raises:
-        ValueError: the transform refuses the argument, or makes of it what its fields do not hold.
+        ValueError: the transform refuses the argument, or its rows do not fit its fields.
     """
     try:
         values = dict(transform.row(argument, vocab_size))
@@ -95,7 +96,7 @@ def field_rows(transform: LogitsTransform, argument: Any, vocab_size: int) -> di
             name: torch.as_tensor(values.pop(name, torch.full(field.shape, field.default)), dtype=field.dtype)
             for name, field in transform.fields.items()
         }
-    except Exception as error:  # whatever a user's code raises, its request is refused and no other
+    except Exception as error:  # whatever a user's code raises, this request alone is refused
         raise ValueError(f"logits_transforms: {transform.name!r} refuses {shown(argument)}: {error}") from error
     if values:
         raise ValueError(f"logits_transforms: {transform.name!r} has no fields {sorted(map(str, values))}")
@@ -132,5 +133,5 @@ def _load(item: Any) -> LogitsTransform:
 def _is_servable(field: Any) -> bool:
     try:
         return isinstance(field, Field) and torch.empty(0, dtype=field.dtype).numpy() is not None
-    except TypeError:  # a dtype that numpy has not
+    except TypeError:  # numpy lacks the dtype
         return False

@@ -1,7 +1,7 @@
 """The sampling parameters that compiled graphs read: one line for each, in ``SAMPLING`` or in ``LOGITS``.
 
 To add one: a field of ``SamplingParams``, which checks it; a line here; and a tensor of the same name in
-``SamplingInput`` or ``LogitsInput``, which the graph reads. Buffers, rows of requests and padding follow from the line.
+``SamplingInput`` or ``LogitsInput``, which the graph reads. Buffers, requests' rows and padding are made from the line.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ class Parameter(NamedTuple):
 
     Attributes:
         padding: the value in rows that belong to no request.
-        value: (parameters, seed, vocabulary size) of a request -> its row. What it gives for ``SamplingParams()`` is
-            the neutral value.
+        value: (parameters, seed, vocabulary size) of a request -> its row. Its result for ``SamplingParams()`` is the
+            neutral value.
         shape: of one row; the tensor is ``[R, *shape]``.
     """
 
@@ -57,7 +57,7 @@ SAMPLING = (
     Parameter("min_p", torch.float32, 0.0, lambda params, seed, vocab_size: params.min_p),
     Parameter("seed", torch.int64, 0, lambda params, seed, vocab_size: seed),
 )
-# Read by ``logits.change_logits``: fields of ``LogitsInput``.
+# Read by ``logits.process_logits``: fields of ``LogitsInput``.
 LOGITS = (
     Parameter("presence_penalty", torch.float32, 0.0, lambda params, seed, vocab_size: params.presence_penalty),
     Parameter("frequency_penalty", torch.float32, 0.0, lambda params, seed, vocab_size: params.frequency_penalty),

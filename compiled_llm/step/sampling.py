@@ -1,8 +1,8 @@
 """Sampling as pure functions of (logits, SamplingInput): part of the compiled graphs, so tensors only.
 
-The random number of a token follows from its request's seed and its position alone, by the counter-based generator
-Philox4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"). So a seeded request gives the same
-tokens in any batch, bucket or chunking, and after a preemption.
+The random number of a token depends on its request's seed and its position alone. It is made by the counter-based
+generator Philox4x32-10 (Salmon et al., 2011, "Parallel random numbers: as easy as 1, 2, 3"). So a seeded request gives
+the same tokens in any batch, bucket or chunking, and after a preemption.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ _MASK32 = 0xFFFFFFFF
 
 
 class SamplingInput(NamedTuple):
-    """Sampling parameters of the rows of a step; padding rows are greedy."""
+    """Sampling parameters of the R rows of a step; padding rows are greedy."""
 
     temperature: Tensor  # [R] float32, 0 for greedy
     top_p: Tensor  # [R] float32, 1 for off

@@ -1,7 +1,7 @@
 """The step: a pure function of tensors, compiled once for each bucket. The model's forward, and the next tokens.
 
-The likeliest tokens come out of the step itself; what some requests ask for besides runs after it: sampling, with or
-without changed logits, and log-probabilities.
+The step itself gives the most likely tokens. What only some requests need runs after it: sampling, with or without
+processed logits, and log-probabilities. Shapes: T tokens, R rows of logits, D hidden size, V vocabulary size.
 """
 
 from collections.abc import Callable
@@ -13,18 +13,18 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.registry import family
-from compiled_llm.step.logits import LogitsInput, change_logits
+from compiled_llm.step.logits import LogitsInput, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
 from compiled_llm.step.sampling import SamplingInput, sample, sample_greedy
 
 
 class Feedback(NamedTuple):
-    """What a step leaves on the device, for the next step and for what runs behind it, without the host."""
+    """What a step leaves on the device for the next step, and for what runs after it."""
 
-    source: Tensor  # [T] int32 place in the step before of the token that stands here, or -1 where input_ids has it
+    source: Tensor  # [T] int32: the row of last_tokens that holds this input token, or -1 where input_ids holds it
     last_tokens: Tensor  # [R] int64, at least as long as any bucket's R; read, then overwritten with this step's
-    hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with what the head takes
+    hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with the input of the head
 
 
 def step_function(model_config: ModelConfig, max_query_len: int) -> Any:
@@ -47,39 +47,39 @@ def step_function(model_config: ModelConfig, max_query_len: int) -> Any:
 
 
 def _fed_back(step_input: StepInput, feedback: Feedback) -> StepInput:
-    """The step's input with the tokens that the step before sampled."""
+    """The step's input with the tokens that the previous step sampled."""
     source, last_tokens = feedback.source, feedback.last_tokens
     # A step may have found no token (NO_TOKEN). What follows is dropped, but takes some token.
     fed_back = last_tokens[source.clamp(min=0)].clamp(min=0).to(step_input.input_ids.dtype)
     return step_input._replace(input_ids=torch.where(source >= 0, fed_back, step_input.input_ids))
 
 
-# -- Behind the step, where some request asks for it
+# -- After the step, where a request of it needs them
 
 
 def sampler_function(logits: Tensor, params: SamplingInput, last_tokens: Tensor) -> None:
-    """Sample each row, and leave its token in ``last_tokens`` in place of the most likely one."""
+    """Sample each row of logits ``[R, V]``; its token replaces the most likely one in ``last_tokens``, int64."""
     last_tokens[: logits.shape[0]] = sample(logits, params)
 
 
-def changing_sampler_function(transforms: tuple[LogitsTransform, ...]) -> Callable:
-    """The same for logits that are changed before: (logits, params, what is wanted, token counts, last tokens).
+def processing_sampler_function(transforms: tuple[LogitsTransform, ...]) -> Callable:
+    """The same after ``process_logits``: (logits, params, inputs, token counts [rows, V] float32, last tokens) -> None.
 
-    It also counts the tokens that it chose.
+    It adds the tokens that it chose to the counts.
     """
 
-    def changing_sampler(
-        logits: Tensor, params: SamplingInput, wanted: LogitsInput, token_counts: Tensor, last_tokens: Tensor
+    def processing_sampler(
+        logits: Tensor, params: SamplingInput, inputs: LogitsInput, token_counts: Tensor, last_tokens: Tensor
     ) -> None:
-        tokens = sample(change_logits(logits, wanted, params.position, token_counts, transforms), params)
+        tokens = sample(process_logits(logits, inputs, params.position, token_counts, transforms), params)
         last_tokens[: logits.shape[0]] = tokens
-        token_counts.index_put_((wanted.row, tokens.clamp(min=0)), wanted.is_due, accumulate=True)
+        token_counts.index_put_((inputs.row, tokens.clamp(min=0)), inputs.is_due, accumulate=True)
 
-    return changing_sampler
+    return processing_sampler
 
 
 def logprobs_function(count: int) -> Callable:
-    """Log-probabilities of the tokens chosen and the ``count`` likeliest: (logits, params, last tokens) -> rows."""
+    """Log-probabilities of the chosen and the ``count`` most likely tokens: (logits, params, last tokens) -> rows."""
 
     def logprobs(logits: Tensor, params: SamplingInput, last_tokens: Tensor) -> LogprobRows:
         return logprob_rows(logits, last_tokens[: logits.shape[0]].clamp(min=0), count)
@@ -88,7 +88,7 @@ def logprobs_function(count: int) -> Callable:
 
 
 def prompt_logprobs_function(model_config: ModelConfig, count: int) -> Callable:
-    """The same for tokens of prompts: (weights, (places in hidden, tokens that follow them), hidden) -> rows."""
+    """The same for tokens of prompts: (weights, (rows of hidden, the tokens that follow them), hidden) -> rows."""
 
     head = family(model_config.architecture).head
 

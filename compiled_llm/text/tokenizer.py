@@ -230,7 +230,7 @@ class OutputText:
         self._tokenizer = tokenizer
         self._params = params
         self._stops: tuple[str, ...] = tuple(params.stop or ())
-        self._text = ""
+        self._text = ""  # that is not taken yet: no stop string starts in what is
         # Decoding goes over the last tokens that show. Of what they decode to, ``num_read`` characters are in the text
         # already, or the prompt's.
         nearest = (token_id for token_id in reversed(prompt_token_ids[-_CONTEXT_SEARCH:]) if self._shows(token_id))
@@ -267,18 +267,20 @@ class OutputText:
         """No token follows: bytes that never became a character stand as replacements. May complete a stop string."""
         return self._read(len(self._decoded), True)
 
-    def text(self, finished: bool) -> str:
-        """The text so far. While the request runs, an end that may become a stop string is held back."""
-        if finished:
-            return self._text
-        return self._text[: min((self._begin_of_stop(stop) for stop in self._stops), default=len(self._text))]
+    def take(self, finished: bool) -> str:
+        """The text since the last call. While the request runs, an end that may become a stop string is held back."""
+        end = len(self._text)
+        if not finished:
+            end = min(map(self._start_of_stop, self._stops), default=end)
+        taken, self._text = self._text[:end], self._text[end:]
+        return taken
 
-    def _begin_of_stop(self, stop: str) -> int:
-        """Where an end of the text begins that ``stop`` begins with, the longest there is; the text's end if none."""
-        begin = self._text.find(stop[0], max(0, len(self._text) - len(stop) + 1))
-        while begin >= 0 and not stop.startswith(self._text[begin:]):
-            begin = self._text.find(stop[0], begin + 1)
-        return begin if begin >= 0 else len(self._text)
+    def _start_of_stop(self, stop: str) -> int:
+        """Where the longest end of the text starts that ``stop`` starts with; the text's end if there is none."""
+        start = self._text.find(stop[0], max(0, len(self._text) - len(stop) + 1))
+        while start >= 0 and not stop.startswith(self._text[start:]):
+            start = self._text.find(stop[0], start + 1)
+        return start if start >= 0 else len(self._text)
 
     def _read(self, end: int, may_stop: bool) -> str | None:
         """The characters up to ``end`` of what is decoded are text."""

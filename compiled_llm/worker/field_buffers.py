@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.torch_private import mark_static_address
+
 _ALIGNMENT = 64  # bytes; Inductor copies inputs that are not aligned to 16
 
 Arrays = dict[Any, np.ndarray]
@@ -41,7 +43,7 @@ class FieldBuffers:
         self._arrays: list[Arrays] = [{name: view(host, name).numpy() for name in fields} for host in self._hosts]
         self.tensors = {name: view(self._device, name) for name in fields}
         for tensor in self.tensors.values():
-            torch._dynamo.mark_static_address(tensor)
+            mark_static_address(tensor)
 
     @property
     def nbytes(self) -> int:

@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.compiling.ahead import Job, build_missing, expected_seconds, unavailable
 from compiled_llm.compiling.cache import CompileCache, engine_cache
+from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.compiling.cuda_graphs import graph_pool
-from compiled_llm.compiling.function import CompiledFunction, CompileReport, use_own_cache_directory
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.libraries import use_own_cache_directory
+from compiled_llm.compiling.messages import Job
+from compiled_llm.compiling.parallel import build_missing, expected_seconds
+from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
@@ -24,6 +28,7 @@ from compiled_llm.models.registry import family
 from compiled_llm.models.weights import linears, tensors
 from compiled_llm.ops import native, swap
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
 from compiled_llm.scheduling.costs import StepCosts
@@ -108,6 +113,7 @@ class ModelRunner:
         self, config: EngineConfig, model_config: ModelConfig, directory: Path, progress: StartProgress
     ) -> None:
         self.device = resolve_device(config.device)
+        check_torch(self.device, config.enforce_eager)
         self._graph_pool = graph_pool(config.cuda_graphs, self.device)
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
@@ -154,7 +160,7 @@ class ModelRunner:
         shape = self.limits.token_bucket_sizes[-1], model_config.hidden_size
         self._hidden = torch.zeros(shape, dtype=self.dtype, device=self.device)
         for tensor in (self.last_tokens, self._hidden):
-            torch._dynamo.mark_static_address(tensor)
+            mark_static_address(tensor)
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
         self.rows = RequestRows(self.limits, model_config.vocab_size, self.transforms)
         self.samplers = Samplers(
@@ -322,7 +328,7 @@ class ModelRunner:
             else:
                 weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.finish)
         for tensor in tensors(weights):
-            torch._dynamo.mark_static_address(tensor)
+            mark_static_address(tensor)
         return weights
 
     def _allocate(self, num_blocks: int) -> KVCache:
@@ -343,15 +349,7 @@ class ModelRunner:
 
     def _compile(self, config: EngineConfig, enforce_eager: bool, progress: StartProgress) -> None:
         """Compile and warm up every bucket, and what runs behind it, on steps that are all padding."""
-        keeps = self.device.type == "cpu" and not enforce_eager and torch._inductor.config.fx_graph_cache
-        reason = unavailable() if keeps else None
-        if reason is not None:
-            keeps = False
-            warnings.warn(
-                f"compiled functions are not kept on disk: {reason}. torch's own cache is used instead, where it is "
-                "on, and each start traces everything again",
-                stacklevel=5,
-            )
+        keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
         cache = engine_cache(self.model_config, self.limits, self.dtype, self.cache_dtypes) if keeps else None
         self._cache = cache
         jobs = [] if enforce_eager else self._jobs()

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_llm.compiling.ahead import Job
 from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.messages import Job
 from compiled_llm.config import EngineLimits
 from compiled_llm.constraints.token_masks import num_mask_words
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits import LogitsInput
@@ -26,8 +27,8 @@ from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.parameters import logits_parameters
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import (
-    changing_sampler_function,
     logprobs_function,
+    processing_sampler_function,
     prompt_logprobs_function,
     sampler_function,
 )
@@ -92,7 +93,7 @@ class Samplers:
         self._functions: dict[str, CompiledFunction] = {}
         # The last row is that of padding.
         self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
-        torch._dynamo.mark_static_address(self._token_counts)
+        mark_static_address(self._token_counts)
         self._logits_buffers = {
             rows: _LogitsBuffers(rows, model_config.vocab_size, transforms, device)
             for rows in limits.decode_bucket_sizes
@@ -173,7 +174,7 @@ class Samplers:
         return {
             "sample": (_sampler, (logits, sampling_input, self._last_tokens)),
             "change": (
-                functools.partial(changing_sampler_function, self._transforms),
+                functools.partial(processing_sampler_function, self._transforms),
                 (logits, sampling_input, changed, self._token_counts, self._last_tokens),
             ),
             "logprobs": (

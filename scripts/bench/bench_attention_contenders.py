@@ -266,7 +266,7 @@ def gather(step: Step) -> Attend:
 
 
 def flex(step: Step) -> Attend:
-    torch._dynamo.reset()  # its limit of recompiles is for a program, not for a grid of shapes
+    torch.compiler.reset()  # its limit of recompiles is for a program, not for a grid of shapes
     compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
     def block_mask(group: Group) -> Any:

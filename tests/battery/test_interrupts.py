@@ -25,6 +25,7 @@ PACKAGE = Path(sys.modules["compiled_llm"].__file__ or "").parent
 # Where requests, blocks and queues are changed.
 STATE = [
     "engine/engine",
+    "engine/step_engine",
     "engine/core",
     "scheduling/scheduler",
     "scheduling/forks",

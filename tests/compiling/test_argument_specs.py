@@ -52,7 +52,10 @@ def test_other_contents_and_another_dynamic_size_are_no_difference(changed: dict
         ({"caches": (torch.zeros(9, 4),)}, "was a tuple of 2"),
         ({"number": 8}, "was 7 and is 8"),
         ({"number": True}, "was 7 and is True"),
-        ({"caches": (dynamic(3),) * 2}, r"argument\[1\]\[1\] was a tensor of its own and is one that stood before"),
+        (
+            {"caches": (dynamic(3),) * 2},
+            r"argument\[1\]\[1\] was a tensor of its own and is the same as an earlier one",
+        ),
     ],
 )
 def test_a_difference_is_named_and_again_at_the_next_call(changed: dict, said: str) -> None:
@@ -69,7 +72,7 @@ def test_a_tensor_given_twice_must_be_given_twice_again() -> None:
     check = ArgumentCheck((tied, tied))
     other = torch.zeros(3, 2)
     assert check.difference((other, other)) is None
-    assert check.difference((tied, other)) == "argument[1] was a tensor that stood before, and is not"
+    assert check.difference((tied, other)) == "argument[1] was the same tensor as an earlier one, and is not"
     assert specs_of((tied, tied)) != specs_of((tied, other))
 
 
@@ -114,7 +117,7 @@ def test_a_spec_makes_a_tensor_of_its_own_kind() -> None:
         assert specs_of((made,)) == specs_of((tensor,))
 
 
-def test_what_was_seen_is_not_compared_again_though_a_tensor_stands_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_seen_is_not_compared_again_though_a_tensor_occurs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tied weights do. Comparing all of a model's tensors at each step would take milliseconds."""
     tied, other = torch.ones(2, 3), torch.ones(4)
     check = ArgumentCheck(((tied, other), tied))

@@ -133,7 +133,7 @@ def test_a_bundle_that_unpacks_to_too_much_is_refused_before_it_is_read(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 50, 50))  # type: ignore
     with pytest.raises(ValueError, match="and 50 are free in the cache directory"):
         import_bundle(bundle)
-    monkeypatch.setattr(compile_bundle, "_MOST_BYTES", 100)
+    monkeypatch.setattr(compile_bundle, "_MAX_BYTES", 100)
     with pytest.raises(ValueError, match="too much for a bundle"):
         import_bundle(bundle)
 
@@ -180,7 +180,7 @@ def test_a_bundle_of_very_many_files_is_refused_before_they_are_listed(
         contents |= {f"graphs/{number}.graph": b"" for number in range(2000)}
 
     path = rewritten(bundle, many)
-    monkeypatch.setattr(compile_bundle, "_MOST_INDEX_BYTES", 1000)
+    monkeypatch.setattr(compile_bundle, "_MAX_INDEX_BYTES", 1000)
     monkeypatch.setattr(zipfile, "ZipFile", None)
     with pytest.raises(ValueError, match="too many files"):
         import_bundle(path)

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.compiling import function as compiler
+from compiled_llm.compiling import function as function_module
 from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, graph_pool
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import EngineConfig
@@ -167,8 +167,8 @@ def test_a_compiled_function_captures_at_warm_up_and_counts_recompiles(events: l
 def test_manual_graphs_are_compiled_without_the_compilers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: given.append(options) or function)
-    compiler._compile(len, cuda_graphs=True)
-    compiler._compile(len, cuda_graphs=False)
+    function_module.compile_at_first_call(len, cuda_graphs=True)
+    function_module.compile_at_first_call(len, cuda_graphs=False)
     assert [options["options"]["triton.cudagraphs"] for options in given] == [True, False]
     assert all(options["fullgraph"] and options["dynamic"] is False for options in given)
 
@@ -187,7 +187,7 @@ def test_an_engine_on_replayed_graphs_gives_the_same_tokens(events: list[str], m
     with CompiledEngine(enforce_eager=True, check_invariants=True, **sizes) as engine:
         expected = tokens(engine)
 
-    monkeypatch.setattr(compiler, "_compile", lambda function, cuda_graphs: function)
+    monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
     monkeypatch.setattr(runner, "graph_pool", lambda _, device: GraphPool(device))
     with CompiledEngine(check_invariants=True, **sizes) as engine:
         order = list(engine.runner._steps)

@@ -1,23 +1,19 @@
 """Graph-break tests: for every family and bucket one graph, no breaks, no recompiles, no copy of the KV cache."""
 
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._inductor.utils import run_and_get_code
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.compiling.ahead import vec_isa
 from compiled_llm.compiling.cache import CompileCache
-from compiled_llm.compiling.function import CompiledFunction, CompileReport, use_own_cache_directory
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.report import CompileReport
+from compiled_llm.ops.torch_private import keeps_compiled_code
 from compiled_llm.scheduling.bucket import choose_bucket
 from compiled_llm.step.step import step_function
 from tests.families import CONFIGS, checkpoint
@@ -265,58 +261,6 @@ def test_eager_runs_the_same_function_and_says_so() -> None:
     assert (function.report().cache, function.report().graphs) == ("eager", 0)
 
 
-def test_where_the_own_cache_may_not_be_written_to_a_temporary_directory_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "own"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
-    with pytest.warns(UserWarning, match="own may not be written to: compiled code goes to a temporary directory"):
-        use_own_cache_directory()
-    chosen = os.environ["TORCHINDUCTOR_CACHE_DIR"]
-    assert Path(chosen).parent == tmp_path
-    use_own_cache_directory()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == chosen
-    (tmp_path / "own").chmod(0o777)
-    with pytest.raises(ValueError, match=r"others than its owner may write to .*own \(mode 777\).*COMPILED_LLM_CACHE"):
-        use_own_cache_directory()
-    (tmp_path / "own").chmod(0o700)
-    (tmp_path / "wished").mkdir()
-    (tmp_path / "wished").chmod(0o770)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "wished"))
-    with pytest.raises(ValueError, match=r"may write to .*wished \(mode 770\).*or set TORCHINDUCTOR_CACHE_DIR to"):
-        use_own_cache_directory()
-
-
-@pytest.mark.parametrize("wished", [None, "wished"])
-def test_compiled_code_goes_to_the_users_own_cache_or_where_wished(wished: str | None, tmp_path: Path) -> None:
-    """In a process of its own: torch writes its default into the environment when it is imported."""
-    code = """
-import compiled_llm.engine.engine, torch
-from pathlib import Path
-from compiled_llm.compiling.ahead import trust_vec_isa
-from compiled_llm.compiling.cache import CompileCache
-from compiled_llm.compiling.function import CompiledFunction, use_own_cache_directory
-use_own_cache_directory()
-trust_vec_isa({vec_isa!r})
-cache = CompileCache(Path({graphs!r}), {{}})
-function = CompiledFunction(lambda x: x * 3 + 1, "triple", torch.device("cpu"), enforce_eager=False, cache=cache)
-function.warm_up(lambda: (torch.ones(4),))
-assert function.report().cache == "miss"
-""".format(graphs=str(tmp_path / "graphs"), vec_isa=vec_isa())
-    environment = {**os.environ, "COMPILED_LLM_CACHE": str(tmp_path / "own")}
-    # What takes seconds and is tried elsewhere.
-    environment |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
-    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
-    if wished:
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / wished)
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    expected = tmp_path / wished if wished else tmp_path / "own" / "inductor"
-    assert list(expected.rglob("*.so"))
-    assert not wished or not (tmp_path / "own" / "inductor").exists()
-
-
 def test_a_function_that_is_not_kept_may_close_over_what_cannot_be_pickled() -> None:
     class Own:
         factor = 2.0
@@ -325,3 +269,15 @@ def test_a_function_that_is_not_kept_may_close_over_what_cannot_be_pickled() -> 
     function = CompiledFunction(lambda x: x * own.factor, "scale", torch.device("cpu"), enforce_eager=False)
     function.warm_up(lambda: (torch.ones(4),))
     assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 6.0))
+
+
+def test_caches_that_are_disabled_do_not_keep_a_function_from_being_compiled_ahead_of_time() -> None:
+    with torch._inductor.config.patch(force_disable_caches=True):
+        assert not keeps_compiled_code()
+        function = CompiledFunction(lambda x: x * 2, "double", torch.device("cpu"), enforce_eager=False)
+        function.warm_up(lambda: (torch.ones(4),))
+    assert keeps_compiled_code()
+    assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 6.0))
+    assert (function.report().cache, function.report().graphs) == ("off", 1)
+    with pytest.raises(RuntimeError, match="double would have to be compiled again"):
+        function(torch.ones(5))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, EngineConfig, RequestOutput, SamplingParams
+from compiled_llm.constraints.grammar_processes import GrammarProcesses
 from tests.e2e.test_failures import break_once
 
 EAGER: dict[str, Any] = {
@@ -500,60 +501,145 @@ class PanicException(BaseException):
     """As that of pyo3, which cannot be imported."""
 
 
-def test_a_request_that_takes_long_to_prepare_stalls_nobody(
-    sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+class Gate:
+    """Holds calls of a function back, as if it took long, until ``open``; notes in which threads they were."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, word: str = "") -> None:
+        self.open, self.is_reached = threading.Event(), threading.Event()
+        self.threads: list[str] = []
+        function = getattr(owner, name)
+
+        def held_back(*args: Any, **options: Any) -> Any:
+            self.threads.append(threading.current_thread().name)
+            if word in repr(args):
+                self.is_reached.set()
+                assert self.open.wait(60)
+            return function(*args, **options)
+
+        monkeypatch.setattr(owner, name, held_back)
+
+    async def reached(self) -> None:
+        await asyncio.to_thread(self.is_reached.wait, 60)
+
+
+SLOW: dict[str, tuple[Callable[[CompiledEngine], tuple[Any, str]], dict[str, Any]]] = {
+    "text": (lambda engine: (engine.tokenizer, "encode"), {}),
+    "long text": (lambda engine: (engine.tokenizer, "encode"), {"prompt": "slow = 1\n" * 20}),
+    "bad words": (lambda engine: (engine.tokenizer, "encode_pieces"), {"bad_words": "slow"}),
+    "grammar": (lambda engine: (GrammarProcesses, "start"), {"structured_outputs": {"regex": "slow"}}),
+    "chat template": (lambda engine: (engine._chat_encoder._process, "ask"), {"chat_template": "slow"}),
+}
+
+
+@pytest.mark.parametrize("what", SLOW)
+def test_a_request_that_takes_long_to_prepare_stalls_no_stream(
+    sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    prepare, may_go_on = sync_engine.prepare, threading.Event()
-    names: list[str] = []
+    find, asked = SLOW[what]
+    gate = Gate(monkeypatch, *find(sync_engine), "slow")
+    monkeypatch.setattr("compiled_llm.engine.async_engine._LONG_PROMPT", 100)
 
-    def slow(*args: Any) -> Any:
-        names.append(threading.current_thread().name)
-        assert may_go_on.wait(60)
-        return prepare(*args)
-
-    monkeypatch.setattr(sync_engine, "prepare", slow)
-    long = "x = 1\n" * 40
-    monkeypatch.setattr("compiled_llm.engine.async_engine._LONG_PROMPT", len(long) - 1)
+    def slow(engine: AsyncCompiledEngine, request_id: str) -> AsyncIterator[RequestOutput]:
+        ask = {"temperature": 0, "max_tokens": 4, **asked}
+        if template := ask.pop("chat_template", None):
+            messages = [{"role": "user", "content": "x"}]
+            return engine.chat(messages, SamplingParams(**ask), request_id=request_id, chat_template=template)
+        return engine.generate(ask.pop("prompt", "slow"), SamplingParams(**ask), request_id=request_id)
 
     async def main() -> None:
         async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
-            asks = [{}, {"bad_words": "x"}, {"structured_outputs": {"regex": "[ab]{3}"}, "ignore_eos": False}]
-            params = [SamplingParams(**{"temperature": 0, "max_tokens": 4, "ignore_eos": True} | ask) for ask in asks]
-            prompts = [long, PROMPT, PROMPT]
-            tasks = [
-                asyncio.create_task(collect(engine.generate(prompt, param)))
-                for prompt, param in zip(prompts, params, strict=True)
-            ]
-            assert reason((await collect(engine.generate(PROMPT, GREEDY)))[-1]) == "length"
-            assert not any(task.done() for task in tasks)
-            may_go_on.set()
-            for outputs in await asyncio.gather(*tasks):
-                assert reason(outputs[-1]) in ("length", "stop")
+            stream = engine.generate([5, 6, 7], LONG)
+            await anext(stream)
+            task = asyncio.create_task(collect(slow(engine, "mine")))
+            aborted = asyncio.create_task(collect(slow(engine, "aborted")))
+            cancelled = asyncio.create_task(collect(slow(engine, "cancelled")))
+            await gate.reached()
+            for _ in range(30):
+                await anext(stream)
+            with pytest.raises(ValueError, match="request_id"):
+                await anext(engine.generate([5], GREEDY, request_id="mine"))
+            await engine.abort("aborted")
+            (last,) = await aborted
+            assert (last.request_id, reason(last), last.outputs[0].token_ids) == ("aborted", "abort", [])
+            cancelled.cancel()
+            assert not task.done()
+            gate.open.set()
+            assert reason((await task)[-1]) in ("length", "stop")
+            assert reason((await collect(stream))[-1]) == "length"
             await nothing_is_left(engine)
+            assert (await engine.stats()).num_requests == 3, "the aborted and the cancelled one never came"
 
     run(main())
-    assert len(names) == 3
-    assert "compiled_llm engine" not in names
+    assert gate.threads
+    assert "compiled_llm engine" not in gate.threads
 
 
-@pytest.mark.parametrize("method", ["add_request", "prepare"])
+def test_close_ends_what_is_being_prepared(sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch, sync_engine.tokenizer, "encode", "slow")
+
+    async def main() -> None:
+        async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
+            task = asyncio.create_task(collect(engine.generate("slow", SamplingParams(n=2))))
+            await gate.reached()
+        (last,) = await task
+        assert (reason(last), last.prompt, len(last.outputs)) == ("abort", "slow", 2)
+        gate.open.set()
+
+    run(main())
+
+
+def test_requests_keep_their_order_and_do_not_wait_for_those_that_take_long(
+    sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch, sync_engine.tokenizer, "encode_pieces")
+    added: list[str] = []
+    add_request = sync_engine.add_request
+
+    def adding(request_id: str, *args: Any, **options: Any) -> None:
+        added.append(request_id)
+        add_request(request_id, *args, **options)
+
+    monkeypatch.setattr(sync_engine, "add_request", adding)
+
+    async def main() -> None:
+        async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
+            names = ["long", *map(str, range(20))]
+            params = {"long": SamplingParams(max_tokens=2, bad_words="x")}
+            streams = [
+                engine.generate(PROMPT * (1 + n % 5), params.get(name, GREEDY), request_id=name)
+                for n, name in enumerate(names)
+            ]
+            tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+            await asyncio.gather(*tasks[1:])
+            assert added == names[1:]
+            gate.open.set()
+            await tasks[0]
+            assert added[-1] == "long"
+
+    run(main())
+
+
+@pytest.mark.parametrize("method", ["add_request", "prepare", "encode_chat"])
 def test_a_panic_costs_the_request_that_made_it_alone(
     sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     function = getattr(sync_engine, method)
 
-    def panic(*args: Any) -> Any:
-        if any(isinstance(item, str) and item.startswith("bad") for item in args):
+    def panic(*args: Any, **options: Any) -> Any:
+        if "'bad'" in repr(args):
             raise PanicException("at the library")
-        return function(*args)
+        return function(*args, **options)
 
     monkeypatch.setattr(sync_engine, method, panic)
 
     async def main() -> None:
         async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
             other = asyncio.create_task(collect(engine.generate(PROMPT, LONG)))
-            with pytest.raises((RuntimeError, PanicException), match="at the library"):
-                await collect(engine.generate("bad" * 2000 if method == "prepare" else "bad", GREEDY))
+            bad = engine.generate("bad", GREEDY, request_id="bad")
+            if method == "encode_chat":
+                bad = engine.chat([{"role": "user", "content": "bad"}], GREEDY)
+            with pytest.raises(RuntimeError, match="PanicException: at the library"):
+                await collect(bad)
             assert reason((await other)[-1]) == "length"
             await nothing_is_left(engine)
 

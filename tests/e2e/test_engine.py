@@ -186,7 +186,7 @@ def test_end_of_text_ends_unless_ignored(engine: CompiledEngine, monkeypatch: py
     (free,) = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), use_tqdm=False)
     token = free.outputs[0].token_ids[2]
     ends_there = dataclasses.replace(engine.model_config, eos_token_ids=(token,))
-    monkeypatch.setattr(engine._intake, "_model_config", ends_there)
+    monkeypatch.setattr(engine._admission, "_model_config", ends_there)
     for ignore, reason in ((False, "stop"), (True, "length")):
         params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=ignore)
         completion = engine.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]

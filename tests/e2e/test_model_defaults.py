@@ -205,10 +205,10 @@ def test_an_abort_before_the_first_token_tells_the_prompt_that_was_kept() -> Non
             while commands.qsize():
                 await asyncio.sleep(0.001)
             first = asyncio.ensure_future(anext(outputs))
-            while commands.qsize() < 1:
+            while commands.qsize() < 2:  # its name, and the request itself when it is prepared
                 await asyncio.sleep(0.001)
             abort = asyncio.ensure_future(engine.abort("mine"))
-            while commands.qsize() < 2:
+            while commands.qsize() < 3:
                 await asyncio.sleep(0.001)
             busy.set()
             await abort

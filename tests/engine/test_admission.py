@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.config import EngineConfig
-from compiled_llm.engine.admission import Intake
+from compiled_llm.engine.admission import Admission
 from compiled_llm.engine.completions import ServedRequest
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config_file import read_config
@@ -57,17 +57,17 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def intake(tokenizer: Tokenizer) -> Intake:
-    return make_intake(tokenizer)
+def admission(tokenizer: Tokenizer) -> Admission:
+    return make_admission(tokenizer)
 
 
-def make_intake(tokenizer: Tokenizer | None, max_model_len: int = CAPACITY, **arguments: Any) -> Intake:
+def make_admission(tokenizer: Tokenizer | None, max_model_len: int = CAPACITY, **arguments: Any) -> Admission:
     config = EngineConfig(max_logprobs=7, **arguments)
-    return Intake(config, MODEL, tokenizer, [Steer(), Window()], CAPACITY, max_model_len)
+    return Admission(config, MODEL, tokenizer, [Steer(), Window()], CAPACITY, max_model_len)
 
 
-def make(intake: Intake, prompt: Prompt = (5, 6, 7), order: int = 0, **params: Any) -> ServedRequest:
-    return intake.make("me", prompt, SamplingParams(**params), 0, order)
+def make(admission: Admission, prompt: Prompt = (5, 6, 7), order: int = 0, **params: Any) -> ServedRequest:
+    return admission.admit("me", admission.prepare(prompt, SamplingParams(**params)), 0, order)
 
 
 def allowed(entry: ServedRequest, *output: int) -> set[int]:
@@ -80,8 +80,8 @@ def allowed(entry: ServedRequest, *output: int) -> set[int]:
 # -- What a request becomes
 
 
-def test_a_plain_request(intake: Intake, tokenizer: Tokenizer) -> None:
-    entry = make(intake, "def f():", max_tokens=9, seed=4)
+def test_a_plain_request(admission: Admission, tokenizer: Tokenizer) -> None:
+    entry = make(admission, "def f():", max_tokens=9, seed=4)
     ids = tokenizer.encode("def f():")
     assert (entry.request_id, entry.prompt, entry.prompt_token_ids) == ("me", "def f():", ids)
     (completion,) = entry.completions
@@ -96,25 +96,25 @@ def test_a_plain_request(intake: Intake, tokenizer: Tokenizer) -> None:
     assert entry.prompt_logprobs is None
 
 
-def test_what_stops_it_and_how_long_it_may_be(intake: Intake) -> None:
+def test_what_stops_it_and_how_long_it_may_be(admission: Admission) -> None:
     for params, stops in [
         ({"stop_token_ids": [9, 8]}, {EOS, 8, 9}),
         ({"stop_token_ids": [9], "ignore_eos": True}, {9}),
         ({"ignore_eos": True}, set()),
     ]:
-        assert make(intake, **params).completions[0].request.stop_token_ids == stops
+        assert make(admission, **params).completions[0].request.stop_token_ids == stops
     for max_tokens, end in [(None, CAPACITY), (5, 8), (97, CAPACITY), (98, CAPACITY), (10**6, CAPACITY)]:
-        assert make(intake, max_tokens=max_tokens).completions[0].request.max_num_tokens == end
+        assert make(admission, max_tokens=max_tokens).completions[0].request.max_num_tokens == end
 
 
-def test_several_completions_have_names_and_seeds_of_their_own(intake: Intake) -> None:
-    entry = make(intake, n=5, seed=3, bad_words="return x")
+def test_several_completions_have_names_and_seeds_of_their_own(admission: Admission) -> None:
+    entry = make(admission, n=5, seed=3, bad_words="return x")
     requests = entry.requests
     assert [request.request_id for request in requests] == ["me", *(f"me\0{index}" for index in range(1, 5))]
     assert requests[0].seed == 3
     assert len({request.seed for request in requests}) == 5
     assert all(-(2**63) <= request.seed < 2**63 for request in requests)
-    assert [request.seed for request in make(intake, n=7, seed=3).requests[:5]] == [r.seed for r in requests]
+    assert [request.seed for request in make(admission, n=7, seed=3).requests[:5]] == [r.seed for r in requests]
     assert [request.keeps_blocks for request in requests] == [True, False, False, False, False]
     assert len({id(completion.mask) for completion in entry.completions}) == 5
     assert len({id(completion.text) for completion in entry.completions}) == 5
@@ -122,50 +122,50 @@ def test_several_completions_have_names_and_seeds_of_their_own(intake: Intake) -
 
 def test_a_request_without_a_seed_gets_one_of_the_engines_and_its_order(tokenizer: Tokenizer) -> None:
     def seed(order: int, engine_seed: int) -> int:
-        return make(make_intake(tokenizer, seed=engine_seed), order=order).completions[0].request.seed
+        return make(make_admission(tokenizer, seed=engine_seed), order=order).completions[0].request.seed
 
     seeds = [seed(order, engine_seed) for order in range(3) for engine_seed in range(3)]
     assert len(set(seeds)) == 9
     assert seeds == [seed(order, engine_seed) for order in range(3) for engine_seed in range(3)]
 
 
-def test_log_probabilities(intake: Intake) -> None:
-    entry = make(intake, logprobs=0, prompt_logprobs=7)
+def test_log_probabilities(admission: Admission) -> None:
+    entry = make(admission, logprobs=0, prompt_logprobs=7)
     assert (entry.completions[0].logprobs, entry.prompt_logprobs) == ([], [None])
     assert not entry.completions[0].request.reads_cache, "cached blocks have no log-probabilities"
-    assert make(intake, logprobs=7).completions[0].request.reads_cache
-    make(intake, logprobs=-1, prompt_logprobs=-1)
+    assert make(admission, logprobs=7).completions[0].request.reads_cache
+    make(admission, logprobs=-1, prompt_logprobs=-1)
 
 
-def test_detokenize_false_decodes_nothing(intake: Intake) -> None:
-    assert make(intake, detokenize=False).completions[0].text is None
+def test_detokenize_false_decodes_nothing(admission: Admission) -> None:
+    assert make(admission, detokenize=False).completions[0].text is None
 
 
 # -- Masks
 
 
-def test_a_mask_is_made_of_what_is_asked(intake: Intake, tokenizer: Tokenizer) -> None:
+def test_a_mask_is_made_of_what_is_asked(admission: Admission, tokenizer: Tokenizer) -> None:
     every = set(range(VOCAB))
-    entry = make(intake, allowed_token_ids=[3, 9, EOS])
+    entry = make(admission, allowed_token_ids=[3, 9, EOS])
     assert allowed(entry) == {3, 9, EOS}
     assert not entry.completions[0].request.waits_for_tokens
-    entry = make(intake, min_tokens=2, stop_token_ids=[77])
+    entry = make(admission, min_tokens=2, stop_token_ids=[77])
     assert [allowed(entry, *[5] * count) for count in (0, 1, 2)] == [every - {EOS, 77}] * 2 + [every]
-    entry = make(intake, min_tokens=2, ignore_eos=True)
+    entry = make(admission, min_tokens=2, ignore_eos=True)
     assert allowed(entry) == every
 
 
 def test_bad_words_are_banned_as_they_are_spelled_with_and_without_a_space(
-    intake: Intake, tokenizer: Tokenizer
+    admission: Admission, tokenizer: Tokenizer
 ) -> None:
     for word in ("return", " return", "return x", "zzqy", " é"):
-        entry = make(intake, bad_words=word)
+        entry = make(admission, bad_words=word)
         bare, spaced = tokenizer.encode_piece(word), tokenizer.encode_piece(" " + word.lstrip())
         assert tokenizer.decode(spaced) == " " + word.lstrip()
         for ids in (bare, spaced):
             assert ids[-1] not in allowed(entry, *ids[:-1])
         assert entry.completions[0].request.waits_for_tokens == (max(len(bare), len(spaced)) > 1)
-    entry = make(intake, bad_words=["return", "x"])
+    entry = make(admission, bad_words=["return", "x"])
     gone = set(range(VOCAB)) - allowed(entry)
     assert gone == {
         *tokenizer.encode_piece("return"),
@@ -174,7 +174,7 @@ def test_bad_words_are_banned_as_they_are_spelled_with_and_without_a_space(
     } | {*tokenizer.encode_piece(" x")}
 
 
-def test_what_leaves_no_token_to_begin_with_is_refused(intake: Intake, tokenizer: Tokenizer) -> None:
+def test_what_leaves_no_token_to_begin_with_is_refused(admission: Admission, tokenizer: Tokenizer) -> None:
     (x,) = tokenizer.encode_piece("x")
     for params in (
         {"allowed_token_ids": [EOS], "min_tokens": 1},
@@ -183,15 +183,15 @@ def test_what_leaves_no_token_to_begin_with_is_refused(intake: Intake, tokenizer
         {"allowed_token_ids": [9], "min_tokens": 1, "stop_token_ids": [9]},
     ):
         with pytest.raises(ValueError, match="leave no token to begin with"):
-            make(intake, **params)
-    assert allowed(make(intake, allowed_token_ids=[x, EOS], bad_words="x")) == {EOS}
-    make(intake, allowed_token_ids=[EOS], min_tokens=1, ignore_eos=True)
+            make(admission, **params)
+    assert allowed(make(admission, allowed_token_ids=[x, EOS], bad_words="x")) == {EOS}
+    make(admission, allowed_token_ids=[EOS], min_tokens=1, ignore_eos=True)
 
 
 def test_structured_outputs_mask_the_tokens_and_are_a_state_of_each_completion(
-    intake: Intake, tokenizer: Tokenizer
+    admission: Admission, tokenizer: Tokenizer
 ) -> None:
-    entry = make(intake, n=2, structured_outputs={"regex": "[ab]c"})
+    entry = make(admission, n=2, structured_outputs={"regex": "[ab]c"})
     texts = {tokenizer.decode([token]) for token in allowed(entry)}
     assert texts == {"a", "b", *(texts & {"ac", "bc"})}
     assert entry.completions[0].request.waits_for_tokens
@@ -201,49 +201,48 @@ def test_structured_outputs_mask_the_tokens_and_are_a_state_of_each_completion(
     first.accept(tokenizer.encode_piece("a"))
     assert not np.array_equal(first.words(tokenizer.encode_piece("a"), 1), second.words([], 0))
     with pytest.raises(ValueError, match="does not compile"):
-        make(intake, structured_outputs={"regex": "("})
+        make(admission, structured_outputs={"regex": "("})
 
 
 def test_bad_words_are_encoded_once_a_request(
-    intake: Intake, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    admission: Admission, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For 16 continuations and 1,000 long words it took more than a minute."""
     words = [f"word {number}" for number in range(50)]
     encoded: list[list[str]] = []
     encode = tokenizer.encode_pieces
     monkeypatch.setattr(tokenizer, "encode_pieces", lambda texts: encoded.append(texts) or encode(texts))
-    entry = make(intake, n=16, bad_words=words)
+    entry = make(admission, n=16, bad_words=words)
     assert len(encoded) == 1
     masks = [completion.mask for completion in entry.completions]
     assert len({id(mask) for mask in masks}) == 16
     assert len({id(mask._always) for mask in masks if mask is not None}) == 1, "what does not change is shared"
-    make(intake, bad_words=words)
+    make(admission, bad_words=words)
     assert len(encoded) == 1
     with pytest.raises(ValueError, match=r"bad_words may have 65536 characters at most, .* given 6\d+"):
-        make(intake, bad_words=[f"{number:01000}" for number in range(66)])
+        make(admission, bad_words=[f"{number:01000}" for number in range(66)])
     assert len(encoded) == 1
 
 
-def test_what_is_prepared_is_found_done(intake: Intake, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = {"bad_words": ["prepared"], "max_tokens": 3}
-    encoded = intake.prepare({"prompt": "def f():", "cache_salt": "s"}, SamplingParams(**params))
-    assert encoded == ("def f():", tokenizer.encode("def f():"), "s")
-    monkeypatch.setattr(tokenizer, "encode", None)
-    monkeypatch.setattr(tokenizer, "encode_pieces", None)
-    entry = make(intake, encoded, **params)
-    assert (entry.prompt, entry.prompt_token_ids) == ("def f():", encoded.token_ids)
-    assert entry.completions[0].request.cache_salt == "s"
-    grammar = {"structured_outputs": {"regex": "prepared[0-9]"}}
-    intake.prepare([5], SamplingParams(**grammar))
-    make(intake, [5], **grammar)
-    for prompt, wanted in [
-        ([VOCAB], {}),
-        ("x" * 10**6, {}),
-        ([5], {"logprobs": 8}),
-        ([5], {"structured_outputs": {"regex": "("}}),
-    ]:
-        with pytest.raises(ValueError, match=r"prompt|logprobs|compile"):
-            intake.prepare(prompt, SamplingParams(**wanted))
+def test_what_is_prepared_serves_one_request_and_leaves_nothing_long_to_do(
+    admission: Admission, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(n=2, bad_words=["prepared"], max_tokens=3, seed=1)
+    prepared = admission.prepare({"prompt": "def f():", "cache_salt": "s"}, params)
+    assert prepared.prompt == ("def f():", tokenizer.encode("def f():"), "s")
+    with_grammar = admission.prepare([5], SamplingParams(structured_outputs={"regex": "prepared[0-9]"}))
+    with monkeypatch.context() as patch:
+        for name in ("encode", "encode_pieces", "decode"):
+            patch.setattr(tokenizer, name, None)
+        patch.setattr(admission, "_grammars", None)
+        entry = admission.admit("me", admission.prepare(prepared, params), 0, 0)
+        assert admission.admit("you", with_grammar, 0, 0).completions[0].mask is not None
+    assert (entry.prompt, entry.prompt_token_ids) == ("def f():", prepared.prompt.token_ids)
+    assert entry.completions[1].request.cache_salt == "s"
+    with pytest.raises(ValueError, match="serves once"):
+        admission.prepare(prepared, None)
+    with pytest.raises(ValueError, match="sampling_params"):
+        admission.prepare(admission.prepare([5], params), SamplingParams())
 
 
 # -- What is refused
@@ -267,29 +266,29 @@ class Endless(Sequence[int]):
 @pytest.mark.parametrize(
     "form", [lambda ids: ids, lambda ids: {"prompt_token_ids": ids}, lambda ids: EncodedPrompt("x", ids)]
 )
-def test_the_length_of_a_prompt_is_checked_before_its_ids(intake: Intake, form: Any) -> None:
+def test_the_length_of_a_prompt_is_checked_before_its_ids(admission: Admission, form: Any) -> None:
     ids = Endless(10**9)
     with pytest.raises(ValueError, match=r"prompt must be shorter than 100 tokens .* given 1000000000"):
-        make(intake, form(ids))
+        make(admission, form(ids))
     assert ids.num_read == 0
     ids = Endless(7)  # it has more than it says
-    assert make(intake, form(ids)).prompt_token_ids == [5] * 7
+    assert make(admission, form(ids)).prompt_token_ids == [5] * 7
 
 
 def test_a_prompt_is_encoded_no_further_than_it_takes_to_refuse_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    intake = Intake(EngineConfig(), MODEL, tokenizer, [], 1000, 1000)
+    admission = Admission(EngineConfig(), MODEL, tokenizer, [], 1000, 1000)
     lengths: list[int] = []
     encode = tokenizer.encode_pieces
     monkeypatch.setattr(tokenizer, "encode_pieces", lambda texts: lengths.append(sum(map(len, texts))) or encode(texts))
     with pytest.raises(ValueError, match=r"shorter than 1000 tokens .*given \d{4} in its first 8000 characters alone"):
-        make(intake, "a b c d " * 30_000)
+        make(admission, "a b c d " * 30_000)
     assert lengths == [8000]
     spaces = " " * 15_000  # tokens of 16 characters
-    assert make(intake, spaces).prompt_token_ids == tokenizer.encode(spaces)
+    assert make(admission, spaces).prompt_token_ids == tokenizer.encode(spaces)
     with pytest.raises(ValueError, match=r"shorter than 1000 tokens .*given 1125$"):
-        make(intake, " " * 18_000)
+        make(admission, " " * 18_000)
 
 
 def test_what_the_tokenizers_library_panics_at_is_refused(
@@ -305,19 +304,19 @@ def test_what_the_tokenizers_library_panics_at_is_refused(
 
             return panic
 
-    intake = make_intake(tokenizer)
+    admission = make_admission(tokenizer)
     monkeypatch.setattr(tokenizer, "_backend", Panicking())
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text: PanicException: retry-limit"):
-        make(intake, "x")
+        make(admission, "x")
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text"):
-        make(intake, bad_words="x")
+        make(admission, bad_words="x")
     with pytest.raises(ValueError, match="the tokenizer cannot decode these tokens"):
         tokenizer.decode([5])
     with pytest.raises(ValueError, match="the tokenizer cannot write its vocabulary"):
-        make(intake, structured_outputs={"regex": "x"})
+        make(admission, structured_outputs={"regex": "x"})
     monkeypatch.setattr(tokenizer, "_backend", Interrupting())
     with pytest.raises(KeyboardInterrupt):
-        make(intake, "x")
+        make(admission, "x")
 
 
 class Interrupting:
@@ -326,52 +325,52 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "logit_bias"])
-def test_ids_outside_of_the_vocabulary_are_refused_by_name(intake: Intake, name: str) -> None:
+def test_ids_outside_of_the_vocabulary_are_refused_by_name(admission: Admission, name: str) -> None:
     for token in (VOCAB, 2**31 - 1):
         with pytest.raises(ValueError, match=f"{name} must be integers from 0 to {VOCAB - 1}, given {token}"):
-            make(intake, **{name: {5: 1.0, token: 1.0} if name == "logit_bias" else [5, token]})
-    make(intake, **{name: {VOCAB - 1: 1.0} if name == "logit_bias" else [VOCAB - 1]})
+            make(admission, **{name: {5: 1.0, token: 1.0} if name == "logit_bias" else [5, token]})
+    make(admission, **{name: {VOCAB - 1: 1.0} if name == "logit_bias" else [VOCAB - 1]})
 
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
-def test_more_logprobs_than_the_engine_computes_are_refused(intake: Intake, name: str) -> None:
+def test_more_logprobs_than_the_engine_computes_are_refused(admission: Admission, name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name} must be at most the engine's max_logprobs, 7, given 8"):
-        make(intake, **{name: 8})
+        make(admission, **{name: 8})
 
 
 def test_what_needs_a_tokenizer_is_refused_without_one() -> None:
-    intake = make_intake(None)
+    admission = make_admission(None)
     for params in ({"stop": "x"}, {"bad_words": "x"}, {"structured_outputs": {"regex": "x"}}):
         (name,) = params
         with pytest.raises(ValueError, match=f"{name} needs a tokenizer, and the model has none: use "):
-            make(intake, **params)
-    entry = make(intake, min_tokens=1, allowed_token_ids=[5, EOS], stop_token_ids=[6], logit_bias={5: 1.0})
+            make(admission, **params)
+    entry = make(admission, min_tokens=1, allowed_token_ids=[5, EOS], stop_token_ids=[6], logit_bias={5: 1.0})
     assert entry.completions[0].text is None
     assert allowed(entry) == {5}
 
 
-def test_prompts_that_cannot_fit_are_refused_with_the_limit(intake: Intake, tokenizer: Tokenizer) -> None:
-    make(intake, [5] * (CAPACITY - 1))
+def test_prompts_that_cannot_fit_are_refused_with_the_limit(admission: Admission, tokenizer: Tokenizer) -> None:
+    make(admission, [5] * (CAPACITY - 1))
     with pytest.raises(ValueError, match=r"shorter than 100 tokens \(the max_model_len; .*given 100"):
-        make(intake, [5] * CAPACITY)
-    small_pool = make_intake(tokenizer, max_model_len=200)
+        make(admission, [5] * CAPACITY)
+    small_pool = make_admission(tokenizer, max_model_len=200)
     with pytest.raises(ValueError, match=r"shorter than 100 tokens \(the size of the KV pool; .*given 150"):
         make(small_pool, [5] * 150)
     with pytest.raises(ValueError, match="prompt_token_ids must be integers"):
-        make(intake, [5, VOCAB])
+        make(admission, [5, VOCAB])
 
 
-def test_transforms_are_looked_up_and_their_arguments_checked(intake: Intake) -> None:
-    entry = make(intake, logits_transforms={"steer": 0.5, "window": [1, 2, 3]})
+def test_transforms_are_looked_up_and_their_arguments_checked(admission: Admission) -> None:
+    entry = make(admission, logits_transforms={"steer": 0.5, "window": [1, 2, 3]})
     assert entry.params.logits_transforms == {"steer": 0.5, "window": [1, 2, 3]}
     with pytest.raises(ValueError, match=r"must name some of the engine's, \['steer', 'window'\], given 'other'"):
-        make(intake, logits_transforms={"steer": 0.5, "other": 1})
+        make(admission, logits_transforms={"steer": 0.5, "other": 1})
     with pytest.raises(ValueError, match="steer must be a float from 0 to 1, given 2"):
-        make(intake, logits_transforms={"steer": 2})
+        make(admission, logits_transforms={"steer": 2})
 
 
 @pytest.mark.parametrize("argument", [[1, 2], [1, 2, 3, 4], [], None, 5, ["x", 1, 2], {"other": 1.0}])
-def test_an_argument_that_does_not_fill_the_fields_is_refused_at_the_door(intake: Intake, argument: Any) -> None:
+def test_an_argument_that_does_not_fill_the_fields_is_refused_at_the_door(admission: Admission, argument: Any) -> None:
     """Later it would cost everybody of the step."""
     with pytest.raises(ValueError, match="window"):
-        make(intake, logits_transforms={"window": argument})
+        make(admission, logits_transforms={"window": argument})

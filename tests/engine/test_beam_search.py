@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search, continuations
 from compiled_llm.outputs import RequestOutput
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.text.prompts import EncodedPrompt
 
 PROMPT = [3, 1, 4]
 
@@ -34,17 +37,9 @@ class Model:
 def make_group(
     width: int, max_tokens: int, penalty: float, eos: Sequence[int], prompt: Sequence[int] = PROMPT
 ) -> BeamGroup:
-    return BeamGroup(
-        "name",
-        None,
-        list(prompt),
-        "salt",
-        beam_width=width,
-        max_tokens=max_tokens,
-        length_penalty=penalty,
-        eos_token_ids=eos,
-        priority=2,
-    )
+    encoded = EncodedPrompt(None, list(prompt), "salt")
+    prepared = PreparedRequest(encoded, SamplingParams(), frozenset(), len(prompt) + max_tokens, [], [])
+    return BeamGroup("name", prepared, width, penalty, eos)
 
 
 def search(model: Model, width: int, max_tokens: int, penalty: float, eos: Sequence[int]) -> RequestOutput:
@@ -197,7 +192,7 @@ def test_its_requests_are_of_one_token_and_keep_their_blocks() -> None:
     assert (request.prompt_token_ids, request.max_num_tokens) == (PROMPT, len(PROMPT) + 1)
     assert request.keeps_blocks
     assert request.stop_token_ids == frozenset(), "an end-of-text token is for the group to see"
-    assert (request.cache_salt, request.priority) == ("salt", 2)
+    assert request.cache_salt == "salt"
     assert request.sampling_params.greedy
     assert request.sampling_params.logprobs == group.count
 

@@ -19,7 +19,7 @@ from transformers.generation import (
 
 from compiled_llm.constraints.token_masks import TokenMask, num_mask_words
 from compiled_llm.sampling_params import MAX_BIASES
-from compiled_llm.step.logits import LogitsInput, change_logits, penalised, unpacked
+from compiled_llm.step.logits import LogitsInput, penalised, process_logits, unpacked
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform, load_transforms
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ def changed(
     transforms: tuple[LogitsTransform, ...] = (),
 ) -> Tensor:
     counts = torch.zeros_like(logits, dtype=torch.float32) if counts is None else counts
-    return change_logits(logits, asked, torch.zeros(len(logits), dtype=torch.int32), counts, transforms)
+    return process_logits(logits, asked, torch.zeros(len(logits), dtype=torch.int32), counts, transforms)
 
 
 def biased(rows: Sequence[Mapping[int, float]]) -> dict[str, Tensor]:
@@ -215,10 +215,10 @@ def test_compiled_they_do_too_and_the_others_are_as_uncompiled() -> None:
     logits, asked, counts = all_and_nothing()
     position = torch.zeros(len(logits), dtype=torch.int32)
     torch.compiler.reset()
-    compiled = torch.compile(change_logits, fullgraph=True)
+    compiled = torch.compile(process_logits, fullgraph=True)
     found = compiled(logits, asked, position, counts, (SCALE,))
     assert bits(found[1::2]) == bits(logits[1::2])
-    torch.testing.assert_close(found, change_logits(logits, asked, position, counts, (SCALE,)))
+    torch.testing.assert_close(found, process_logits(logits, asked, position, counts, (SCALE,)))
 
 
 def test_rows_read_their_own_counts_wherever_they_stand() -> None:
@@ -260,7 +260,7 @@ def test_bias_comes_first_then_penalties_then_transforms_in_their_order_then_the
         **biased([{0: 5.0}]),
     )
     position = torch.tensor([17], dtype=torch.int32)
-    found = change_logits(logits, asked, position, counts, (seen, SCALE))
+    found = process_logits(logits, asked, position, counts, (seen, SCALE))
     # The bias made token 0 positive, so that the repetition penalty divided it; then the others were subtracted.
     penalties = [4.0 / 2 - 0.125 - 1.0, 1.0 / 2 - 3 * 0.125 - 1.0]
     assert seen.logits.tolist() == [[*penalties, 2.0]]
@@ -312,7 +312,7 @@ def call(function: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[list[Any], str]] = {
-    "two of a name": ([Scale, SCALE], r"names of their own, given \['scale', 'scale'\]"),
+    "two of a name": ([Scale, SCALE], r"different names, given \['scale', 'scale'\]"),
     "no module": (["no_such_module:Scale"], "'no_such_module:Scale' must be 'module:name'.*no_such_module"),
     "no such name": (["math:Scale"], "'math:Scale' must be 'module:name'"),
     "no name": (["math"], "'math' must be 'module:name'"),

@@ -41,14 +41,14 @@ def tokenizer(directory: Path) -> Tokenizer:
 
 def feed(text: OutputText, ids: list[int]) -> tuple[list[str], str | None]:
     """What a user sees after each token, and the stop string that ended it."""
-    seen = []
+    seen = [""]
     for token_id in ids:
         stop = text.append(token_id)
-        seen.append(text.text(finished=stop is not None))
+        seen.append(seen[-1] + text.take(finished=stop is not None))
         if stop is not None:
             return seen, stop
     stop = text.finish()
-    return [*seen, text.text(finished=True)], stop
+    return [*seen, seen[-1] + text.take(finished=True)], stop
 
 
 def test_round_trip_and_special_tokens_are_only_text(tokenizer: Tokenizer) -> None:

@@ -1,17 +1,16 @@
 """Compiling in other processes: the same result as here, one message for what fails, and nothing left behind."""
 
 import functools
-import io
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from compiled_llm.compiling.ahead import Job, _worth, build_missing, receive, send, unavailable
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.messages import Job
+from compiled_llm.compiling.parallel import _useful_workers, build_missing
 from compiled_llm.progress import StartProgress
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import sampler_function
@@ -67,31 +66,6 @@ def test_code_of_other_settings_is_not_taken_from_another_process(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_message_cut_short_is_the_end_of_its_sender() -> None:
-    stream = io.BytesIO()
-    send(stream, ("a", 1))
-    whole = stream.getvalue()
-    assert receive(io.BytesIO(whole)) == ("a", 1)
-    for length in (0, 5, len(whole) - 1):
-        with pytest.raises(EOFError):
-            receive(io.BytesIO(whole[:length]))
-
-
-def test_an_older_torch_or_caches_that_are_off_leave_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert unavailable() is None
-    with torch._inductor.config.patch(force_disable_caches=True):
-        assert "torch's caches are disabled" in str(unavailable())
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cpu")
-    assert unavailable() == "torch 2.11.0+cpu is older than 2.13"
-    monkeypatch.setitem(sys.modules, "torch._dynamo.aot_compile", None)  # never asked for
-    function = CompiledFunction(lambda x: x * 2, "double", torch.device("cpu"), enforce_eager=False)
-    function.warm_up(lambda: (torch.ones(4),))
-    assert torch.equal(function(torch.full((4,), 3.0)), torch.full((4,), 6.0))
-    assert function.report().graphs == 1
-    with pytest.raises(RuntimeError, match="double would have to be compiled again"):
-        function(torch.ones(5))
-
-
 def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path, {})
     gone = Job("gone", functools.partial(make_sampler), (torch.ones(1),), 1)  # too few arguments
@@ -101,9 +75,9 @@ def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Pat
     assert not cache.built
 
 
-def test_processes_are_started_for_several_deep_graphs_only() -> None:
+def test_processes_are_started_for_several_large_graphs_only() -> None:
     cores = len(os.sched_getaffinity(0))
-    assert _worth([]) == 0
-    assert _worth([job("a")] * 5) == 0
-    assert _worth([job("a", tensors=200)]) == 0
-    assert _worth([job("a", tensors=200)] * 2 + [job("b")] * 9) == min(cores, 11)
+    assert _useful_workers([]) == 0
+    assert _useful_workers([job("a")] * 5) == 0
+    assert _useful_workers([job("a", tensors=200)]) == 0
+    assert _useful_workers([job("a", tensors=200)] * 2 + [job("b")] * 9) == min(cores, 11)

@@ -1,0 +1,105 @@
+"""What is asked of torch's compiler. The only file that calls torch.compile.
+
+On a GPU a function is compiled at its first call, with torch's own guards and cache. On a CPU it is compiled ahead of
+time, from its arguments: the result is bytes that can be kept, and that include what tracing found. Such a result has
+no guards: ``ArgumentCheck`` takes their place.
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from compiled_llm.ops.torch_private import aot_compiled_function, counters, vec_isa, with_caches
+
+_OLDEST_FOR_CPUS = (2, 13)  # whose AOTCompiledFunction is the one that _unguarded extends
+
+
+def check_torch(device: torch.device, enforce_eager: bool) -> None:
+    """``ValueError`` for a CPU if this torch is too old to compile ahead of time."""
+    if device.type == "cpu" and not enforce_eager:
+        version = tuple(map(int, torch.__version__.split(".")[:2]))
+        if version < _OLDEST_FOR_CPUS:
+            needed = ".".join(map(str, _OLDEST_FOR_CPUS))
+            raise ValueError(
+                f"device='cpu' must have torch {needed} or later, given torch {torch.__version__}: pip install "
+                f"'torch>={needed}'. enforce_eager=True runs without compiling"
+            )
+
+
+def own_copy(function: Callable, name: str) -> Any:
+    """``function`` with a code object of its own, called ``name`` in profiles and error messages.
+
+    Dynamo keeps compiled versions by code object: so each copy has one, and a second one is a recompile.
+    """
+    code = function.__code__.replace(co_name=name, co_qualname=name)
+    copy = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def compile_at_first_call(function: Callable, cuda_graphs: bool) -> Callable:
+    """``cuda_graphs``: whether the compiler makes CUDA graphs of its own, where there is a GPU."""
+    return torch.compile(function, fullgraph=True, dynamic=False, options={"triton.cudagraphs": cuda_graphs})
+
+
+def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict[str, Any]]:
+    """Compile for a CPU and for arguments like ``args``: an ``AOTCompiledFunction``, and facts about it as JSON values.
+
+    Its ``fn`` is to be called, and ``to_bytes`` takes it.
+    """
+    before = compile_counts()
+    options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _no_guards, "size_asserts": False}
+    with torch.no_grad(), with_caches():
+        compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
+        ahead = compiled.aot_compile((args, {}))
+    after = compile_counts()
+    return ahead, {key: after[key] - before[key] for key in ("graphs", "graph_breaks")} | {"vec_isa": vec_isa()}
+
+
+def _no_guards(guards: Sequence[Any]) -> list[bool]:
+    return [False] * len(guards)
+
+
+def compile_counts() -> dict[str, int]:
+    """What torch's compiler has counted in this process."""
+    inductor, autograd = counters["inductor"], counters["aot_autograd"]
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "graph_breaks": sum(counters["graph_break"].values()),
+        "hits": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
+        "misses": inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
+    }
+
+
+@functools.cache
+def _unguarded() -> Any:
+    """The class of functions as they are kept."""
+    aot_class: Any = aot_compiled_function()
+
+    class Unguarded(aot_class):
+        """Without guards: torch's class would make them anew, which takes longer than all the rest."""
+
+        def __post_init__(self) -> None:
+            artifacts = self._artifacts
+            artifacts.check_compatibility()
+            self.fn = artifacts.runtime_env.forward_callable(
+                artifacts.backend_id, artifacts.compiled_fn, extra_globals=self._extra_globals
+            )
+
+    return Unguarded
+
+
+def to_bytes(ahead: Any) -> bytes:
+    """A result of ``compile_ahead``, as ``from_bytes`` takes it."""
+    kind = _unguarded()
+    unguarded = kind(dataclasses.replace(ahead._artifacts, guards_state=b""), False, ahead._extra_globals)
+    return kind.serialize(unguarded).serialized_data
+
+
+def from_bytes(payload: bytes, function: Callable) -> Callable:
+    """The compiled form of ``function``. Runs code that ``payload`` holds: only for what this user's cache holds."""
+    return _unguarded().deserialize(payload, function.__globals__).fn

@@ -1,0 +1,48 @@
+"""Where torch keeps the libraries of compiled code, and which of them this process has loaded."""
+
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+from compiled_llm.ops.native import cache_directory
+from compiled_llm.ops.torch_private import cache_dir, default_cache_dir
+from compiled_llm.ops.trusted_paths import check_trusted, make_directory
+
+
+def use_own_cache_directory() -> None:
+    """Keep compiled code in the user's own cache directory, unless ``TORCHINDUCTOR_CACHE_DIR`` names another.
+
+    torch's default is a directory under /tmp whose name other users can guess. torch writes it into the environment
+    when it is imported, so a default found there is no choice of the user's. ``ValueError`` if others may write to the
+    user's own directory or to the one named.
+    """
+    own = cache_directory()
+    check_trusted(own)
+    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+        if os.access(own, os.W_OK):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "inductor")
+        else:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled_llm_")
+            warnings.warn(f"{own} may not be written to: compiled code goes to a temporary directory", stacklevel=3)
+    inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    make_directory(inductor)
+    if own not in inductor.parents:
+        check_trusted(inductor, "TORCHINDUCTOR_CACHE_DIR")
+
+
+def libraries_built_since(moment: float) -> list[str]:
+    """Names of loaded libraries of torch's cache that were written after ``moment`` (``time.time``).
+
+    Torch builds again what is missing from its cache, without a word.
+    """
+    root = Path(cache_dir()).resolve()
+    return sorted(file.name for file in loaded_libraries(root) if file.stat().st_mtime >= moment)
+
+
+def loaded_libraries(root: Path) -> set[Path]:
+    """Shared libraries below ``root`` that this process has loaded, as Linux lists them."""
+    # A library that was deleted and built again stays marked as deleted.
+    maps = [line.removesuffix(" (deleted)") for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = {Path(line.split(maxsplit=5)[5]) for line in maps if line.endswith(".so")}
+    return {file for file in mapped if root in file.parents and file.exists()}

@@ -1,0 +1,66 @@
+"""What a start and the processes that compile for it send each other: jobs one way, compiled code the other."""
+
+import pickle
+from collections.abc import Callable
+from typing import IO, Any, NamedTuple
+
+from torch import Tensor
+
+from compiled_llm.compiling.argument_specs import TensorSpec, spec_of
+
+_DYNAMIC_SIZE = 3  # not 0 or 1, which the compiler takes for constants
+
+
+class Job(NamedTuple):
+    """A function to compile.
+
+    Attributes:
+        name: of the compiled function.
+        recipe: can be pickled, and returns the function in any process.
+        args: like those that the function is called with; of tensors, their specs count.
+        threads: torch's number of threads, which goes into the code.
+    """
+
+    name: str
+    recipe: Callable[[], Any]
+    args: tuple
+    threads: int
+
+
+class Built(NamedTuple):
+    """A compiled job.
+
+    Attributes:
+        payload: what ``compiler.from_bytes`` takes; empty if there is an error.
+        facts: about the code, JSON values.
+        error: why it could not be compiled; empty if it was.
+    """
+
+    payload: bytes
+    facts: dict[str, Any]
+    error: str
+
+
+class _Pickler(pickle.Pickler):
+    """Tensors go as their specs: code depends on nothing else of them. A tensor that occurs twice stays one."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (_empty, (spec_of(obj),)) if isinstance(obj, Tensor) else NotImplemented
+
+
+def _empty(spec: TensorSpec) -> Tensor:
+    return spec.make(_DYNAMIC_SIZE)
+
+
+def send(stream: IO[bytes], message: Any) -> None:
+    """Write one message to another process of this program."""
+    _Pickler(stream).dump(message)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> Any:
+    """Read one message of another process of this program. ``EOFError`` when it has ended."""
+    try:
+        return pickle.load(stream)
+    except pickle.UnpicklingError as error:
+        raise EOFError(f"part of a message is missing: {error}") from error

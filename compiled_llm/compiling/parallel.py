@@ -1,0 +1,112 @@
+"""Compiling side by side: a start gives what its cache lacks to other processes, one for each core."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from compiled_llm.compiling.argument_specs import tensors_in
+from compiled_llm.compiling.cache import CompileCache, Fields, code_settings
+from compiled_llm.compiling.messages import Built, Job, receive, send
+from compiled_llm.progress import StartProgress
+
+_LARGE = 100  # tensors of a model of some ten layers: a graph that takes longer to compile than a process to start
+_SECONDS_A_GRAPH, _SECONDS_A_TENSOR = 3.0, 0.1  # as measured: 30 s with 28 layers of ten tensors
+
+
+def build_missing(
+    cache: CompileCache, jobs: Sequence[Job], num_workers: int | None, progress: StartProgress
+) -> dict[str, float]:
+    """Compile what ``cache`` does not hold, side by side in other processes, and store it there.
+
+    What fails to compile there is left to this process, with a warning.
+
+    Args:
+        num_workers: how many processes; None for one on each core where that is faster, 0 to leave all to this process.
+
+    Returns what is left to this process: name -> about how many seconds it takes.
+    """
+    missing: list[tuple[Job, Fields, str]] = []
+    for job in jobs:
+        key = cache.key_of(job.name, job.recipe(), job.args)
+        found = cache.find(key)
+        if isinstance(found, str):
+            missing.append((job, key, found))
+    workers = _useful_workers([job for job, _, _ in missing]) if num_workers is None else num_workers
+    left = {job.name: expected_seconds(job) for job, _, _ in missing}
+    if not missing or workers == 0:
+        return left
+    workers = min(workers, len(missing))
+    thread = threading.local()
+    processes: list[subprocess.Popen] = []
+
+    def build(item: tuple[Job, Fields, str]) -> None:
+        job, key, reason = item
+        started = time.perf_counter()
+        stage.begin(job.name)
+        if not hasattr(thread, "process"):
+            thread.process = _start_process()
+            processes.append(thread.process)
+        built = _built_by(thread.process, job)
+        if thread.process.poll() is not None:
+            del thread.process  # another one takes the next job
+        if built.error:
+            warnings.warn(f"{job.name} could not be compiled beside others: {built.error}", stacklevel=2)
+        else:
+            cache.store(key, built.payload, built.facts)
+            cache.built[job.name] = (reason, time.perf_counter() - started)
+        stage.finish(job.name)
+
+    try:
+        with (
+            progress.stage(
+                f"compiling graphs in {workers} processes", left, seconds=sum(left.values()) / workers
+            ) as stage,
+            ThreadPoolExecutor(workers) as pool,
+        ):
+            list(pool.map(build, missing))
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return {name: seconds for name, seconds in left.items() if name not in cache.built}
+
+
+def _built_by(process: subprocess.Popen, job: Job) -> Built:
+    """What a process makes of a job; waits for it."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        send(process.stdin, (job, code_settings()))
+        return receive(process.stdout)
+    except (EOFError, OSError) as error:
+        process.kill()
+        process.wait()
+        return Built(b"", {}, f"the process that compiled it ended: {error!r}")
+
+
+def _start_process() -> subprocess.Popen:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "compiled_llm.compiling.build_worker"],  # -P: no module of the working directory
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def expected_seconds(job: Job) -> float:
+    """About what one core takes to compile it, to tell a user how long a first start takes."""
+    return _SECONDS_A_GRAPH + _SECONDS_A_TENSOR * len(tensors_in(job.args))
+
+
+def _useful_workers(jobs: Sequence[Job]) -> int:
+    """Processes that save time: each takes seconds to start, so small graphs alone are compiled by this process."""
+    large = sum(len(tensors_in(job.args)) >= _LARGE for job in jobs)
+    return min(len(os.sched_getaffinity(0)), len(jobs)) if large > 1 else 0

@@ -1,0 +1,272 @@
+"""StepEngine: requests are queued, served a step at a time, streamed and aborted. CompiledEngine is made of it."""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Container, Sequence
+from typing import Any, Self
+
+from compiled_llm.config import EngineConfig, integer
+from compiled_llm.engine.admission import Admission, PreparedRequest
+from compiled_llm.engine.core import EngineCore
+from compiled_llm.engine.generation_config import suggested_sampling
+from compiled_llm.engine.interrupts import Interrupts
+from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
+from compiled_llm.engine.request_stream import RequestStream, StreamReference
+from compiled_llm.error_texts import shown
+from compiled_llm.models.config_file import read_config
+from compiled_llm.outputs import RequestOutput
+from compiled_llm.progress import StartProgress
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.text.chat import ChatEncoder
+from compiled_llm.text.prompts import Prompt
+from compiled_llm.worker.runner import ModelRunner
+
+
+class StepEngine:
+    """What ``CompiledEngine`` says of itself; without its methods that serve lists of prompts, and its reports."""
+
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
+        self._start(EngineConfig(model=model, **engine_args))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Self:
+        engine = cls.__new__(cls)
+        engine._start(config)
+        return engine
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        started, progress = time.perf_counter(), StartProgress(config.progress)
+        directory = checkpoint_directory(config)
+        self.model_config = read_config(directory)
+        self.tokenizer = load_tokenizer(config, directory)
+        if self.tokenizer is None:
+            progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")
+        self.runner = ModelRunner(config, self.model_config, directory, progress)
+        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
+        self._closed = False
+        self._interrupts = Interrupts()
+        self._admission = Admission(
+            config,
+            self.model_config,
+            self.tokenizer,
+            self.runner.transforms,
+            self.scheduler.request_capacity,
+            self.runner.limits.max_model_len,
+        )
+        self._chat_encoder = ChatEncoder(self.tokenizer)
+        self._suggested_sampling = suggested_sampling(directory)
+        self._has_shown_sampling = False
+        self._ids = itertools.count()
+        self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
+        self._stream_references: dict[str, StreamReference] = {}
+        self._dropped: deque[StreamReference] = deque()  # streams that nobody holds any more
+        self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
+        progress.line(f"ready in {time.perf_counter() - started:.1f} s: {self.runner.describe_start()}")
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler at work. A fault in it is survived with a new one."""
+        return self._core.scheduler
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all requests and free the weights and the KV cache. The engine serves nothing afterwards."""
+        with self._interrupts:
+            if self._closed:
+                return
+            self._closed = True
+            try:
+                self.abort(list(self._core.entries))
+                self._core.drain()
+            finally:
+                self._chat_encoder.close()
+                self._admission.close()
+                self.runner.close()
+
+    # -- Requests
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt | PreparedRequest,
+        sampling_params: SamplingParams | None = None,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request; ``step`` advances it.
+
+        Args:
+            prompt: as that of ``stream``, or what ``prepare`` made of it and the parameters.
+
+        Raises:
+            ValueError: the id is in use, the prompt or its parameters cannot be served, or as many requests as may be
+                are unfinished; nothing is queued then.
+            RuntimeError: the engine is closed.
+        """
+        self._add(request_id, prompt, sampling_params, priority)
+
+    def check_request(self, request_id: str, priority: int, names: Container[str] = ()) -> None:
+        """Raise what ``add_request`` raises whatever the prompt is. ``names``: other ids that are in use."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        longest = self.config.max_request_id_length
+        is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
+        if not is_name or request_id in self._core.entries or request_id in names:
+            raise ValueError(
+                f"request_id must be a non-empty str without NUL of at most {longest} characters (the engine's "
+                f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
+            )
+        self._check_room(1)
+        integer("priority", priority, -(2**31), 2**31 - 1)
+        if priority != 0 and self.config.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority must be 0 unless the engine's scheduling_policy is 'priority', given {shown(priority)}"
+            )
+
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> PreparedRequest:
+        """Encode a prompt and compile the grammar of its parameters; for one call of ``add_request``.
+
+        This may take long. Any thread may call it, also while another one steps.
+
+        Raises:
+            ValueError: the prompt or its parameters cannot be served.
+        """
+        return self._admission.prepare(prompt, sampling_params)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether ``step`` has something to do or to return."""
+        self._abort_dropped_streams()
+        return self._core.has_unfinished_requests() or bool(self._undelivered)
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out.
+
+        After an interrupt in a step, the next call returns that step's outputs with its own.
+        """
+        with self._interrupts:
+            self._undelivered += self._advance()
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def abort(self, request_id: str | Sequence[str]) -> None:
+        """End requests now and free their blocks. Unknown and finished ids are passed over.
+
+        A stream gets a last output, with ``finish_reason="abort"``.
+        """
+        self.abort_all([request_id] if isinstance(request_id, str) else request_id)
+
+    def abort_all(self, request_ids: Sequence[str]) -> list[RequestOutput]:
+        """As ``abort``; returns the last outputs of requests that are no streams."""
+        outputs: list[RequestOutput] = []
+        with self._interrupts:
+            for request_id in request_ids:
+                entry = self._core.entries.get(request_id)
+                if entry is not None:
+                    self._core.abort(entry)
+                    self._streams.get(request_id, outputs).append(entry.output())
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached KV blocks. ``RuntimeError`` while requests are unfinished: theirs are in use."""
+        if self.scheduler.has_unfinished_requests():
+            raise RuntimeError("reset_prefix_cache() while requests are unfinished: finish or abort them first")
+        self.scheduler.pool.clear_cache()
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> RequestStream:
+        """Complete one prompt; an iterator over its output after each of its tokens.
+
+        Each output holds all so far, unless ``output_kind`` of the parameters is "delta" or "final".
+        Several streams may be consumed in turns. A stream that is closed early, or dropped, aborts its request.
+        """
+
+        def advance() -> None:
+            with self._interrupts:
+                self._undelivered += self._advance()
+
+        with self._interrupts:
+            request_id = self._unused_id("stream")
+            self.add_request(request_id, prompt, sampling_params)
+            stream = RequestStream(advance, lambda: self._end_stream(request_id))
+            self._streams[request_id] = stream.outputs
+            self._stream_references[request_id] = StreamReference(stream, request_id, self._dropped)
+        return stream
+
+    # -- Inside
+
+    def _add(
+        self,
+        request_id: str,
+        prompt: Prompt | PreparedRequest,
+        sampling_params: SamplingParams | None,
+        priority: int,
+        output_kind: str | None = None,
+    ) -> None:
+        """``add_request``, with ``output_kind`` in the place of that of the parameters if it is given."""
+        self.check_request(request_id, priority)
+        prepared = self._admission.prepare(prompt, sampling_params)
+        entry = self._admission.admit(request_id, prepared, priority, self._core.counts.num_requests)
+        entry.output_kind = output_kind or prepared.params.output_kind
+        with self._interrupts:
+            self._core.add(entry)
+
+    def _check_room(self, count: int) -> None:
+        """``ValueError`` if ``count`` more requests were too many."""
+        unfinished, most = len(self._core.entries), self.config.max_queued_requests
+        if unfinished + count > most:
+            raise ValueError(
+                f"at most {most} requests may be unfinished at once (the engine's max_queued_requests), given {count} "
+                f"beside {unfinished}: wait for some to finish, or raise the limit"
+            )
+
+    def _advance(self) -> list[RequestOutput]:
+        """Run one step; outputs of streams go to them, the others are returned."""
+        self._abort_dropped_streams()
+        self._core.log.enter(device_is_busy=bool(self._core.launched))
+        self._core.advance()
+        outputs = []
+        while self._core.updated:
+            request_id = next(iter(self._core.updated))
+            output = self._next_output(request_id)
+            del self._core.updated[request_id]
+            if output is not None and request_id in self._streams:
+                self._streams[request_id].append(output)
+            elif output is not None:
+                outputs.append(output)
+        self._core.log.leave()
+        return outputs
+
+    def _next_output(self, request_id: str) -> RequestOutput | None:
+        """What the user sees of a request that advanced."""
+        started = time.perf_counter()
+        entry = self._core.entries.get(request_id)
+        if entry is None:
+            return None
+        finished = entry.is_finished
+        output = entry.output() if finished or entry.output_kind != "final" else None
+        if finished:
+            self._core.forget(entry)
+        self._core.counts.output_seconds += time.perf_counter() - started
+        return output
+
+    def _abort_dropped_streams(self) -> None:
+        """Streams that the garbage collector found: it may run anywhere, so they wait for a safe moment."""
+        if self._dropped:
+            with self._interrupts:
+                while self._dropped:
+                    self._end_stream(self._dropped.popleft().request_id)
+
+    def _end_stream(self, request_id: str) -> None:
+        with self._interrupts:
+            self._streams.pop(request_id, None)
+            self._stream_references.pop(request_id, None)
+            self.abort(request_id)
+
+    def _unused_id(self, kind: str) -> str:
+        return next(name for n in self._ids if (name := f"{kind}-{n}") not in self._core.entries)

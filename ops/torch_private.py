@@ -1,0 +1,101 @@
+"""Every private name of torch that the project uses: another version of torch may lack or change it.
+
+``pytest --noconftest tests/ops/test_torch_private.py`` names all that the installed torch lacks.
+"""
+
+import contextlib
+import functools
+import hashlib
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+import torch._inductor.cpu_vec_isa
+from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+from torch._dynamo import mark_dynamic, mark_static_address
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list as compiled_versions
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "TensorGuards",
+    "TorchDispatchMode",
+    "aot_compiled_function",
+    "cache_dir",
+    "clear_cublas_workspaces",
+    "compiled_versions",
+    "compiler_settings",
+    "counters",
+    "default_cache_dir",
+    "dynamic_dimensions",
+    "keeps_compiled_code",
+    "mark_dynamic",
+    "mark_static_address",
+    "static_address_kind",
+    "trust_vec_isa",
+    "vec_isa",
+    "with_caches",
+]
+
+
+def aot_compiled_function() -> Any:
+    """The class of functions that were compiled ahead of time. Imported when asked for: a GPU never asks."""
+    from torch._dynamo.aot_compile import AOTCompiledFunction
+
+    return AOTCompiledFunction
+
+
+def clear_cublas_workspaces() -> None:
+    """Free the workspaces that cuBLAS keeps for each stream. Only torch builds with CUDA have it."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def compiler_settings() -> str:
+    """A digest of the compiler's settings, which environment variables (``TORCHINDUCTOR_...``) and programs change."""
+    values = [torch._inductor.config.save_config_portable(), torch._functorch.config.save_config_portable()]
+    return hashlib.sha256(repr([sorted(each.items()) for each in values]).encode()).hexdigest()[:16]
+
+
+def keeps_compiled_code() -> bool:
+    """Whether torch may keep compiled code on disk: unless the user has turned that off."""
+    return torch._inductor.config.fx_graph_cache and not torch._inductor.config.force_disable_caches
+
+
+def with_caches() -> contextlib.AbstractContextManager:
+    """Allow what ``TORCHINDUCTOR_FORCE_DISABLE_CACHES`` forbids and ``aot_compile`` requires. Nothing is reused."""
+    if not torch._inductor.config.force_disable_caches:
+        return contextlib.nullcontext()
+    return torch._inductor.config.patch(force_disable_caches=False, fx_graph_cache=False)
+
+
+def dynamic_dimensions(tensor: Tensor) -> set[int]:
+    """The dimensions that ``mark_dynamic`` marked."""
+    return getattr(tensor, "_dynamo_dynamic_indices", set())
+
+
+def static_address_kind(tensor: Tensor) -> str | None:
+    """How ``mark_static_address`` marked a tensor: "guarded", "unguarded", or None if it did not."""
+    return getattr(tensor, "_dynamo_static_input_type", None)
+
+
+def vec_isa() -> dict[str, Any]:
+    """The vector instructions that Inductor chose for this CPU by trying them out for seconds, as JSON values."""
+    chosen = torch._inductor.cpu_vec_isa.pick_vec_isa()
+    attributes = {name: value for name, value in vars(chosen).items() if isinstance(value, str | bool)}
+    return {"name": str(chosen), "attributes": attributes}
+
+
+def trust_vec_isa(known: dict[str, Any]) -> None:
+    """Let Inductor take ``known``, a result of ``vec_isa`` on the same kind of machine, and try nothing out."""
+    tried = torch._inductor.cpu_vec_isa.valid_vec_isa_list
+    if tried.cache_info().currsize:
+        return
+    same = [isa for isa in torch._inductor.cpu_vec_isa.supported_vec_isa_list if str(isa) == known["name"]]
+    if same:
+        for name, value in known["attributes"].items():
+            setattr(same[0], name, value)
+        torch._inductor.cpu_vec_isa.valid_vec_isa_list = functools.cache(lambda: same)
+        torch._inductor.cpu_vec_isa.valid_vec_isa_list()

@@ -1,0 +1,73 @@
+"""Torch's private names: all that this torch lacks, in one message; and that one file alone uses them."""
+
+import ast
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+PRIVATE = ROOT / "ops" / "torch_private.py"
+ENGINE = [path for room in ("compiled_llm", "models", "ops", "scripts") for path in (ROOT / room).rglob("*.py")]
+
+
+def private_names(source: str) -> Iterator[str]:
+    """Dotted names of torch with a part that begins with one underscore: those imported, and those written out."""
+    for node in ast.walk(ast.parse(source)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            first, *parts = name.split(".")
+            if first == "torch" and any(part.startswith("_") and not part.startswith("__") for part in parts):
+                yield name
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name can be imported, as a module or an attribute of one."""
+    module, _, attribute = name.rpartition(".")
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return bool(module) and is_there(module) and hasattr(resolved(module), attribute)
+    return True
+
+
+def resolved(name: str) -> object:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        module, _, attribute = name.rpartition(".")
+        return getattr(resolved(module), attribute)
+
+
+def test_this_torch_has_every_private_name() -> None:
+    """Those of the engine, and those that its tests use."""
+    sources = [path.read_text() for path in (PRIVATE, *(ROOT / "tests").rglob("*.py"))]
+    names = {name for source in sources for name in private_names(source)}
+    assert "torch._dynamo.mark_dynamic" in names
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        names = {name for name in names if not name.startswith(("torch._C._cuda", "torch.cuda."))}
+    assert not sorted(name for name in names if not is_there(name)), f"torch {torch.__version__} lacks these"
+
+
+def test_what_is_missing_is_seen() -> None:
+    source = "import torch\nfrom torch._gone import name\ntorch._dynamo.gone_too(torch._dynamo.mark_dynamic)"
+    assert sorted(name for name in set(private_names(source)) if not is_there(name)) == [
+        "torch._dynamo.gone_too",
+        "torch._gone.name",
+    ]
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: str(path.relative_to(ROOT)))
+def test_private_names_are_used_in_one_file(path: Path) -> None:
+    source = path.read_text()
+    if path != PRIVATE:
+        assert not set(private_names(source))
+        assert not any(f'"_{module}' in source for module in ("dynamo", "inductor", "functorch"))
