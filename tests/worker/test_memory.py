@@ -14,7 +14,7 @@ from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import bytes_per_token
 from compiled_llm.worker import memory
 from compiled_llm.worker.memory import StartMemory
-from tests.families import COMPILED_SIZES, checkpoint
+from tests.families import COMPILED_SIZES
 
 MIB = 2**20
 BLOCK = 64 << 10
