@@ -13,7 +13,7 @@ from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.rope_config import Rope, read_rope
-from compiled_llm.models.weights import Description, ModelWeights, Source
+from compiled_llm.models.weights import ModelWeights, Source
 
 C = TypeVar("C", bound=ModelConfig)
 W = TypeVar("W", bound=ModelWeights)
@@ -56,9 +56,30 @@ class Family(Generic[C, W]):
     read_ropes: Callable[[dict[str, Any]], tuple[Rope, ...]] = one_rope
     derived_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
-    def describe(
-        self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense
-    ) -> tuple[Description, W]:
-        """The names and shapes of a checkpoint's tensors, and the weights without memory (on the device "meta")."""
-        description = Description(dtype, linears)
-        return description, self.take(config, description)
+    def describe(self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense) -> "Description[W]":
+        """What the weights of a model in ``dtype`` are, without reading any."""
+        shapes: dict[str, tuple[int, ...]] = {}
+
+        def read(name: str, shape: tuple[int, ...], mean: float, std: float) -> Tensor:
+            assert name not in shapes, f"{name} is taken twice"
+            shapes[name] = shape
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        source = Source(read, torch.device("meta"), linears)
+        weights = self.take(config, source)
+        return Description(shapes, source.may_repeat, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description(Generic[W]):
+    """Weights that take no memory.
+
+    Attributes:
+        shapes: name -> shape of every tensor of a checkpoint.
+        may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
+        weights: on the device "meta".
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    may_repeat: dict[str, str]
+    weights: W

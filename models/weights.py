@@ -1,6 +1,6 @@
 """A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
-import abc
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -34,78 +34,62 @@ class ModelWeights(Protocol):
         """Tables of rotary embeddings, ``[max_position_embeddings, H]`` float32 each, made from the config."""
 
 
-class Source(abc.ABC):
-    """Where a family's weights come from: a checkpoint, random numbers, or nowhere (``Description``).
+Read = Callable[[str, tuple[int, ...], float, float], Tensor]
+"""(name, shape, mean, standard deviation) -> that tensor of a checkpoint, in the model's dtype on its device.
 
-    A family names every tensor of its checkpoints once, with its shape, when it asks for it here.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, linears: LinearKind) -> None:
-        self.dtype, self.device, self._linears = dtype, device, linears
-
-    @abc.abstractmethod
-    def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
-        """The checkpoint's tensor ``name``, in the model's dtype on its device; each may be taken once.
-
-        Args:
-            mean, std: of random weights. None: ``shape[-1] ** -0.5``, so that activations keep their size.
-        """
-
-    def norm(self, name: str, size: int) -> Tensor:
-        """The weight ``[size]`` of an RMS norm."""
-        return self.tensor(f"{name}.weight", (size,), mean=1.0, std=0.1)
-
-    def norm_plus_one(self, name: str, size: int) -> Tensor:
-        """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""
-        return 1 + self.tensor(f"{name}.weight", (size,), std=0.1).float()
-
-    def linear(self, *parts: Part) -> Linear:
-        """One linear layer that computes all ``parts``, which have the same input."""
-        return self._linears.take(self._take, parts)
-
-    def embedding_and_head(
-        self, embedding: str, head: str, vocab_size: int, hidden_size: int, *, tied: bool
-    ) -> tuple[Linear, Linear]:
-        """The embedding and the head, both ``[V, D]``; one object where they are ``tied`` and its kind can be both."""
-        table = Dense.take(self._take, [Part(embedding, vocab_size, hidden_size)])
-        if not tied:
-            return table, self.linear(Part(head, vocab_size, hidden_size))
-        # The kind's layer of what has been taken already.
-        made = self._linears.take(lambda name, shape: table.weight, [Part(embedding, vocab_size, hidden_size)])
-        return made if self._linears.has_rows(hidden_size) else table, made
-
-    def rope(self, rope: Rope, head_dim: int, length: int) -> Tensor:
-        """The table of ``rope``, see ``rope_table``."""
-        return rope_table(rope, head_dim, length, self.device)
-
-    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self.tensor(name, shape, std=0.1) if len(shape) == 1 else self.tensor(name, shape)
+Mean and standard deviation are those of random weights, where there is no checkpoint.
+"""
 
 
-class Description(Source):
-    """Weights that take no memory, to ask for names, shapes and sizes.
+class Source:
+    """Where a family's weights come from: a checkpoint, random numbers, or nowhere (``Family.describe``).
+
+    A family names every tensor of its checkpoints once, with its shape, when it takes it from here.
 
     Attributes:
-        shapes: name -> shape of every tensor of the checkpoint that was asked for.
         may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
     """
 
-    def __init__(self, dtype: torch.dtype, linears: LinearKind) -> None:
-        super().__init__(dtype, torch.device("meta"), linears)
-        self.shapes: dict[str, tuple[int, ...]] = {}
+    def __init__(self, read: Read, device: torch.device, linears: LinearKind) -> None:
+        self._read, self._device, self._linears = read, device, linears
         self.may_repeat: dict[str, str] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
-        assert name not in self.shapes, f"{name} is taken twice"
-        self.shapes[name] = shape
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        """The checkpoint's tensor ``name``, in the model's dtype.
+
+        Args:
+            mean, std: of random weights; by default such that activations keep their size.
+        """
+        if std is None:
+            std = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
+        return self._read(name, shape, mean, std)
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """The weight ``[size]`` of an RMS norm."""
+        return self.tensor(f"{name}.weight", (size,), mean=1.0)
+
+    def norm_plus_one(self, name: str, size: int) -> Tensor:
+        """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""
+        return 1 + self.tensor(f"{name}.weight", (size,)).float()
+
+    def linear(self, *parts: Part) -> Linear:
+        """One linear layer that computes all ``parts``, which have the same input."""
+        return self._linears.take(self.tensor, parts)
 
     def embedding_and_head(
         self, embedding: str, head: str, vocab_size: int, hidden_size: int, *, tied: bool
     ) -> tuple[Linear, Linear]:
+        """The embedding and the head, both ``[V, D]``; one object where they are ``tied``."""
         if tied:
             self.may_repeat[f"{head}.weight"] = f"{embedding}.weight"
-        return super().embedding_and_head(embedding, head, vocab_size, hidden_size, tied=tied)
+            both = self.linear(Part(embedding, vocab_size, hidden_size))
+            return both, both
+        table = Dense.take(self.tensor, [Part(embedding, vocab_size, hidden_size)])
+        return table, self.linear(Part(head, vocab_size, hidden_size))
+
+    def rope(self, rope: Rope, head_dim: int, length: int) -> Tensor:
+        """The table of ``rope``, see ``rope_table``."""
+        return rope_table(rope, head_dim, length, self._device)
 
 
 def tensors(weights: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ Parts, the most valuable first:
 - ``limits``: bandwidth and matrix peak, the yardsticks of everything else.
 - ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with both kinds of
   CUDA graphs.
-- ``graphs`` and ``graphs-8b``: CUDA graph trees against graphs captured by hand, at batch 1 and 32.
+- ``trees-1``, ``manual-1``, ``trees-32``, ``manual-32`` (batch sizes): CUDA graph trees and graphs captured by hand.
 - ``latency`` and ``throughput``: the engine on random weights of real shapes; ``transformers``: the requests of
   ``throughput`` through transformers.generate.
 - ``sampling``: what choosing tokens costs beside a decode step.
@@ -62,7 +62,15 @@ PARTS = {
         300,
         f"{_PYTEST} -m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py",
     ),
-    "graphs": (200, "scripts/bench/bench_cuda_graphs.py --shape qwen3-0.6b --json {json}"),
+    **{
+        f"{mode}-{batch_size}": (
+            120,
+            f"scripts/bench/bench_latency.py --device cuda --cuda-graphs {mode} --batch-size {batch_size} "
+            "--input-len 32 --output-len 128 --num-iters 5 --bucket-sizes 1,32 --output-json {json}",
+        )
+        for batch_size in (1, 32)
+        for mode in ("trees", "manual")
+    },
     "latency": (
         240,
         "scripts/bench/bench_throughput.py --backend compiled-llm --device cuda --shape qwen3-8b --workload W1 "
@@ -80,7 +88,6 @@ PARTS = {
     ),
     "attention": (240, "scripts/bench/bench_attention.py --device cuda --seconds 1 --json {json}"),
     "sampling": (240, "scripts/bench/bench_sampling.py --batch-size 32 --json {json}"),
-    "graphs-8b": (400, "scripts/bench/bench_cuda_graphs.py --shape qwen3-8b --json {json}"),
     "serve": (
         240,
         "scripts/bench/bench_serve.py --device cuda --shape qwen3-0.6b --workload W2 --request-rate 16 "

@@ -53,7 +53,7 @@ from compiled_llm.ops.torch_private import TorchDispatchMode
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker import loader
-from compiled_llm.worker.runner import resolve_device
+from compiled_llm.worker.device import resolve_device
 
 BLOCK_SIZE = 16
 MAX_WINDOW = 4096  # of the default, for models whose own length would ask for a very large cache

@@ -187,5 +187,13 @@ def test_a_cold_start_names_every_graph_and_a_warm_one_none(
     assert (name, is_long) == ("compiling graphs", True)
     assert graphs == [
         *("decode_1", "decode_2", "tokens_16"),
-        *("sample_1", "change_1", "logprobs_1", "sample_2", "change_2", "logprobs_2", "prompt_logprobs"),
+        *(
+            "sample_1",
+            "sample_changed_1",
+            "logprobs_1",
+            "sample_2",
+            "sample_changed_2",
+            "logprobs_2",
+            "prompt_logprobs",
+        ),
     ]

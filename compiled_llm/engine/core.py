@@ -13,6 +13,7 @@ from compiled_llm.engine.completions import Completion, LogprobReader, ServedReq
 from compiled_llm.engine.parts import make_scheduler
 from compiled_llm.engine.stats import EngineCounts
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.report.roofline import windows_of
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.request import Request, Status
@@ -42,7 +43,7 @@ class EngineCore:
         self.updated: dict[str, None] = {}
         self.launched: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
         self.counts = EngineCounts()
-        self.log = StepLog()
+        self.log = StepLog(windows=windows_of(model_config))
         self._completions: dict[str, tuple[ServedRequest, Completion]] = {}  # by the id that the scheduler knows
         self._beams: dict[str, BeamGroup] = {}  # likewise
         self._advanced: deque[Request] = deque()  # those that got a token or ended, and are still to be processed

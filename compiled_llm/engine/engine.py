@@ -18,10 +18,10 @@ from compiled_llm.error_texts import shown
 from compiled_llm.outputs import EngineStats, RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.report.report import RunReport, make_report, make_trace
-from compiled_llm.report.roofline import ModelWork
+from compiled_llm.report.roofline import ModelWork, windows_of
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.step.kv_cache import bytes_per_token
+from compiled_llm.step.kv_cache import bytes_per_layer
 from compiled_llm.text.chat import messages_list
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, pair_priorities, pair_sampling_params, prompt_list
 from compiled_llm.worker.memory import MemoryLedger
@@ -315,7 +315,7 @@ class CompiledEngine(StepEngine):
         profiler = StepProfiler(profile_steps, self.runner.device) if profile_steps else None
         self.runner.profiler = profiler
         with self._interrupts:
-            self._core.reset_log(StepLog(profiler.pauses if profiler else None))
+            self._core.reset_log(StepLog(profiler.pauses if profiler else None, windows_of(self.model_config)))
         self._stats_before = self.stats()
 
     def report(self, *, measure_limits: bool = True) -> RunReport:
@@ -334,7 +334,7 @@ class CompiledEngine(StepEngine):
             self.stats().since(self._stats_before),
             trace=self.trace(),
             work=ModelWork.of(
-                self.model_config, runner.dtype, bytes_per_token(self.model_config, runner.cache_dtypes), runner.linears
+                self.model_config, runner.dtype, bytes_per_layer(self.model_config, runner.cache_dtypes), runner.linears
             ),
             compile_report=self.compile_report(),
             memory=self.memory_report(),

@@ -1,1 +1,1 @@
-"""What a run did, and how near the machine's limits it came."""
+"""What a run did, and what share of the machine's limits it reached."""

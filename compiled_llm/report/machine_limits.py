@@ -1,12 +1,12 @@
-"""What a machine can do at most: bytes read a second, and multiply-adds a second. Measured once and kept on disk.
+"""The limits of a machine: bytes read per second, and operations per second. Measured once and kept on disk.
 
-A share of these limits says how well a step used the machine, whatever the machine. Both are the fastest of several
-tries, since everything else on the machine can only slow them down.
+A step's share of these limits shows how well it used the machine, and can be compared between machines. Each limit is
+the fastest of several tries, because other programs on the machine can only slow a try down.
 
-A measurement is kept for later starts when several tries agree on it, each with the processor to itself, and no
-processor with that instruction is as slow as that. Otherwise ``MachineLimits.doubt`` says what is wrong, and the limits
-hold for this process alone. Virtual machines share their memory with others, so the bandwidth there changes by the
-minute: a limit says when it was measured, and ``remeasure`` measures it anew.
+A measurement is kept for later starts if several tries agree, each of them had the processor to itself, and the rates
+are plausible for the instruction. Otherwise ``MachineLimits.doubt`` gives the reason, and only this process uses the
+limits. On a virtual machine the bandwidth changes by the minute, because others use the same memory. So the limits
+carry the time of their measurement, and ``remeasure`` repeats it.
 """
 
 import contextlib
@@ -30,18 +30,18 @@ from compiled_llm.compiling.cache import write_whole
 from compiled_llm.ops import native
 
 _FORMAT = 2
-_PROCESS = uuid.uuid4().hex  # tells this process from all others
-_READ_BYTES = 1 << 28  # and four times the last cache where that is more
+_PROCESS = uuid.uuid4().hex  # identifies this process
+_READ_BYTES = 1 << 28  # or four times the last cache, whichever is larger
 _COPY_BYTES = 1 << 30  # on a GPU
 _LEAST_READ_BYTES = 1 << 26
 _MATRIX_SIZES = (1024, 2048, 4096, 8192)
 _CALIBRATION_ROUNDS = 20_000
-_PEAK_SECONDS = 0.01  # of a try: short, so that some are not interrupted even where other programs run
+_PEAK_SECONDS = 0.01  # of a try: so short that some are not interrupted even if other programs run
 _AGREEING_TRIES = 5
 _MOST_SPREAD = 0.1
 _LEAST_CPU_SHARE = 0.8  # of the time of all threads, for a try to count
 _LEAST_SECONDS, _MOST_SECONDS = 0.3, 1.2  # for the tries of one limit
-_FLOPS_PER_CYCLE = {"amx": 1024, "avx512_bf16": 64, "avx512": 32, "avx2": 16}  # of a thread, where not faster
+_FLOPS_PER_CYCLE = {"amx": 1024, "avx512_bf16": 64, "avx512": 32, "avx2": 16}  # of a thread, at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +53,11 @@ class MachineLimits:
             copy, read and written bytes together, or a large sum, whichever is faster.
         flops_per_second: on a CPU a loop of its best multiply-add instruction for the dtype; on a GPU the fastest of
             some square matrix products. A multiply-add is two operations.
-        instruction: which instruction, or which size of matrices, that was.
+        instruction: which instruction, or which size of matrices, reached ``flops_per_second``.
         measured_at: UTC, ISO 8601.
-        read_spread, flops_spread: how far apart the five fastest tries were that had the processor to themselves, as a
-            share of the fastest; 1 where there were fewer. The smaller, the steadier.
-        doubt: why these limits may be too low and are measured again at the next start; empty where they are kept.
+        read_spread, flops_spread: 1 - slowest / fastest of the five fastest tries that had the processor to themselves;
+            1 if there were fewer than five. A small spread means a steady measurement.
+        doubt: why these limits may be too low, so that they are measured again at the next start; "" if they are kept.
     """
 
     device: str
@@ -86,16 +86,16 @@ class MachineLimits:
 
 
 def significant(value: float) -> str:
-    """``value`` with three significant digits and no exponent: a small rate is never printed as 0.00."""
+    """``value`` with three significant digits and no exponent, so that a small rate is not printed as 0.00."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def cached(device: torch.device, dtype: torch.dtype) -> MachineLimits | None:
-    """The limits that an earlier ``measured`` left on disk for this hardware; None when there are none.
+    """The limits that an earlier ``measured`` wrote to disk for this hardware; None if there are none.
 
-    Limits with a doubt are found by the process alone that measured them.
+    Limits with a doubt are returned only to the process that measured them.
     """
     try:
         content = json.loads(_path(device, dtype).read_text())
@@ -112,16 +112,16 @@ def cached(device: torch.device, dtype: torch.dtype) -> MachineLimits | None:
             device, limits.instruction, limits.read_bytes_per_second, limits.flops_per_second
         )
         own = content["process"] == _PROCESS
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # not there, or not whole: measured anew
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing or damaged: measured again
         return None
     return limits if sound and (own or not doubt) else None
 
 
 def measured(device: torch.device, dtype: torch.dtype, *, remeasure: bool = False) -> MachineLimits:
-    """The limits of ``device`` for ``dtype``: from disk, or measured now (below four seconds) and kept there.
+    """The limits of ``device`` for ``dtype``: from disk, or measured now (less than four seconds) and written to disk.
 
     Raises:
-        RuntimeError: too little memory is free to measure in.
+        RuntimeError: too little memory is free for the measurement.
     """
     known = None if remeasure else cached(device, dtype)
     if known is not None:
@@ -162,38 +162,38 @@ def _path(device: torch.device, dtype: torch.dtype) -> Path:
     return native.cache_directory() / "limits" / f"{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
 
 
-def _buffer_bytes(wanted: int, free: int) -> int:
-    """At most a quarter of what is free."""
+def _buffer_bytes(size: int, free: int) -> int:
+    """``size`` bytes, but at most a quarter of those that are free."""
     if free // 4 < _LEAST_READ_BYTES:
         raise RuntimeError(
             f"the machine's limits cannot be measured with {free >> 20} MiB of memory free: measure them before the "
             "engine takes it, with machine_limits.measured(device, dtype)"
         )
-    return min(wanted, free // 4)
+    return min(size, free // 4)
 
 
-# -- Whether to believe it
+# -- Whether a measurement is plausible
 
 
 @dataclasses.dataclass(frozen=True)
 class _Rate:
-    """The highest of several tries, a second; see ``MachineLimits`` for ``spread``."""
+    """The highest rate of several tries, bytes or operations per second; see ``MachineLimits`` for ``spread``."""
 
     value: float
     spread: float
 
 
 def _agreed(run: Callable[[], tuple[float, float]], threads: int) -> _Rate:
-    """Tries until enough of them agree, or until it takes too long.
+    """Repeats ``run`` until enough tries agree, or until it takes too long.
 
-    Two programs on one core each get half of it, and then tries agree on half the rate: so a try counts only where this
-    process had its threads' whole time.
+    Two programs on one core get half of its time each, and their tries would agree on half the rate. So a try counts
+    only if its threads had the processor all the time.
 
     Args:
-        run: one try, which gives (bytes or operations, seconds).
-        threads: that work in ``run``; 0 where it is not the processor that works.
+        run: one try; returns (bytes or operations, seconds).
+        threads: number of threads that work in ``run``; 0 if the work is not done by the processor.
     """
-    best, alone, count, began = 0.0, [], 0, time.perf_counter()
+    best, alone, count, started = 0.0, [], 0, time.perf_counter()
     while True:
         cpu_seconds = time.process_time()
         amount, seconds = run()
@@ -203,7 +203,7 @@ def _agreed(run: Callable[[], tuple[float, float]], threads: int) -> _Rate:
             alone.append(amount / seconds)
         fastest = sorted(alone, reverse=True)[:_AGREEING_TRIES]
         spread = 1 - fastest[-1] / best if len(fastest) == _AGREEING_TRIES else 1.0
-        passed = time.perf_counter() - began
+        passed = time.perf_counter() - started
         if count >= _AGREEING_TRIES and (
             passed > _MOST_SECONDS or (passed > _LEAST_SECONDS and spread <= _MOST_SPREAD)
         ):
@@ -211,13 +211,13 @@ def _agreed(run: Callable[[], tuple[float, float]], threads: int) -> _Rate:
 
 
 def _unsteady(read: _Rate, flops: _Rate) -> str:
-    """What a measurement whose tries do not agree is doubted for; empty where they do."""
+    """Why the measurement is doubted: its tries disagree. "" if they agree."""
     names = [name for name, rate in (("bandwidth", read), ("arithmetic", flops)) if not rate.spread <= _MOST_SPREAD]
     return f"the machine is busy, the tries of {' and '.join(names)} disagree" if names else ""
 
 
 def _implausible(device: torch.device, instruction: str, read: float, flops: float) -> str:
-    """What is doubted about rates far below those of any such machine: a tenth of a processor's at 1 GHz."""
+    """Why the rates are doubted: they are below a tenth of those of a processor at 1 GHz. "" if they are not."""
     least_read, least_flops = 1e9, 1e8 * torch.get_num_threads() * _FLOPS_PER_CYCLE.get(instruction, 1)
     if device.type == "cuda":
         least_read, least_flops = 1e10, 1e11
@@ -241,7 +241,7 @@ def _measure_cpu(device: torch.device, dtype: torch.dtype) -> tuple[_Rate, _Rate
         flops = _agreed(lambda: (2 * 1024**3, _seconds(lambda: matrix @ matrix)), threads)
         return read, flops, "a matrix product of torch, for lack of a C++ compiler"
     array, instruction = memory.numpy(), loops.supported(dtype == torch.bfloat16)[0]
-    # By one thread, which none has to wake, and the fastest: a single slow try once made all others much too short.
+    # By one thread, so that no other has to wake up. The fastest of several: one slow try would make all others short.
     seconds = min(loops.run_peak(instruction, _CALIBRATION_ROUNDS, 1)[1] for _ in range(_AGREEING_TRIES))
     rounds = max(_CALIBRATION_ROUNDS, int(_CALIBRATION_ROUNDS * _PEAK_SECONDS / seconds))
     read = _agreed(lambda: (memory.nbytes, loops.read_seconds(array, threads)), threads)
@@ -249,7 +249,7 @@ def _measure_cpu(device: torch.device, dtype: torch.dtype) -> tuple[_Rate, _Rate
 
 
 def _last_cache_bytes() -> int:
-    with contextlib.suppress(ValueError, OSError):  # a system that does not know the name
+    with contextlib.suppress(ValueError, OSError):  # unknown name on this system
         return max(0, os.sysconf("SC_LEVEL3_CACHE_SIZE"))
     return 0
 

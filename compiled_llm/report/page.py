@@ -33,11 +33,11 @@ _LATENCY_NAMES = {
 
 
 def page(report: dict[str, Any], texts: Mapping[str, str]) -> str:
-    """The HTML text of ``report``. Without matplotlib it has the tables alone, and a note that says so.
+    """The HTML text of ``report``. Without matplotlib it has tables only, and a note about it.
 
     Args:
         report: of ``RunReport.to_dict``.
-        texts: by title, sections of plain text.
+        texts: further sections: title -> plain text.
     """
     try:
         from compiled_llm.report import pictures as report_pictures
@@ -59,7 +59,7 @@ def page(report: dict[str, Any], texts: Mapping[str, str]) -> str:
         "<h2>Where the time went</h2>",
         picture("time"),
         _time_table(report),
-        "<h2>How near the limit</h2>",
+        "<h2>Share of the limits</h2>",
         _limits_note(report),
         picture("limits"),
         _steps_table([*report["phases"], *report["buckets"]]),
@@ -100,8 +100,8 @@ def _time_table(report: dict[str, Any]) -> str:
     parts = [[f"host: {name}", f"{value:.3f}", _percent(value / whole)] for name, value in report["host_parts"].items()]
     note = _note(
         "Padding: each bucket's time times the share of its rows that held no token. Waiting: between steps, nothing "
-        "launched. Host: what remains; its parts below are measured apart, and where the host works beside a busy "
-        "device they may add up to more."
+        "launched. Host: the rest; its parts below are measured independently of it, and may add up to more if the "
+        "host worked while the device did."
     )
     return _table(["", "seconds", "share"], rows + parts) + note
 
@@ -113,10 +113,10 @@ def _limits_note(report: dict[str, Any]) -> str:
     limits = _text(MachineLimits(**report["limits"]))
     return _note(
         f"{note}The machine: {limits}. Steady limits are kept for later runs. On a virtual machine the "
-        "bandwidth changes by the minute, so that a share may pass 100%, and so may that of a model whose weights a "
-        "cache of the processor holds; beyond 110% the limits are measured again, and "
-        "<code>--remeasure-limits</code> always measures anew. Bytes and operations are those that no "
-        "implementation can leave out; the share of the limit is the time that they need there over the time taken."
+        "bandwidth changes by the minute, so a share may exceed 100%. It also may if a cache of the processor holds "
+        "the model's weights. Above 110% the limits are measured again; <code>--remeasure-limits</code> always "
+        "measures them. Bytes and operations are those that every implementation needs; the share of the limit is the "
+        "time that they need at the limits, divided by the time taken."
     )
 
 
@@ -150,7 +150,9 @@ def _device_table(report: dict[str, Any]) -> str:
     rows = [
         [step["name"], *(_percent(share[kind]) for kind in kinds)] for step, share in zip(steps, shares, strict=True)
     ]
-    note = _note(f"From {count} steps that were run a second time under torch's profiler; no time here counts them.")
+    note = _note(
+        f"From {count} steps that were run a second time under torch's profiler. No time on this page includes that."
+    )
     return "<h3>What the device did</h3>" + _table(["", *kinds], rows) + note
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from compiled_llm.worker.profiler import KINDS
 
-# Okabe and Ito's colours, which colour-blind people tell apart.
+# Okabe and Ito's colours, which colour-blind people can distinguish.
 _BLUE, _ORANGE, _GREEN, _PINK, _GREY, _SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999", "#56B4E9"
 _COLOURS = {
     "attention": _BLUE,
@@ -27,7 +27,7 @@ _COLOURS = {
 
 
 def draw(report: dict[str, Any]) -> dict[str, bytes]:
-    """PNG files by name: "time", "limits", "latency", "series"; those for which there is something to show."""
+    """PNG files by name: "time", "limits", "latency", "series"; only those for which there are values."""
     pictures = {}
     if report["seconds"] > 0:
         pictures["time"] = _png(lambda figure: _draw_time(figure, report), 8.5, 1.5)
@@ -70,7 +70,7 @@ def _draw_time(figure: Figure, report: dict[str, Any]) -> None:
 
 
 def _draw_limits(figure: Figure, report: dict[str, Any]) -> None:
-    """Bars for each bucket: share of the bandwidth, of the matrix peak, and of whichever limits."""
+    """For each bucket, bars of its shares of bandwidth and matrix peak, and a mark for its share of the limit."""
     axes = figure.subplots()
     names = [f"{bucket['name']}  ({bucket['num_steps']} steps)" for bucket in report["buckets"]]
     kinds = [
@@ -113,7 +113,7 @@ def _draw_latency(figure: Figure, report: dict[str, Any]) -> None:
 
 
 def _draw_series(figure: Figure, report: dict[str, Any]) -> None:
-    """Blocks of the KV pool above, numbers of requests below."""
+    """Above: blocks of the KV pool over time. Below: numbers of requests."""
     blocks, requests = figure.subplots(2, 1, sharex=True)
     times = report["series"]["seconds"]
     used = report["series"]["used_blocks"]

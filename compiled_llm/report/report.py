@@ -1,14 +1,14 @@
-"""RunReport: what an engine served, how near the machine's limits it ran, and where the rest of the time went.
+"""RunReport: what an engine served, what share of the machine's limits it reached, and how the time was spent.
 
-Definitions, all over the time from the first arrival to the end of the last step:
+Definitions, all for the time from the first arrival to the end of the last step:
 
-- A bucket's **padding** is the time of its steps times the share of its rows that held no token. In a decode step that
-  memory limits, dropping these rows would save less than that.
-- **share of the limit** is the time that the bytes or the operations of the steps would need at the machine's limits
-  (whichever takes longer, for each shape of step apart), over the time that the device took.
-- **waiting** is the time between steps with nothing launched: no request was there, or the caller was busy.
-- **host** is what remains beside device and waiting. Its parts are measured apart; where the host prepares a step while
-  the device runs another, they may add up to more.
+- A bucket's **padding** is the time of its steps times the share of its rows that held no token. Where memory limits a
+  decode step, removing these rows would save less time than that.
+- **share of the limit** is the time that the bytes or the operations of the steps need at the machine's limits
+  (whichever takes longer, computed for each shape of step), divided by the time that the device took.
+- **waiting** is the time between steps in which nothing was launched: there was no request, or the caller was busy.
+- **host** is the rest of the time. Its parts are measured independently of it. If the host prepares a step while the
+  device runs another one, the parts may add up to more than the rest.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.profiler import KINDS, StepProfiler
 
 Shares = dict[str, float]
-_MOST_LIMIT_SHARE = 1.1  # beyond it, a limit was measured too low
+_MOST_LIMIT_SHARE = 1.1  # above it, a limit was measured too low
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +43,14 @@ class StepsReport:
     """Steps of one bucket or of one phase ("decode", or "prefill": steps in which some request runs several tokens).
 
     Attributes:
-        seconds: of the device.
-        num_requests: over all steps, requests in them.
-        padding_share: of the buckets' rows, those that held no token.
-        padding_seconds: each bucket's time times its padding share.
-        bytes, flops: that had to be moved and done; see ``roofline``.
-        limit_seconds: what these would need at the machine's limits; None where the limits are not known.
-        device_shares: of the time, by kind of work; None where no step was profiled.
+        seconds: time of the device.
+        num_requests, num_tokens: sums over the steps, without padding.
+        padding_share: share of the buckets' rows that held no token.
+        padding_seconds: sum over the buckets of their time times their padding share.
+        bytes, flops: minimum of bytes to read and write, and of operations; see ``roofline``.
+        limit_seconds: time for these at the machine's limits; None if the limits are unknown.
+        bandwidth_share, peak_share: bytes and operations per second, as shares of the machine's limits.
+        device_shares: share of the time for each kind of work; None if no step was profiled.
     """
 
     name: str
@@ -76,27 +77,30 @@ class StepsReport:
 
     @property
     def limit_share(self) -> float | None:
-        """The time at the limits over the time taken."""
+        """``limit_seconds / seconds``; None if the limits are unknown or no time passed."""
         return None if self.limit_seconds is None or not self.seconds else self.limit_seconds / self.seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class RunReport:
-    """What was served since the engine was made, or since ``engine.reset_report()``. Times in seconds.
+    """What was served since the engine was created, or since ``engine.reset_report()``. Times in seconds.
 
     Attributes:
         seconds: from the first arrival to the end of the last step.
-        limits_note: what else is to be known of ``limits``: that this run showed older ones to be too low, so that they
-            were measured again, or why they were not; empty mostly.
-        phases: "decode" and "prefill", those that ran; ``buckets``: the same for each bucket.
-        time: seconds that sum up to ``seconds``: "device" (padding left out), "padding", "host", "waiting".
-        host_parts: host seconds by part; beside a busy device they may exceed ``time["host"]``.
-        device_shares: of the device's time, by kind of work; None where no step was profiled.
-        latencies: of "ttft", "tpot", "itl", "e2e", "queue": count, mean, p50, p90, p99; None where there is none.
+        num_finished: requests that ended, failed and aborted ones included.
+        limits_note: a remark on ``limits``: this run was faster than the earlier limits allow, so they were measured
+            again, or could not be. Usually "".
+        phases: "decode" and "prefill", if such steps ran; ``buckets``: the same for each bucket.
+        time: seconds that sum up to ``seconds``: "device" (without padding), "padding", "host", "waiting".
+        host_parts: host seconds by part; if the device worked at the same time they may exceed ``time["host"]``.
+        device_shares: share of the device's time for each kind of work; None if no step was profiled.
+        latencies: for "ttft", "tpot", "itl", "e2e", "queue": count, mean, p50, p90, p99; None if there is no value.
             ``itl`` has all gaps between two tokens of a request, ``tpot`` each request's mean gap.
-        series: the engine's state over time, thinned out when long.
-        stats: counts; what is a state is that of now, and the peak that since the engine was made.
-        profiled_steps: by bucket. They were run a second time, which took ``profile_seconds`` that no time here counts.
+        series: the engine's state over time; for a long run every second, fourth, ... step.
+        stats: counts since the reset; for a state, its present value; the peak is since the engine was created.
+        profiled_steps: number of profiled steps by bucket. They were run a second time, in ``profile_seconds``, which
+            are in no other time of the report.
+        trace: of ``make_trace``. machine: of ``hardware.describe``.
     """
 
     model: str
@@ -120,11 +124,11 @@ class RunReport:
     machine: dict[str, Any]
 
     def phase(self, name: str) -> StepsReport | None:
-        """The phase of that name; None where no such step ran."""
+        """The phase of that name, "decode" or "prefill"; None if no such step ran."""
         return next((phase for phase in self.phases if phase.name == name), None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """The content of ``report.json``: plain JSON values. ``series`` is a list for each field of ``Point``."""
         content = dataclasses.asdict(self)
         for key in ("phases", "buckets"):
             for entry, report in zip(content[key], getattr(self, key), strict=True):
@@ -143,7 +147,7 @@ class RunReport:
     def write(self, directory: str | Path) -> None:
         """Write ``report.json``, ``report.html`` (one file, pictures inline) and ``trace.json`` into ``directory``.
 
-        Without matplotlib (``pip install compiled-llm[plot]``) the page has the tables alone, and says so.
+        Without matplotlib (``pip install compiled-llm[plot]``) the page has tables only, and a note about it.
         """
         path = Path(directory)
         path.mkdir(parents=True, exist_ok=True)
@@ -263,9 +267,9 @@ def _limits(
     work: ModelWork,
     groups: dict[str, list[StepRow]],
 ) -> tuple[MachineLimits | None, str]:
-    """The machine's limits and what is to be known of them. ``groups``: steps by name of their phase or bucket.
+    """The machine's limits and a remark on them. ``groups``: steps by name of their phase or bucket.
 
-    Limits that a group surpasses were measured too low: they are measured again, but not twice for one log.
+    If a group exceeds the limits, they were measured too low. They are measured again, once for each log.
     """
     limits = machine_limits.cached(device, dtype)
     if limits is None and measure:
@@ -273,7 +277,7 @@ def _limits(
     if limits is None or log.is_cut or not (surpassed := _surpassed(groups, work, limits)):
         return limits, ""
     age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(limits.measured_at).astimezone()
-    if not measure or age.total_seconds() < time.perf_counter() - log.made:
+    if not measure or age.total_seconds() < time.perf_counter() - log.created:
         return limits, f"{surpassed}: these limits are too low, or a cache of the processor holds the model's weights"
     try:
         again = machine_limits.measured(device, dtype, remeasure=True)
@@ -286,7 +290,7 @@ def _limits(
 
 
 def _surpassed(groups: dict[str, list[StepRow]], work: ModelWork, limits: MachineLimits) -> str:
-    """Which group surpasses the limits most, and how far; empty where none does, errors of measurement apart."""
+    """Which group exceeds the limits most, and its share of them; "" if none does by more than 10%."""
     reports = [_steps_report(name, rows, work, limits, None) for name, rows in groups.items()]
     share, name = max(((report.limit_share or 0.0, report.name) for report in reports), default=(0.0, ""))
     return f"{name} came to {share:.0%} of the limit" if share > _MOST_LIMIT_SHARE else ""
@@ -327,7 +331,7 @@ def _steps_report(
 
 
 def _mixed_shares(rows: Sequence[StepRow], shares_of: Callable[[str], Shares | None]) -> Shares | None:
-    """Shares of the time of ``rows``, from those of their buckets; of profiled buckets alone."""
+    """Share of the time of ``rows`` for each kind of work, over the buckets that were profiled; None if none was."""
     seconds = dict.fromkeys(KINDS, 0.0)
     for row in rows:
         for kind, share in (shares_of(row.bucket.name) or {}).items():

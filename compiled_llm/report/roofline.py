@@ -12,6 +12,7 @@ Padding, activations, norms and softmax count nothing: what they cost is a dista
 """
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -32,6 +33,7 @@ class StepWork:
         num_logits: rows that were sampled from.
         num_keys: over all requests of a step, tokens of the context, the new ones included.
         num_pairs: over all tokens, keys that they see.
+        in_windows: (keys, pairs) likewise in layers with a sliding window, for each of the model's windows.
     """
 
     num_steps: float = 0
@@ -40,13 +42,15 @@ class StepWork:
     num_logits: float = 0
     num_keys: float = 0
     num_pairs: float = 0
+    in_windows: tuple[tuple[float, float], ...] = ()
 
     @classmethod
-    def of(cls, requests: list[tuple[int, int]]) -> "StepWork":
-        """One step in which each request runs ``count`` tokens behind ``computed`` ones; each samples a token.
+    def of(cls, requests: list[tuple[int, int]], windows: Sequence[int] = ()) -> "StepWork":
+        """One step in which each request runs ``count`` tokens after ``computed`` ones; each samples a token.
 
         Args:
             requests: (computed, count) of each: (99, 1) decodes with a context of 100, (0, 512) is a prompt of 512.
+            windows: the model's, see ``windows_of``.
         """
         return cls(
             num_steps=1,
@@ -55,17 +59,38 @@ class StepWork:
             num_logits=len(requests),
             num_keys=sum(computed + count for computed, count in requests),
             num_pairs=sum(num_pairs(computed, count) for computed, count in requests),
+            in_windows=tuple(work_in_window(window, requests) for window in windows),
         )
 
 
 def num_pairs(computed: int, count: int) -> int:
-    """Pairs of a query and a key that it sees, where ``count`` tokens run behind ``computed`` ones."""
+    """Pairs of a query and a key that it sees, where ``count`` tokens run after ``computed`` ones."""
     return count * computed + count * (count + 1) // 2
+
+
+def work_in_window(window: int, requests: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """Keys and pairs as in ``StepWork``, where a query sees ``window`` keys at most, itself included."""
+    keys = pairs = 0
+    for computed, count in requests:
+        seeing_all = min(max(window - computed, 0), count)  # queries that the window hides nothing from
+        keys += min(computed, window - 1) + count
+        pairs += num_pairs(computed, seeing_all) + (count - seeing_all) * window
+    return keys, pairs
+
+
+def windows_of(config: ModelConfig) -> tuple[int, ...]:
+    """The sliding windows of a model's layers, each once."""
+    return tuple(sorted({layer.window for layer in family(config.architecture).layers(config)} - {0}))
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelWork:
-    """What a model makes of each unit of ``StepWork``: bytes, and floating-point operations."""
+    """What a model makes of each unit of ``StepWork``: bytes, and floating-point operations.
+
+    Attributes:
+        windows: of its layers. ``per_key`` has for all layers without one, and then for those with each of them, the
+            bytes that are read for a key, and the operations of a pair.
+    """
 
     weight_bytes_per_step: int
     head_bytes_per_step: int
@@ -73,25 +98,32 @@ class ModelWork:
     kv_bytes_per_token: int
     linear_flops_per_token: int
     head_flops_per_row: int
-    attention_flops_per_pair: int
+    windows: tuple[int, ...]
+    per_key: tuple[tuple[int, int], ...]
 
     @classmethod
     def of(
-        cls, config: ModelConfig, dtype: torch.dtype, kv_bytes_per_token: int, kind: LinearKind = Dense
+        cls, config: ModelConfig, dtype: torch.dtype, kv_bytes_per_token: Sequence[int], kind: LinearKind = Dense
     ) -> "ModelWork":
-        """Of a model in ``dtype`` with linears of ``kind``, whose cache takes ``kv_bytes_per_token`` in all layers."""
-        model = family(config.architecture)
-        _, weights = model.describe(config, dtype, kind)
+        """Of a model in ``dtype`` with linears of ``kind``; ``kv_bytes_per_token``: of each layer's cache."""
+        model, windows = family(config.architecture), windows_of(config)
+        per_key = dict.fromkeys((0, *windows), (0, 0))
+        for layer, own in zip(model.layers(config), kv_bytes_per_token, strict=True):
+            key_bytes = own if layer.shares_cache_of is None else kv_bytes_per_token[layer.shares_cache_of]
+            num_bytes, flops = per_key[layer.window]
+            per_key[layer.window] = num_bytes + key_bytes, flops + 4 * layer.num_heads * layer.head_dim
+        weights = model.describe(config, dtype, kind).weights
         # The embedding and the tables of rotary embeddings are not read whole.
         read = [getattr(weights, name) for name in weights._fields if name not in ("embedding", "head", "ropes")]
         return cls(
             weight_bytes_per_step=sum(map(bytes_to_read, read)),
             head_bytes_per_step=bytes_to_read(weights.head),
             embedding_bytes_per_token=weights.embedding.nbytes // weights.embedding.out_features,
-            kv_bytes_per_token=kv_bytes_per_token,
+            kv_bytes_per_token=sum(kv_bytes_per_token),
             linear_flops_per_token=sum(_flops_per_row(linear) for part in read for linear in linears(part)),
             head_flops_per_row=_flops_per_row(weights.head),
-            attention_flops_per_pair=sum(4 * layer.num_heads * layer.head_dim for layer in model.layers(config)),
+            windows=windows,
+            per_key=tuple(per_key.values()),
         )
 
     def bytes(self, work: StepWork) -> float:
@@ -100,7 +132,8 @@ class ModelWork:
             work.num_steps * self.weight_bytes_per_step
             + work.num_head_steps * self.head_bytes_per_step
             + work.num_tokens * self.embedding_bytes_per_token
-            + (work.num_keys + work.num_tokens) * self.kv_bytes_per_token
+            + work.num_tokens * self.kv_bytes_per_token
+            + sum(keys * num_bytes for (keys, _), (num_bytes, _) in self._attention(work))
         )
 
     def flops(self, work: StepWork) -> float:
@@ -108,8 +141,11 @@ class ModelWork:
         return (
             work.num_tokens * self.linear_flops_per_token
             + work.num_logits * self.head_flops_per_row
-            + work.num_pairs * self.attention_flops_per_pair
+            + sum(pairs * flops for (_, pairs), (_, flops) in self._attention(work))
         )
+
+    def _attention(self, work: StepWork) -> Iterable[tuple[tuple[float, float], tuple[int, int]]]:
+        return zip(((work.num_keys, work.num_pairs), *work.in_windows), self.per_key, strict=True)
 
     def seconds(self, work: StepWork, bytes_per_second: float, flops_per_second: float) -> float:
         """Least seconds for steps that are all alike: their bytes or their operations, whichever take longer."""

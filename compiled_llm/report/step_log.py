@@ -1,7 +1,7 @@
-"""StepLog: what an engine's steps met, how long they took, and what its requests saw. Always on; plain Python.
+"""StepLog: sizes and times of an engine's steps, and latencies of its requests. Always on; plain Python.
 
-Entering a step costs some microseconds, and memory is bounded however long the engine runs: steps of the same shape
-share a row, times beyond some number are sampled at random, and a series over time is thinned out.
+To record a step takes some microseconds. Memory is bounded however long the engine runs: steps of the same shape share
+a row, of many times a random sample is kept, and of a long series every second, fourth, ... point.
 """
 
 import dataclasses
@@ -10,10 +10,10 @@ import statistics
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from compiled_llm.report.roofline import StepWork, num_pairs
+from compiled_llm.report.roofline import StepWork, num_pairs, work_in_window
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
@@ -24,7 +24,7 @@ _RECENT_STEPS = 1024  # of each bucket, for the median
 
 
 class BucketSize(Protocol):
-    """What this file reads of a ``batch.Bucket``, which needs torch."""
+    """The part of ``step_buffers.Bucket`` that is read here; that module needs torch."""
 
     @property
     def kind(self) -> str: ...
@@ -57,7 +57,7 @@ class Sample:
                 self.values[place] = value
 
     def summary(self) -> dict[str, float] | None:
-        """Count, mean, p50, p90, p99; None of nothing."""
+        """Count, mean, p50, p90, p99; None if there is no number."""
         if not self.count:
             return None
         ordered = sorted(self.values)
@@ -66,7 +66,7 @@ class Sample:
 
 
 class Point(NamedTuple):
-    """The engine's state after a step. Seconds since the log began; blocks of the KV pool; numbers of requests."""
+    """The engine's state after a step: seconds since the log's start, blocks of the KV pool, numbers of requests."""
 
     seconds: float
     used_blocks: int
@@ -76,7 +76,7 @@ class Point(NamedTuple):
 
 
 class Series:
-    """Points over time. When there are too many, every second one goes, and from then on half as many are asked for."""
+    """Points over time. If there are too many, every second one is dropped, and from then on half as many are due."""
 
     def __init__(self, size: int = _MOST_POINTS) -> None:
         self.points: list[Point] = []
@@ -85,7 +85,7 @@ class Series:
         self._asked = 0
 
     def is_due(self) -> bool:
-        """To be asked once a step: whether this step's point is wanted."""
+        """Whether a point is due for this step. Call it once a step."""
         self._asked += 1
         return (self._asked - 1) % self._stride == 0
 
@@ -98,7 +98,14 @@ class Series:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StepRow:
-    """All steps of one shape. ``recent`` are seconds of the latest steps in its bucket, shared with its other rows."""
+    """All steps of one shape.
+
+    Attributes:
+        num_requests, num_tokens: of each step.
+        recent: seconds of the latest steps in the bucket; all rows of the bucket share it.
+        count, seconds: number of steps, and their time on the device.
+        total_requests, total_tokens, num_logits, num_keys, num_pairs: sums over the steps; see ``StepWork``.
+    """
 
     bucket: BucketSize
     num_requests: int
@@ -112,80 +119,93 @@ class StepRow:
     num_logits: int = 0
     num_keys: int = 0
     num_pairs: int = 0
+    in_windows: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def work(self) -> StepWork:
         return StepWork(
-            self.count, self.num_head_steps, self.total_tokens, self.num_logits, self.num_keys, self.num_pairs
+            self.count,
+            self.num_head_steps,
+            self.total_tokens,
+            self.num_logits,
+            self.num_keys,
+            self.num_pairs,
+            tuple(self.in_windows),
         )
 
 
 class StepLog:
-    """What one engine did since the log was made.
+    """What one engine did since the log was created.
 
-    ``pauses``: see below; a list that grows while the log is kept.
+    Args:
+        pauses: the list of ``pauses`` below.
+        windows: the sliding windows of the model's layers, see ``windows_of``.
 
     Attributes:
-        rounded_steps: steps that came when the table of shapes was full, and stand there with their bucket's size.
-        is_cut: whether some step's time lies in part before the log began, so that rates of its steps look too high.
-        waiting_seconds: between steps, nothing launched: the engine had nothing to do, or its caller was busy.
-        made: when the log was, on ``time.perf_counter``.
-        began, ended: of the first arrival and the last step, on ``time.perf_counter``; None before.
-        gaps: seconds between two tokens of a request, as they are handed out.
-        ttft, tpot, e2e, queue: of finished requests, in seconds: to the first token, between tokens on average, in all,
-            and until the request was first scheduled. All count from its arrival.
-        pauses: (begin, end) of what the engine did for the report alone, on ``time.monotonic``; no latency counts it.
+        rounded_steps: steps recorded with the size of their bucket, because the table of shapes was full.
+        is_cut: whether a step started before the log did, so that the rates of its steps look too high.
+        waiting_seconds: time between steps with nothing launched: there was no request, or the caller was busy.
+        created: when the log was created, on ``time.perf_counter``.
+        started, ended: times of the first arrival and of the end of the last step, on ``time.perf_counter``, or None.
+        gaps: seconds between two tokens of a request, as its caller gets them.
+        ttft, tpot, e2e, queue: of finished requests, in seconds: until the first token, mean gap between tokens, until
+            the end, and until the request was first scheduled. All are counted from its arrival.
+        pauses: (start, end) of work that was done only for the report, on ``time.monotonic``; not part of any latency.
+            The caller appends to the list while the log is in use.
     """
 
-    def __init__(self, pauses: list[tuple[float, float]] | None = None) -> None:
+    def __init__(self, pauses: list[tuple[float, float]] | None = None, windows: Sequence[int] = ()) -> None:
         self.rounded_steps = 0
         self.is_cut = False
         self.waiting_seconds = 0.0
-        self.began: float | None = None
+        self.started: float | None = None
         self.ended: float | None = None
         self.gaps, self.ttft, self.tpot, self.e2e, self.queue = (Sample() for _ in range(5))
         self.num_finished = 0
         self.pauses = [] if pauses is None else pauses
         self.series = Series()
+        self._windows = windows
         self._rows: dict[tuple[str, int, int], StepRow] = {}
         self._recent: dict[str, deque[float]] = {}
         self._left: float | None = None
         self._device_seconds = 0.0
-        self.made = time.perf_counter()
+        self.created = time.perf_counter()
 
     # -- Time that passes
 
     def arrive(self) -> None:
         """A request has come."""
-        if self.began is None:
-            self.began = self._left = time.perf_counter()
+        if self.started is None:
+            self.started = self._left = time.perf_counter()
 
     def enter(self, device_is_busy: bool) -> None:
-        """The engine begins to work on a step."""
+        """The engine starts to work on a step."""
         if self._left is not None and not device_is_busy:
             self.waiting_seconds += time.perf_counter() - self._left
 
     def leave(self) -> None:
-        """The engine gives control back to its caller."""
+        """The engine returns to its caller."""
         self._left = self.ended = time.perf_counter()
 
     @property
     def paused_seconds(self) -> float:
-        return sum(end - begin for begin, end in self.pauses)
+        return sum(end - start for start, end in self.pauses)
 
     @property
     def wall_seconds(self) -> float:
         """From the first arrival to the end of the last step, without pauses."""
-        if self.began is None or self.ended is None:
+        if self.started is None or self.ended is None:
             return 0.0
-        return max(0.0, self.ended - self.began - self.paused_seconds)  # a step that fails has a pause and no end
+        return max(
+            0.0, self.ended - self.started - self.paused_seconds
+        )  # if a step fails, its pause may have no end yet
 
     # -- Steps
 
     def record_step(self, bucket: BucketSize, output: SchedulerOutput, seconds: float) -> None:
-        """A step ran in ``bucket`` and took the device ``seconds``. What lies before the log began is cut off."""
-        if self.began is not None:
-            # Steps follow one another on the device. With overlap, one is recorded while the next one runs already.
-            room = max(0.0, time.perf_counter() - self.began - self._device_seconds)
+        """A step ran in ``bucket`` and took ``seconds`` on the device. Time before the log's start is left out."""
+        if self.started is not None:
+            # Steps run on the device one after the other. With overlap, one is recorded when the next one runs already.
+            room = max(0.0, time.perf_counter() - self.started - self._device_seconds)
             if seconds > room:
                 seconds, self.is_cut = room, True
         self._device_seconds += seconds
@@ -205,10 +225,14 @@ class StepLog:
             row.num_pairs += computed + tokens
         else:
             row.num_pairs += sum(map(num_pairs, output.num_computed_tokens, output.num_scheduled_tokens))
+        for n, window in enumerate(self._windows):
+            scheduled = zip(output.num_computed_tokens, output.num_scheduled_tokens, strict=True)
+            keys, pairs = work_in_window(window, scheduled)
+            row.in_windows[n] = row.in_windows[n][0] + keys, row.in_windows[n][1] + pairs
 
     def record_state(self, used_blocks: int, cached_blocks: int, num_running: int, num_waiting: int) -> None:
-        """A point of the series; to be called when ``series.is_due()``."""
-        seconds = time.perf_counter() - (self.began or self.made) - self.paused_seconds
+        """Add a point to the series. Call it if ``series.is_due()``."""
+        seconds = time.perf_counter() - (self.started or self.created) - self.paused_seconds
         self.series.add(Point(seconds, used_blocks, cached_blocks, num_running, num_waiting))
 
     def _new_row(self, bucket: BucketSize, requests: int, tokens: int) -> StepRow:
@@ -219,10 +243,11 @@ class StepLog:
                 return self._rows[bucket.kind, requests, tokens]
         recent = self._recent.setdefault(bucket.name, deque(maxlen=_RECENT_STEPS))
         row = self._rows[bucket.kind, requests, tokens] = StepRow(bucket, requests, tokens, recent)
+        row.in_windows = [(0, 0)] * len(self._windows)
         return row
 
     def rows(self) -> list[StepRow]:
-        """A row for each shape, in order: decodes first, small ones first."""
+        """A row for each shape, decodes first, in order of their size."""
         return [self._rows[key] for key in sorted(self._rows)]
 
     def step_seconds(self) -> dict[str, float]:
@@ -245,7 +270,7 @@ class StepLog:
     # -- Requests
 
     def record_token(self, now: float, last: float | None) -> float:
-        """A request hands a token out at ``now`` (``time.perf_counter``). Gives the ``last`` of its next one."""
+        """A request has a new token at ``now``, on ``time.perf_counter``. Returns ``last`` for its next token."""
         if self.pauses:
             now -= self.paused_seconds
         if last is not None:
@@ -253,7 +278,7 @@ class StepLog:
         return now
 
     def record_request(self, request: Request) -> None:
-        """A request has ended. One that got no token, or ended with an error, counts in no latency."""
+        """A request has ended. If it has no token, failed or was aborted, it is in no latency."""
         self.num_finished += 1
         arrived, first, finished = request.arrival_time, request.first_token_time, request.finished_time
         if first is None or finished is None or request.finish_reason in ("abort", "error"):
@@ -268,10 +293,10 @@ class StepLog:
         if request.first_scheduled_time is not None:
             self.queue.add(self._without_pauses(arrived, request.first_scheduled_time))
 
-    def _without_pauses(self, begin: float, end: float) -> float:
-        return end - begin - overlap(self.pauses, begin, end)
+    def _without_pauses(self, start: float, end: float) -> float:
+        return end - start - overlap(self.pauses, start, end)
 
 
-def overlap(intervals: Iterable[tuple[float, float]], begin: float, end: float) -> float:
-    """Seconds from ``begin`` to ``end`` that lie in one of ``intervals``, which do not overlap one another."""
-    return sum(max(0.0, min(end, last) - max(begin, first)) for first, last in intervals)
+def overlap(intervals: Iterable[tuple[float, float]], start: float, end: float) -> float:
+    """Seconds from ``start`` to ``end`` that lie in one of ``intervals``, which do not overlap one another."""
+    return sum(max(0.0, min(end, last) - max(start, first)) for first, last in intervals)

@@ -35,8 +35,13 @@ def layer_dtypes(config: EngineConfig, dtype: torch.dtype, num_layers: int) -> t
 
 def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:
     """Bytes that a token's keys and values take in all layers, scales included; ``dtypes`` has one for each layer."""
-    of_a_block = (layer.values() for layer in _tensors(model_config, dtypes, num_blocks=1, block_size=1))
-    return sum(math.prod(shape) * dtype.itemsize for layer in of_a_block for shape, dtype in layer)
+    return sum(bytes_per_layer(model_config, dtypes))
+
+
+def bytes_per_layer(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> list[int]:
+    """The same for each layer; 0 where it shares the cache of another one."""
+    layers = _tensors(model_config, dtypes, num_blocks=1, block_size=1)
+    return [sum(math.prod(shape) * dtype.itemsize for shape, dtype in layer.values()) for layer in layers]
 
 
 def num_tensors(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:

@@ -1,59 +1,60 @@
-"""Times what the scheduler may choose between, at the start: steps of each token bucket, and the swapping of blocks."""
+"""Measures at the start what the scheduler chooses between: steps of each token bucket, and the swapping of blocks."""
 
 import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_llm.config import EngineLimits
-from compiled_llm.models.weights import tensors
 from compiled_llm.ops import swap
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, SchedulerOutputBuilder
+from compiled_llm.worker.block_copies import swap_indices
+from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.request_rows import RequestRows
-
-if TYPE_CHECKING:
-    from compiled_llm.worker.runner import ModelRunner
 
 _RUNS, _SWAP_BLOCKS = 3, 16
 
 
-def measure_costs(runner: "ModelRunner", progress: StartProgress) -> None:
-    """Write ``runner.costs``: time every token bucket full of one or more prompts, and the copying of blocks.
+def measure_buckets(
+    steps: CompiledSteps, limits: EngineLimits, num_blocks: int, progress: StartProgress
+) -> dict[int, float]:
+    """Seconds of a step in each token bucket, by the bucket's tokens.
 
-    On blocks of the pool that nobody uses yet.
+    Each bucket is full of one or more prompts, on blocks of the pool that no request uses yet.
     """
-    buckets = [bucket for bucket in runner.buckets if bucket.kind == "tokens"]
+    buckets = [bucket for bucket in steps.buckets if bucket.kind == "tokens"]
     weights = {bucket.name: float(bucket.num_tokens) for bucket in buckets}
+    bucket_seconds = {}
     with progress.stage("measuring steps", weights, is_long=False) as stage:
         for bucket in buckets:
             stage.next(bucket.name)
-            rows = RequestRows(runner.limits, runner.model_config.vocab_size)
-            output = _prompts(bucket, runner.limits, runner.num_blocks)
-            runner.buffers[bucket].fill(output, rows.update(output), rows)
-            run = functools.partial(runner.run_step, bucket)
-            seconds = [_timed(run, runner.device) for _ in range(_RUNS)]
-            runner.costs.bucket_seconds[bucket.num_tokens] = statistics.median(seconds)
-            runner.buffers[bucket].clear()
-    count = min(_SWAP_BLOCKS, runner.num_blocks, runner.num_swap_blocks)
-    if count:
-        caches, indices = tensors(runner.kv_cache), swap_indices([(n, n) for n in range(1, count + 1)])
-        seconds = []
-        for copy in [swap.swap_out, swap.swap_in] * _RUNS:
-            seconds.append(_timed(functools.partial(copy, caches, runner.swap_space, *indices), runner.device))
-        runner.costs.swap_seconds = statistics.median(seconds) / count
+            rows = RequestRows(limits, steps.model_config.vocab_size)
+            output = _prompts(bucket, limits, num_blocks)
+            steps.buffers[bucket].fill(output, rows.update(output), rows)
+            run = functools.partial(steps.run_step, bucket)
+            bucket_seconds[bucket.num_tokens] = statistics.median(_timed(run, steps.device) for _ in range(_RUNS))
+            steps.buffers[bucket].clear()
+    return bucket_seconds
 
 
-def swap_indices(pairs: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    """Pairs of (device block, host block) as index tensors. Pools count from 1; the host has no sink."""
-    indices = torch.tensor(pairs, dtype=torch.int64)
-    return indices[:, 0].contiguous(), indices[:, 1] - 1
+def measure_swap(caches: Sequence[Tensor], swap_space: Tensor, num_blocks: int, device: torch.device) -> float:
+    """Seconds that copying one block to the host or back takes; 0 without swap space.
+
+    On the first blocks of a pool of ``num_blocks``, which no request uses yet.
+    """
+    count = min(_SWAP_BLOCKS, num_blocks, len(swap_space))
+    if not count:
+        return 0.0
+    indices = swap_indices([(n, n) for n in range(1, count + 1)])
+    copies = [functools.partial(copy, caches, swap_space, *indices) for copy in (swap.swap_out, swap.swap_in)]
+    return statistics.median(_timed(copy, device) for copy in copies * _RUNS) / count
 
 
 def _timed(run: Callable[[], Any], device: torch.device) -> float:

@@ -44,33 +44,19 @@ def load_weights(
     """
     stored = locate(directory)
     _check(directory, config, stored)
-    return family(config.architecture).take(config, _Checkpoint(dtype, device, linears, stored, on_tensor))
 
-
-class _Checkpoint(Source):
-    """The tensors of safetensors files."""
-
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        device: torch.device,
-        linears: LinearKind,
-        stored: dict[str, StoredTensor],
-        on_tensor: OnTensor,
-    ) -> None:
-        super().__init__(dtype, device, linears)
-        self._stored, self._on_tensor = stored, on_tensor
-
-    def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
-        original = self._stored[name].read()
-        tensor = original.to(device=self.device, dtype=self.dtype)
+    def read(name: str, shape: tuple[int, ...], mean: float, std: float) -> Tensor:
+        original = stored[name].read()
+        tensor = original.to(device=device, dtype=dtype)
         if not _is_finite(tensor):
             what = "NaN or infinite values: the file is damaged"
             if _is_finite(original):
-                what = f"values too large for {str(self.dtype)[6:]}: choose a wider dtype"
-            raise CheckpointError(f"{self._stored[name].path}: {name} holds {what}")
-        self._on_tensor(name)
+                what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
+            raise CheckpointError(f"{stored[name].path}: {name} holds {what}")
+        on_tensor(name)
         return tensor
+
+    return family(config.architecture).take(config, Source(read, device, linears))
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -90,29 +76,20 @@ def dummy_weights(
 
     So activations keep their size through the layers, and the logits are as spread as a model's.
     """
-    return family(config.architecture).take(config, _RandomNumbers(dtype, device, linears, seed, on_tensor))
+    generator = torch.Generator(device).manual_seed(seed)
 
-
-class _RandomNumbers(Source):
-    """Normally distributed numbers, the next of a seeded sequence for each tensor."""
-
-    def __init__(
-        self, dtype: torch.dtype, device: torch.device, linears: LinearKind, seed: int, on_tensor: OnTensor
-    ) -> None:
-        super().__init__(dtype, device, linears)
-        self._generator, self._on_tensor = torch.Generator(device).manual_seed(seed), on_tensor
-
-    def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
-        values = torch.empty(shape, dtype=self.dtype, device=self.device).normal_(generator=self._generator)
-        self._on_tensor(name)
-        values.mul_(shape[-1] ** -0.5 if std is None else std)
+    def read(name: str, shape: tuple[int, ...], mean: float, std: float) -> Tensor:
+        values = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator).mul_(std)
+        on_tensor(name)
         return values.add_(mean) if mean else values
+
+    return family(config.architecture).take(config, Source(read, device, linears))
 
 
 def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]) -> None:
     """``CheckpointError`` unless the tensors are those that the config implies."""
     model, problems = family(config.architecture), []
-    description, _ = model.describe(config)
+    description = model.describe(config)
     shapes = description.shapes
     missing = [name for name in shapes if name not in stored]
     if missing:

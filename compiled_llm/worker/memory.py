@@ -269,7 +269,7 @@ def estimated_activations(model_config: ModelConfig, limits: EngineLimits, items
 
     Logits, and what goes into and comes out of the linear layers of the widest decoder layer.
     """
-    _, weights = family(model_config.architecture).describe(model_config)
+    weights = family(model_config.architecture).describe(model_config).weights
     per_token = max(sum(w.in_features + w.out_features for w in linears(layer)) for layer in weights.layers)
     logits = limits.decode_bucket_sizes[-1] * model_config.vocab_size * 16
     return limits.token_bucket_sizes[-1] * per_token * itemsize + logits * len(limits.decode_bucket_sizes)

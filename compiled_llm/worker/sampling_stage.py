@@ -1,4 +1,4 @@
-"""Samplers: the compiled functions that run behind a step, if some request asks for more than the likeliest token.
+"""SamplingStage: the compiled functions that run after a step, if some request needs more than the likeliest token.
 
 There are three for each number of rows: sampling, sampling of changed logits, log-probabilities; and one for the
 log-probabilities of prompts. All are compiled at the start. Which of them run follows from the requests of a step, so a
@@ -36,36 +36,36 @@ from compiled_llm.worker.field_buffers import FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
 
 Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
-# What runs behind a step, and what it runs behind there: CUDA graph trees tell these apart, and nothing else does.
-_KINDS = (("sample", None), ("change", None), ("logprobs", None))
-_PATHS_OF_TREES = (*_KINDS, ("logprobs", "sample"), ("logprobs", "change"))
+# The functions that run after a step, and the one that runs between. Only CUDA graph trees tell the pairs apart.
+_KINDS = (("sample", None), ("sample_changed", None), ("logprobs", None))
+_PATHS_OF_TREES = (*_KINDS, ("logprobs", "sample"), ("logprobs", "sample_changed"))
 _MOST_PROMPT_ROWS = 64  # tokens of prompts at a time
 
 
-class Wanted(NamedTuple):
-    """What the requests of a step ask for, beyond the likeliest token."""
+class SamplingNeeds(NamedTuple):
+    """What the requests of a step need besides the likeliest token."""
 
-    samples: bool
-    changes: bool  # logits; then it samples in any case
+    sampling: bool
+    changed_logits: bool  # sampled in any case
     logprobs: bool
 
     @classmethod
-    def of(cls, rows: Sequence[int], is_due: Sequence[int], store: RequestRows) -> "Wanted":
-        """``is_due``: for each row, whether the step chooses a token of its request."""
-        due = np.asarray(rows)[np.asarray(is_due, dtype=bool)]
+    def of(cls, rows: Sequence[int], num_samples: Sequence[int], store: RequestRows) -> "SamplingNeeds":
+        """``num_samples``: for each of ``rows``, how many tokens of its request the step samples."""
+        sampled = np.asarray(rows)[np.asarray(num_samples, dtype=bool)]
         return cls(
-            samples=bool(store.parameters["temperature"][due].any()),
-            changes=bool(store.changes_logits[due].any()),
-            logprobs=bool(store.wants_logprobs[due].any()),
+            sampling=bool(store.parameters["temperature"][sampled].any()),
+            changed_logits=bool(store.changes_logits[sampled].any()),
+            logprobs=bool(store.wants_logprobs[sampled].any()),
         )
 
 
-class Samplers:
+class SamplingStage:
     """Owns these functions, their inputs on the device, and the counts of tokens that penalties are made of.
 
     Args:
-        last_tokens: [R] int64, where a step leaves its tokens.
-        hidden: [T, D], where it leaves what the head takes.
+        last_tokens: ``[R]`` int64, where a step leaves its tokens.
+        hidden: ``[T, D]`` in the model's dtype, where it leaves what the head takes.
         max_logprobs: most likely tokens whose log-probabilities are computed.
         uses_trees: whether torch's CUDA graph trees record what runs here.
         make: compiles; what it makes with ``keep=False`` stays out of the cache on disk, which cannot see a change in a
@@ -123,43 +123,43 @@ class Samplers:
         threads, jobs = torch.get_num_threads(), []
         for rows, sampling_input in sampling_inputs.items():
             for kind, (recipe, args) in self._of_rows(rows, logits(rows), sampling_input).items():
-                if kind != "change" or not self._transforms:
+                if kind != "sample_changed" or not self._transforms:
                     jobs.append(Job(f"{kind}_{rows}", recipe, args, threads))
         jobs.append(Job("prompt_logprobs", self._prompt_recipe, self._prompt_arguments(weights), threads))
         return jobs
 
     def uncached(self) -> list[str]:
         """Names of the functions that are compiled at each start, since code of a user's own is in them."""
-        return [f"change_{rows}" for rows in self._logits_buffers] if self._transforms else []
+        return [f"sample_changed_{rows}" for rows in self._logits_buffers] if self._transforms else []
 
     def warm_up(
         self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor], make: Make
     ) -> None:
-        """Compile what runs behind a bucket's step, or on a GPU record it behind this one too."""
+        """Compile what runs after a bucket's step. What is there already is recorded after this step too, on a GPU."""
         rows = bucket.num_requests
-        for kind, before in self._paths:
+        for kind, between in self._paths:
             name, arguments = (
                 f"{kind}_{rows}",
-                self._arguments_behind(bucket, sampling_input, make_logits, kind, before),
+                self._arguments_after(bucket, sampling_input, make_logits, kind, between),
             )
             if name in self._functions:
                 self._functions[name].record_again(arguments)
                 continue
             recipe = self._of_rows(rows, make_logits(), sampling_input)[kind][0]
-            function = make(recipe(), name, keep=kind != "change" or not self._transforms)
+            function = make(recipe(), name, keep=kind != "sample_changed" or not self._transforms)
             function.warm_up(arguments)
             self._functions[name] = function
 
     def warm_up_prompts(self, weights: Any, make: Make) -> None:
-        """The same for the log-probabilities of prompts, which run behind any step."""
+        """The same for the log-probabilities of prompts, which run after any step."""
         function = make(self._prompt_recipe(), "prompt_logprobs", keep=True)
         function.warm_up(lambda: self._prompt_arguments(weights))
         self._functions["prompt_logprobs"] = function
 
     def record_again(self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor]) -> None:
-        """On a GPU: record every CUDA graph behind the bucket's step again."""
-        for kind, before in self._paths:
-            arguments = self._arguments_behind(bucket, sampling_input, make_logits, kind, before)
+        """On a GPU: record every CUDA graph after the bucket's step again."""
+        for kind, between in self._paths:
+            arguments = self._arguments_after(bucket, sampling_input, make_logits, kind, between)
             self._functions[f"{kind}_{bucket.num_requests}"].record_again(arguments)
 
     def functions(self) -> list[CompiledFunction]:
@@ -170,12 +170,12 @@ class Samplers:
         self, rows: int, logits: Tensor, sampling_input: SamplingInput
     ) -> dict[str, tuple[Callable[[], Callable], tuple]]:
         """kind -> (what makes the function, its arguments)."""
-        changed = self._logits_buffers[rows].logits_input
+        logits_input = self._logits_buffers[rows].logits_input
         return {
             "sample": (_sampler, (logits, sampling_input, self._last_tokens)),
-            "change": (
+            "sample_changed": (
                 functools.partial(processing_sampler_function, self._transforms),
-                (logits, sampling_input, changed, self._token_counts, self._last_tokens),
+                (logits, sampling_input, logits_input, self._token_counts, self._last_tokens),
             ),
             "logprobs": (
                 functools.partial(logprobs_function, self._max_logprobs),
@@ -183,21 +183,21 @@ class Samplers:
             ),
         }
 
-    def _arguments_behind(
+    def _arguments_after(
         self,
         bucket: Bucket,
         sampling_input: SamplingInput,
         make_logits: Callable[[], Tensor],
         kind: str,
-        before: str | None,
+        between: str | None,
     ) -> Callable[[], tuple]:
-        """What makes the arguments of ``kind``, each time by a step and what runs ``before`` it."""
+        """What makes the arguments of ``kind``, each time by a step and what runs ``between`` the two."""
         rows = bucket.num_requests
 
         def arguments() -> tuple:
             all_arguments = self._of_rows(rows, make_logits(), sampling_input)
-            if before is not None:
-                self._functions[f"{before}_{rows}"](*all_arguments[before][1])
+            if between is not None:
+                self._functions[f"{between}_{rows}"](*all_arguments[between][1])
             return all_arguments[kind][1]
 
         return arguments
@@ -211,7 +211,7 @@ class Samplers:
     # -- Running
 
     def admit(self, admissions: Sequence[Admission], store: RequestRows) -> None:
-        """Take in what requests that the runner meets ask for."""
+        """Count the tokens of requests that start or resume, where their penalties need that."""
         for admission in admissions:
             row, params = store.row_of(admission.request_id), admission.sampling_params
             if params.counts_tokens:
@@ -221,21 +221,23 @@ class Samplers:
                 counts.index_add_(0, output, torch.ones(len(output), device=self._device))
 
     def fill(self, rows: Sequence[int], output: SchedulerOutput, store: RequestRows, num_rows: int) -> None:
-        """Write what a step's rows ask for that changes logits, for a bucket of ``num_rows``."""
+        """Write the parameters that change the logits of a step's rows, for a bucket of ``num_rows``."""
         self._logits_buffers[num_rows].fill(rows, output, store)
 
-    def run(self, bucket: Bucket, sampling_input: SamplingInput, logits: Tensor, wanted: Wanted) -> LogprobRows | None:
-        """Behind the bucket's step: leave the tokens in ``last_tokens``; returns log-probabilities, if wanted."""
+    def run(
+        self, bucket: Bucket, sampling_input: SamplingInput, logits: Tensor, needs: SamplingNeeds
+    ) -> LogprobRows | None:
+        """After the bucket's step: leave the tokens in ``last_tokens``; returns log-probabilities where needed."""
         rows = bucket.num_requests
-        if wanted.changes or wanted.samples:
-            kind = "change" if wanted.changes else "sample"
+        if needs.changed_logits or needs.sampling:
+            kind = "sample_changed" if needs.changed_logits else "sample"
             self._functions[f"{kind}_{rows}"](*self._of_rows(rows, logits, sampling_input)[kind][1])
-        if not wanted.logprobs:
+        if not needs.logprobs:
             return None
         return self._functions[f"logprobs_{rows}"](logits, sampling_input, self._last_tokens)
 
     def prompt_logprobs(self, weights: Any, output: SchedulerOutput) -> LogprobRows:
-        """Of ``output.prompt_targets``, one after the other, on the host. Behind the step that computed them."""
+        """Of ``output.prompt_targets``, one after the other, on the host. Runs after the step that computed them."""
         starts = np.concatenate([[0], np.cumsum(output.num_scheduled_tokens)])
         places = [int(starts[i]) + j for i, targets in output.prompt_targets for j in range(len(targets))]
         token_ids = [token_id for _, targets in output.prompt_targets for token_id in targets]

@@ -56,9 +56,5 @@ class Dense(NamedTuple):
         return cls(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
 
     @staticmethod
-    def has_rows(in_features: int) -> bool:
-        return True
-
-    @staticmethod
     def bytes_while_taking(nbytes: int) -> int:
         return 0

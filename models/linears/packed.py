@@ -28,7 +28,7 @@ class Packed(NamedTuple):
         return packed_linear(x, self.packed, self.bias, self.out_features)
 
     def rows(self, ids: Tensor) -> Tensor:
-        return unpack_rows(self.packed, ids)
+        return unpack_rows(self.packed, ids)[:, : self.in_features]
 
     @staticmethod
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -36,16 +36,8 @@ class Packed(NamedTuple):
 
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Packed":
-        return cls.of(Dense.take(take, parts))
-
-    @classmethod
-    def of(cls, dense: Dense) -> "Packed":
-        """The layer ``dense``, bfloat16 on the CPU, packed."""
+        dense = Dense.take(take, parts)
         return cls(pack_weight(dense.weight), dense.bias, dense.out_features, dense.in_features)
-
-    @staticmethod
-    def has_rows(in_features: int) -> bool:
-        return in_features % 2 == 0
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:

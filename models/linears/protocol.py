@@ -42,10 +42,7 @@ class Linear(Protocol):
         """``[T, in_features]`` -> ``[T, out_features]`` in the dtype of ``x``."""
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows ``ids`` ``[T]`` (int32 or int64) of ``W``, ``[T, in_features]``: an embedding of the tokens ``ids``.
-
-        Asked only of a layer whose kind ``has_rows``.
-        """
+        """Rows ``ids`` ``[T]`` (int32 or int64) of ``W``, ``[T, in_features]``: an embedding of the tokens ``ids``."""
 
 
 class LinearKind(Protocol):
@@ -59,9 +56,6 @@ class LinearKind(Protocol):
 
         On the device "meta" it tells names and shapes alone, which is how a checkpoint is checked before it is read.
         """
-
-    def has_rows(self, in_features: int) -> bool:
-        """Whether a layer of that size can give ``rows``; where it cannot, a tied embedding is kept a second time."""
 
     def bytes_while_taking(self, nbytes: int) -> int:
         """Bytes that making a layer of ``nbytes`` takes besides, until it is made."""

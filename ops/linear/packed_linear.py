@@ -33,7 +33,10 @@ def pack_weight(weight: Tensor) -> Tensor:
 
 
 def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
-    """Rows ``[T]`` (int32 or int64) of ``W``, ``[T, K]``, from what ``pack_weight`` made of it. K must be even."""
+    """Rows ``[T]`` (int32 or int64) of ``W``, ``[T, K]``, from what ``pack_weight`` made of it.
+
+    Where K is odd, a zero follows each.
+    """
     return packed[rows // TILE, :, rows % TILE].flatten(1)
 
 

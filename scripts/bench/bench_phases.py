@@ -47,8 +47,8 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.report import machine_limits
 from compiled_llm.report.roofline import ModelWork, StepWork
 from compiled_llm.step import kv_cache
+from compiled_llm.worker.device import resolve_device
 from compiled_llm.worker.loader import model_directory
-from compiled_llm.worker.runner import resolve_device
 
 Row = dict[str, Any]
 PROMPT_LENS, REQUEST_LENS = (32, 128, 512, 2048), (256, 1024, 4096, 16384)
@@ -187,7 +187,7 @@ def intensity(study: Study) -> Row:
     ``of_limit``: the seconds that the machine's limits ask for, over those.
     """
     dtype, args = study.dtype, study.args
-    kv_bytes = kv_cache.bytes_per_token(study.config, [dtype] * study.config.num_layers)
+    kv_bytes = kv_cache.bytes_per_layer(study.config, [dtype] * study.config.num_layers)
     model, limits = ModelWork.of(study.config, dtype, kv_bytes), study.limits
     assert limits is not None, "start() measured them for this part"
     measured = [("prefill", row["prompt_len"], row, row["ttft_ms"]) for row in study.results["phases"]["rows"]]
@@ -195,7 +195,7 @@ def intensity(study: Study) -> Row:
     rows = []
     for phase, size, source, ms in measured:
         context = args.prompt_len + args.decode_steps // 2
-        work = StepWork.of([(0, size)] if phase == "prefill" else [(context, 1)] * size)
+        work = StepWork.of([(0, size)] if phase == "prefill" else [(context, 1)] * size, model.windows)
         flops, moved = model.flops(work), model.bytes(work)
         row = {"phase": phase, "size": size, "side": source["side"], "gflop": flops / 1e9, "mb": moved / 1e6}
         row |= {"flop_per_byte": flops / moved, "ms": ms, "gflop_per_s": flops / ms / 1e6, "gb_per_s": moved / ms / 1e6}

@@ -73,6 +73,7 @@ def steps_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
     return {
         "num_steps": after.num_steps - before.num_steps,
         "step_milliseconds": (after.execute_seconds - before.execute_seconds) / steps * 1e3,
+        "launch_microseconds_a_step": (after.launch_seconds - before.launch_seconds) / steps * 1e6,
         "host_microseconds_a_step": (after.host_seconds - before.host_seconds) / steps * 1e6,
         "padding_share": padding / max(1, padding + computed),
         "num_computed_tokens": computed,
@@ -90,6 +91,7 @@ def engine_facts(engine: CompiledEngine, start_seconds: float) -> dict[str, Any]
         "graph_breaks": report.graph_breaks,
         "recompiles": report.recompiles,
         "compile_seconds": report.compile_seconds,
+        "cuda_graph_bytes": sum(graph.cuda_graph_bytes for graph in report.reports),
         "cache_misses": report.cache_count("miss"),
         "enforce_eager": engine.config.enforce_eager,
         "dtype": str(engine.runner.dtype).removeprefix("torch."),

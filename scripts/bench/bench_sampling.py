@@ -36,7 +36,7 @@ from compiled_llm.ops.sampling.token_sampling import greedy_tokens
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.sampling import SamplingInput, uniform
-from compiled_llm.worker.sampling_stage import Wanted
+from compiled_llm.worker.sampling_stage import SamplingNeeds
 
 Params = dict[str, Any]
 _FILTERS: Params = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.01, "seed": 1}
@@ -84,7 +84,7 @@ def decoding_engine(arguments: Params, batch_size: int, context: int, params: Pa
         engine.add_request(str(i), prompt, SamplingParams(max_tokens=16, ignore_eos=True, **params))
     while any(len(output.outputs[0].token_ids) < 2 for output in engine.step()) or engine.stats().num_waiting:
         pass
-    return engine, next(bucket for bucket in engine.runner.buckets if bucket.kind == "decode")
+    return engine, next(bucket for bucket in engine.runner.steps.buckets if bucket.kind == "decode")
 
 
 class Measured:
@@ -92,25 +92,27 @@ class Measured:
 
     def __init__(self, engine: CompiledEngine, bucket: Bucket, params: SamplingParams) -> None:
         self.runner, self.bucket, self.params = engine.runner, bucket, params
+        steps = engine.runner.steps
+        self.sampling, self.sampling_input = steps.sampling, steps.buffers[bucket].sampling_input
         self.seconds: list[float] = []
-        self.wanted = Wanted(
-            samples=not params.greedy, changes=params.changes_logits, logprobs=params.logprobs is not None
+        self.needs = SamplingNeeds(
+            sampling=not params.greedy, changed_logits=params.changes_logits, logprobs=params.logprobs is not None
         )
 
     def prepare(self) -> None:
         """Write the parameters to the rows of the step that stands in the buffers."""
         vocab_size, rows = self.runner.model_config.vocab_size, self.bucket.num_requests
-        fields, p = self.runner.buffers[self.bucket].sampling_input, self.params
+        fields, p = self.sampling_input, self.params
         fields.temperature.fill_(p.temperature)
         fields.top_k.fill_(p.top_k or vocab_size)
         fields.top_p.fill_(p.top_p)
         fields.min_p.fill_(p.min_p)
-        if self.wanted.changes:
-            self.runner.samplers.fill(range(rows), SchedulerOutput(num_samples=(1,) * rows), self.runner.rows, rows)
+        if self.needs.changed_logits:
+            self.sampling.fill(range(rows), SchedulerOutput(num_samples=(1,) * rows), self.runner.rows, rows)
 
     def run(self, logits: Tensor) -> None:
-        if any(self.wanted):
-            self.runner.samplers.run(self.bucket, self.runner.buffers[self.bucket].sampling_input, logits, self.wanted)
+        if any(self.needs):
+            self.sampling.run(self.bucket, self.sampling_input, logits, self.needs)
         else:
             greedy_tokens(logits)
 
@@ -138,7 +140,7 @@ def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float,
     """Seconds of a decode step, and of each kind its milliseconds, its share, and those of what it replaces."""
     runner, device = engine.runner, engine.runner.device
     kinds = {name: Measured(engine, bucket, SamplingParams(max_tokens=16, **params)) for name, params in KINDS.items()}
-    fields, logits = runner.buffers[bucket].sampling_input, runner.run_step(bucket)
+    fields, logits = runner.steps.buffers[bucket].sampling_input, runner.steps.run_step(bucket)
     replaced = {"greedy": (greedy_tokens_reference, ()), "top-k+top-p": (sorted_sampler, (fields,))}
     before: dict[str, CompiledFunction] = {}
     for name, (function, rest) in replaced.items():
@@ -150,7 +152,7 @@ def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float,
         for name, kind in kinds.items():
             kind.prepare()
             begun = time.perf_counter()
-            logits = runner.run_step(bucket)
+            logits = runner.steps.run_step(bucket)
             synchronize(device)
             steps.append(time.perf_counter() - begun)
             kind.seconds.append(seconds_of(lambda kind=kind, logits=logits: kind.run(logits), device))

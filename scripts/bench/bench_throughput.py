@@ -29,7 +29,7 @@ from workloads import Requests
 
 from compiled_llm import CompiledEngine, EngineConfig
 from compiled_llm import hardware as machine
-from compiled_llm.worker.runner import resolve_device
+from compiled_llm.worker.device import resolve_device
 
 BACKENDS = ("compiled-llm", "hf")
 # Of the engine's flags, those that mean something to transformers too; and of the sampling's, none.

@@ -73,7 +73,7 @@ BEAMS = Checks(
 )
 ENGINE = Checks(
     (
-        "tests/worker/test_runner.py",
+        "tests/worker/test_block_copies.py",
         "tests/battery/test_identity.py::test_tokens_equal_the_reference[small-chunks-swap-async-priority]",
     ),
     load_torch=True,
@@ -614,7 +614,7 @@ _COPY_ROWS = [
     ),
 ]
 
-_RUNNER = [
+_BLOCK_COPIES = [
     (
         "blocks are swapped in before others are swapped out",
         "((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in))",
@@ -625,9 +625,6 @@ _RUNNER = [
         "((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in))",
         "((output.swapped_out, swap.swap_out),)",
     ),
-]
-
-_SWAP_INDICES = [
     (
         "the host's blocks are taken to have a sink",
         "indices[:, 1] - 1",
@@ -832,8 +829,7 @@ BUGS: dict[Bug, Checks] = {
         ("step.step", TAGS, _STEP),
         ("ops.swap", TAGS, _SWAP),
         ("ops.swap", COPIES, _COPY_ROWS),
-        ("worker.runner", ENGINE, _RUNNER),
-        ("worker.calibration", ENGINE, _SWAP_INDICES),
+        ("worker.block_copies", ENGINE, _BLOCK_COPIES),
         ("engine.core", ABORTS, _ENGINE_CORE),
         ("scheduling.forks", FORKS, _FORKS),
         ("scheduling.scheduler", FORKS, _FORKS_SCHEDULED),

@@ -80,14 +80,14 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(
 ) -> None:
     engine, codes = engine_and_codes(name, buckets, samples)
     runner = engine.runner
-    assert [bucket.name for bucket in runner.buckets] == buckets
+    assert [bucket.name for bucket in runner.steps.buckets] == buckets
 
     # A run that visits every bucket, greedy and sampled.
     visited = set()
     launch = runner.launch
 
     def recording(output):
-        visited.add(choose_bucket(runner.buckets, output).name)
+        visited.add(choose_bucket(runner.steps.buckets, output).name)
         return launch(output)
 
     runner.launch = recording
@@ -97,8 +97,8 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(
             engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=4), use_tqdm=False)
     assert visited == set(buckets)
     report = engine.compile_report()
-    sizes = {bucket.num_requests for bucket in runner.buckets}
-    after_steps = {f"{kind}_{rows}" for kind in ("sample", "change", "logprobs") for rows in sizes}
+    sizes = {bucket.num_requests for bucket in runner.steps.buckets}
+    after_steps = {f"{kind}_{rows}" for kind in ("sample", "sample_changed", "logprobs") for rows in sizes}
     assert {r.name for r in report.reports} == {*buckets, *after_steps, "prompt_logprobs"}
     compiled = [r for r in report.reports if samples or r.name in buckets]
     for r in compiled:
@@ -106,12 +106,12 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(
         assert r.compile_seconds > 0
 
     assert len(codes) == len(compiled)
-    assert largest_allocation(codes) < runner.kv_cache[0].k.numel(), "the generated code copies a KV cache"
+    assert largest_allocation(codes) < runner.steps.kv_cache[0].k.numel(), "the generated code copies a KV cache"
 
     # And as Dynamo explains it. Last, since explain() throws away what is compiled.
-    for bucket in runner.buckets:
+    for bucket in runner.steps.buckets:
         step = step_function(engine.model_config, bucket.max_query_len)
-        explained = torch._dynamo.explain(step)(*runner._step_arguments(bucket))
+        explained = torch._dynamo.explain(step)(*runner.steps.step_arguments(bucket))
         assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
     engine.close()
 
@@ -129,11 +129,11 @@ def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(
         ("decode_4", 1, 0, 0),
         ("tokens_8", 1, 0, 0),
         ("sample_4", int(samples), 0, 0),
-        ("change_4", int(samples), 0, 0),
+        ("sample_changed_4", int(samples), 0, 0),
         ("logprobs_4", int(samples), 0, 0),
         ("prompt_logprobs", int(samples), 0, 0),
     ]
-    scales = [t for layer in engine.runner.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
+    scales = [t for layer in engine.runner.steps.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
     assert len(scales) == 2 * engine.model_config.num_layers
     assert all((scale > 0).any() for scale in scales)
     assert len(codes) == (6 if samples else 2)

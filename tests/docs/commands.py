@@ -95,7 +95,7 @@ def check_pytest(words: list[str]) -> None:
         word = arguments.pop(0)
         if word == "-m":
             assert f"{arguments.pop(0)}:" in markers, words
-        else:
+        elif not word.startswith("--"):
             assert (ROOT / word).exists(), f"{word} of {words}"
 
 
@@ -119,6 +119,7 @@ NOT_RUN = (
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),
     NotRun(r"\.venv/bin/(ruff|mypy)\b.*", "CI runs them on the repository (.ci/run)", check_nothing),
     NotRun(_PYTHON + r" scripts/bench/\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_script),
+    NotRun(_PYTHON + r" scripts/compile_model\.py --shape .*", "minutes", parse_script),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_script),
     NotRun(_PYTHON + r" scripts/kv_report\.py\b.*", "minutes", parse_script),
     NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_script),

@@ -88,9 +88,9 @@ def test_skipped_layers_stay_in_the_models_dtype(kv_cache_dtype: str, expected: 
     with engine(kv_cache_dtype, kv_cache_skip_layers=(0, 1, 2, 3), **arguments) as nothing_quantised:
         assert tokens_of(nothing_quantised) == expected["auto"]
     with engine(kv_cache_dtype, kv_cache_skip_layers=(3, 0), **arguments) as mixed:
-        kinds = [layer.k.dtype for layer in mixed.runner.kv_cache]
+        kinds = [layer.k.dtype for layer in mixed.runner.steps.kv_cache]
         assert [kind == torch.float32 for kind in kinds] == [True, False, False, True]
-        assert [layer.k_scale is None for layer in mixed.runner.kv_cache] == [True, False, False, True]
+        assert [layer.k_scale is None for layer in mixed.runner.steps.kv_cache] == [True, False, False, True]
         assert len(tokens_of(mixed)) == NUM_PROMPTS
 
 

@@ -1,5 +1,7 @@
 """What a family takes its weights from, and what is known of them without reading any."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind, Part
 from compiled_llm.models.registry import family
-from compiled_llm.models.weights import Description, bytes_to_read, linears, tensors
+from compiled_llm.models.weights import Source, bytes_to_read, linears, tensors
 from compiled_llm.worker.loader import load_weights
 from tests.families import CONFIGS, checkpoint, transformers_model
 
@@ -19,7 +21,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_description_has_the_shapes_of_what_is_loaded(name: str, kind: LinearKind) -> None:
     config = read_config(checkpoint(name))
-    description, described = family(config.architecture).describe(config, torch.bfloat16, kind)
+    description = family(config.architecture).describe(config, torch.bfloat16, kind)
+    described = description.weights
     loaded = load_weights(checkpoint(name), config, torch.bfloat16, CPU, kind)
     assert {name: tuple(p.shape) for name, p in transformers_model(name).named_parameters()} == description.shapes
     assert [t.shape for t in tensors(described)] == [t.shape for t in tensors(loaded)]
@@ -29,15 +32,16 @@ def test_a_description_has_the_shapes_of_what_is_loaded(name: str, kind: LinearK
 
 
 def test_a_tensor_is_taken_once() -> None:
-    description = Description(torch.float32, Dense)
-    description.linear(Part("a", 4, 8))
-    with pytest.raises(AssertionError, match=r"a\.weight is taken twice"):
-        description.tensor("a.weight", (4, 8))
+    llama = family("LlamaForCausalLM")
+    twice = dataclasses.replace(llama, take=lambda config, source: [llama.take(config, source) for _ in range(2)])
+    with pytest.raises(AssertionError, match=r"model\.embed_tokens\.weight is taken twice"):
+        twice.describe(read_config(checkpoint("llama")))
 
 
 def test_what_a_step_reads() -> None:
-    description = Description(torch.bfloat16, Packed)
-    layer = description.linear(Part("a", 17, 8, bias=True), Part("b", 2, 8, bias=True))
-    tree = (layer, (description.norm("c", 8), None), description.norm_plus_one("d", 8))
-    assert linears(tree) == [layer]
-    assert bytes_to_read(tree) == 2 * (19 * 8 + 19) + 2 * 8 + 4 * 8
+    source = Source(lambda name, shape, mean, std: torch.full(shape, mean, dtype=torch.bfloat16), CPU, Packed)
+    layer = source.linear(Part("a", 17, 8, bias=True), Part("b", 2, 8, bias=True))
+    norms = source.norm("c", 8), source.norm_plus_one("d", 8)
+    assert torch.equal(norms[0].float(), norms[1])
+    assert linears((layer, (norms, None))) == [layer]
+    assert bytes_to_read((layer, (norms, None))) == 2 * (19 * 8 + 19) + 2 * 8 + 4 * 8

@@ -1,5 +1,6 @@
 """The arithmetic of bytes and operations, against transformers' parameters and the products that torch counts."""
 
+import dataclasses
 import json
 
 import pytest
@@ -7,15 +8,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from compiled_llm.models.config_file import read_config
-from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs
-from compiled_llm.step.kv_cache import bytes_per_token
+from compiled_llm.models.registry import family
+from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs, windows_of
+from compiled_llm.step.kv_cache import bytes_per_layer
 from tests.families import CONFIGS, checkpoint, transformers_model
 
-KV_BYTES = 1000
+KV_BYTES = 1000  # of both layers
 
 
 def model_work(name: str) -> ModelWork:
-    return ModelWork.of(read_config(checkpoint(name)), torch.float32, KV_BYTES)
+    return ModelWork.of(read_config(checkpoint(name)), torch.float32, (400, 600))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -41,7 +43,7 @@ def test_what_grows_with_tokens_contexts_and_rows() -> None:
     one, two = StepWork.of([(99, 1)]), StepWork.of([(99, 1), (49, 1)])
     assert work.bytes(two) - work.bytes(one) == 51 * KV_BYTES + work.embedding_bytes_per_token
     assert work.flops(two) - work.flops(one) == (
-        work.linear_flops_per_token + work.head_flops_per_row + 50 * work.attention_flops_per_pair
+        work.linear_flops_per_token + work.head_flops_per_row + 50 * work.per_key[0][1]
     )
     nothing_sampled = StepWork(num_steps=1, num_tokens=8, num_keys=8, num_pairs=36)
     assert work.bytes(StepWork.of([(0, 8)])) - work.bytes(nothing_sampled) == work.head_bytes_per_step
@@ -62,10 +64,29 @@ def test_the_slower_of_memory_and_arithmetic_is_the_limit() -> None:
 
 def test_the_scales_of_a_quantised_cache_are_read_too() -> None:
     config = read_config(checkpoint("qwen3"))
-    full = bytes_per_token(config, [torch.float32] * config.num_layers)
-    codes = bytes_per_token(config, [torch.int8] * config.num_layers)
+    full = bytes_per_layer(config, [torch.float32] * config.num_layers)
+    codes = bytes_per_layer(config, [torch.int8] * config.num_layers)
     step = StepWork.of([(15, 1)])
     of_full, of_codes = (ModelWork.of(config, torch.float32, num_bytes) for num_bytes in (full, codes))
     difference = of_full.bytes(step) - of_codes.bytes(step)
     heads = 2 * config.num_layers * config.num_kv_heads
     assert difference == 17 * heads * (4 * config.head_dim - (config.head_dim + 4))
+
+
+def test_layers_with_a_window_have_its_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for computed, count in [(0, 1), (0, 7), (0, 40), (3, 2), (9, 1), (9, 30), (40, 7)]:
+        mask = torch.ones(count, computed + count).tril(diagonal=computed).triu(diagonal=computed - 8 + 1)
+        (step,) = StepWork.of([(computed, count)], windows=(8,)).in_windows
+        assert step == (mask.any(0).sum(), mask.sum())
+
+    config = read_config(checkpoint("llama"))
+    llama = family(config.architecture)
+    full, windowed = llama.layers(config)[0], dataclasses.replace(llama.layers(config)[1], window=8)
+    with_windows = dataclasses.replace(llama, layers=lambda config: (full, windowed))
+    monkeypatch.setattr("compiled_llm.report.roofline.family", lambda architecture: with_windows)
+    work = ModelWork.of(config, torch.float32, (400, 600))
+    assert work.windows == windows_of(config) == (8,)
+    requests = [(100, 1), (2, 1)]
+    step, without = (StepWork.of(each, work.windows) for each in (requests, [(0, 1), (0, 1)]))
+    assert work.bytes(step) - work.bytes(without) == 102 * 400 + (7 + 2) * 600
+    assert work.flops(step) - work.flops(without) == (102 + 7 + 2) * 4 * config.num_heads * config.head_dim

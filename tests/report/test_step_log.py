@@ -58,6 +58,16 @@ def test_steps_of_a_shape_share_a_row_and_their_work_adds_up() -> None:
     assert mixed == StepWork(1, 1, 31, 1, num_keys=12 + 30, num_pairs=12 + 465)
 
 
+def test_the_work_in_each_window_adds_up() -> None:
+    log, steps = StepLog(windows=(4, 16)), [[(9, 1), (2, 1)], [(10, 1), (3, 1)]]
+    for requests in steps:
+        log.record_step(DECODE, step(requests), 0.25)
+    (row,) = log.rows()
+    each = [StepWork.of(requests, windows=(4, 16)).in_windows for requests in steps]
+    assert each == [((7, 7), (13, 13)), ((8, 8), (15, 15))]
+    assert row.work().in_windows == ((15, 15), (28, 28))
+
+
 def test_a_full_table_rounds_to_buckets_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_log, "_MOST_ROWS", 3)
     log = StepLog()

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from compiled_llm.ops import native
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_model.py"
 ONE_BUCKET_EACH = ["--shape", "tiny", "--bucket-sizes", "1", "--token-bucket-sizes", "8"]
-NAMES = ["decode_1", "tokens_8", "sample_1", "change_1", "logprobs_1", "prompt_logprobs"]
+NAMES = ["decode_1", "tokens_8", "sample_1", "sample_changed_1", "logprobs_1", "prompt_logprobs"]
 SMALL = [*ONE_BUCKET_EACH, "--max-num-batched-tokens", "8", "--max-model-len", "64", "--num-kv-blocks", "8"]
 
 
@@ -42,6 +44,10 @@ def test_a_bundle_spares_another_cache_all_compiling(tmp_path: Path) -> None:
     assert json.loads(imported.stdout.splitlines()[-1]) == result
     assert (result["hits"], result["misses"]) == (len(NAMES), 0)
     assert {graph["name"] for graph in result["graphs"]} == set(NAMES)
+    phases = result["phases"]
+    assert set(phases) == {"imports", "kernels", "weights", "compile", "other"}
+    assert min(phases.values()) >= 0
+    assert sum(phases.values()) - phases["imports"] == pytest.approx(result["seconds"], abs=0.01)
     # Nothing was built: all libraries are those of the bundle.
     libraries = {file.name for file in (tmp_path / "to").rglob("*.so")}
     assert libraries

@@ -69,12 +69,12 @@ def test_the_ledger_is_a_table_that_adds_up() -> None:
 def test_the_ledger_of_an_engine_is_exact(size: dict[str, int]) -> None:
     with CompiledEngine(**SMALL, enforce_eager=True, swap_space_bytes=MIB, **size) as engine:
         ledger, runner = engine.memory_report(), engine.runner
-        assert ledger.bytes_of("weights") == sum(t.numel() * t.itemsize for t in tensors(runner.weights))
+        assert ledger.bytes_of("weights") == sum(t.numel() * t.itemsize for t in tensors(runner.steps.weights))
         per_block = bytes_per_token(engine.model_config, runner.cache_dtypes) * runner.limits.block_size
         assert ledger.bytes_of("KV pool") == (runner.num_blocks + 1) * per_block
-        assert ledger.bytes_of("KV pool") == sum(t.numel() * t.itemsize for t in tensors(runner.kv_cache))
+        assert ledger.bytes_of("KV pool") == sum(t.numel() * t.itemsize for t in tensors(runner.steps.kv_cache))
         assert ledger.bytes_of("swap space") == runner.num_swap_blocks * per_block > 0
-        inputs = [t for b in runner.buffers.values() for t in (*b.step_input, *b.sampling_input)]
+        inputs = [t for b in runner.steps.buffers.values() for t in (*b.step_input, *b.sampling_input)]
         assert ledger.bytes_of("step buffers") >= sum(t.nbytes for t in inputs)
         assert ledger.total == memory.total_bytes(runner.device) <= psutil.virtual_memory().total
         assert all(row.bytes >= 0 for row in ledger.rows)
@@ -257,7 +257,7 @@ def test_one_compiled_graph_serves_pools_of_any_size() -> None:
     with start(40) as engine:
         expected = [output.outputs[0].token_ids for output in engine.generate(prompts, GREEDY, use_tqdm=False)]
         for num_blocks in (2000, 40, 30, 9):
-            engine.runner.kv_cache = engine.runner._allocate(num_blocks + 1)
+            engine.runner.steps.kv_cache = engine.runner._allocate(num_blocks + 1)
             engine.runner.num_blocks = num_blocks
             outputs = engine.generate([[4], *prompts], GREEDY, use_tqdm=False)[1:]
             assert [output.outputs[0].token_ids for output in outputs] == expected

@@ -1,4 +1,4 @@
-"""Samplers: what requests ask for, row by row, from admission to the tokens, uncompiled and without a model's step."""
+"""SamplingStage: what requests ask for, row by row, from admission to the tokens, uncompiled and without a model."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTran
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.sampling_stage import Samplers, Wanted
+from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
 from tests.families import checkpoint
 
 CPU = torch.device("cpu")
@@ -51,12 +51,12 @@ class Add(LogitsTransform):
 
 
 class Served:
-    """Samplers with all that surrounds them. A step's logits are given; ``step`` returns its tokens."""
+    """A SamplingStage with all that surrounds it. A step's logits are given; ``step`` returns its tokens."""
 
     def __init__(self, transforms: tuple[LogitsTransform, ...] = ()) -> None:
         self.last_tokens = torch.zeros(4, dtype=torch.int64)
         self.hidden = torch.zeros(256, MODEL.hidden_size)
-        self.samplers = Samplers(
+        self.stage = SamplingStage(
             MODEL,
             LIMITS,
             CPU,
@@ -69,7 +69,7 @@ class Served:
         self.kept: dict[str, bool] = {}
         for rows in LIMITS.decode_bucket_sizes:
             logits = torch.randn(rows, VOCAB)
-            self.samplers.warm_up(bucket(rows), sampling_input(rows), functools.partial(torch.clone, logits), self.make)
+            self.stage.warm_up(bucket(rows), sampling_input(rows), functools.partial(torch.clone, logits), self.make)
 
     def make(self, function: Any, name: str, keep: bool = True) -> CompiledFunction:
         self.kept[name] = keep
@@ -77,7 +77,7 @@ class Served:
 
     def admit(self, *admissions: Admission, released: Sequence[str] = ()) -> None:
         self.rows.update(SchedulerOutput(admissions=admissions, released_request_ids=tuple(released)))
-        self.samplers.admit(admissions, self.rows)
+        self.stage.admit(admissions, self.rows)
 
     def step(
         self,
@@ -91,14 +91,14 @@ class Served:
         samples = tuple(map(int, due or [True] * len(names)))
         output = SchedulerOutput(request_ids=tuple(names), num_samples=samples, masks=tuple(masks or ()))
         rows = self.rows.update(output)
-        wanted = Wanted.of(rows, samples, self.rows)
-        self.samplers.fill(rows, output, self.rows, len(logits))
+        needs = SamplingNeeds.of(rows, samples, self.rows)
+        self.stage.fill(rows, output, self.rows, len(logits))
         self.last_tokens[: len(logits)] = logits.argmax(-1)  # as the step leaves it
-        logprobs = self.samplers.run(bucket(len(logits)), sampling_input(len(logits), position), logits, wanted)
+        logprobs = self.stage.run(bucket(len(logits)), sampling_input(len(logits), position), logits, needs)
         return self.last_tokens[: len(names)].tolist(), logprobs
 
     def counts(self, name: str) -> dict[int, float]:
-        row = self.samplers._token_counts[self.rows.row_of(name)]
+        row = self.stage._token_counts[self.rows.row_of(name)]
         return {int(token): row[token].item() for token in row.nonzero().flatten()}
 
 
@@ -127,7 +127,7 @@ def rising(rows: int) -> Tensor:
     return torch.arange(VOCAB).float().repeat(rows, 1) - VOCAB
 
 
-# -- What is wanted
+# -- What is needed
 
 
 def test_only_rows_whose_token_is_due_want_something() -> None:
@@ -142,11 +142,11 @@ def test_only_rows_whose_token_is_due_want_something() -> None:
         admissions=tuple(Admission(name, params, 0, (), ()) for name, params in asks.items()),
     )
     rows = store.update(step)
-    assert Wanted.of(rows, [True, False, False], store) == (False, False, False)
-    assert Wanted.of(rows, [True, True, False], store) == (True, False, False)
-    assert Wanted.of(rows, [False, False, True], store) == (False, True, True)
-    assert Wanted.of(rows, [True, True, True], store) == (True, True, True)
-    assert Wanted.of(rows[1:], [False, True], store) == (False, True, True)
+    assert SamplingNeeds.of(rows, [True, False, False], store) == (False, False, False)
+    assert SamplingNeeds.of(rows, [True, True, False], store) == (True, False, False)
+    assert SamplingNeeds.of(rows, [False, False, True], store) == (False, True, True)
+    assert SamplingNeeds.of(rows, [True, True, True], store) == (True, True, True)
+    assert SamplingNeeds.of(rows[1:], [False, True], store) == (False, True, True)
 
 
 # -- Functions
@@ -154,28 +154,28 @@ def test_only_rows_whose_token_is_due_want_something() -> None:
 
 def test_a_function_of_each_kind_for_each_number_of_rows() -> None:
     served = Served()
-    kinds = {f"{kind}_{rows}" for kind in ("sample", "change", "logprobs") for rows in (2, 4)}
-    assert {function.name for function in served.samplers.functions()} == kinds == set(served.kept)
+    kinds = {f"{kind}_{rows}" for kind in ("sample", "sample_changed", "logprobs") for rows in (2, 4)}
+    assert {function.name for function in served.stage.functions()} == kinds == set(served.kept)
     assert all(served.kept.values())
 
 
 def test_what_holds_a_users_code_is_not_kept_on_disk_nor_compiled_elsewhere() -> None:
     served = Served((Add(),))
-    assert {name for name, keep in served.kept.items() if not keep} == {"change_2", "change_4"}
+    assert {name for name, keep in served.kept.items() if not keep} == {"sample_changed_2", "sample_changed_4"}
     inputs = {rows: sampling_input(rows) for rows in (2, 4)}
     arguments = inputs, lambda rows: torch.empty(rows, VOCAB), ()
-    assert {job.name for job in served.samplers.jobs(*arguments)} == {
+    assert {job.name for job in served.stage.jobs(*arguments)} == {
         *("sample_2", "logprobs_2", "sample_4", "logprobs_4", "prompt_logprobs")
     }
-    plain = {job.name for job in Served().samplers.jobs(*arguments)}
-    assert plain - {job.name for job in served.samplers.jobs(*arguments)} == {"change_2", "change_4"}
+    plain = {job.name for job in Served().stage.jobs(*arguments)}
+    assert plain - {job.name for job in served.stage.jobs(*arguments)} == {"sample_changed_2", "sample_changed_4"}
 
 
 def test_a_second_bucket_of_as_many_rows_has_the_same_functions() -> None:
     served = Served()
-    before = served.samplers.functions()
-    served.samplers.warm_up(Bucket("tokens", 256, 4), sampling_input(4), lambda: torch.randn(4, VOCAB), served.make)
-    assert served.samplers.functions() == before
+    before = served.stage.functions()
+    served.stage.warm_up(Bucket("tokens", 256, 4), sampling_input(4), lambda: torch.randn(4, VOCAB), served.make)
+    assert served.stage.functions() == before
 
 
 # -- Counts of tokens
@@ -196,7 +196,7 @@ def test_counts_are_of_prompt_and_output_and_go_on_with_each_token_that_is_due()
     served.step(["b", "a"], logits, due=[True, False])
     assert served.counts("a") == {5: 0.5, 7: 0.5, VOCAB - 1: 1}
     assert served.counts("b") == {5: 0.5, 6: 3.5, 9: 1, VOCAB - 1: 1}
-    assert not served.samplers._token_counts[LIMITS.max_num_seqs].any(), "padding is counted"
+    assert not served.stage._token_counts[LIMITS.max_num_seqs].any(), "padding is counted"
 
 
 def test_a_row_begins_anew_with_each_request() -> None:
@@ -279,8 +279,8 @@ def test_log_probabilities_of_prompts_in_pieces_of_any_size() -> None:
         return logprob_rows(hidden[rows[0]] @ head.T, rows[1], 5)
 
     prompts = CompiledFunction(function, "prompt_logprobs", CPU, enforce_eager=True)
-    prompts.warm_up(lambda: served.samplers._prompt_arguments(()))
-    served.samplers._functions["prompt_logprobs"] = prompts
+    prompts.warm_up(lambda: served.stage._prompt_arguments(()))
+    served.stage._functions["prompt_logprobs"] = prompts
     steps: list[tuple[list[int], dict[int, int]]] = [
         ([1], {0: 1}),
         ([3, 150, 1, 60], {1: 149, 3: 60}),
@@ -290,7 +290,7 @@ def test_log_probabilities_of_prompts_in_pieces_of_any_size() -> None:
     for counts, wanted in steps:
         targets = tuple((index, tuple(torch.randint(VOCAB, (count,)).tolist())) for index, count in wanted.items())
         seen.clear()
-        found = served.samplers.prompt_logprobs(
+        found = served.stage.prompt_logprobs(
             (), SchedulerOutput(num_scheduled_tokens=tuple(counts), prompt_targets=targets)
         )
         places = [sum(counts[:index]) + place for index, ids in targets for place in range(len(ids))]

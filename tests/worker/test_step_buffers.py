@@ -8,7 +8,7 @@ import torch
 from compiled_llm.config import EngineLimits
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
-from compiled_llm.scheduling.bucket import Bucket, buckets_of, choose_bucket
+from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -66,18 +66,6 @@ def store() -> RequestRows:
 @pytest.fixture
 def buffers() -> StepBuffers:
     return StepBuffers(Bucket("tokens", 8, 4), LIMITS, CPU)
-
-
-def test_buckets_and_their_choice() -> None:
-    buckets = buckets_of(LIMITS)
-    assert [bucket.name for bucket in buckets] == ["decode_1", "decode_4", "tokens_8", "tokens_16"]
-    assert [bucket.num_requests for bucket in buckets] == [1, 4, 4, 4]
-    assert [bucket.max_query_len for bucket in buckets] == [1, 1, 8, 16]
-    assert choose_bucket(buckets, step_of(Item("a", [1], 5, []))).name == "decode_1"
-    assert choose_bucket(buckets, step_of(Item("a", [1], 5, []), Item("b", [1], 5, []))).name == "decode_4"
-    assert choose_bucket(buckets, step_of(Item("a", [1, 2], 5, []))).name == "tokens_8"
-    assert choose_bucket(buckets, step_of(Item("a", [1] * 8, 5, []))).name == "tokens_8"
-    assert choose_bucket(buckets, step_of(Item("a", [1] * 9, 5, []))).name == "tokens_16"
 
 
 def test_fields_of_a_mixed_step_and_its_padding(store: RequestRows, buffers: StepBuffers) -> None:

@@ -1,7 +1,8 @@
-"""The runner's own part of a step: what is copied between device and host, and in which order."""
+"""Copies of KV blocks: what is copied between device and host, and in which order."""
 
 from compiled_llm import CompiledEngine
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.worker.block_copies import copy_blocks
 
 
 def swaps(out: list[tuple[int, int]], back: list[tuple[int, int]]) -> SchedulerOutput:
@@ -12,17 +13,18 @@ def test_a_block_goes_out_before_another_takes_its_place_on_the_device_or_on_the
     arguments = {"enforce_eager": True, "bucket_sizes": (1,), "max_model_len": 64, "num_kv_blocks": 4}
     with CompiledEngine(**arguments, swap_space_bytes=2**20) as engine:
         runner = engine.runner
-        keys, last = runner.kv_cache[0].k, runner.num_swap_blocks
+        kv_cache, swap_space = runner.steps.kv_cache, runner.swap_space
+        keys, last = kv_cache[0].k, runner.num_swap_blocks
 
         def content(block: int) -> float:
             assert (keys[block] == keys[block].flatten()[0]).all()
             return keys[block].flatten()[0].item()
 
         keys[1], keys[2] = 1, 2
-        runner._move_blocks(swaps(out=[(1, 1), (2, last)], back=[]))
+        copy_blocks(swaps(out=[(1, 1), (2, last)], back=[]), kv_cache, swap_space)
         keys[:] = 0
-        runner._move_blocks(swaps(out=[], back=[(1, last), (2, 1)]))
+        copy_blocks(swaps(out=[], back=[(1, last), (2, 1)]), kv_cache, swap_space)
         assert [content(block) for block in range(5)] == [0, 2, 1, 0, 0]
         keys[3] = 3
-        runner._move_blocks(swaps(out=[(3, last)], back=[(3, 1), (4, last)]))
+        copy_blocks(swaps(out=[(3, last)], back=[(3, 1), (4, last)]), kv_cache, swap_space)
         assert [content(block) for block in range(5)] == [0, 2, 1, 1, 3]

@@ -1,0 +1,193 @@
+"""CompiledSteps: a compiled step for each bucket, and everything that the steps read and write on the device."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.compiling.cache import CompileCache, engine_cache
+from compiled_llm.compiling.cuda_graphs import GraphPool
+from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.messages import Job
+from compiled_llm.compiling.parallel import build_missing, expected_seconds
+from compiled_llm.compiling.report import CompileReport
+from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
+from compiled_llm.progress import Stage, StartProgress
+from compiled_llm.scheduling.bucket import Bucket, buckets_of
+from compiled_llm.step.logits_transforms import LogitsTransform
+from compiled_llm.step.logprobs import LogprobRows
+from compiled_llm.step.step import Feedback, step_function
+from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
+from compiled_llm.worker.step_buffers import StepBuffers
+
+_SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
+_SECONDS_A_SAMPLER = 5.0  # about, to compile one
+
+
+class CompiledSteps:
+    """The steps of an engine. ``compile`` comes first; then each bucket can run.
+
+    Args:
+        dtype: the model's.
+        kv_cache: to compile on; ``record_again`` exchanges it.
+        graph_pool: of CUDA graphs that are captured by hand; None where torch makes them or there are none.
+
+    Attributes:
+        buckets: all, smallest first.
+        buffers: the inputs of each bucket.
+        last_tokens: ``[R]`` int64 on the device: the tokens that the last step chose.
+        cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        limits: EngineLimits,
+        device: torch.device,
+        dtype: torch.dtype,
+        weights: Any,
+        kv_cache: KVCache,
+        *,
+        transforms: tuple[LogitsTransform, ...] = (),
+        graph_pool: GraphPool | None = None,
+    ) -> None:
+        self.model_config, self.limits, self.device = model_config, limits, device
+        self.weights, self.kv_cache = weights, kv_cache
+        self.buckets = buckets_of(limits)
+        self.buffers = {bucket: StepBuffers(bucket, limits, device) for bucket in self.buckets}
+        self.last_tokens = torch.zeros(limits.decode_bucket_sizes[-1], dtype=torch.int64, device=device)
+        shape = limits.token_bucket_sizes[-1], model_config.hidden_size
+        self._hidden = torch.zeros(shape, dtype=dtype, device=device)
+        for tensor in (self.last_tokens, self._hidden):
+            mark_static_address(tensor)
+        self.sampling = SamplingStage(
+            model_config,
+            limits,
+            device,
+            last_tokens=self.last_tokens,
+            hidden=self._hidden,
+            transforms=transforms,
+            max_logprobs=config.max_logprobs,
+            uses_trees=device.type == "cuda" and graph_pool is None and not config.enforce_eager,
+        )
+        self.cache: CompileCache | None = None
+        self._dtype = dtype
+        self._graph_pool = graph_pool
+        self._functions: dict[Bucket, CompiledFunction] = {}
+        self._last_report: CompileReport | None = None  # once closed
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all inputs on the device, weights and KV cache left out."""
+        pieces = [buffers.nbytes for buffers in self.buffers.values()]
+        return sum(pieces) + self.sampling.nbytes + self.last_tokens.nbytes + self._hidden.nbytes
+
+    def report(self) -> CompileReport:
+        """What compiling each function gave."""
+        if self._last_report is not None:
+            return self._last_report
+        functions = [*self._functions.values(), *self.sampling.functions()]
+        return CompileReport(tuple(function.report() for function in functions))
+
+    def close(self) -> None:
+        """Free weights, KV cache and graphs; ``report`` stays as it is then."""
+        self._last_report = self.report()
+        self._functions.clear()
+        self.buffers.clear()
+        del self.sampling, self.weights, self.kv_cache
+
+    # -- Compiling
+
+    def compile(
+        self,
+        cache_dtypes: Sequence[torch.dtype],
+        *,
+        enforce_eager: bool,
+        num_workers: int | None,
+        progress: StartProgress,
+    ) -> None:
+        """Compile and run once every bucket's step, and what runs after it, on steps that are all padding.
+
+        Args:
+            cache_dtypes: of each layer's KV cache.
+            num_workers: processes that compile at the same time; None: as many as pay.
+        """
+        keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
+        self.cache = engine_cache(self.model_config, self.limits, self._dtype, cache_dtypes) if keeps else None
+        jobs = [] if enforce_eager else self._jobs()
+        seconds = {job.name: expected_seconds(job) for job in jobs}  # of what is to be compiled here
+        if self.cache is not None:
+            seconds = build_missing(self.cache, jobs, num_workers, progress)
+        if not enforce_eager:
+            seconds |= dict.fromkeys(self.sampling.uncached(), _SECONDS_A_SAMPLER)
+        title = "compiling graphs" if seconds else "loading compiled graphs"
+        weights = {job.name: _SECONDS_A_CALL for job in jobs} | seconds
+        with progress.stage(title, weights, seconds=sum(seconds.values()) or None, is_long=bool(seconds)) as stage:
+            self._warm_up(enforce_eager, stage)
+
+    def _warm_up(self, enforce_eager: bool, stage: Stage) -> None:
+        def make(function: Callable, name: str, keep: bool = True) -> CompiledFunction:
+            stage.next(name)
+            cache = self.cache if keep else None
+            return CompiledFunction(
+                function, name, self.device, enforce_eager, graph_pool=self._graph_pool, cache=cache
+            )
+
+        for bucket in self._recording_order():
+            self._functions[bucket] = make(step_function(self.model_config, bucket.max_query_len), bucket.name)
+            self._functions[bucket].warm_up(functools.partial(self.step_arguments, bucket))
+            logits = functools.partial(self.run_step, bucket)
+            self.sampling.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)
+        self.sampling.warm_up_prompts(self.weights, make)
+
+    def _jobs(self) -> list[Job]:
+        """Everything to compile, for other processes. Logits are described, since no step has run yet."""
+        threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
+        jobs = []
+        for bucket in self.buckets:
+            recipe = functools.partial(step_function, self.model_config, bucket.max_query_len)
+            jobs.append(Job(bucket.name, recipe, self.step_arguments(bucket), threads))
+        inputs = {bucket.num_requests: self.buffers[bucket].sampling_input for bucket in self.buckets}
+        logits = functools.partial(torch.empty, dtype=self._dtype)
+        return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights)
+
+    def record_again(self, kv_cache: KVCache) -> None:
+        """Take another KV cache; on a GPU, record every CUDA graph on it. Nothing is compiled."""
+        self.kv_cache = kv_cache
+        for bucket in self._recording_order():
+            self._functions[bucket].record_again(functools.partial(self.step_arguments, bucket))
+            logits = functools.partial(self.run_step, bucket)
+            self.sampling.record_again(bucket, self.buffers[bucket].sampling_input, logits)
+
+    def _recording_order(self) -> list[Bucket]:
+        """Of graphs that share memory the largest comes first, so that the others fit into what it took."""
+        return self.buckets if self._graph_pool is None else self.buckets[::-1]
+
+    # -- Running
+
+    def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
+        """What the compiled step of ``bucket`` is called with, each time."""
+        buffers = self.buffers[bucket]
+        feedback = Feedback(buffers.feedback, self.last_tokens, self._hidden)
+        return self.weights, buffers.step_input, self.kv_cache, feedback
+
+    def run_step(self, bucket: Bucket) -> Tensor:
+        """Run the model on the step in the bucket's buffers: logits ``[R, V]``; ``last_tokens`` has the likeliest."""
+        return self._functions[bucket](*self.step_arguments(bucket))
+
+    def run(self, bucket: Bucket, needs: SamplingNeeds) -> LogprobRows | None:
+        """Run the step in the bucket's buffers. Its tokens are in ``last_tokens`` then; returns log-probabilities."""
+        if self.device.type == "cuda" and self._graph_pool is None:
+            torch.compiler.cudagraph_mark_step_begin()
+        return self.sampling.run(bucket, self.buffers[bucket].sampling_input, self.run_step(bucket), needs)
+
+    def run_largest(self) -> None:
+        """Run the largest bucket of each kind, all padding: what a step allocates depends on its bucket alone."""
+        for bucket in {bucket.kind: bucket for bucket in self.buckets}.values():
+            self.run(bucket, SamplingNeeds(sampling=True, changed_logits=True, logprobs=True))

@@ -1,0 +1,36 @@
+"""The device that an engine runs on, found and checked."""
+
+from collections.abc import Sequence
+
+import torch
+
+from compiled_llm.ops.attention import kv_quant
+
+
+def resolve_device(name: str) -> torch.device:
+    """The torch device of an engine argument. ``ValueError`` when it is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', given {name!r}") from error
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise ValueError(f"device={name!r} is not there: torch sees {count} CUDA devices. Allowed: 'cpu', 'auto'")
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+def use_device(device: torch.device, cache_dtypes: Sequence[torch.dtype]) -> None:
+    """Make a GPU torch's current device, to which streams and events belong. Nothing to do for a CPU.
+
+    Raises:
+        ValueError: the GPU cannot serve one of ``cache_dtypes``.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        capability = torch.cuda.get_device_capability(device)
+        for dtype in cache_dtypes:
+            kv_quant.check_capability(dtype, capability)
