@@ -1,4 +1,4 @@
-"""Which cases of a sweep the ordinary run takes: a sample with every value of every axis. ``-m battery`` runs the others."""
+"""Which cases of a sweep the ordinary run takes: a sample with each value of each axis. A battery has the others."""
 
 import random
 from collections.abc import Collection, Iterable, Mapping
@@ -31,7 +31,11 @@ def parts_of(names: Iterable[str]) -> dict[str, list[str]]:
 def cases(values: Mapping[str, Collection[str]], count: int, arguments: Mapping[str, tuple[Any, ...]]) -> list[Any]:
     """Arguments of ``pytest.mark.parametrize`` for all cases, those that are not drawn marked as a battery."""
     ordinary = drawn(values, count)
-    return [
-        pytest.param(*arguments[name], id=name, marks=() if name in ordinary else pytest.mark.battery)
-        for name in values
-    ]
+    marks = {name: () if name in ordinary else pytest.mark.battery for name in values}
+    return [pytest.param(*arguments[name], id=name, marks=marks[name]) for name in values]
+
+
+def ids_in_this_run(request: pytest.FixtureRequest, function: str) -> list[str]:
+    """The ids of the cases of ``function``, a test of the same file, that this run has."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]
+    return [item.callspec.id for item in items if item.originalname == function]
