@@ -66,13 +66,9 @@ def engine_and_codes(
 @pytest.mark.parametrize(
     ("name", "buckets", "samples"),
     [
-        pytest.param("llama", ALL_BUCKETS, True, id="llama-all"),
-        *(pytest.param(name, TWO_BUCKETS, False, id=name) for name in CONFIGS if name != "llama"),
-        *(
-            pytest.param(name, ALL_BUCKETS, True, id=f"{name}-all", marks=pytest.mark.battery)
-            for name in CONFIGS
-            if name != "llama"
-        ),
+        pytest.param("llama", ALL_BUCKETS, False, id="llama"),
+        *(pytest.param(name, TWO_BUCKETS, name == "qwen3", id=name) for name in CONFIGS if name != "llama"),
+        *(pytest.param(name, ALL_BUCKETS, True, id=f"{name}-all", marks=pytest.mark.battery) for name in CONFIGS),
     ],
 )
 def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(
@@ -109,7 +105,7 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(
     assert largest_allocation(codes) < runner.steps.kv_cache[0].k.numel(), "the generated code copies a KV cache"
 
     # And as Dynamo explains it. Last, since explain() throws away what is compiled.
-    for bucket in runner.steps.buckets:
+    for bucket in runner.steps.buckets if buckets == ALL_BUCKETS else ():
         step = step_function(engine.model_config, bucket.max_query_len)
         explained = torch._dynamo.explain(step)(*runner.steps.step_arguments(bucket))
         assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons

@@ -9,6 +9,7 @@ import transformers
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
+from tests.families import COMPILED_SIZES
 
 NUM_PROMPTS, NUM_TOKENS = 50, 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -45,18 +46,17 @@ def tokens_of(
     return [output.outputs[0].token_ids for output in engine.generate(prompts, sampling_params, use_tqdm=False)]
 
 
-@pytest.fixture(scope="module")
-def sizes(prompts: list[list[int]]) -> dict[str, Any]:
-    """Of the compiled engines below, so that the second one finds the graphs of the first."""
-    return {"bucket_sizes": (1, 8, 32), "max_model_len": max(map(len, prompts)) + NUM_TOKENS}
+SIZES: dict[str, Any] = COMPILED_SIZES | {"bucket_sizes": (1, 8)}
 
 
-@pytest.mark.parametrize("tokens", ["16 and 128", pytest.param("default", marks=pytest.mark.battery)])
-def test_buckets_1_8_and_32(
-    tokens: str, sizes: dict[str, Any], prompts: list[list[int]], expected: list[list[int]]
-) -> None:
-    if tokens == "16 and 128":
-        sizes = sizes | {"token_bucket_sizes": (16, 128)}
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(SIZES, id="1 and 8"),
+        pytest.param({"bucket_sizes": (1, 8, 32)}, id="1, 8 and 32", marks=pytest.mark.battery),
+    ],
+)
+def test_buckets_of_several_sizes(sizes: dict[str, Any], prompts: list[list[int]], expected: list[list[int]]) -> None:
     with CompiledEngine(dtype="float32", **sizes, num_kv_blocks=500, check_invariants=True) as engine:
         assert tokens_of(engine, prompts) == expected
         assert tokens_of(engine, prompts[:8]) == expected[:8]
@@ -67,14 +67,14 @@ def test_buckets_1_8_and_32(
 
 
 def test_chunks_of_16_tokens_and_a_pool_so_small_that_requests_are_preempted(
-    sizes: dict[str, Any], prompts: list[list[int]], expected: list[list[int]]
+    prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
+    longest = max(map(len, prompts)) + NUM_TOKENS
     with CompiledEngine(
         dtype="float32",
-        **sizes,
-        max_num_seqs=16,
+        **SIZES,
         max_num_batched_tokens=16,
-        num_kv_blocks=-(-sizes["max_model_len"] // 16) + 6,
+        num_kv_blocks=-(-longest // 16) + 6,
         check_invariants=True,
     ) as engine:
         outputs = engine.generate(prompts, GREEDY, use_tqdm=False)
