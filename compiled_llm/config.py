@@ -207,6 +207,7 @@ class EngineLimits:
     decode_bucket_sizes: tuple[int, ...]
     token_bucket_sizes: tuple[int, ...]
     chunked_prefill: bool
+    num_draft_tokens: int = 0  # most that a drafter proposes for a request and step
 
     @property
     def blocks_per_request(self) -> int:

@@ -13,7 +13,8 @@ class ModelConfig:
     """A model's shape. Hashable, so a graph may be keyed by it.
 
     A family whose ``config.json`` has more fields that matter adds them in a subclass, under the names that they have
-    there. Lists become tuples, since everything here is hashable.
+    there. Lists become tuples, since everything here is hashable. A field that transformers' class lacks needs a
+    default, and keeps it.
     """
 
     architecture: str

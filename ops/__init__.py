@@ -1,8 +1,8 @@
 """Custom ops of the engine, registered with ``torch.library`` under the namespace ``compiled_llm``.
 
 Import this package as ``compiled_llm.ops``, never as ``ops``: two modules would register every op twice.
-It needs torch alone; Triton is imported when a kernel first runs on a GPU, the C++ kernels are built when one first
-runs on a CPU.
+Only torch is needed to import it. Triton is imported when a kernel first runs on a GPU, and the C++ kernels are built
+when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 """
 
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference

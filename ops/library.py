@@ -1,4 +1,4 @@
-"""The one ``torch.library`` namespace of the project. Every op's file defines its schema on it."""
+"""The project's one ``torch.library`` namespace. The file of each op defines its schema there."""
 
 import torch
 

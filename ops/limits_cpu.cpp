@@ -11,14 +11,13 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/features.h"
+
 #if defined(__x86_64__)
-#include <cpuid.h>
 #include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#define TARGET(isa) __attribute__((target(isa)))
+#define ANY_VECTOR "+x"  // for the assembler: a vector register
 #else
-#define TARGET(isa)
+#define ANY_VECTOR "+w"
 #endif
 
 namespace py = pybind11;
@@ -26,8 +25,6 @@ namespace py = pybind11;
 namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-// ---- Memory ---------------------------------------------------------------------------------------------------------
 
 typedef uint64_t Line __attribute__((vector_size(64)));
 
@@ -42,10 +39,10 @@ typedef uint64_t Line __attribute__((vector_size(64)));
   return sum;
 }
 
-uint64_t sum_baseline(const Line* lines, int64_t count) { return sum_lines(lines, count); }
+uint64_t sum_portable(const Line* lines, int64_t count) { return sum_lines(lines, count); }
 #if defined(__x86_64__)
-TARGET("avx2") uint64_t sum_avx2(const Line* lines, int64_t count) { return sum_lines(lines, count); }
-TARGET("avx512f") uint64_t sum_avx512(const Line* lines, int64_t count) { return sum_lines(lines, count); }
+TARGET_AVX2 uint64_t sum_avx2(const Line* lines, int64_t count) { return sum_lines(lines, count); }
+TARGET_AVX512 uint64_t sum_avx512(const Line* lines, int64_t count) { return sum_lines(lines, count); }
 #endif
 
 // Seconds to read an array of one dimension once, each of `threads` threads a run of its own.
@@ -57,10 +54,10 @@ double read_seconds(const py::buffer& array, int threads) {
     throw py::value_error("read_seconds: array must begin at a multiple of 64 bytes");
   const auto* lines = static_cast<const Line*>(info.ptr);
   const int64_t count = info.size * info.itemsize / static_cast<int64_t>(sizeof(Line));
-  auto* sum = sum_baseline;
+  auto* sum = sum_portable;
 #if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx2")) sum = sum_avx2;
-  if (__builtin_cpu_supports("avx512f")) sum = sum_avx512;
+  if (features().avx2) sum = sum_avx2;
+  if (features().avx512) sum = sum_avx512;
 #endif
   const py::gil_scoped_release release;
   const double started = now();
@@ -73,8 +70,6 @@ double read_seconds(const py::buffer& array, int threads) {
   return now() - started;
 }
 
-// ---- Arithmetic -----------------------------------------------------------------------------------------------------
-
 // A loop of `rounds` times CHAINS independent multiply-adds; gives the operations of a round.
 using Loop = void (*)(int64_t rounds);
 constexpr int CHAINS = 12;  // more than latency times instructions in a cycle, fewer than registers
@@ -82,12 +77,12 @@ constexpr int CHAINS = 12;  // more than latency times instructions in a cycle, 
 template <class Vector>
 [[gnu::always_inline]] inline void multiply_add(int64_t rounds) {
   Vector sums[CHAINS] = {}, a = {}, b = {};
-  asm volatile("" : "+x"(a), "+x"(b));
+  asm volatile("" : ANY_VECTOR(a), ANY_VECTOR(b));
   for (int64_t round = 0; round < rounds; ++round) {
 #pragma GCC unroll 16
     for (int j = 0; j < CHAINS; ++j) {
       sums[j] += a * b;
-      asm volatile("" : "+x"(sums[j]));
+      asm volatile("" : ANY_VECTOR(sums[j]));
     }
   }
 }
@@ -100,15 +95,14 @@ struct Peak {
   Loop loop;
 };
 
-#if defined(__x86_64__)
-typedef float F16 __attribute__((vector_size(64)));
-typedef float F8 __attribute__((vector_size(32)));
 typedef float F4 __attribute__((vector_size(16)));
+void loop_portable(int64_t rounds) { multiply_add<F4>(rounds); }
 
-void loop_baseline(int64_t rounds) { multiply_add<F4>(rounds); }
-TARGET("avx2,fma") void loop_avx2(int64_t rounds) { multiply_add<F8>(rounds); }
+#if defined(__x86_64__)
+typedef float F8 __attribute__((vector_size(32)));
+TARGET_AVX2 void loop_avx2(int64_t rounds) { multiply_add<F8>(rounds); }
 
-TARGET("avx512f") void loop_avx512(int64_t rounds) {
+TARGET_AVX512 void loop_avx512(int64_t rounds) {
   __m512 sums[2 * CHAINS] = {}, a = {}, b = {};
   asm volatile("" : "+v"(a), "+v"(b));
   for (int64_t round = 0; round < rounds; ++round) {
@@ -117,7 +111,7 @@ TARGET("avx512f") void loop_avx512(int64_t rounds) {
   }
 }
 
-TARGET("avx512f") void loop_avx512_bf16(int64_t rounds) {
+TARGET_AVX512_BF16 void loop_avx512_bf16(int64_t rounds) {
   __m512 sums[2 * CHAINS] = {}, a = {}, b = {};
   asm volatile("" : "+v"(a), "+v"(b));
   for (int64_t round = 0; round < rounds; ++round) {
@@ -128,40 +122,14 @@ TARGET("avx512f") void loop_avx512_bf16(int64_t rounds) {
 
 // Tiles of 16 rows of 64 bytes. Four sums, as a matrix product holds them, and four operands that stay.
 void loop_amx(int64_t rounds) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
-  asm volatile("ldtilecfg %0" ::"m"(config));
+  HardwareTiles::begin();
   asm volatile("tilezero %tmm0; tilezero %tmm1; tilezero %tmm2; tilezero %tmm3");
   asm volatile("tilezero %tmm4; tilezero %tmm5; tilezero %tmm6; tilezero %tmm7");
   for (int64_t round = 0; round < rounds; ++round) {
     asm volatile("tdpbf16ps %tmm6, %tmm4, %tmm0; tdpbf16ps %tmm7, %tmm4, %tmm1");
     asm volatile("tdpbf16ps %tmm6, %tmm5, %tmm2; tdpbf16ps %tmm7, %tmm5, %tmm3");
   }
-  asm volatile("tilerelease" ::);
-}
-
-// Linux gives a process the large tile registers only when it asks for them.
-bool has_amx() {
-  unsigned a, b, c, d;
-  constexpr unsigned AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & AMX_BF16) || !(d & AMX_TILE)) return false;
-  constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
-  return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-}
-#else
-typedef float F4 __attribute__((vector_size(16)));
-
-void loop_baseline(int64_t rounds) {
-  F4 sums[CHAINS] = {}, a = {}, b = {};
-  asm volatile("" : "+w"(a), "+w"(b));
-  for (int64_t round = 0; round < rounds; ++round)
-    for (int j = 0; j < CHAINS; ++j) {
-      sums[j] += a * b;
-      asm volatile("" : "+w"(sums[j]));
-    }
+  HardwareTiles::end();
 }
 #endif
 
@@ -169,13 +137,12 @@ void loop_baseline(int64_t rounds) {
 const std::vector<Peak>& all_peaks() {
   static const std::vector<Peak> all = {
 #if defined(__x86_64__)
-      {"amx", true, has_amx(), 4.0 * 2 * 16 * 16 * 32, loop_amx},
-      {"avx512_bf16", true, __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16"),
-       2.0 * CHAINS * 2 * 32, loop_avx512_bf16},
-      {"avx512", false, bool(__builtin_cpu_supports("avx512f")), 2.0 * CHAINS * 2 * 16, loop_avx512},
-      {"avx2", false, __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"), 1.0 * CHAINS * 2 * 8, loop_avx2},
+      {"amx", true, features().amx, 4.0 * 2 * 16 * 16 * 32, loop_amx},
+      {"avx512_bf16", true, features().avx512_bf16, 2.0 * CHAINS * 2 * 32, loop_avx512_bf16},
+      {"avx512", false, features().avx512, 2.0 * CHAINS * 2 * 16, loop_avx512},
+      {"avx2", false, features().avx2, 1.0 * CHAINS * 2 * 8, loop_avx2},
 #endif
-      {"baseline", false, true, 1.0 * CHAINS * 2 * 4, loop_baseline},
+      {"portable", false, true, 1.0 * CHAINS * 2 * 4, loop_portable},
   };
   return all;
 }

@@ -1,11 +1,11 @@
-"""What the CPU's ops need: building and loading their C++ kernels, and memory in huge pages.
+"""What the ops on a CPU need: building and loading their C++ kernels, and memory in huge pages.
 
 A source file ``NAME.cpp`` is compiled once with the user's C++ compiler, through ``torch.utils.cpp_extension``,
-into the user's own cache directory, and loaded from there afterwards. The library's name holds a hash of everything
-that goes into the build, so a changed source or another torch never meets an old binary.
+into the user's own cache directory, and loaded from there afterwards. The library's name has a hash of everything
+that goes into the build, so an old binary is never loaded for a changed source or another torch.
 
-The sources choose instruction sets at run time, function by function, so no ``-march`` flag is given and a build may be
-shared by different machines.
+The instruction set is chosen at run time (``cpu/each_isa.h``), so no ``-march`` flag is given and machines of different
+kinds may share a build.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def _source(name: str) -> Path:
 
 
 def load_source(source: Path) -> ModuleType | None:
-    """The same for any source file; headers are included by ``#include "PATH"`` relative to it.
+    """The same for any source file; the paths of headers are relative to the file that includes them.
 
     Raises:
         RuntimeError: the compiler is there and the build failed.
@@ -97,17 +97,19 @@ def load_source(source: Path) -> ModuleType | None:
 
 
 def _library(source: Path, compiler: str) -> Path:
-    """Where the library of ``source`` is kept: its name holds a hash of all that goes into the build."""
+    """Where the library of ``source`` is kept."""
     key = hashlib.sha256("\n".join([*_texts(source), torch.__version__, sys.version, compiler, *_FLAGS]).encode())
     return cache_directory() / "kernels" / f"compiled_llm_{source.stem}_{key.hexdigest()[:16]}.so"
 
 
 def _texts(source: Path) -> list[str]:
-    """``source`` and all headers that it includes from beside it, directly or not."""
+    """``source`` and all of the project's headers that it includes, directly or not: by ``#include "PATH"``, or as the
+    ``KERNELS`` of ``cpu/each_isa.h``."""
     texts, found = [], [source]
     for path in found:
         texts.append(path.read_text())
-        headers = [path.parent / name for name in re.findall(r'^#include "(.+)"', texts[-1], re.MULTILINE)]
+        names = re.findall(r'^#(?:include|define KERNELS) "(.+)"', texts[-1], re.MULTILINE)
+        headers = [(path.parent / name).resolve() for name in names]
         found += [header for header in headers if header not in found]
     return texts
 
@@ -128,7 +130,7 @@ def _build(source: Path, library: Path) -> ModuleType:
     scripts = str(Path(sys.executable).parent)
     if scripts not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
-    # Built aside and moved into place whole, so that another process never loads half a file.
+    # Built elsewhere and then moved into place, so that another process never loads half a file.
     with tempfile.TemporaryDirectory(dir=library.parent) as directory:
         module = cpp_extension.load(
             name=library.stem,

@@ -1,19 +1,19 @@
-"""Copies of whole KV blocks, bit for bit: within the device's pool, and (swapping) between it and one in host memory.
+"""Exact copies of whole KV blocks: within the device's pool, and (swapping) between it and a pool in host memory.
 
 The two ops that swap run outside the compiled step. The device's pool is all tensors of the KV cache (every layer's
 keys and values, and their scales if they are quantised), each contiguous with the block as its first dimension. The
-host's pool is one uint8 tensor; a row of it holds one block of all those tensors, one after another in their order:
+host's pool is one uint8 tensor. One of its rows has one block of all those tensors, in their order:
 
     host[row] = cat(caches[0][block] as bytes, caches[1][block] as bytes, ...)
 
-So a block that is swapped out is one contiguous piece of memory, which a single copy moves over the bus. What the
-elements mean plays no part: they move as words of up to 16 bytes, and a NaN keeps its payload.
+So a block that is swapped out is one contiguous piece of memory, which a single copy moves over the bus. Elements are
+copied as words of up to 16 bytes, whatever they mean, so a NaN keeps its payload.
 
 Letters: B blocks of the device's pool, P rows of the host's pool, n blocks to copy.
 
-On CUDA both ops are asynchronous, in the order of the current stream. The host waits for neither: what runs later on
-that stream (the step that overwrites the freed blocks or reads the restored ones, the next swap) finds the copies done.
-Another stream, or a host that reads ``host`` itself, has to synchronise first.
+On CUDA both ops are asynchronous, in the order of the current stream, and the host does not wait: whatever runs later
+on that stream (the step that overwrites the freed blocks or reads the restored ones, the next swap) finds the copies
+done. Another stream, or a host that reads ``host`` itself, has to synchronise first.
 """
 
 import math
@@ -25,11 +25,11 @@ from torch import Tensor
 from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
 
-# What a copy takes besides the pools, at least one block. On the CPU the more that stays in its cache the better, but
-# each piece costs two calls for every cache tensor.
+# Memory that a copy takes besides the pools, at least one block. On the CPU it should fit the processor's cache, and
+# should not be smaller: each piece costs two calls for every cache tensor.
 _CPU_STAGING_BYTES = 8 << 20
 _CUDA_STAGING_BYTES = 64 << 20
-# Nothing is calculated with the words, so it does not matter that those of 16 bytes are called complex numbers.
+# Nothing is calculated with the words, so those of 16 bytes may be complex numbers.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 LIBRARY.define("swap_out(Tensor[] caches, Tensor(a!) host, Tensor device_blocks, Tensor host_blocks) -> ()")
@@ -47,7 +47,7 @@ def swap_out(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host
         host_blocks: ``[n]`` int64 on the CPU; 0 to P - 1, each at most once.
 
     Raises:
-        ValueError: an argument is not as said above. Nothing has been copied then.
+        ValueError: an argument is not as described above. Nothing has been copied then.
     """
     torch.ops.compiled_llm.swap_out(caches, host, device_blocks, host_blocks)
 
@@ -55,11 +55,11 @@ def swap_out(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host
 def swap_in(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
     """Copy row ``host_blocks[i]`` of the host's pool to block ``device_blocks[i]`` of all cache tensors, for every i.
 
-    The arguments are those of ``swap_out``. Here ``caches`` are written in place and ``device_blocks`` has no block
-    twice, while ``host_blocks`` may.
+    The arguments are those of ``swap_out``, but that ``caches`` are written in place and that ``device_blocks`` has
+    each block at most once, while ``host_blocks`` may repeat one.
 
     Raises:
-        ValueError: an argument is not as said there. Nothing has been copied then.
+        ValueError: an argument is not as described there. Nothing has been copied then.
     """
     torch.ops.compiled_llm.swap_in(caches, host, device_blocks, host_blocks)
 
@@ -236,7 +236,7 @@ def _pieces(
 @torch.library.register_fake("compiled_llm::swap_out", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::swap_in", lib=LIBRARY)
 def _fake(caches: Sequence[Tensor], host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
-    """Nothing is returned, so there is no shape to say."""
+    """Nothing is returned, so there is no shape to compute."""
 
 
 # CUDA goes before the CPU when an op has arguments of both, as these have.

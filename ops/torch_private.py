@@ -20,26 +20,6 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "TensorGuards",
-    "TorchDispatchMode",
-    "aot_compiled_function",
-    "cache_dir",
-    "clear_cublas_workspaces",
-    "compiled_versions",
-    "compiler_settings",
-    "counters",
-    "default_cache_dir",
-    "dynamic_dimensions",
-    "keeps_compiled_code",
-    "mark_dynamic",
-    "mark_static_address",
-    "static_address_kind",
-    "trust_vec_isa",
-    "vec_isa",
-    "with_caches",
-]
-
 
 def aot_compiled_function() -> Any:
     """The class of functions that were compiled ahead of time. Imported when asked for: a GPU never asks."""

@@ -1,8 +1,8 @@
-"""Places that code may be loaded from: where nobody but this user and root can have put it.
+"""Checks that nobody but this user and root can have put the code in a place that it is loaded from.
 
-Whoever can write to a directory, or owns one of those above it, decides what lies there. So each of them counts, from
-the root on, and so does all that lies below. Links are followed one by one, on opened directories, and what counts is
-where they lead to. Once a place is found to be trusted, others can no longer exchange any part of its path.
+Whoever can write to a directory, or owns one of those above it, decides what is in it. So all directories of the path
+are checked, from the root on, and everything below the path. Links are followed one by one, on opened directories, and
+their targets are checked. Once a place is found to be trusted, others can no longer exchange any part of its path.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 _MAX_LINKS = 40  # as Linux
-# Of a directory that this user may pass and not list, too; where there is no such thing, it must be listable.
+# Opens also a directory that this user may pass but not list; without O_PATH it must be listable.
 _OPEN = getattr(os, "O_PATH", os.O_RDONLY | os.O_NONBLOCK) | os.O_NOFOLLOW | os.O_CLOEXEC
 _OTHERS_WRITE, _OTHERS_ENTER = stat.S_IWGRP | stat.S_IWOTH, stat.S_IXGRP | stat.S_IXOTH
 
@@ -27,16 +27,16 @@ def check_trusted(path: Path, variable: str = "COMPILED_LLM_CACHE") -> None:
     """Refuse a file or directory if others could have put code there, which this process would run.
 
     Each directory on the way must belong to this user, to root or to the owner of ``/``, and nobody else may write to
-    it, but to one that is sticky, such as ``/tmp``. The same holds for ``path`` and for all below it, and there for
-    sticky ones too. Of files and directories in one that nobody else may enter only the owners count: a umask may let
-    groups write to what torch makes there.
+    it unless it is sticky, as ``/tmp`` is. The same holds for ``path`` and for everything below it, where sticky ones
+    are refused, too. In a directory that nobody else may enter only the owners are checked: a umask may let groups
+    write to what torch makes there.
 
     Args:
         path: exists.
         variable: the environment variable that names another place, for the message.
 
     Raises:
-        ValueError: it is not so. The message names the place, what is wrong, and the remedy.
+        ValueError: others could have. The message names the place, what is wrong, and the remedy.
         OSError: ``path`` cannot be looked at.
     """
     _Check(path, variable).run()

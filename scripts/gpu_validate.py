@@ -1,30 +1,30 @@
-"""Validate and measure on a machine with a CUDA GPU: one command, under ten minutes, results as JSON.
+"""Validate and measure on a machine with a CUDA GPU: one command, less than ten minutes, results as JSON.
 
-    python scripts/gpu_validate.py                        # everything, as far as --budget reaches
+    python scripts/gpu_validate.py                        # everything that fits into --budget
     python scripts/gpu_validate.py --part e2e attention   # only these, in this order
     python scripts/gpu_validate.py --resume               # only what has no good result in --output yet
 
 Parts, the most valuable first:
 
-- ``limits``: bandwidth and matrix peak, the yardsticks of everything else.
+- ``limits``: bandwidth and matrix peak, to compare everything else with.
 - ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with both kinds of
   CUDA graphs.
 - ``trees-1``, ``manual-1``, ``trees-32``, ``manual-32`` (batch sizes): CUDA graph trees and graphs captured by hand.
 - ``latency`` and ``throughput``: the engine on random weights of real shapes; ``transformers``: the requests of
   ``throughput`` through transformers.generate.
-- ``sampling``: what choosing tokens costs beside a decode step.
-- ``attention``: the op alone with every KV dtype, beside SDPA, FlexAttention and transformers' paged attention.
-- ``serve``: requests that arrive one by one; ``report``: where the time of a run went; ``phases``: prefill and decode
+- ``sampling``: the cost of sampling relative to a decode step.
+- ``attention``: the op alone with every KV dtype, compared with SDPA, FlexAttention and transformers' paged attention.
+- ``serve``: requests that arrive over time; ``report``: how the time of a run was spent; ``phases``: prefill and decode
   over lengths and batch sizes; ``prefix-on`` and ``prefix-off``: requests with a common prefix, with and without the
   prefix cache.
 - ``kernels``: attention against the reference at real sizes.
-- ``tune`` runs when it is asked for by name: it writes the tiles that suit this GPU to ``ops/tiles``, a file to commit.
+- ``tune`` runs only if it is named: it writes the tiles that suit this GPU to ``ops/tiles``, a file to commit.
 
 Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when
-it ends, so a run that is cut off keeps what was done, and ``--resume`` goes on behind it. It needs no installation,
-only a checkout and the packages.
+it ends, so an interrupted run keeps its results, and ``--resume`` continues it. It needs no installation, only a
+checkout and the packages.
 
-Exit status: 0 when every part passed, 1 when one failed or was left out for lack of time, 2 without a CUDA GPU.
+Exit status: 0 if every part passed, 1 if one failed or was left out for lack of time, 2 without a CUDA GPU.
 """
 
 import argparse
@@ -45,17 +45,16 @@ import torch
 from compiled_llm.command_line import FlagParser
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # machines with a GPU are not always ours to install on
+sys.path.insert(0, str(ROOT))  # the package may not be installed
 
 from compiled_llm import hardware as machine  # noqa: E402
 from compiled_llm.report import machine_limits  # noqa: E402
 
-# With many cores the kernels' hundreds of variants compile side by side. pytest-benchmark warns there, an error to us.
+# With many cores, hundreds of kernel variants compile in parallel. pytest-benchmark then warns, which is an error here.
 _PARALLEL = "-n 12" if importlib.util.find_spec("xdist") else ""
 _PYTEST = "-m pytest -v -W default -p no:benchmark -p no:cacheprovider"
 
-# Part -> (seconds it may take, arguments of Python). {json} is where it writes its result, if it writes one itself, and
-# {folder} a folder for more.
+# Part -> (maximum seconds, arguments of Python). {json} is a file for its result, {folder} a folder for more.
 PARTS = {
     "limits": (60, "scripts/gpu_validate.py --measure-limits {json}"),
     "e2e": (
@@ -130,7 +129,7 @@ def run_part(name: str, output: Path, seconds_left: float) -> dict[str, Any]:
             status = process.wait(timeout=min(limit, seconds_left))
         except subprocess.TimeoutExpired:
             status = 124
-            process.send_signal(signal.SIGINT)  # pytest then says what it saw so far
+            process.send_signal(signal.SIGINT)  # pytest then prints its results so far
             try:
                 process.wait(timeout=15)
             except subprocess.TimeoutExpired:
@@ -182,7 +181,7 @@ def main() -> int:
     num_passed = 0
     for name in todo:
         seconds_left = end - time.perf_counter()
-        if seconds_left < PARTS[name][0] / 2:  # it would hardly end; a shorter one may
+        if seconds_left < PARTS[name][0] / 2:  # it would probably not finish; a shorter one may
             print(f"{name:<12} left out: {max(0, seconds_left):.0f} s of the budget are left; go on with --resume")
             continue
         num_passed += run_part(name, args.output, seconds_left)["status"] == 0

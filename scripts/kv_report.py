@@ -155,7 +155,7 @@ def check_scales(kv_cache: KVCache, start: int, end: int) -> None:
 def compare(
     model: Model, dtypes: Sequence[torch.dtype], windows: list[Window], chunk: int, title: str = "windows"
 ) -> Comparison:
-    """Run the model over the windows with a cache of ``dtypes``, one for each layer, beside one in its own dtype."""
+    """Run the model over the windows with a cache of ``dtypes``, one for each layer, and with one in its own dtype."""
     num_layers = len(dtypes)
     num_blocks = -(-max(len(window.token_ids) for window in windows) // BLOCK_SIZE)
     own_cache = allocate(model.config, (model.dtype,) * num_layers, num_blocks, BLOCK_SIZE, model.device)

@@ -2,7 +2,7 @@
 
     python scripts/make_docs.py
 
-Exit status: 0 when both files are as they should be, 1 with ``--check`` when one is out of date.
+Exit status: 0, or 1 with ``--check`` if a file is out of date.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def table(cls: type) -> str:
 
 
 def type_text(hint: Any) -> str:
-    """A type as a user would say it."""
+    """A type, in words for users."""
     if isinstance(hint, types.UnionType):
         return " or ".join(dict.fromkeys(type_text(kind) for kind in typing.get_args(hint)))
     if typing.get_origin(hint) is typing.Literal:
@@ -67,7 +67,7 @@ def default_text(default: Any) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """File -> what it should hold."""
+    """File -> its content."""
     return {
         DOCS / "engine_arguments.md": f"{_ENGINE}\n{_NOTE}\n\n{table(EngineConfig)}\n",
         DOCS / "sampling_parameters.md": f"{_SAMPLING}\n{_NOTE}\n\n{table(SamplingParams)}\n",
@@ -76,7 +76,7 @@ def pages() -> dict[Path, str]:
 
 def main() -> int:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, say which file is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; print which file is out of date")
     args = parser.parse_args()
     stale = {path: text for path, text in pages().items() if not path.exists() or path.read_text() != text}
     for path, text in stale.items():

@@ -60,7 +60,7 @@ def _readable(logprobs: dict[int, Logprob]) -> dict[int, dict[str, Any]]:
 class OutputFile:
     """The file of results, locked from the moment it is opened until it is closed.
 
-    As a context manager it says what it holds when an exception ends the run, or removes a new file that holds nothing.
+    As a context manager: if an exception ends the run, it prints the number of rows, or removes a new, empty file.
 
     Args:
         path: a new file; with ``resume`` also one that an earlier run wrote. Its last line, if a crash cut it off, is
@@ -190,12 +190,12 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _lock_holder(status: os.stat_result) -> str:
-    """The process that has the lock on a file, as far as Linux tells."""
+    """The process that holds the lock on a file, if Linux shows it."""
     device = status.st_dev
-    wanted = f"{os.major(device):02x}:{os.minor(device):02x}:{status.st_ino}"
+    key = f"{os.major(device):02x}:{os.minor(device):02x}:{status.st_ino}"
     with contextlib.suppress(OSError):
         for line in Path("/proc/locks").read_text().splitlines():  # "1: FLOCK ADVISORY WRITE 1234 fe:00:5678 0 EOF"
             _, kind, *_, process, file, _, _ = line.split()
-            if kind == "FLOCK" and file == wanted and int(process) > 0:
+            if kind == "FLOCK" and file == key and int(process) > 0:
                 return f"process {process}"
     return "another process"

@@ -1,4 +1,4 @@
-"""The process of an offline run and its surroundings: signals that end it, and streams that stop taking text."""
+"""The process of an offline run: signals that end it, and output streams that fail."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ def stop_on_signals() -> Iterator[None]:
     """SIGINT and SIGTERM raise ``KeyboardInterrupt(signal number)``; a second one ends the process at once,
     also one that comes while Python shuts down.
 
-    A signal that the parent process told this one to ignore stays ignored.
+    A signal that is ignored at the start, because the parent process set that, stays ignored.
     """
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     handled = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]
@@ -66,7 +66,7 @@ class GuardedStream:
             self._drop(error)
 
     def _drop(self, error: OSError) -> None:
-        """Let all text go nowhere, also what the stream still holds: Python writes that when it ends."""
+        """Discard all text, also what is still in the buffer: Python writes that at its end."""
         self.failure = self.failure or error
         with contextlib.suppress(OSError):  # it has no file descriptor
             null = os.open(os.devnull, os.O_WRONLY)

@@ -4,14 +4,14 @@
     python scripts/serve_offline.py --model DIR --input prompts.jsonl --output out.jsonl --resume
 
 Without ``--input`` the bundled prompts run through the bundled model. ``--input`` takes .jsonl (rows with ``prompt`` or
-``prompt_token_ids``, and if wanted ``cache_salt`` and ``priority``) or .txt (a prompt a line).
+``prompt_token_ids``, and optionally ``cache_salt`` and ``priority``) or .txt (a prompt a line).
 
 ``--output`` is a new file, locked for the run and written row by row, each row as soon as it is done. It holds the rows
 that were served; ``index`` is the place of a row in the input, from 0. Rows that fail are named on stderr.
-``--resume`` goes on with the file of an earlier run, however that ended: it serves the rows that the file lacks, those
-that failed too, and gives the same tokens as one run would have.
+``--resume`` continues the file of an earlier run, however that ended: it serves the rows that are not in the file,
+including those that failed, and gives the same tokens as one run would.
 
-``--report DIR`` writes what the run did and how near the machine's limits it ran (``report.html``, ``report.json``; see
+``--report DIR`` writes a report of the run and its share of the machine's limits (``report.html``, ``report.json``; see
 docs/report.md), ``--trace FILE`` the shapes of its steps, which ``scripts/tune_buckets.py`` reads.
 
 Exit status: 0 when every row was served, 1 when some failed or a result could not be written, 2 for bad arguments,
@@ -51,13 +51,13 @@ from compiled_llm.command_line import (
 )
 from compiled_llm.sampling_params import SamplingParams
 
-if TYPE_CHECKING:  # they load torch, which takes seconds: whatever can be wrong is found before
+if TYPE_CHECKING:  # they load torch, which takes seconds: bad arguments are found before
     from compiled_llm import CompiledEngine, RequestOutput
     from compiled_llm.report.report import RunReport
 
 BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.jsonl"
-DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # where neither flags nor the checkpoint say otherwise
-QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler to choose from
+DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
+QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler
 REPORT_FILES = ("report.html", "report.json", "trace.json")
 
 
@@ -84,7 +84,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the shapes of all steps, for tune_buckets.py")
     parser.add_argument(
-        "--remeasure-limits", action="store_true", help="measure the machine's limits anew, not once per machine"
+        "--remeasure-limits", action="store_true", help="measure the machine's limits even if they are known"
     )
     add_engine_arguments(parser)
     add_sampling_arguments(parser, **DEFAULT_SAMPLING)
@@ -183,7 +183,7 @@ def row_seed(engine_seed: int, index: int) -> int:
 
 
 def prepare(args: argparse.Namespace) -> tuple[list[InputRow], OutputFile | None]:
-    """The rows and the output file. What can be wrong whatever the model is found here: ``RunError`` with what is."""
+    """The rows and the output file. ``RunError`` for everything that can be checked without the model."""
     try:
         engine_config(args)
         sampling_params(args, **DEFAULT_SAMPLING)
@@ -196,12 +196,12 @@ def prepare(args: argparse.Namespace) -> tuple[list[InputRow], OutputFile | None
 
 
 def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tuple[SamplingParams, str]:
-    """The parameters, and a text that shows them: the flags', else the checkpoint's suggestions, else our defaults.
+    """The parameters and a text of them: those of the flags, else the checkpoint's, else our defaults.
 
     ``RunError`` where they do not go together, or ``rows`` have text and the model has no tokenizer.
     """
     from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
-    from compiled_llm.engine.parts import checkpoint_directory, has_tokenizer
+    from compiled_llm.engine.model_files import checkpoint_directory, has_tokenizer
 
     try:
         config = engine_config(args)
@@ -214,7 +214,7 @@ def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tupl
             )
         given = sampling_arguments(args)
         suggested = {name: value for name, value in suggested_sampling(directory).items() if name not in given}
-        default_sampling_params(suggested)  # if one is bad, this says whose it is
+        default_sampling_params(suggested)  # its error message names the file
         params = SamplingParams(**{**DEFAULT_SAMPLING, **suggested, **given})
     except (ValueError, OSError) as error:
         raise RunError(2, str(error)) from error
@@ -233,7 +233,7 @@ def start_engine(args: argparse.Namespace) -> "CompiledEngine":
 
 
 def prepare_report(engine: "CompiledEngine", args: argparse.Namespace) -> None:
-    """Measure the machine's limits and have the engine log what the report needs, where they are asked for."""
+    """Measure the machine's limits and start the engine's log, if the flags ask for them."""
     from compiled_llm.report import machine_limits
 
     if args.report is not None or args.remeasure_limits:
@@ -307,7 +307,7 @@ def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
             print(engine.compile_report())
             print(f"\n{engine.memory_report()}", flush=True)
         if stdout.failure is not None and results is None:
-            return 1  # nobody would see the results; main() says why
+            return 1  # no output is possible; main() prints the reason
         started = time.perf_counter()
         outputs = serve_all(engine, todo, params, results)
         seconds = time.perf_counter() - started
@@ -318,7 +318,7 @@ def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
 
     if not args.quiet:
         print_results(outputs)
-    # Known limits are measured again where this run shows them to be too low; the first time takes --report.
+    # Known limits are measured again if this run shows that they are too low. Unknown ones only with --report.
     known = machine_limits.cached(engine.runner.device, engine.runner.dtype) is not None
     report = engine.report(measure_limits=known or args.report is not None)
     print_summary(engine, report, outputs, max(seconds, 1e-9), start_seconds, sampling)

@@ -4,11 +4,11 @@
     python scripts/tune_attention.py --head-dim 256 --kv-cache-dtype fp8     # one more shape: the file keeps the others
     python scripts/tune_attention.py --seconds 1200 --output /tmp/tiles.json
 
-Each shape, a head_dim with a dtype of the cache, starts from the tiles in use and is searched one kind of step after
-the other: decodes, queries of a few tokens, prompts. A candidate must give the same output up to rounding and be 2%
-faster over all steps of the kind. ``--seconds`` is shared by the shapes; the candidates closest to the start are tried
-first, so a short search is a coarse one. The file, ``ops/tiles/<GPU>.json`` unless ``--output`` says otherwise, is used
-by every engine started after that.
+For each shape, a head_dim and a dtype of the cache, the search starts from the tiles in use and treats one kind of step
+after the other: decodes, queries of a few tokens, prompts. A candidate must give the same output up to rounding and be
+2% faster over all steps of the kind. ``--seconds`` is divided among the shapes; candidates closest to the start are
+tried first, so a short search tries only these. The file, ``ops/tiles/<GPU>.json`` or ``--output``, is used by every
+engine that is started after that.
 
 Exit status: 0, or 2 without a CUDA GPU.
 """
@@ -34,7 +34,8 @@ from compiled_llm.ops.attention import tiles as attention_tiles
 from compiled_llm.ops.attention.tiles import TileConfig
 
 KV_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
-# What is searched together, and the steps it is timed on: requests, query length, tokens before the query.
+# Fields of the tiles that are searched together. STEPS: the steps that they are timed on, as (requests, query length,
+# tokens before the query).
 KINDS: dict[str, dict[str, Sequence[int]]] = {
     "decode tiles": {
         "split_block_n": (16, 32, 64, 128),
@@ -159,12 +160,12 @@ class Step:
                 self.run(layer, tiles)
         times = []
         for _ in range(7):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
             graph.replay()
             end.record()
             end.synchronize()
-            times.append(begin.elapsed_time(end) / 1e3 / len(self.caches))
+            times.append(start.elapsed_time(end) / 1e3 / len(self.caches))
         return statistics.median(times)
 
 

@@ -1,31 +1,31 @@
-"""Propose the buckets that fit the work: --bucket-sizes and --token-bucket-sizes from what runs have met.
+"""Propose buckets for the work of earlier runs: --bucket-sizes and --token-bucket-sizes.
 
     python scripts/serve_offline.py --input prompts.jsonl --trace trace.json
     python scripts/tune_buckets.py --trace trace.json
     python scripts/tune_buckets.py --trace monday.json tuesday.json --runs-per-start 20 --max-buckets 6
 
-A step takes the time of the bucket that it falls into, padding included, and each bucket costs its compiling at every
-start. The proposal is the set of buckets, at most ``--max-buckets`` of each kind, with the least
+A step takes the time of its bucket, padding included, and each bucket is compiled at every start. The proposal is the
+set of buckets, at most ``--max-buckets`` of each kind, with the least
 
     --runs-per-start x (the sum of all steps' times) + (the sum of compile seconds),
 
-found by dynamic programming over the sizes that the traces met; no other set does better. Several traces count
-together as one run; they must be of the same model on the same machine.
+found by dynamic programming over the sizes in the traces; no other set is better. Several traces count together as one
+run; they must be of the same model on the same machine.
 
-A bucket's time is its median where the trace has it. A larger bucket never takes less: where the medians fall, as after
-some slow steps, the mean of these buckets is taken, each weighed by its steps (isotonic regression). In between, a time
-is interpolated, in straight lines over the size. Below the smallest and above the largest size measured, the nearest
-line is extended, but below no further than to the smallest's time per token. Where a kind has one measured size only,
-its time is taken for all. The output says where any of this was done, and warns where the steps as they ran would by
-these times take much more or less than the trace says they took. Compiling a bucket costs the mean of its kind,
+A bucket's time is its median where the trace has it. A larger bucket never takes less: if the medians fall, as after
+some slow steps, the mean of these buckets is used, weighted by their steps (isotonic regression). Between sizes, times
+are interpolated linearly. Below the smallest and above the largest measured size, the nearest line is extended, but not
+below the smallest size's time per token. If a kind has only one measured size, its time is used for all. The output
+lists where this was done. It warns if the steps of the trace, computed with these times, take much more or less than
+the measured time. Compiling a bucket costs the mean of its kind,
 whatever its size; decode buckets count their sampling graph with them.
 
 The engine keeps its capacity: the largest decode bucket is max_num_seqs, the largest token bucket
-max_num_batched_tokens. ``--shrink`` gives up what was never used of both. Steps are then cut differently, so what it
-would save is an estimate, while without it the padding is exact for the same requests arriving in the same way (but
-``target_itl_ms``, too, cuts steps by the buckets there are).
+max_num_batched_tokens. ``--shrink`` reduces both to what was used. Steps are then cut differently, so the savings are
+an estimate. Without it the padding is exact for the same requests arriving in the same way (unless ``target_itl_ms`` is
+set, which also cuts steps by the buckets).
 
-Exit status: 0, or 2 for traces that cannot be read or do not belong together.
+Exit status: 0, or 2 if a trace cannot be read or the traces do not belong together.
 """
 
 import argparse
@@ -84,8 +84,8 @@ class Work:
 
     def candidates(self) -> list[int]:
         """Sizes among which the best set of buckets is."""
-        met = {size for size in self.counts if size < self.capacity}
-        return sorted(met | {self.capacity})
+        sizes = {size for size in self.counts if size < self.capacity}
+        return sorted(sizes | {self.capacity})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,20 +127,20 @@ def steps_of(trace: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 def check_that_traces_belong_together(traces: Sequence[dict[str, Any]]) -> None:
-    """``ValueError`` where step times of one trace say nothing about the other's."""
+    """``ValueError`` if the traces are of different models or machines."""
     for what, found in {
         "model": {trace["model"] for trace in traces},
         "machine": {(trace["machine"].get("cpu"), trace["machine"].get("gpu")) for trace in traces},
     }.items():
         if len(found) > 1:
             raise ValueError(
-                f"--trace: all traces must be of one {what}, given {sorted(map(str, found))}: step times of one say "
-                "nothing about another. Tune for each by itself"
+                f"--trace: all traces must be of one {what}, given {sorted(map(str, found))}: their step times "
+                "cannot be compared. Tune for each separately"
             )
 
 
 def work_of(traces: Sequence[dict[str, Any]], kind: str, shrink: bool) -> Work:
-    """What the traces say about one kind of step."""
+    """The work of one kind of step, from the traces."""
     counts: Counter[int] = Counter()
     medians: dict[int, list[tuple[float, int]]] = {}
     compiled: list[float] = []
@@ -192,7 +192,7 @@ def outcome(work: Work, buckets: Sequence[tuple[Sequence[int], Counter[int]]]) -
 
 
 def histogram(work: Work) -> list[str]:
-    """What was met, in at most ``_HISTOGRAM_ROWS`` rows: sizes, steps, a bar."""
+    """The sizes of the steps, in at most ``_HISTOGRAM_ROWS`` rows: sizes, steps, a bar."""
     sizes = sorted(work.counts)
     rows = np.array_split(np.array(sizes), min(len(sizes), _HISTOGRAM_ROWS))
     counts = [sum(work.counts[int(size)] for size in row) for row in rows]
@@ -235,12 +235,12 @@ def share(padding: int, tokens: int) -> float:
 
 
 def rounded_steps(traces: Sequence[dict[str, Any]]) -> int:
-    """Steps that stand in the traces with the size of their bucket: an engine keeps so many different shapes only."""
+    """Steps that the traces have with their bucket's size, because an engine records a limited number of shapes."""
     return sum(trace.get("rounded_steps", 0) for trace in traces)
 
 
 def remarks(part: dict[str, Any], kind: str) -> list[str]:
-    """Where the times of a kind are not simply what was measured, and whether they add up."""
+    """Where the times of a kind differ from the measured ones, and whether they add up."""
     work, lines = part["work"], []
     times = work.times()
     fallen = [size for size in sorted(times) if times[size] != work.medians[size]]
@@ -252,7 +252,7 @@ def remarks(part: dict[str, Any], kind: str) -> list[str]:
         lines.append(f"larger buckets took less, so that means are taken, in seconds: {found}")
     if len(times) == 1:
         lines.append(
-            f"only {kind}_{min(times)} ran: its time is taken for all sizes. A trace with more buckets tells more"
+            f"only {kind}_{min(times)} ran: its time is used for all sizes. A trace with more buckets would be better"
         )
     outside = [size for size in part["proposed"] if size < min(times) or size > max(times)]
     if outside and len(times) > 1:
@@ -275,7 +275,7 @@ def print_result(result: dict[str, Any], runs_per_start: float, rounded: int) ->
         before, after, tokens = part["before"], part["after"], part["tokens"]
         print(f"{kind}: {work.counts.total()} steps, {tokens} tokens, measured {work.measured_seconds:.2f} s")
         if not work.counts:
-            print(f"  no such step was met: only the capacity counts, {work.capacity}\n")
+            print(f"  there was no such step: only the capacity counts, {work.capacity}\n")
             continue
         print(f"  {'tokens':>12} {'steps':>9}")
         print("\n".join(histogram(work)))
@@ -301,7 +301,7 @@ def print_result(result: dict[str, Any], runs_per_start: float, rounded: int) ->
         f"{saved_or_cost(saved['compile_seconds'], 1)} of compiling a start, weighed at {runs_per_start:g} runs a start"
     )
     if rounded:
-        print(f"{rounded} steps stand in the traces with their bucket's size: their padding is not seen here")
+        print(f"{rounded} steps have their bucket's size in the traces: their padding is unknown")
     print("\n" + flags(result))
 
 
@@ -311,7 +311,7 @@ def saved_or_cost(saved: float, digits: int) -> str:
 
 
 def flags(result: dict[str, Any]) -> str:
-    """To paste behind serve_offline.py or anything else that takes the engine's flags."""
+    """Flags for serve_offline.py, or any program with the engine's flags."""
     return " ".join(f"{FLAGS[kind]} {','.join(map(str, result[kind]['proposed']))}" for kind in KINDS)
 
 
@@ -331,11 +331,11 @@ def to_json(result: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="what runs have met")
+    parser.add_argument("--trace", type=Path, nargs="+", required=True, metavar="FILE", help="traces of earlier runs")
     parser.add_argument("--max-buckets", type=int, default=8, metavar="N", help="most buckets of a kind (default: 8)")
-    help_text = "how many such runs one start serves (default: 1)"
+    help_text = "number of such runs per start (default: 1)"
     parser.add_argument("--runs-per-start", type=float, default=1.0, metavar="X", help=help_text)
-    parser.add_argument("--shrink", action="store_true", help="give up capacity that was never used")
+    parser.add_argument("--shrink", action="store_true", help="reduce the capacity to what was used")
     tables.add_json_flag(parser)
     args = parser.parse_checked(max_buckets=1)
     if not args.runs_per_start > 0:

@@ -1,4 +1,4 @@
-"""What tune_buckets.py reckons with: the time of a bucket of any size, and the set of buckets that costs least."""
+"""The arithmetic of tune_buckets.py: the time of a bucket of any size, and the set of buckets with the least cost."""
 
 from collections.abc import Callable, Sequence
 
@@ -59,8 +59,8 @@ def best_buckets(
 
     Cost is ``runs_per_start`` times the sum over all steps of the time of the smallest bucket that holds them, and
     ``compile_seconds`` for each bucket. Dynamic programming: ``costs[k][j]`` is the least for all steps up to candidate
-    j, which is the largest of k + 1 buckets; what stands below the second largest, i, does not change what the steps
-    in between cost.
+    j, which is the largest of k + 1 buckets; the buckets below the second largest, i, do not change the cost of
+    the steps between i and j.
     """
     sizes = np.array(candidates)
     steps = np.zeros(len(sizes) + 1)  # steps up to each candidate, beginning with none

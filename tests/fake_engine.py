@@ -7,8 +7,9 @@ stands in the wrong slot is seen at once.
 import dataclasses
 import hashlib
 import pickle
+import random
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
@@ -17,6 +18,7 @@ from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
@@ -36,13 +38,55 @@ LIMITS = EngineLimits(
 )
 
 
+class FakeDrafter:
+    """Knows what the fake model generates, and is right for as many tokens as ``num_right`` says each time.
+
+    Args:
+        num_right: at most ``num_tokens``; the tokens after these are wrong.
+    """
+
+    def __init__(self, num_tokens: int, num_right: Callable[[], int]) -> None:
+        self.num_tokens = num_tokens
+        self.num_right = num_right
+
+    def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+        tokens, right = expected_tokens(list(token_ids), self.num_tokens), self.num_right()
+        return [*tokens[:right], *((token + 1) % VOCABULARY for token in tokens[right:])]
+
+
+def drafters(num_tokens: int, seed: int = 0) -> dict[str, FakeDrafter]:
+    """A drafter that is right, one that is wrong, and one that is right for some random tokens."""
+    rng = random.Random(seed)
+    return {
+        "right": FakeDrafter(num_tokens, lambda: num_tokens),
+        "wrong": FakeDrafter(num_tokens, lambda: 0),
+        "half right": FakeDrafter(num_tokens, lambda: rng.randint(0, num_tokens)),
+    }
+
+
 def make_scheduler(
-    num_blocks: int, *, prefix_caching: bool = False, num_swap_blocks: int = 0, arguments: dict | None = None, **sizes
+    num_blocks: int,
+    *,
+    prefix_caching: bool = False,
+    num_swap_blocks: int = 0,
+    arguments: dict | None = None,
+    drafter: Drafter | None = None,
+    **sizes,
 ) -> Scheduler:
     """A scheduler over ``num_blocks`` blocks. ``sizes`` change ``LIMITS``, ``arguments`` go to the Scheduler."""
     limits, pool = dataclasses.replace(LIMITS, **sizes), BlockPool(num_blocks)
-    cache = PrefixCache(pool, limits.block_size, enabled=prefix_caching)
-    return Scheduler(limits, pool, prefix_cache=cache, swap_pool=BlockPool(num_swap_blocks), **(arguments or {}))
+    checked = None
+    if drafter is not None:
+        limits = dataclasses.replace(limits, num_draft_tokens=drafter.num_tokens)
+        checked = CheckedDrafter(drafter, VOCABULARY)
+    return Scheduler(
+        limits,
+        pool,
+        prefix_cache=PrefixCache(pool, limits.block_size, enabled=prefix_caching),
+        swap_pool=BlockPool(num_swap_blocks),
+        drafter=checked,
+        **(arguments or {}),
+    )
 
 
 def make_request(
@@ -166,15 +210,18 @@ class FakeRunner:
             for position in range(start, start + len(tokens)):
                 slot = (self.tables[request_id][position // size], position % size)
                 self.slots[slot] = contexts[request_id][position]
-        sampled = []
+        sampled: list[int] = []
+        found: list[int] = []
         for request_id, start, tokens in step:
             end = start + len(tokens)
             for position in range(end):
                 slot = (self.tables[request_id][position // size], position % size)
                 assert self.slots.get(slot) == contexts[request_id][position], "a foreign key stands in the slot"
-            sampled.append(Context.next_token(contexts[request_id][end - 1]))
+            num_samples = output.num_samples[output.request_ids.index(request_id)]
+            rows = contexts[request_id][end - max(1, num_samples) : end]
+            sampled += [Context.next_token(context) for context in rows]
+            found += [token if num_samples else -1 for token in sampled[-len(rows) :]]
         self.sampled = sampled
-        found = (token if count else -1 for token, count in zip(sampled, output.num_samples, strict=True))
         return pickle.loads(pickle.dumps(result_of(found)))
 
     def forget(self) -> None:

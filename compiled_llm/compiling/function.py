@@ -62,45 +62,38 @@ class CompiledFunction:
 
         ``make_args`` is called anew for each call: tensors that another graph returned live until the next step only.
         """
+        used, started = _used_bytes(self.device), time.perf_counter()
         if self._ahead:
-            self._warm_up_ahead(make_args())
-            return
-        before, used = compile_counts(), _used_bytes(self.device)
-        started = time.perf_counter()
-        with torch.no_grad():
-            self._call_until_recorded(self._call, make_args)
+            args = make_args()
+            facts, outcome, reason = self._load_or_compile(args)
+            self._check = ArgumentCheck(args)
+            with torch.no_grad():
+                self._call(*args)
+        else:
+            (facts, outcome), reason = self._compile_by_calls(make_args), ""
         seconds = time.perf_counter() - started
-        gained = {key: count - before[key] for key, count in compile_counts().items()}
-        cache = "hit" if gained["hits"] else "miss" if gained["misses"] else "off"
-        self._report = GraphReport(
-            name=self.name,
-            graphs=gained["graphs"],
-            graph_breaks=gained["graph_breaks"],
-            recompiles=0,
-            compile_seconds=seconds,
-            cache="eager" if self._eager else cache,
-            cuda_graph_bytes=max(0, _used_bytes(self.device) - used),
-        )
-
-    def _warm_up_ahead(self, args: tuple) -> None:
-        """Load the code or compile it, and call it once."""
-        started, waited = time.perf_counter(), 0.0
-        facts, outcome, reason = self._load_or_compile(args)
         if self._cache is not None and self.name in self._cache.built:  # by another process of this start
             outcome, (reason, waited) = "miss", self._cache.built[self.name]
-        self._check = ArgumentCheck(args)
-        with torch.no_grad():
-            self._call(*args)
+            seconds += waited
         self._report = GraphReport(
             name=self.name,
             graphs=facts["graphs"],
             graph_breaks=facts["graph_breaks"],
             recompiles=0,
-            compile_seconds=waited + time.perf_counter() - started,
+            compile_seconds=seconds,
             cache=outcome,
-            cuda_graph_bytes=0,
+            cuda_graph_bytes=max(0, _used_bytes(self.device) - used),
             reason=reason,
         )
+
+    def _compile_by_calls(self, make_args: Callable[[], tuple]) -> tuple[Fields, str]:
+        """Facts about the code, and ``cache`` for the report."""
+        before = compile_counts()
+        with torch.no_grad():
+            self._call_until_recorded(self._call, make_args)
+        gained = {key: count - before[key] for key, count in compile_counts().items()}
+        cache = "hit" if gained["hits"] else "miss" if gained["misses"] else "off"
+        return gained, "eager" if self._eager else cache
 
     def _load_or_compile(self, args: tuple) -> tuple[Fields, str, str]:
         """Facts about the code, and ``cache`` and ``reason`` for the report."""
@@ -165,27 +158,29 @@ class CompiledFunction:
         return self._call_guarded(*args) if self._captured is None else self._captured(*args)
 
     def _call_guarded(self, *args: Any) -> Any:
-        if self._check is not None:
-            return self._call_checked(self._check, args)
+        if self._check is None:
+            return self._call_with_guards(*args)
+        with torch.inference_mode(False), torch.no_grad():
+            difference = self._check.difference(args)
+            if difference is None:
+                return self._call(*args)
+        raise self._refusal(difference)
+
+    def _call_with_guards(self, *args: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad(), torch.compiler.set_stance("fail_on_recompile"):
             try:
                 return self._call(*args)
             except RuntimeError as error:
                 if "fail_on_recompile" not in str(error):
                     raise
-                self._refused += 1
-                raise RuntimeError(
-                    f"{self.name} would have to be compiled again: something that it was compiled for has changed "
-                    "since the start, such as torch's number of threads, default dtype or autocast"
+                raise self._refusal(
+                    "something that it was compiled for has changed since the start, such as torch's number of "
+                    "threads, default dtype or autocast"
                 ) from error
 
-    def _call_checked(self, check: ArgumentCheck, args: tuple) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
-            difference = check.difference(args)
-            if difference is None:
-                return self._call(*args)
+    def _refusal(self, reason: str) -> RuntimeError:
         self._refused += 1
-        raise RuntimeError(f"{self.name} would have to be compiled again: {difference}")
+        return RuntimeError(f"{self.name} would have to be compiled again: {reason}")
 
     def report(self) -> GraphReport:
         """What the warm-up gave, with the recompiles that were made or refused since."""

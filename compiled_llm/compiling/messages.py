@@ -45,11 +45,7 @@ class _Pickler(pickle.Pickler):
     """Tensors go as their specs: code depends on nothing else of them. A tensor that occurs twice stays one."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return (_empty, (spec_of(obj),)) if isinstance(obj, Tensor) else NotImplemented
-
-
-def _empty(spec: TensorSpec) -> Tensor:
-    return spec.make(_DYNAMIC_SIZE)
+        return (TensorSpec.make, (spec_of(obj), _DYNAMIC_SIZE)) if isinstance(obj, Tensor) else NotImplemented
 
 
 def send(stream: IO[bytes], message: Any) -> None:

@@ -1,26 +1,25 @@
 """Grammars in processes of their own, so that one that needs too much time or memory ends alone.
 
-``GrammarProcesses`` starts a process that takes in the vocabulary (grammar_worker.py), and that one forks a process for
-each grammar. Only the last so many of them are kept: a generation whose process was given up goes over its tokens again
+``GrammarProcesses`` starts a process that reads the vocabulary (grammar_worker.py), and that one forks a process for
+each grammar. Only the last so many of them are kept: a generation whose process was closed goes over its tokens again
 in a new one. No torch here.
 """
 
 import dataclasses
+import functools
 import itertools
-import os
 import socket
-import subprocess
-import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from compiled_llm.child_process import Channel, ChildProcess, encoded
 
 # Messages that may be on their way to one process: more could fill the buffers of both directions.
 _MOST_UNANSWERED = 32
@@ -36,16 +35,29 @@ class Vocabulary:
     Attributes:
         text: the tokenizer as the text of a ``tokenizer.json``.
         size: one more than the largest id of tokenizer or model.
+        eos_token_ids: the tokens that end a text.
         words: int32 [W], a bit for each token of both tokenizer and model.
         eos_words: int32 [W], a bit for each token that ends a text.
-        eos_token_ids: the same as a list.
     """
 
     text: str
     size: int
-    words: np.ndarray
-    eos_words: np.ndarray
     eos_token_ids: list[int]
+    words: np.ndarray
+
+    @functools.cached_property
+    def eos_words(self) -> np.ndarray:
+        return bits(self.eos_token_ids, self.size)
+
+    @property
+    def settings(self) -> list[Any]:
+        """Values of JSON, for ``of_settings``."""
+        return [self.text, self.size, self.eos_token_ids, self.words.tolist()]
+
+    @classmethod
+    def of_settings(cls, settings: list[Any]) -> "Vocabulary":
+        text, size, eos_token_ids, words = settings
+        return cls(text, size, eos_token_ids, np.array(words, np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,10 +150,11 @@ class GrammarProcesses:
     """
 
     def __init__(self, vocabulary: Vocabulary, most: int) -> None:
-        self._vocabulary = vocabulary
         self._most = most
         self._lock = threading.Lock()
-        self._parent: _Parent | None = None
+        module = "compiled_llm.constraints.grammar_worker"
+        packages = "numpy", "llguidance"
+        self._parent = ChildProcess("the process that compiles grammars", module, packages, vocabulary.settings)
         self._kept: OrderedDict[GrammarSource, _Process] = OrderedDict()
         self._closed = False
         weakref.finalize(self, _close_all, self._kept)
@@ -181,70 +194,17 @@ class GrammarProcesses:
         with self._lock:
             self._closed = True
             _close_all(self._kept)
-            if self._parent is not None:
-                self._parent.close()
+            self._parent.end()
 
     def _fork(self, source: GrammarSource) -> "_Process":
-        if self._parent is not None and not self._parent.is_alive:  # killed by the system, when memory ran out
-            self._parent.close()
-            self._parent = None
-        if self._parent is None:
-            self._parent = _Parent(self._vocabulary)
         try:
-            return _Process(self._parent.fork(), source)
-        except OSError as error:
+            parent = self._parent.channel()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                socket.send_fds(parent.socket, [b"f"], [theirs.fileno()])
+            return _Process(Channel(ours), source)
+        except (OSError, RuntimeError) as error:
             raise ValueError(f"structured outputs: no process for the grammar: {error}") from error
-
-
-class _Parent:
-    """The process that has the vocabulary, and forks those of the grammars. ``ValueError``: it cannot be used."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        root = str(Path(__file__).parents[2])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._control, theirs = socket.socketpair()
-        with theirs:
-            self._popen = subprocess.Popen(
-                # -P: no module of the working directory
-                [sys.executable, "-P", "-m", "compiled_llm.constraints.grammar_worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        self._end = weakref.finalize(self, _end_parent, self._control, self._popen)
-        messages = Connection(os.dup(self._control.fileno()))
-        try:
-            messages.send(vocabulary)
-            reply = messages.recv_bytes()
-        except (EOFError, OSError) as error:
-            reply = encode_reply(error=f"structured outputs: the process that compiles grammars has ended: {error!r}")
-        finally:
-            messages.close()
-        if reply.startswith(_ERROR):
-            self.close()
-            raise ValueError(reply[1:].decode())
-
-    @property
-    def is_alive(self) -> bool:
-        return self._popen.poll() is None
-
-    def fork(self) -> Connection:
-        """The connection to a new process. ``OSError``: this one has ended."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            socket.send_fds(self._control, [b"f"], [theirs.fileno()])
-        return Connection(ours.detach())
-
-    def close(self) -> None:
-        self._end()
-
-
-def _end_parent(control: socket.socket, popen: subprocess.Popen) -> None:
-    control.close()  # it ends by that
-    try:
-        popen.wait(1.0)
-    except subprocess.TimeoutExpired:
-        popen.kill()
-        popen.wait()
 
 
 def _close_all(kept: "OrderedDict[GrammarSource, _Process]") -> None:
@@ -255,8 +215,9 @@ def _close_all(kept: "OrderedDict[GrammarSource, _Process]") -> None:
 class _Process:
     """The process of one grammar, which ends itself when it uses more than it may."""
 
-    def __init__(self, connection: Connection, source: GrammarSource) -> None:
-        self._connection = connection
+    def __init__(self, channel: Channel, source: GrammarSource) -> None:
+        self._channel = channel
+        weakref.finalize(self, channel.socket.close)
         self._lock = threading.RLock()  # several threads may start generations of one grammar
         self._names = itertools.count()
         self._dropped: deque[int] = deque()  # by the garbage collector, at any moment
@@ -267,7 +228,7 @@ class _Process:
             f"{source.num_bytes >> 20} MiB of memory, or too much time for its tokens: simplify it"
         )
         self.is_open = True
-        connection.send(source)
+        channel.send(encoded(dataclasses.astuple(source)), self._deadline())
 
     def new_name(self, follower: Follower) -> int:
         name = next(self._names)
@@ -282,7 +243,7 @@ class _Process:
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
             self._unanswered.append(weakref.ref(follower))
             try:
-                self._connection.send((dropped, name, token_ids))
+                self._channel.send(encoded([dropped, name, token_ids]), self._deadline())
             except OSError:
                 self._fail()
             except BaseException:
@@ -298,14 +259,18 @@ class _Process:
     def close(self) -> None:
         """Of any thread, also while another waits for an answer: it ends the waiting."""
         self.is_open = False
-        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):
+            self._channel.socket.shutdown(socket.SHUT_RDWR)
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._patience
 
     def _receive(self) -> None:
+        reply: bytes | None = None
         try:
-            reply = self._connection.recv_bytes() if self._connection.poll(self._patience) else None
+            reply = self._channel.receive(self._deadline())
         except (EOFError, OSError):
-            reply = None
+            pass
         except BaseException:  # an interrupt, half-way through a reply: nobody can read on from there
             self.close()
             raise

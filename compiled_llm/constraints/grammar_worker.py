@@ -1,6 +1,6 @@
-"""Processes that compile grammars and follow them, for grammar_processes.py; started by ``python -m``.
+"""Processes that compile grammars and follow them, for grammar_processes.py.
 
-The first process takes in the vocabulary, which may take seconds, and forks a process for each grammar. That one limits
+The first process reads the vocabulary, which may take seconds, and forks a process for each grammar. That one limits
 itself: the kernel ends it when it uses more processor time than it may, whatever the library is busy with, and gives it
 no more memory than it may have. No torch here, and no thread before a fork.
 """
@@ -11,14 +11,13 @@ import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Collection
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from compiled_llm.child_process import Channel, ProcessorTime, decoded, limit_memory, own_channel
 from compiled_llm.constraints.grammar_processes import GrammarSource, Vocabulary, brief_reason, encode_reply
 
 if TYPE_CHECKING:
@@ -26,56 +25,52 @@ if TYPE_CHECKING:
 
 _TOKENS_BETWEEN_RESTARTS = 256  # of a generation's matcher
 # The library compiles by recursion, and would kill the process at the stack's end. The deepest texts of
-# grammar_texts.MAX_CHARACTERS that we could make take less than 32 MiB.
+# structured_outputs._MAX_CHARACTERS that we could make take less than 32 MiB.
 _STACK_BYTES = 256 * 2**20
 
 
 def main() -> None:
     """Read a vocabulary, then fork a process for each socket that comes, until the other side is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the engine
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that end
-    control = socket.socket(fileno=int(sys.argv[1]))
-    messages = Connection(os.dup(control.fileno()))
-    vocabulary: Vocabulary = messages.recv()
+    channel = own_channel()
+    vocabulary = Vocabulary.of_settings(decoded(channel.receive()))
     try:
         import llguidance
 
         tokenizer = llguidance.LLTokenizer(vocabulary.text, n_vocab=vocabulary.size, eos_token=vocabulary.eos_token_ids)
     except BaseException as error:  # a panic of the library is no Exception
-        reason = f"structured outputs: llguidance cannot use this tokenizer: {brief_reason(error)}"
-        messages.send_bytes(encode_reply(error=reason))
+        channel.send(f"structured outputs: llguidance cannot use this tokenizer: {brief_reason(error)}".encode())
         return
-    messages.send_bytes(encode_reply())
+    channel.send(b"")
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        data, descriptors, _, _ = socket.recv_fds(channel.socket, 1, 1)
         if not data:
             return
         if os.fork() == 0:
-            control.close()
-            messages.close()
-            _follow(Connection(descriptors[0]), tokenizer, vocabulary)
+            channel.socket.close()
+            _follow(Channel(socket.socket(fileno=descriptors[0])), tokenizer, vocabulary)
             os._exit(0)
         os.close(descriptors[0])
 
 
-def _follow(connection: Connection, tokenizer: "LLTokenizer", vocabulary: Vocabulary) -> None:
+def _follow(channel: Channel, tokenizer: "LLTokenizer", vocabulary: Vocabulary) -> None:
     """In a process of its own: compile a grammar, and answer what generations ask until the other side is gone."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what a library writes as it dies helps nobody
     grammar = None
     try:
-        source: GrammarSource = connection.recv()
+        source = GrammarSource(*decoded(channel.receive()))
         _limit_memory(source.num_bytes)
-        with _Allowance(source, source.seconds):
+        with ProcessorTime(source.seconds):
             grammar = _Grammar(tokenizer, source)
     except EOFError:
         return
     except BaseException as error:  # a panic of the library is no Exception
         failure = f"structured outputs: does not compile: {brief_reason(error)}"
     states: dict[int, _State] = {}
-    allowance = _Allowance(source, source.seconds_at_once)
+    allowance = _Allowance(source)
     while True:
         try:
-            dropped, name, token_ids = connection.recv()
+            dropped, name, token_ids = decoded(channel.receive())
         except EOFError:
             return
         for old in dropped:
@@ -92,48 +87,34 @@ def _follow(connection: Connection, tokenizer: "LLTokenizer", vocabulary: Vocabu
             reply = encode_reply(error=str(error))
         except BaseException as error:  # a panic of the library is no Exception
             reply = encode_reply(error=f"structured outputs: {type(error).__name__}: {brief_reason(error)}")
-        connection.send_bytes(reply)
+        channel.send(reply)
 
 
 def _limit_memory(num_bytes: int) -> None:
     status = Path("/proc/self/statm")
     if status.exists():  # elsewhere the address space cannot be limited
         used = int(status.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + _STACK_BYTES + num_bytes,) * 2)
+        limit_memory(used + _STACK_BYTES + num_bytes)
 
 
-class _Allowance:
-    """Processor time that this process may use: within ``with`` the kernel ends it when the time is used up."""
+class _Allowance(ProcessorTime):
+    """For the tokens of all generations of a grammar."""
 
-    def __init__(self, source: GrammarSource, seconds: float) -> None:
+    def __init__(self, source: GrammarSource) -> None:
+        super().__init__(source.seconds_at_once)
         self._source = source
-        self._left = seconds
 
     def earn(self, num_tokens: int) -> None:
         """A generation went on by so many tokens."""
         source = self._source
-        self._left = min(self._left + num_tokens * source.seconds_a_token, source.seconds_at_once)
-
-    def compile_again(self) -> None:
-        """What comes now includes compiling the grammar once more."""
-        self._left += self._source.seconds
-        signal.setitimer(signal.ITIMER_PROF, self._left)
-
-    def __enter__(self) -> None:
-        self._begun = time.process_time()
-        signal.setitimer(signal.ITIMER_PROF, max(self._left, 0.001))
-
-    def __exit__(self, *exc_info: object) -> None:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        self._left -= time.process_time() - self._begun
+        self.left = min(self.left + num_tokens * source.seconds_a_token, source.seconds_at_once)
 
 
 class _Grammar:
     """A compiled grammar, and how to compile it again."""
 
     def __init__(self, tokenizer: "LLTokenizer", source: GrammarSource) -> None:
-        self._tokenizer = tokenizer
-        self._source = source
+        self._tokenizer, self._source, self.seconds = tokenizer, source, source.seconds
         self._text = self._library_text()
         self._first = self._compile()
 
@@ -223,7 +204,7 @@ class _State:
         place = len(self._token_ids)
         if self._restarted_at is not None and place - self._restarted_at < _TOKENS_BETWEEN_RESTARTS:
             return
-        self._allowance.compile_again()
+        self._allowance.add(self._grammar.seconds)
         self._matcher = self._grammar.matcher(anew=True)
         self._matcher.consume_tokens(self._token_ids)
         self._restarted_at = place
@@ -238,7 +219,3 @@ class _State:
 
 def _dead_end(num_tokens: int) -> str:
     return f"structured outputs: after {num_tokens} tokens no token may follow, and the grammar is not matched"
-
-
-if __name__ == "__main__":
-    main()

@@ -70,9 +70,8 @@ class GrammarCompiler:
         self._vocabulary = Vocabulary(
             text=text,
             size=size,
-            words=bits(token_ids, size) & bits(range(vocab_size), size),
-            eos_words=bits(eos_token_ids, size),
             eos_token_ids=sorted(eos_token_ids),
+            words=bits(token_ids, size) & bits(range(vocab_size), size),
         )
         self._vocab_size = vocab_size
         self._max_seconds, self._max_bytes = max_seconds, max_bytes

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections import deque
+from typing import Any
 
 import numpy as np
 
@@ -10,17 +11,20 @@ from compiled_llm.config import EngineConfig
 from compiled_llm.constraints.token_masks import allows_any
 from compiled_llm.engine.beam_search import BeamGroup
 from compiled_llm.engine.completions import Completion, LogprobReader, ServedRequest
-from compiled_llm.engine.parts import make_scheduler
 from compiled_llm.engine.stats import EngineCounts
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report.roofline import windows_of
 from compiled_llm.report.step_log import StepLog
+from compiled_llm.scheduling.block_pool import BlockPool
+from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
+from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.worker import Worker, WorkerFacts
 from compiled_llm.text.tokenizer import Tokenizer
-from compiled_llm.worker.runner import LaunchedStep, ModelRunner
 
 
 class EngineCore:
@@ -35,19 +39,19 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None, runner: ModelRunner
+        self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None, worker: Worker
     ) -> None:
-        self.config, self.model_config, self.runner = config, model_config, runner
-        self.scheduler = make_scheduler(config, model_config, runner)
+        self.config, self.model_config, self.worker = config, model_config, worker
+        self.scheduler = _make_scheduler(config, worker.facts)
         self.entries: dict[str, ServedRequest] = {}
         self.updated: dict[str, None] = {}
-        self.launched: deque[tuple[SchedulerOutput, LaunchedStep]] = deque()
+        self.launched: deque[tuple[SchedulerOutput, Any]] = deque()
         self.counts = EngineCounts()
         self.log = StepLog(windows=windows_of(model_config))
         self._completions: dict[str, tuple[ServedRequest, Completion]] = {}  # by the id that the scheduler knows
         self._beams: dict[str, BeamGroup] = {}  # likewise
         self._advanced: deque[Request] = deque()  # those that got a token or ended, and are still to be processed
-        overlaps = runner.device.type == "cuda" if config.async_scheduling is None else config.async_scheduling
+        overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._most_launched = 2 if overlaps else 1
         self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)
 
@@ -107,7 +111,7 @@ class EngineCore:
     def drain(self) -> None:
         """Wait for the steps that the device works on, and drop their results."""
         while self.launched:
-            self.runner.collect(self.launched.popleft()[1])
+            self.worker.collect(self.launched.popleft()[1])
 
     # -- Beams
 
@@ -150,11 +154,11 @@ class EngineCore:
         output = self._with_masks_and_targets(output)
         try:
             if output.request_ids:
-                self.launched.append((output, self.runner.launch(output)))
+                self.launched.append((output, self.worker.launch(output)))
                 if len(self.launched) < self._most_launched:
                     return
             output, launched = self.launched.popleft()
-            result = self.runner.collect(launched)
+            result = self.worker.collect(launched)
         except Exception as error:
             self._fail_steps(error)
             return
@@ -295,6 +299,23 @@ class EngineCore:
             group.failure = reason
         requests = [completion.request for _, completion in self._completions.values()]
         requests += [request for group in groups for request in group.requests]
-        broken, self.scheduler = self.scheduler, make_scheduler(self.config, self.model_config, self.runner)
+        broken, self.scheduler = self.scheduler, _make_scheduler(self.config, self.worker.facts)
         self.scheduler.replace(broken, requests, reason)
         self._advanced = deque(requests)
+
+
+def _make_scheduler(config: EngineConfig, facts: WorkerFacts) -> Scheduler:
+    """An empty scheduler for the sizes of a worker and its pools of blocks."""
+    pool, limits = BlockPool(facts.num_blocks), facts.limits
+    return Scheduler(
+        limits,
+        pool,
+        prefix_cache=PrefixCache(
+            pool, limits.block_size, enabled=config.enable_prefix_caching, facts=facts.block_contents
+        ),
+        swap_pool=BlockPool(facts.num_swap_blocks),
+        preemption_mode=config.preemption_mode,
+        policy=config.scheduling_policy,
+        target_itl_ms=config.target_itl_ms,
+        costs=StepCosts(dict(facts.bucket_seconds), facts.swap_seconds),
+    )

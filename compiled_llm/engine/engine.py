@@ -12,7 +12,7 @@ from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.failures import warn_if_all_failed
 from compiled_llm.engine.generation_config import default_sampling_params, listed
-from compiled_llm.engine.parts import DEMO_MODEL as DEMO_MODEL
+from compiled_llm.engine.model_files import DEMO_MODEL as DEMO_MODEL
 from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.error_texts import shown
 from compiled_llm.outputs import EngineStats, RequestOutput

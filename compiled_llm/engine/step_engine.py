@@ -11,7 +11,7 @@ from compiled_llm.engine.admission import Admission, PreparedRequest
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.generation_config import suggested_sampling
 from compiled_llm.engine.interrupts import Interrupts
-from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
+from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.error_texts import shown
 from compiled_llm.models.config_file import read_config

@@ -46,7 +46,8 @@ class Forks:
         child.num_computed_tokens = count
         if count % self.block_size:
             child.forked_index = num_blocks - 1
-            if parent.num_computed_tokens // self.block_size == child.forked_index:  # where it writes next
+            # The parent's next write is to its first token that is not computed, or to a draft that is not verified.
+            if (parent.num_computed_tokens - len(parent.draft_token_ids)) // self.block_size == child.forked_index:
                 parent.forked_index = child.forked_index
         self.holders[child] = None
 

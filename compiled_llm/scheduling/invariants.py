@@ -34,13 +34,17 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def check_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
     """The same for a step that was just scheduled: its budgets, and that each token is written to a slot of its own."""
     limits, running = scheduler.limits, {request.request_id: request for request in scheduler.running}
-    counts = output.num_scheduled_tokens
+    counts, num_tokens = output.num_scheduled_tokens, 0
     assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
     assert sum(counts) == output.num_tokens <= limits.max_num_batched_tokens
     written = set()
-    for request_id, start, count in zip(output.request_ids, output.num_computed_tokens, counts, strict=True):
-        request = running[request_id]
+    for index, (request_id, count) in enumerate(zip(output.request_ids, counts, strict=True)):
+        request, start = running[request_id], output.num_computed_tokens[index]
         assert 0 < count == request.num_computed_tokens - start
+        num_tokens += count
+        drafts = request.draft_token_ids
+        assert output.num_samples[index] in ((0, 1) if not drafts else (count,))
+        assert not drafts or output.token_ids[num_tokens - len(drafts) : num_tokens] == tuple(drafts)
         assert not scheduler.forks.must_copy(request, start), "a block that others go on from is written to"
         for block in request.block_ids[start // limits.block_size : -(-(start + count) // limits.block_size)]:
             assert block not in written, "two requests write to one block"
@@ -52,14 +56,17 @@ def _check_running(scheduler: Scheduler, request: Request) -> None:
     pool, size = scheduler.pool, scheduler.limits.block_size
     assert request.status is Status.RUNNING
     assert not request.host_block_ids
-    assert 0 <= request.num_in_flight <= 2
+    num_drafts = len(request.draft_token_ids)
+    assert 0 <= request.num_in_flight - num_drafts <= 2
+    assert num_drafts <= scheduler.limits.num_draft_tokens
+    assert not num_drafts or request.num_in_flight == 1 + num_drafts, "two steps verify drafts of a request"
     known = len(request.prompt_token_ids) + len(request.output_token_ids)
     assert request.num_tokens == known + request.num_in_flight <= request.max_num_tokens
     assert request.num_computed_tokens < request.num_tokens, "no token is left to compute"
     assert request.num_computed_tokens <= len(request.block_ids) * size, "computed tokens have no block"
-    assert len(request.block_ids) <= -(-request.num_tokens // size)
+    assert len(request.block_ids) <= -(-(request.num_tokens + scheduler.limits.num_draft_tokens) // size)
     assert request.num_sent_blocks <= len(request.block_ids)
-    num_full = request.num_computed_tokens // size
+    num_full = (request.num_computed_tokens - num_drafts) // size
     for index, block in enumerate(request.block_ids[num_full:], num_full):
         shared = scheduler.forks.num_tables(block) > 1
         assert not shared or index == request.forked_index, "a block to be written to is shared"

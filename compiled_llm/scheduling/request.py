@@ -13,7 +13,7 @@ class Status(enum.Enum):
     FINISHED = "finished"
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Request:
     """Tokens known and tokens computed; the scheduler lets the second catch up with the first.
 
@@ -37,7 +37,10 @@ class Request:
         block_digests: of its full blocks, as far as they were needed; see ``block_pool.block_digest``.
         num_published_blocks: how many of its blocks can be found by others.
         forked_index: of the block, not full, that others were given too when it was forked; -1: there is none.
-        last_step_index: its place in the step that samples the token in flight.
+        last_row: its first logits row in the last step that ran it: the token in flight is sampled there.
+        takes_drafts: whether a drafter may guess its tokens.
+        draft_token_ids: guesses that the step in flight verifies; ``num_tokens``, ``num_in_flight`` and
+            ``num_computed_tokens`` count them until then.
         num_cached_tokens: prompt tokens found in the cache when it was first admitted; -1 before.
         num_lost_tokens: computed tokens that its last preemption threw away.
     """
@@ -66,7 +69,9 @@ class Request:
     block_digests: list[bytes] = dataclasses.field(default_factory=list)
     num_published_blocks: int = 0
     forked_index: int = -1
-    last_step_index: int = -1
+    last_row: int = -1
+    takes_drafts: bool = False
+    draft_token_ids: list[int] = dataclasses.field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -81,6 +86,21 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def add_drafts(self, token_ids: list[int]) -> None:
+        """The step that computes its last known token computes these as well."""
+        self.draft_token_ids = token_ids
+        self._count_drafts(len(token_ids))
+
+    def cancel_drafts(self) -> None:
+        """Of the step in flight, the token after the last known one will count, and no draft."""
+        self._count_drafts(-len(self.draft_token_ids))
+        self.draft_token_ids = []
+
+    def _count_drafts(self, count: int) -> None:
+        self.num_tokens += count
+        self.num_in_flight += count
+        self.num_computed_tokens += count
 
     def end(self, finish_reason: str, stop_reason: int | str | None) -> None:
         """It is finished. Blocks that it has are freed by the scheduler."""

@@ -95,4 +95,18 @@ class SchedulerOutputBuilder:
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
-        return SchedulerOutput(resets=resets, **{name: tuple(column) for name, column in vars(self).items()})
+        return SchedulerOutput(
+            tuple(self.request_ids),
+            tuple(self.num_scheduled_tokens),
+            tuple(self.num_computed_tokens),
+            tuple(self.num_samples),
+            tuple(self.feedback),
+            tuple(self.token_ids),
+            tuple(self.admissions),
+            tuple(self.table_updates),
+            tuple(self.released_request_ids),
+            tuple(self.swapped_out),
+            tuple(self.swapped_in),
+            tuple(self.copies),
+            resets,
+        )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import greedy_tokens, sample_tokens
+from compiled_llm.ops import sample_tokens
 
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -29,26 +29,18 @@ class SamplingInput(NamedTuple):
     position: Tensor  # [R] int32, of the token to be sampled
 
 
-def sample_greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row, ``[R, V]`` -> ``[R]`` int64: the lowest id where several are equal.
-
-    ``NO_TOKEN`` for rows that hold no numbers (``ops/sampling/reference.py``), as in ``sample``.
-    """
-    return greedy_tokens(logits)
-
-
 def sample(logits: Tensor, params: SamplingInput) -> Tensor:
-    """Sample a token for each row, ``[R, V]`` -> ``[R]`` int64.
+    """Sample a token for each row of logits, ``[R, V]`` of any float dtype -> ``[R]`` int64.
 
-    Temperature first, then top-k, then top-p over what top-k left, then min-p, as transformers and vLLM do. Rows with
-    temperature 0 take the most likely token.
+    Temperature first, then top-k, then top-p over the tokens that top-k left, then min-p, as transformers and vLLM do.
+    Rows with temperature 0 take the most likely token; rows whose largest logit is not finite have ``NO_TOKEN``.
     """
     random = uniform(params.seed, params.position)
     return sample_tokens(logits, params.temperature, params.top_k, params.top_p, params.min_p, random)
 
 
 def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """A number in [0, 1) for each pair, ``[R]`` float64 with 53 random bits: two words of Philox4x32-10.
+    """A number in [0, 1) for each row, ``[R]`` float64 with 53 random bits: two words of ``philox``.
 
     The key is the seed's two halves, the counter is ``(position, 0, 0, 0)``. Integers alone until the last line, so the
     bits are the same on every device.
@@ -58,7 +50,7 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 
 def philox(seed: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of Philox4x32-10 for each pair, ``[R]`` int64 with 32 bits each."""
+    """The four words of Philox4x32-10 for seeds ``[R]`` int64 and positions ``[R]`` int32: ``[R]`` int64, 32 bits."""
     key0, key1 = seed & _MASK32, (seed >> 32) & _MASK32
     c0 = position.long() & _MASK32
     c1 = c2 = c3 = torch.zeros_like(c0)

@@ -13,10 +13,11 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.registry import family
+from compiled_llm.ops import greedy_tokens
 from compiled_llm.step.logits import LogitsInput, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
-from compiled_llm.step.sampling import SamplingInput, sample, sample_greedy
+from compiled_llm.step.sampling import SamplingInput, sample
 
 
 class Feedback(NamedTuple):
@@ -40,7 +41,7 @@ def step_function(model_config: ModelConfig, max_query_len: int) -> Any:
         hidden = forward(weights, _fed_back(step_input, feedback), kv_cache, model_config, layers, max_query_len)
         feedback.hidden[: hidden.shape[0]] = hidden
         logits = head(weights, torch.index_select(hidden, 0, step_input.logits_indices), model_config)
-        feedback.last_tokens[: logits.shape[0]] = sample_greedy(logits)
+        feedback.last_tokens[: logits.shape[0]] = greedy_tokens(logits)
         return logits
 
     return step

@@ -1,28 +1,21 @@
-"""The process in which chat templates run: ``python -I -S template_worker.py SECONDS BYTES DIRECTORY...``.
+"""The process in which chat templates run, for template_process.py.
 
 A template is data that nobody has read. jinja2's sandbox keeps it from reaching Python. What it costs is bounded by the
-operating system, whatever the template does: SECONDS of processor time for a request, BYTES of address space for the
-process. It opens no files or sockets and starts no processes. template_process.py starts this file and ends it.
+operating system, whatever the template does: processor time for a request, address space for the process, which also
+opens no files or sockets and starts no processes.
 
-It imports nothing but the standard library and jinja2, which it looks for in DIRECTORY... A message either way is its
-length (8 bytes, little-endian) and JSON in UTF-8. The first one, empty, says that the worker is ready. A request has
-the keys ``source`` and, for a rendering, those of ``_render``.
+Messages are JSON. The settings are the seconds and the bytes; a request has the keys ``source`` and, for a rendering,
+those of ``_render``.
 """
 
-import contextlib
 import functools
 import json
 import os
 import re
 import resource
-import signal
-import sys
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
-
-if __name__ == "__main__":
-    sys.path += sys.argv[3:]
 
 from jinja2 import Template, TemplateError, TemplateRuntimeError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
@@ -31,8 +24,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-LENGTH_BYTES = 8
-OUT_OF_MEMORY = 77  # exit status
+from compiled_llm.child_process import OUT_OF_MEMORY, ProcessorTime, decoded, encoded, limit_memory, own_channel
+
 _MAX_TEMPLATES = 8  # that are kept compiled
 _MAX_REASON = 1000  # characters of an error
 # What jinja2 and Python read from disk when they first need it, they need for this: afterwards no file can be opened.
@@ -169,45 +162,25 @@ def _reason(error: Exception) -> str:
 # -- The process
 
 
-def encoded(value: Any) -> bytes:
-    """A message, without its length. Strings may hold halves of surrogate pairs."""
-    return json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
-
-
-def decoded(content: bytes) -> Any:
-    return json.loads(content.decode("utf-8", "surrogatepass"))
-
-
-def _limit(num_bytes: int) -> None:
-    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
-        resource.setrlimit(kind, (0, 0))
-    with contextlib.suppress(ValueError):  # macOS has no such limit: there the processor time alone is bounded
-        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
-
-
-def _send(content: bytes) -> None:
-    sys.stdout.buffer.write(len(content).to_bytes(LENGTH_BYTES, "little") + content)
-    sys.stdout.buffer.flush()
-
-
 def main() -> None:
-    """Answer requests until there are no more."""
-    seconds = float(sys.argv[1])
+    """Answer requests until the other side is gone."""
+    channel = own_channel()
+    seconds, num_bytes = decoded(channel.receive())
     environment = ChatEnvironment()
     compiled = functools.lru_cache(_MAX_TEMPLATES)(environment.from_string)
     _answer(environment, compiled, {"source": _WARM_UP, "variables": {}, "unescaped": "", "max_characters": 10_000})
-    _limit(int(sys.argv[2]))
-    _send(b"")
-    while header := sys.stdin.buffer.read(LENGTH_BYTES):
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, also within one operation
+    for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
+        resource.setrlimit(kind, (0, 0))
+    limit_memory(num_bytes)
+    answer = b""
+    while True:
+        channel.send(answer)
         try:
-            request = decoded(sys.stdin.buffer.read(int.from_bytes(header, "little")))
-            content = encoded(_answer(environment, compiled, request))
+            request = channel.receive()
+        except EOFError:
+            return
+        try:
+            with ProcessorTime(seconds):
+                answer = encoded(_answer(environment, compiled, decoded(request)))
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(content)
-
-
-if __name__ == "__main__":
-    main()

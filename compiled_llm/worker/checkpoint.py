@@ -71,7 +71,7 @@ def locate(directory: Path) -> dict[str, StoredTensor]:
     for path in paths:
         for name, stored in stored_tensors(path).items():
             if name in found:
-                raise CheckpointError(f"tensor {name!r} stands in both {found[name].path.name} and {path.name}")
+                raise CheckpointError(f"tensor {name!r} is in both {found[name].path.name} and {path.name}")
             found[name] = stored
         _check_number(directory, len(found))
     return found

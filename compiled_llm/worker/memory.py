@@ -53,7 +53,7 @@ class MemoryLedger:
     it; the other programs' share is in one of them. ``str()`` of it is a table. The rows:
 
     - weights, step buffers, KV pool (the sink block included), swap space: the engine's tensors.
-    - compiled code and CUDA graphs: what compiling, recording and loading kernels left behind.
+    - compiled code and CUDA graphs: what compiling, recording and loading kernels take for good.
     - activations: what the largest step needs besides. On a GPU the graphs hold it all the time, and what torch's
       allocator rounds up and keeps is counted here; on a CPU it comes and goes.
     - other programs and everything else: all that other processes hold, the operating system, Python and its

@@ -25,9 +25,9 @@ from compiled_llm.ops import native, swap
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.progress import StartProgress
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
-from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
+from compiled_llm.scheduling.worker import Worker, WorkerFacts
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
@@ -69,8 +69,8 @@ class LaunchedStep:
     ended: torch.cuda.Event | None = None
 
 
-class ModelRunner:
-    """Runs steps. After construction every bucket is compiled, and the KV pool has ``num_blocks`` blocks."""
+class ModelRunner(Worker):
+    """The worker of this process. After construction every bucket is compiled, and the KV pool is there."""
 
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside of it
     def __init__(
@@ -127,8 +127,7 @@ class ModelRunner:
             self.cache_dtypes, enforce_eager=enforce_eager, num_workers=config.compile_workers, progress=progress
         )
         self.start_times.compile = time.perf_counter() - started
-        self._make_pool(memory, progress)
-        self.costs = self._measured_costs(config, progress)
+        self.facts = self._measured_facts(config, self._make_pool(memory, progress), progress)
 
     # -- Steps
 
@@ -242,10 +241,6 @@ class ModelRunner:
     def kv_cache_bytes(self) -> int:
         return _num_bytes(self.steps.kv_cache)
 
-    @property
-    def num_swap_blocks(self) -> int:
-        return self.swap_space.shape[0]
-
     # -- Starting
 
     def _load_kernels(self, enforce_eager: bool, progress: StartProgress) -> bool:
@@ -288,29 +283,32 @@ class ModelRunner:
     def _allocate(self, num_blocks: int) -> KVCache:
         return allocate(self.model_config, self.cache_dtypes, num_blocks, self.limits.block_size, self.device)
 
-    def _make_pool(self, memory: StartMemory, progress: StartProgress) -> None:
-        """Give the KV pool the memory that compiling and the largest steps have left."""
+    def _make_pool(self, memory: StartMemory, progress: StartProgress) -> int:
+        """Give the KV pool the memory that compiling and the largest steps have left. Returns its number of blocks."""
         with progress.stage("warming up", {"the largest steps": 1.0}, is_long=False):
             self._rehearse_swap()
             memory.after_compiling(self.steps.run_largest)
-            self.num_blocks = memory.num_blocks()
-            self.steps.record_again(self._allocate(self.num_blocks + 1))  # one is the sink
+            num_blocks = memory.num_blocks()
+            self.steps.record_again(self._allocate(num_blocks + 1))  # one is the sink
         self.memory_ledger = memory.ledger(
             self.weight_bytes, self.steps.nbytes, self.kv_cache_bytes, self.swap_space.numel()
         )
+        return num_blocks
 
     def _rehearse_swap(self) -> None:
         """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that from now on."""
-        count = min(self.num_swap_blocks, -(-_SWAP_REHEARSAL_BYTES // self._block_bytes))
+        count = min(len(self.swap_space), -(-_SWAP_REHEARSAL_BYTES // self._block_bytes))
         if self.device.type == "cuda" and count:
             indices = swap_indices([(1, n + 1) for n in range(count)])
             swap.swap_out(tensors(self.steps.kv_cache), self.swap_space, *indices)
 
-    def _measured_costs(self, config: EngineConfig, progress: StartProgress) -> StepCosts:
-        """Empty where the scheduler has no use for them."""
-        if config.target_itl_ms is None and not (self.num_swap_blocks and config.preemption_mode == "auto"):
-            return StepCosts()
-        bucket_seconds = measure_buckets(self.steps, self.limits, self.num_blocks, progress)
+    def _measured_facts(self, config: EngineConfig, num_blocks: int, progress: StartProgress) -> WorkerFacts:
+        """What the scheduler has to know. Nothing is measured that it has no use for."""
+        contents = self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed
+        facts = WorkerFacts(self.device.type, self.limits, num_blocks, len(self.swap_space), tuple(map(str, contents)))
+        if config.target_itl_ms is None and not (facts.num_swap_blocks and config.preemption_mode == "auto"):
+            return facts
+        bucket_seconds = measure_buckets(self.steps, self.limits, num_blocks, progress)
         fastest = min(bucket_seconds.values()) * 1e3
         if config.target_itl_ms is not None and fastest > config.target_itl_ms:
             warnings.warn(
@@ -318,8 +316,8 @@ class ModelRunner:
                 f"token_bucket_sizes takes {fastest:.1f} ms. Prompts run in that one; a smaller bucket would help",
                 stacklevel=5,
             )
-        swap_seconds = measure_swap(tensors(self.steps.kv_cache), self.swap_space, self.num_blocks, self.device)
-        return StepCosts(bucket_seconds, swap_seconds)
+        swap_seconds = measure_swap(tensors(self.steps.kv_cache), self.swap_space, num_blocks, self.device)
+        return dataclasses.replace(facts, bucket_seconds=tuple(bucket_seconds.items()), swap_seconds=swap_seconds)
 
 
 def _columns(rows: LogprobRows) -> LogprobColumns:

@@ -1,9 +1,18 @@
-// The two products of a tile on AMX's registers, for pairs of bf16; part of attention_cpu_products.h, where TILES names
-// the registers (cpu_tiles.h). The cache holds keys and values as 16 rows of 16 pairs, as the instruction takes them.
+// The two products of a tile on tile registers, for pairs of bf16; see attention_cpu_kernels.h. The cache holds keys and
+// values as 16 rows of 16 pairs, as the instruction takes them.
 //
 // Few rows and many are multiplied by the same instruction, whose sums depend on their own row and column alone. Few wait
 // for memory: what matters is that it is read all the time. Many are bound by arithmetic: the tiles multiply beside the
 // vector units, which take the softmax of other rows meanwhile.
+
+#include <utility>
+
+#include "../cpu/tiles.h"
+#include "attention_cpu_operands.h"
+
+#ifndef TILES  // this header by itself
+#define TILES SoftwareTiles
+#endif
 
 namespace {
 namespace ISA {
@@ -136,6 +145,63 @@ struct Product {
     ++pair;
   }
 };
+
+// Copies lanes of values where 16 of them do not lie at one distance, as a tile is loaded, to `memory`.
+TARGET void gather_values(int64_t depth, int64_t dim, const float** values, float* memory) {
+  for (int64_t i = 0; i < depth; i += kTileLanes, values += kTileLanes) {
+    bool apart = false;
+    for (int64_t j = 1; j < kTileLanes; ++j) apart |= values[j] != values[0] + j * dim;
+    for (int64_t j = 0; apart && j < kTileLanes; ++j) {
+      float* to = memory + (i + j) * dim;
+      for (int64_t column = 0; column < dim; column += kLanes) store(to + column, load(values[j] + column));
+      values[j] = to;
+    }
+  }
+}
+
+// The products of a tile and the softmax between them for more than 16 rows, by blocks of 32. While the rows of one are
+// weighed, the tile registers multiply the values of the block before and the keys of the block behind it.
+//   seen(row)                                 lanes of keys that matter to this row and those before it
+//   largest(row, depth, scores)               the first part of its softmax
+//   weigh(row, depth, largest, scores, null)  the second
+template <class Seen, class Largest, class Weigh>
+TARGET void attend_blocks(int64_t rows, int64_t lanes, int64_t dim, const float* queries, const float* const* keys,
+                          const float* const* values, int64_t keys_stride, float* scores, float* out, bool add,
+                          Seen&& seen, Largest&& largest, Weigh&& weigh) {
+  const auto end_of = [&](int64_t begin) { return std::min(begin + kTiledRows, rows); };
+  const auto depth_of = [&](int64_t begin) TARGET { return seen(end_of(begin) - 1); };
+  const auto scores_of = [&](int64_t begin) { return scores + begin / kTiledRows % 2 * kTiledRows * kTile; };
+  const auto score = [&](int64_t begin) TARGET {
+    return Product{.x = queries + begin * lanes, .x_row = lanes, .tall = end_of(begin) - begin > kTileLanes, .keys = keys,
+                   .stride = keys_stride, .sums = scores_of(begin), .sums_row = kTile, .steps = lanes / kTileLanes,
+                   .pairs = depth_of(begin) / kTileLanes};
+  };
+  const auto weighted = [&](int64_t begin) TARGET {
+    return Product{.x = scores_of(begin), .x_row = kTile, .tall = end_of(begin) - begin > kTileLanes,
+                   .values = values, .stride = dim, .sums = out + begin * dim, .sums_row = dim, .add = add,
+                   .steps = depth_of(begin) / kTileLanes, .pairs = dim / (2 * kLanes)};
+  };
+  TILES tiles;
+  int64_t begin = 0;
+  while (begin < rows && depth_of(begin) <= 0) begin += kTiledRows;
+  Product before, behind;
+  if (begin < rows)
+    for (before = score(begin); before.left() > 0;) before.advance(tiles);
+  for (; begin < rows; begin += kTiledRows) {
+    behind = begin + kTiledRows < rows ? score(begin + kTiledRows) : Product{};
+    const int64_t end = end_of(begin), count = end - begin, depth = depth_of(begin);
+    const int64_t steps = before.left() + behind.left();
+    float* of_row = scores_of(begin);
+    float most = largest(begin, depth, of_row);
+    for (int64_t row = begin, made = 0; row < end; ++row, of_row += kTile) {
+      const float most_of_next = row + 1 < end ? largest(row + 1, depth, of_row + kTile) : 0;
+      weigh(row, depth, std::exchange(most, most_of_next), of_row, nullptr);
+      for (; made * count < (row - begin + 1) * steps; ++made) (before.left() > 0 ? before : behind).advance(tiles);
+    }
+    before = weighted(begin);
+  }
+  while (before.left() > 0) before.advance(tiles);
+}
 
 }  // namespace ISA
 }  // namespace

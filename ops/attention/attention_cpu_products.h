@@ -1,5 +1,13 @@
-// The two products of a tile and the softmax between them, for one instruction set; the second part of
-// attention_cpu_kernels.h, which says how it is included.
+// The two products of a tile and the softmax between them, for one instruction set; see attention_cpu_kernels.h.
+
+#include <algorithm>
+#include <utility>
+
+#ifdef TILES
+#include "attention_cpu_amx.h"
+#else
+#include "attention_cpu_operands.h"
+#endif
 
 namespace {
 namespace ISA {
@@ -178,8 +186,7 @@ template <class O>
 INLINE void store_weights(const Vec* weights, float* row, int64_t key) {
 #if DOT
   if constexpr (std::is_same_v<O, Pairs>) {
-    const auto pairs = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(weights[1]), reinterpret_cast<__m512>(weights[0]));
-    return store(row + key / 2, reinterpret_cast<Vec>(pairs));
+    return store(row + key / 2, to_bf16_pairs(weights[0], weights[1]));
   }
 #endif
   store(row + key, weights[0]);

@@ -1,17 +1,17 @@
 """The quantised KV cache: int8 or fp8 codes, with one float32 scale for each token and KV head.
 
 A key or value row ``x`` of H elements is kept as ``codes = round(x / scale)`` with ``scale = max|x| / CODE_MAX``,
-computed from the row itself as it is written: no calibration, and nothing that a later token could change. The kernels
-fold scales where they cost least, ``q . k = (q . codes) * scale`` into the score and ``sum p v = sum (p * scale)
-codes`` into the weight, so no element is ever multiplied by its scale.
+computed from the row itself as it is written. So nothing has to be calibrated and later tokens change nothing. The
+kernels apply scales where that costs least, to the score in ``q . k = (q . codes) * scale`` and to the weight in
+``sum p v = sum (p * scale) codes``, so no element is ever multiplied by its scale.
 
 Memory a token, KV head and tensor: H + 4 bytes, against 2 H in bfloat16; 51.6% of it at H = 128.
 
-What the rows of odd data become:
+Rows of unusual data:
 
 - all zeros: codes 0 and the smallest scale, which is neither zero nor denormal.
 - not finite (NaN or infinity anywhere in the row): codes 0 and scale NaN, so every query that sees this token becomes
-  NaN, as it would without quantisation; other requests are untouched.
+  NaN, as it would without quantisation; other requests do not change.
 
 Operations and their order are fixed (``inverse = 1 / maximum * CODE_MAX``, one product an element, ``scale = maximum /
 CODE_MAX``, each operation correctly rounded; codes are rounded with ties to even), so that every implementation writes
@@ -43,7 +43,7 @@ def check_capability(dtype: torch.dtype, capability: tuple[int, int]) -> None:
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Codes of ``dtype`` (int8 or float8_e4m3fn), shaped like ``x``, and float32 scales, without its last dimension."""
+    """Rows ``[..., H]`` -> codes ``[..., H]`` of ``dtype``, int8 or float8_e4m3fn, and scales ``[...]`` float32."""
     maximum = x.float().abs().amax(-1)
     finite = maximum.isfinite()  # amax keeps a NaN
     maximum = torch.where(finite, maximum, 0.0).clamp_min(SMALLEST_MAXIMUM)
@@ -56,5 +56,5 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
-    """What the codes stand for, in float32."""
+    """The numbers ``[..., H]`` float32 of codes ``[..., H]`` and their scales ``[...]``."""
     return codes.float() * scale[..., None]

@@ -9,17 +9,17 @@ Shapes (letters as in docs/design.md): T tokens in the step, R requests, N query
 B blocks, S block_size, M blocks in a table row.
 
 The queries of request ``r`` are rows ``query_start_loc[r]:query_start_loc[r + 1]`` of ``q``; the last of them is the
-token at position ``seq_lens[r] - 1``. So a decode is a request with one row, a prefill chunk one with many, and any
-mix may stand in one call. The key of position ``p`` lies in block ``block_table[r, p // S]`` at offset ``p % S``.
+token at position ``seq_lens[r] - 1``. So a decode is a request with one row, a prefill chunk one with many, and one
+call may have any mix of them. The key of position ``p`` is in block ``block_table[r, p // S]`` at offset ``p % S``.
 Rows of a request with ``seq_lens[r] == 0``, and rows past ``query_start_loc[R]``, are padding: their output is zero,
-and their keys and values are written all the same, each where its slot says.
+but their keys and values are written to their slots.
 
-The cache may be quantised, see ``kv_quant.py``. What else a query's softmax depends on is an argument: a sliding
-window, a soft cap of the scores, attention sinks.
+The cache may be quantised, see ``kv_quant.py``. The op has a sliding window, a soft cap of the scores, and attention
+sinks.
 
-How the ``S * H`` elements of one block and KV head are ordered in memory is the implementation's own affair: the
-reference and the Triton kernels keep ``[S, H]``, the CPU kernel the order that its dot products read (see
-``attention_cpu.cpp``). Copying whole blocks, as swapping and sharing do, is always right; reading elements is not.
+Each implementation orders the ``S * H`` elements of one block and KV head in memory as it likes: the reference and the
+Triton kernels as ``[S, H]``, the CPU kernel as its dot products read them (see ``attention_cpu.cpp``). So whole blocks
+may be copied, as swapping and sharing do, but no other code may read single elements.
 
 The method is PagedAttention (Kwon et al., 2023, arXiv:2309.06180) with FlashAttention's online softmax (Dao et al.,
 2022, arXiv:2205.14135).
@@ -69,7 +69,7 @@ def paged_attention(
         k_cache, v_cache: ``[B, K, S, H]`` contiguous; dtype of ``q``, or int8 or float8_e4m3fn; written in place.
         k_scale, v_scale: ``[B, K, S]`` float32 contiguous, written in place, if the cache is int8 or float8_e4m3fn;
             else None.
-        slot_mapping: ``[T]`` int32, token -> block * S + offset. Padding tokens point into a block nobody reads.
+        slot_mapping: ``[T]`` int32, token -> block * S + offset. Padding tokens have slots of a block nobody reads.
         block_table: ``[R, M]`` int32; entries past a request's length are never read.
         query_start_loc: ``[R + 1]`` int32, prefix sums of the query lengths; starts at 0, ends at or below T.
         seq_lens: ``[R]`` int32, keys of each request after the write; 0 for padding rows.
@@ -85,44 +85,17 @@ def paged_attention(
         ``[T, N, H]`` contiguous, dtype of ``q``, a fresh tensor.
     """
     return torch.ops.compiled_llm.paged_attention(
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        k_scale,
-        v_scale,
-        slot_mapping,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        sinks,
-        sm_scale,
-        max_query_len,
-        window,
-        soft_cap,
-    )
+        q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
+        sm_scale, max_query_len, window, soft_cap,
+    )  # fmt: skip
 
 
 def paged_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    sinks: Tensor | None,
-    sm_scale: float,
-    max_query_len: int,
-    window: int,
-    soft_cap: float,
-) -> Tensor:
-    """The op in plain torch, one request at a time, in a wider dtype. What every kernel is tested against."""
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
+    sm_scale: float, max_query_len: int, window: int, soft_cap: float,
+) -> Tensor:  # fmt: skip
+    """The op in plain torch, one request at a time, in a wider dtype. All kernels are tested against it."""
     wide = torch.float64 if q.dtype == torch.float32 else torch.float32
     num_heads, num_kv_heads, head_dim, block_size = q.shape[1], k.shape[1], q.shape[2], k_cache.shape[2]
     slots = slot_mapping.long()
@@ -165,7 +138,7 @@ def paged_attention_reference(
             sink = sinks.to(wide).view(num_kv_heads, -1, 1, 1).expand(-1, -1, end - start, 1)
             scores = torch.cat([scores, sink], dim=-1)
         probs = scores.softmax(dim=-1)[..., :seq_len]
-        # A key that no query here sees has no part in it, whatever its value is: zero times NaN would be NaN.
+        # Values of keys that no query here sees must not be multiplied, even with zero: zero times NaN is NaN.
         values = values.masked_fill(~visible.any(0)[:, None], 0.0)
         attended = torch.einsum("kgqt,kth->kgqh", probs, values)
         out[start:end] = attended.flatten(0, 1).transpose(0, 1).to(q.dtype)

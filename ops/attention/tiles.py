@@ -1,7 +1,7 @@
 """Tile sizes of the attention kernels: a default for every GPU, and files of measured ones by the GPU's name.
 
 ``scripts/tune_attention.py`` writes ``ops/tiles/<GPU>.json``; a GPU without a file, or a shape that its file lacks,
-gets the defaults below. Torch and Triton are not needed here, so the choice can be read and tested anywhere.
+gets the defaults below. Neither torch nor Triton is imported here, so the choice can be tested anywhere.
 """
 
 import functools
@@ -19,9 +19,9 @@ MAX_HEAD_DIM = 256
 class TileConfig:
     """Tile sizes of the attention kernels. ``n`` counts keys, ``m`` rows: tokens times the heads of a KV head.
 
-    The split kernel's tiles have as few rows as fit (``attention_triton.py``), but for queries of several tokens, which
-    share the keys they load in tiles of up to ``short_block_m``. ``split_programs_per_sm`` should be no more than can
-    run at once: programs share the work evenly, so any that start late end late.
+    The split kernel's tiles have as few rows as possible (``triton_attention.py``). Only queries of several tokens have
+    larger ones, up to ``short_block_m``, and share the keys that they load. ``split_programs_per_sm`` should be no more
+    than can run at once: programs share the work evenly, so any that start late end late.
     """
 
     split_block_n: int
@@ -35,8 +35,8 @@ class TileConfig:
     prefill_stages: int
 
 
-# By padded head_dim; chosen to fit without spilling registers and so that the programs of the split kernel run all at
-# once, as the test that compiles them ahead of time asserts.
+# By padded head_dim. Chosen so that no registers spill and all programs of the split kernel run at once; the test that
+# compiles them ahead of time asserts both.
 # In the order of the fields: split n, warps, stages, programs per SM; short m; prefill m, n, warps, stages.
 HOPPER = {
     64: TileConfig(64, 4, 3, 4, 64, 128, 64, 8, 3),
@@ -62,7 +62,7 @@ FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in regist
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """What ``head_dim`` counts as in the choice of tiles: the next power of two, at least 64."""
+    """The size by which tiles are chosen for ``head_dim``: the next power of two, at least 64."""
     return max(64, 1 << (head_dim - 1).bit_length())
 
 
@@ -80,6 +80,7 @@ def path_of(gpu: str) -> Path:
 
 
 def save(path: Path, gpu: str, configs: Mapping[str, TileConfig]) -> None:
+    """Write a GPU's file: ``configs`` by ``key``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tiles = {name: asdict(config) for name, config in sorted(configs.items())}
     path.write_text(json.dumps({"gpu": gpu, "tiles": tiles}, indent=1) + "\n")
@@ -87,13 +88,14 @@ def save(path: Path, gpu: str, configs: Mapping[str, TileConfig]) -> None:
 
 @functools.cache
 def load(path: Path) -> dict[str, TileConfig]:
-    """What a file holds; nothing, if there is none. Read once: a running engine never changes its tiles."""
+    """The contents of a file, empty if there is none. Read once: a running engine never changes its tiles."""
     if not path.is_file():
         return {}
     return {name: TileConfig(**fields) for name, fields in json.loads(path.read_text())["tiles"].items()}
 
 
 def default_config(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> TileConfig:
+    """The tiles above for a shape. ``ValueError`` if ``head_dim`` is more than ``MAX_HEAD_DIM``."""
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {head_dim} is not supported by the GPU kernels: at most {MAX_HEAD_DIM}")
     plain, quantised = (HOPPER, HOPPER_QUANTISED) if capability[0] == 9 else (OTHERS, OTHERS_QUANTISED)

@@ -1,11 +1,11 @@
-"""Paged attention on the GPU: the launch of its Triton kernels. Semantics, schema and reference: ``attention.py``.
+"""Paged attention on the GPU: the launch of its Triton kernels. ``paged_attention.py`` says what they compute.
 
 The kernels, each a fixed grid that follows from shapes alone. Every length lives on the device, so a call can be
 captured in a CUDA graph once and replayed with other lengths.
 
-- write (``attention_triton_write.py``): this step's keys and values into the cache, quantised if that is; zeros into
-  the output rows that no request owns.
-- split (``attention_triton_kernels.py``, as the rest): requests of at most ``SHORT_QUERY`` rows, decodes above all.
+- write (``triton_write.py``): this step's keys and values into the cache, quantised if the cache is; zeros into the
+  output rows that no request owns.
+- split (``triton_kernels.py``, as the rest): requests of at most ``SHORT_QUERY`` rows, mostly decodes.
   The keys are cut into splits and a fixed number of programs works through all (request, split, tile of rows, KV
   head) tasks, so a long request among short ones spreads over the whole device, and a grid made for the longest
   possible context costs nothing when contexts are short. Launched once with the fewest rows that fill a ``tl.dot``,
@@ -19,8 +19,8 @@ The query heads that share a KV head are packed into the rows of one ``tl.dot``:
 
 What a result depends on: a request's splits follow from its own lengths (``_splits``), not from the batch, the width
 of the table or the number of programs; a prefill tile starts at its request's first row and walks the keys in steps
-from multiples of the same size. So a request's output is bit for bit the same whatever stands beside it in the batch.
-Nor does the walk of a row depend on the chunks a prompt came in, but for chunks so short that the split kernel serves
+from multiples of the same size. So a request's output is bit for bit the same whatever else is in the batch.
+Nor does the walk of a row depend on the chunks of a prompt, except for chunks so short that the split kernel serves
 them. The price of splits of a fixed size is small, 1 to 6% more bytes for long requests in a batch that would have
 filled the device without splitting.
 
@@ -56,7 +56,7 @@ from compiled_llm.ops.attention.triton_kernels import (
 )
 from compiled_llm.ops.attention.triton_write import write_kernel
 
-# Said aloud, for Triton 3.10 will no longer fuse multiplications and additions by default.
+# Given explicitly: Triton 3.10 will no longer fuse multiplications and additions by default.
 OPTIONS = {"enable_fp_fusion": True}
 
 
@@ -80,25 +80,11 @@ def _most_splits(query_len: int) -> int:
 
 
 def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    sinks: Tensor | None,
-    sm_scale: float,
-    max_query_len: int,
-    window: int,
-    soft_cap: float,
-    tiles: TileConfig | None = None,
-) -> Tensor:
-    """``attention.paged_attention`` on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
+    sm_scale: float, max_query_len: int, window: int, soft_cap: float, tiles: TileConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
     ``tiles`` replaces this GPU's configuration for the shape: ``scripts/tune_attention.py`` looks for a better one.
     """

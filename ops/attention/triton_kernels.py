@@ -1,6 +1,6 @@
 """The attention kernels in Triton: split KV for few query rows, its merge, and prefill.
 
-What each is for and how they are launched: ``attention_triton.py``.
+``triton_attention.py`` says what each is for, and launches them.
 """
 
 import triton
@@ -42,7 +42,7 @@ def _owner(ends, task):
 
 @triton.jit
 def _load_rows(pointers, row_mask, dims, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Rows of ``HEAD_DIM`` elements, zero where masked: stale cache memory may hold NaN and is never read."""
+    """Rows of ``HEAD_DIM`` elements, zero where masked: stale cache memory may contain NaN and is never read."""
     if MASKED:
         return tl.load(pointers, mask=row_mask[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     elif dims.shape[0] == HEAD_DIM:
@@ -61,7 +61,7 @@ def _load_scales(pointers, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def _dot(a, b):
-    """``b`` may hold codes: they are converted to the dtype of ``a``, exactly."""
+    """``b`` may have codes: they are converted to the dtype of ``a``, exactly."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -89,7 +89,7 @@ def _attend(
     # Block numbers are loaded one tile ahead and carried: a load whose address comes from a load of the same
     # iteration is pipelined less deep.
     blocks = tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
-    # In 16 bits the second product over codes is one of float16, which holds every code and rounds the weights finer
+    # In 16 bits the second product over codes is one of float16, which has every code and rounds the weights finer
     # than bfloat16. Its range is small, so weights are divided by the largest scale met so far, the unit of acc.
     IN_FLOAT16: tl.constexpr = v_scale is not None and q.dtype != tl.float32
     largest = SMALLEST_UNIT

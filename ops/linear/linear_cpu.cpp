@@ -1,4 +1,4 @@
-// Linear layer on packed bfloat16 weights for CPUs. linear.py holds the layout, the reference and the schema.
+// Linear layer on packed bfloat16 weights for CPUs. packed_linear.py has the layout, the reference and the schema.
 //
 //   y[t, n] = bias[n] + sum over pairs p of  x[t, 2p] * W[n, 2p] + x[t, 2p + 1] * W[n, 2p + 1]
 //
@@ -37,279 +37,27 @@
 #include <utility>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#define TARGET(isa) __attribute__((target(isa)))
-#else
-#define TARGET(isa)
-#endif
-#define INLINE inline __attribute__((always_inline))
-
-#include "linear_cpu_amx.h"  // needs TARGET and INLINE
+#define KERNELS "../linear/linear_cpu_kernels.h"
+#define PRODUCTS 1
+#include "../cpu/each_isa.h"
+#include "linear_cpu_types.h"
 
 namespace {
 
-constexpr int64_t TILE = 16;        // columns in a tile: a 512-bit register of float32, or of bfloat16 pairs
-constexpr int64_t MAX_COLS = 3;     // column tiles in a micro kernel, at most
-constexpr int64_t CHUNK = 256;      // pairs: 3 tiles x 256 x 64 bytes = 48 KiB, in L2; half of that is 2% slower
-constexpr int64_t ROW_BLOCK = 256;  // rows: a chunk of them (256 KiB) and their sums (48 KiB) stay in L2
-// The same with AMX: 2 tiles x 128 x 64 bytes = 16 KiB, a third of L1; all pairs of a block's rows stay in L2.
-constexpr int64_t TILED_CHUNK = 128, TILED_ROW_BLOCK = 384, TILED_BLOCK_BYTES = 1 << 20;
-constexpr int64_t STREAM_BYTES = 1 << 20;  // of output: more is not in the caches when it is read
-constexpr int64_t FEW_ROWS = 4;     // up to here memory is the limit even without any prefetch of ours
-constexpr int64_t AHEAD = 64;       // pairs from a product to the prefetch of its weights: more than 100 ns of work
-constexpr int64_t GRAIN_FLOPS = 1 << 18;  // a thread is not worth waking for less
-constexpr int64_t PIECES = 8;       // of the columns, for each thread
+constexpr int64_t STREAM_BYTES = 1 << 20;        // of output: more is not in the caches when it is read
+constexpr int64_t TILED_BLOCK_BYTES = 1 << 20;   // of activations, with tile registers: half of L2
+constexpr int64_t FEW_ROWS = 4;                  // up to here memory is the limit even without any prefetch of ours
+constexpr int64_t GRAIN_FLOPS = 1 << 18;         // a thread is not worth waking for less
+constexpr int64_t PIECES = 8;                    // of the columns, for each thread
 
-// W lanes of 32 bits: a register of the instruction set, since GCC splits wider ones through memory.
-template <int W>
-struct Lanes {
-  typedef float f32 __attribute__((vector_size(W * 4)));
-  typedef uint32_t u32 __attribute__((vector_size(W * 4)));
-  typedef uint16_t u16 __attribute__((vector_size(W * 2)));
-};
-
-// What a micro kernel works on. A uint32_t is a pair of bfloat16: even k in the low half, odd k in the high half.
-struct Work {
-  const uint32_t* x;       // activations, as the kernels' `pack` has put them: [pairs, M], or whole tiles for AMX;
-  int64_t x_stride;        // AMX: or rows as they are, so far apart, if not 0
-  const uint32_t* w;       // [C, pairs, TILE] weights, with `w_stride` from tile to tile
-  int64_t w_stride;
-  int64_t pairs;
-  float* sums;             // [M, C, TILE]
-  bool first;              // the sums start at zero, and are not read
-  bool prefetch;           // fetch the weights AHEAD of these into L2,
-  int64_t left;            // which are in the next C tiles from the `left`-th pair on
-  const uint32_t* later;   // AMX: weights to fetch into L2 meanwhile, in C tiles,
-  int64_t later_lines;     // so many cache lines, or pairs, of each
-};
-
-// A prefetch never faults, so it may point past the end of the weights.
-template <int C>
-INLINE void prefetch(const Work& work, int64_t pair) {
-  const uint32_t* ahead = work.w + (pair + AHEAD) * TILE + (pair + AHEAD < work.left ? 0 : (C - 1) * work.w_stride);
-  for (int c = 0; c < C; ++c) __builtin_prefetch(ahead + c * work.w_stride, 0, 2);
+const std::vector<InstructionSet<Kernels>>& instruction_sets() {
+  static const std::vector<InstructionSet<Kernels>> sets = INSTRUCTION_SETS;
+  return sets;
 }
-
-// ---- Micro kernels: one struct for an instruction set ---------------------------------------------------------------
-
-// Any CPU: bfloat16 becomes float32 by a shift.
-template <int W, int M, int C>
-INLINE void multiply_widened(const Work& work) {
-  using f32 = typename Lanes<W>::f32;
-  using u32 = typename Lanes<W>::u32;
-  constexpr int PARTS = TILE / W;  // of a tile, one to a register
-  f32 sums[M][C * PARTS] = {};
-  if (!work.first) std::memcpy(sums, work.sums, sizeof(sums));
-  for (int64_t p = 0; p < work.pairs; ++p) {
-    if (work.prefetch) prefetch<C>(work, p);
-    f32 even[C * PARTS], odd[C * PARTS];
-    for (int i = 0; i < C * PARTS; ++i) {
-      u32 w;
-      std::memcpy(&w, work.w + i / PARTS * work.w_stride + p * TILE + i % PARTS * W, sizeof(w));
-      even[i] = (f32)(w << 16);
-      odd[i] = (f32)(w & 0xffff0000u);
-    }
-    for (int m = 0; m < M; ++m) {
-      const u32 x = u32{} + work.x[p * M + m];
-      for (int i = 0; i < C * PARTS; ++i) sums[m][i] += (f32)(x << 16) * even[i];
-      for (int i = 0; i < C * PARTS; ++i) sums[m][i] += (f32)(x & 0xffff0000u) * odd[i];
-    }
-  }
-  std::memcpy(work.sums, sums, sizeof(sums));
-}
-
-// Adds the bias and rounds to nearest even, for `rows` rows of `columns` outputs, which lie in `sums` without gaps. Row
-// by row, since rows of the output are often whole pages apart: a cache line left half written would be gone from the
-// caches when its other half comes.
-template <int W>
-INLINE void finish_rows(const float* sums, int64_t sums_stride, const float* bias, int64_t rows, int64_t columns,
-                        uint16_t* out, int64_t out_stride) {
-  using u32 = typename Lanes<W>::u32;
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = 0; i < columns; i += W) {
-      typename Lanes<W>::f32 sum, offset;
-      std::memcpy(&sum, sums + row * sums_stride + i, sizeof(sum));
-      std::memcpy(&offset, bias + i, sizeof(offset));
-      sum += offset;
-      const u32 bits = (u32)sum, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-      const auto result = __builtin_convertvector(sum == sum ? rounded : (bits >> 16) | 0x40u, typename Lanes<W>::u16);
-      uint16_t* to = out + row * out_stride + i;
-      if (columns - i >= W) std::memcpy(to, &result, sizeof(result));
-      else std::memcpy(to, &result, (columns - i) * sizeof(uint16_t));
-    }
-}
-
-#define FINISH_ARGS                                                                                            \
-  const float *sums, int64_t sums_stride, const float *bias, int64_t rows, int64_t columns, uint16_t *out, \
-      int64_t out_stride, [[maybe_unused]] bool stream
-
-struct Baseline {
-  static constexpr int rows = 4, cols = 1, align = 1;
-  template <int M, int C>
-  static void multiply(const Work& work) { multiply_widened<4, M, C>(work); }
-  static void finish(FINISH_ARGS) { finish_rows<4>(sums, sums_stride, bias, rows, columns, out, out_stride); }
-};
-
-#if defined(__x86_64__)
-// 16 registers of 256 bits: 4 x 1 x 2 sums, 4 of weights, 2 of activations.
-struct Avx2 {
-  static constexpr int rows = 4, cols = 1, align = 1;
-  template <int M, int C>
-  TARGET("avx2,fma") static void multiply(const Work& work) { multiply_widened<8, M, C>(work); }
-  TARGET("avx2,fma") static void finish(FINISH_ARGS) {
-    finish_rows<8>(sums, sums_stride, bias, rows, columns, out, out_stride);
-  }
-};
-
-// 32 registers of 512 bits: 8 x 2 sums, 4 of weights, 2 of activations.
-struct Avx512 {
-  static constexpr int rows = 8, cols = 2, align = 1;
-  template <int M, int C>
-  TARGET("avx512f") static void multiply(const Work& work) { multiply_widened<16, M, C>(work); }
-  TARGET("avx512f") static void finish(FINISH_ARGS) {
-    finish_rows<16>(sums, sums_stride, bias, rows, columns, out, out_stride);
-  }
-};
-
-// 32 registers of 512 bits: 8 x 3 sums, 3 of weights, the others for activations on their way. A pair costs 24 products
-// and 11 loads, so the loads hide; an 8-row group fits the usual batch sizes.
-struct Avx512Bf16 {
-  static constexpr int rows = 8, cols = 3, align = 1;
-  template <int M, int C>
-  TARGET("avx512f,avx512bf16") static void multiply(const Work& work) {
-    __m512 sums[M][C];
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 3
-      for (int c = 0; c < C; ++c)
-        sums[m][c] = work.first ? _mm512_setzero_ps() : _mm512_loadu_ps(work.sums + (m * C + c) * TILE);
-    for (int64_t p = 0; p < work.pairs; ++p) {
-      if (work.prefetch) prefetch<C>(work, p);
-      __m512bh w[C];
-#pragma GCC unroll 3
-      for (int c = 0; c < C; ++c) w[c] = (__m512bh)_mm512_loadu_si512(work.w + c * work.w_stride + p * TILE);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        const __m512bh x = (__m512bh)_mm512_set1_epi32(static_cast<int>(work.x[p * M + m]));
-#pragma GCC unroll 3
-        for (int c = 0; c < C; ++c) sums[m][c] = _mm512_dpbf16_ps(sums[m][c], x, w[c]);
-      }
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 3
-      for (int c = 0; c < C; ++c) _mm512_storeu_ps(work.sums + (m * C + c) * TILE, sums[m][c]);
-  }
-  TARGET("avx512f") static void finish(FINISH_ARGS) {
-    finish_rows<16>(sums, sums_stride, bias, rows, columns, out, out_stride);
-  }
-};
-
-// 8 tiles of 16 rows: 2 x 2 of sums, 2 of activations, 2 of weights.
-template <class Tiles>
-struct Amx {
-  static constexpr int rows = 2 * TILE, cols = 2, align = TILE;
-  template <int M, int C>
-  static void multiply(const Work& work) {
-    multiply_tiles<Tiles, M, C>(work.x, work.x_stride, work.w, work.w_stride, work.pairs, work.sums, work.first, work.later,
-                                work.later_lines);
-  }
-  // Two tiles are a cache line of the output. Where it is too large for the caches, lines are written past them, which
-  // saves reading them first.
-  TARGET("avx512f,avx512bf16") static void finish(FINISH_ARGS) {
-    if (columns != 2 * TILE) return finish_rows<16>(sums, sums_stride, bias, rows, columns, out, out_stride);
-    const __m512 low = _mm512_loadu_ps(bias), high = _mm512_loadu_ps(bias + TILE);
-    const bool past = stream && reinterpret_cast<uintptr_t>(out) % 64 == 0 && out_stride % (2 * TILE) == 0;
-    for (int64_t row = 0; row < rows; ++row, sums += sums_stride, out += out_stride) {
-      const auto line = (__m512i)_mm512_cvtne2ps_pbh(_mm512_add_ps(_mm512_loadu_ps(sums + TILE), high),
-                                                     _mm512_add_ps(_mm512_loadu_ps(sums), low));
-      if (past) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), line);
-      else _mm512_storeu_si512(out, line);
-    }
-  }
-};
-#endif
-
-// ---- Choice of the kernels ------------------------------------------------------------------------------------------
-
-struct Kernels {
-  const char* name;
-  bool supported;   // by this CPU
-  bool for_users;   // or only for tests, by its name
-  int64_t rows, cols;
-  int64_t align;    // activations are packed with rows and pairs filled up to this with zeros: 1 or TILE
-  int64_t chunk;    // pairs that are multiplied with all rows before the next; with few rows other numbers
-  void (*const* multiply)(const Work&);  // [rows / align, cols]: entry [m - 1, c - 1] does m * align rows and c tiles
-  void (*finish)(FINISH_ARGS);
-  void (*begin)(int64_t rows) = [](int64_t) {};  // in a thread, before its first product, and after its last
-  void (*end)() = [] {};
-
-  int64_t aligned(int64_t count) const { return (count + align - 1) / align * align; }
-};
-
-template <class Isa, size_t... I>
-constexpr std::array<void (*)(const Work&), sizeof...(I)> table_of(std::index_sequence<I...>) {
-  return {&Isa::template multiply<I / Isa::cols + 1, I % Isa::cols + 1>...};
-}
-
-template <class Isa>
-Kernels kernels_of(const char* name, bool supported, bool for_users = true) {
-  static constexpr auto table = table_of<Isa>(std::make_index_sequence<Isa::rows / Isa::align * Isa::cols>());
-  constexpr int64_t chunk = Isa::align == 1 ? CHUNK : TILED_CHUNK;
-  static_assert(Isa::cols <= MAX_COLS && ROW_BLOCK % Isa::rows == 0 && chunk % Isa::align == 0);
-  return {name, supported, for_users, Isa::rows, Isa::cols, Isa::align, chunk, table.data(), &Isa::finish};
-}
-
-#if defined(__x86_64__)
-template <class Tiles>
-Kernels amx_kernels_of(const char* name, bool supported, bool for_users) {
-  Kernels kernels = kernels_of<Amx<Tiles>>(name, supported, for_users);
-  kernels.begin = [](int64_t rows) { Tiles::begin(std::min(rows, TILE)); };
-  kernels.end = [] {
-    Tiles::end();
-    _mm_sfence();  // `finish` may have written past the caches
-  };
-  return kernels;
-}
-#endif
-
-// Best first.
-const std::vector<Kernels>& all_kernels() {
-  static const std::vector<Kernels> all = {
-#if defined(__x86_64__)
-      amx_kernels_of<HardwareTiles>("amx", HardwareTiles::supported(), true),
-      kernels_of<Avx512Bf16>("avx512_bf16", __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16")),
-      kernels_of<Avx512>("avx512", __builtin_cpu_supports("avx512f")),
-      kernels_of<Avx2>("avx2", __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")),
-#endif
-      kernels_of<Baseline>("baseline", true),
-#if defined(__x86_64__)
-      amx_kernels_of<SoftwareTiles>("amx_in_software", __builtin_cpu_supports("avx512f"), false),
-#endif
-  };
-  return all;
-}
-
-// The best that this CPU has, or the one named.
-const Kernels& choose_kernels(const std::optional<std::string>& name) {
-  for (const Kernels& kernels : all_kernels())
-    if (kernels.supported && (name ? *name == kernels.name : kernels.for_users)) return kernels;
-  TORCH_CHECK_VALUE(false, "packed_linear: isa '", *name, "' is unknown or not supported by this CPU");
-}
-
-std::vector<std::string> supported_isas() {
-  std::vector<std::string> names;
-  for (const Kernels& kernels : all_kernels())
-    if (kernels.supported && kernels.for_users) names.push_back(kernels.name);
-  return names;
-}
-
-// ---- The loops around the micro kernels -----------------------------------------------------------------------------
 
 // `rows` rows of K elements -> [pairs, rows]: what a micro kernel reads in a row. Four rows of four pairs at a time.
 void interleave_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t K, uint32_t* to) {
-  using u32 = Lanes<4>::u32;
+  typedef uint32_t u32 __attribute__((vector_size(16)));
   const int64_t pairs = K / 2;
   int64_t m = 0;
   for (; m + 4 <= rows; m += 4)
@@ -370,8 +118,8 @@ struct Problem {
   const uint32_t* x_packed;  // and the others as pack_rows made them, with room for `x_pairs` pairs each
   int64_t x_pairs;
   const uint32_t* w;     // [tiles, pairs, TILE]
-  const uint16_t* bias;  // or null
-  uint16_t* out;         // [T, N]
+  const BFloat16* bias;  // or null
+  BFloat16* out;         // [T, N]
   bool stream;           // past the caches
   int64_t chunk;         // pairs
   int64_t rows;          // of a row group
@@ -380,13 +128,12 @@ struct Problem {
 // Rows [row, row + rows) of column tiles [tile, tile + cols). The thread's next ones begin at `next_tile`.
 void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row, int64_t rows, int64_t tile,
                     int64_t cols, int64_t next_tile) {
-  alignas(64) float sums[std::max(ROW_BLOCK * MAX_COLS, TILED_ROW_BLOCK * 2) * TILE];
+  alignas(64) float sums[MAX_SUMS];
   const int64_t groups = (rows + problem.rows - 1) / problem.rows, w_stride = problem.pairs * TILE;
   const uint32_t* w = problem.w + tile * w_stride;
   const int64_t column = tile * TILE, columns = std::min(cols * TILE, problem.N - column);
   float bias[MAX_COLS * TILE] = {};
-  for (int64_t j = 0; problem.bias && j < columns; ++j)
-    bias[j] = __builtin_bit_cast(float, static_cast<uint32_t>(problem.bias[column + j]) << 16);
+  if (problem.bias) std::copy_n(problem.bias + column, columns, bias);
   for (int64_t pair = 0, pairs; pair < problem.pairs; pair += pairs) {
     pairs = std::min(problem.chunk, problem.pairs - pair);
     // The weights wanted next, of the next chunk or the next tiles: each row group fetches a part.
@@ -435,17 +182,17 @@ void check_inputs(const at::Tensor& x, const at::Tensor& packed, const std::opti
                       " on ", tensor.device());
 }
 
-at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                         int64_t out_features, const std::optional<std::string>& isa) {
+at::Tensor packed_linear(const IsaName& isa, const at::Tensor& x, const at::Tensor& packed,
+                         const std::optional<at::Tensor>& bias, int64_t out_features) {
   check_inputs(x, packed, bias, out_features);
-  const Kernels& kernels = choose_kernels(isa);
+  const Kernels& kernels = chosen(instruction_sets(), isa, "packed_linear");
   const int64_t T = x.size(0), tiles = packed.size(0), pairs = packed.size(1);
   at::Tensor out = at::empty({T, out_features}, x.options());
   if (T == 0) return out;
   const int64_t x_pairs = kernels.aligned(pairs);
   const bool tiled = kernels.align > 1;
   const int64_t whole_groups = TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows;
-  const int64_t block = tiled ? std::clamp(whole_groups, kernels.rows, TILED_ROW_BLOCK) : ROW_BLOCK;
+  const int64_t block = tiled ? std::clamp(whole_groups, kernels.rows, kernels.row_block) : kernels.row_block;
   // With few rows a single row tile at a time: it waits less for weights that come from memory.
   const int64_t group = tiled && T <= 2 * kernels.rows ? kernels.align : kernels.rows;
   const int64_t first_packed = first_packed_row(kernels, x, group);
@@ -461,8 +208,8 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
       .x_packed = static_cast<const uint32_t*>(x_packed.const_data_ptr()),
       .x_pairs = x_pairs,
       .w = static_cast<const uint32_t*>(packed.const_data_ptr()),
-      .bias = bias ? static_cast<const uint16_t*>(bias->const_data_ptr()) : nullptr,
-      .out = static_cast<uint16_t*>(out.mutable_data_ptr()),
+      .bias = bias ? static_cast<const BFloat16*>(bias->const_data_ptr()) : nullptr,
+      .out = static_cast<BFloat16*>(out.mutable_data_ptr()),
       .stream = T * out_features * 2 > STREAM_BYTES,
       // One group reads longer runs of memory; with two, the second finds the first one's weights in L1.
       .chunk = T <= group ? 2 * kernels.chunk : tiled && T <= 2 * group ? kernels.chunk / 2 : kernels.chunk,
@@ -490,18 +237,14 @@ at::Tensor packed_linear(const at::Tensor& x, const at::Tensor& packed, const st
   return out;
 }
 
-at::Tensor packed_linear_on_best(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                                 int64_t out_features) {
-  return packed_linear(x, packed, bias, out_features, std::nullopt);
-}
-
 }  // namespace
 
 // From here rather than from Python, which would add some 5 us to each call.
-TORCH_LIBRARY_IMPL(compiled_llm, CPU, m) { m.impl("packed_linear", &packed_linear_on_best); }
+TORCH_LIBRARY_IMPL(compiled_llm, CPU, m) { m.impl("packed_linear", &Callable<packed_linear>::on_best); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("packed_linear", &packed_linear, py::arg("x"), py::arg("packed"), py::arg("bias"), py::arg("out_features"),
-        py::arg("isa") = py::none(), py::call_guard<py::gil_scoped_release>());
-  m.def("supported_isas", &supported_isas, "Names for the argument isa, best first.");
+  const py::call_guard<py::gil_scoped_release> without_gil;
+  m.def("packed_linear", &Callable<packed_linear>::on_best, without_gil);
+  m.def("packed_linear", &Callable<packed_linear>::by_name, without_gil, "On the instruction set of that name.");
+  m.def("supported_isas", [] { return supported_names(instruction_sets()); }, "Their names, best first.");
 }

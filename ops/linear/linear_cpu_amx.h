@@ -1,21 +1,24 @@
-// The AMX micro kernel of linear_cpu.cpp, on the tile registers of cpu_tiles.h. The packed weights are in the order of such
-// tiles already: 16 pairs of rows, 16 columns.
+// The linear layer's micro kernel on tile registers. The packed weights are in the order of such tiles already: 16 pairs of
+// rows, 16 columns.
 
-#include "../cpu_tiles.h"
+#pragma once
 
-#if defined(__x86_64__)
+#include <algorithm>
+
+#include "../cpu/tiles.h"
 
 namespace {
 
 // R row tiles (1 or 2) by C column tiles (1 or 2).
-//   x     [R * 16 rows, pairs], each row `x_stride` words behind the one before; or if that is 0, packed:
+//   x     [R * 16 rows, pairs], `x_stride` words from row to row; or if that is 0, packed:
 //         [ceil(pairs / 16), R, 16 rows, 16 pairs], zero where there is no row or no pair
 //   w     [C, pairs, 16 columns], `w_stride` words from column tile to column tile
 //   sums  [R * 16, C, 16]; not read if this is the `first` chunk
 // Meanwhile `lines` cache lines from `later` on, and from each further column tile's place, are fetched into L2.
 template <class Tiles, int R, int C>
-INLINE void multiply_tiles(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t w_stride, int64_t pairs, float* sums,
-                           bool first, const uint32_t* later, int64_t lines) {
+[[gnu::always_inline]] inline void multiply_tiles(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t w_stride,
+                                                  int64_t pairs, float* sums, bool first, const uint32_t* later,
+                                                  int64_t lines) {
   Tiles tiles;
   constexpr int64_t ROW = 64, SUMS_ROW = C * ROW;  // bytes
   const int64_t x_row = x_stride != 0 ? x_stride * sizeof(uint32_t) : ROW;
@@ -33,7 +36,8 @@ INLINE void multiply_tiles(const uint32_t* x, int64_t x_stride, const uint32_t* 
     if constexpr (R > 1) tiles.template load<2>(below, SUMS_ROW);
     if constexpr (R > 1 && C > 1) tiles.template load<3>(below + TILE_WORDS, SUMS_ROW);
   }
-  const auto multiply_16_pairs = [&](const uint32_t* x_tiles, const uint32_t* w_tile, int64_t stride) __attribute__((always_inline)) {
+  const auto multiply_16_pairs = [&](const uint32_t* x_tiles, const uint32_t* w_tile, int64_t stride)
+                                     __attribute__((always_inline)) {
     tiles.template load<4>(x_tiles, x_row);
     tiles.template load<6>(w_tile, ROW);
     tiles.template multiply<0, 4, 6>();
@@ -54,7 +58,7 @@ INLINE void multiply_tiles(const uint32_t* x, int64_t x_stride, const uint32_t* 
       for (int c = 0; c < C; ++c) __builtin_prefetch(later + c * w_stride, 0, 2);
     multiply_16_pairs(x + p * x_pair, w + p * TILE_WORDS, w_stride);
   }
-  if (p < pairs) {  // the last pairs of a K that is no multiple of 32, with zero weights behind them
+  if (p < pairs) {  // the last pairs of a K that is no multiple of 32, followed by zero weights
     alignas(64) uint32_t tail[C][TILE_ROWS][TILE_WORDS] = {};
     for (int c = 0; c < C; ++c)
       std::memcpy(tail[c], w + c * w_stride + p * TILE_WORDS, (pairs - p) * sizeof(tail[c][0]));
@@ -67,4 +71,3 @@ INLINE void multiply_tiles(const uint32_t* x, int64_t x_stride, const uint32_t* 
 }
 
 }  // namespace
-#endif

@@ -1,7 +1,7 @@
 """Linear layer on packed bfloat16 weights, for CPUs: packing, reference, schema, registration.
 
-``y = x @ W.T + bias``. A decode step reads every weight once and does little else, so its speed is the speed at which
-memory streams. The packed layout puts the weights in the order the kernel reads them, in the pairs that the bfloat16
+``y = x @ W.T + bias``. A decode step reads every weight once and does little else, so it is as fast as memory can be
+read. The packed layout has the weights in the order in which the kernel reads them, in the pairs that the bfloat16
 dot-product instructions take:
 
     packed[n, p, j, i] = W[n * TILE + j, 2 * p + i]        [ceil(N / TILE), ceil(K / 2), TILE, 2]
@@ -26,16 +26,16 @@ def pack_weight(weight: Tensor) -> Tensor:
     out_features, in_features = weight.shape
     if out_features % TILE or in_features % 2:
         weight = F.pad(weight, (0, in_features % 2, 0, -out_features % TILE))
-    pairs = weight.contiguous().view(torch.int32)  # moved as one: 10 times as fast
+    pairs = weight.contiguous().view(torch.int32)  # a pair is copied as one number: 10 times as fast
     tiles = pairs.view(-1, TILE, pairs.shape[1]).transpose(1, 2)
     packed = tiles.contiguous() if weight.is_meta else native.huge_zeros(tiles.shape, torch.int32).copy_(tiles)
     return packed.view(torch.bfloat16).unflatten(-1, (TILE, 2))
 
 
 def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:
-    """Rows ``[T]`` (int32 or int64) of ``W``, ``[T, K]``, from what ``pack_weight`` made of it.
+    """Rows ``[T]`` (int32 or int64) of ``W`` from what ``pack_weight`` made of it: ``[T, K]`` bfloat16.
 
-    Where K is odd, a zero follows each.
+    Where K is odd, ``[T, K + 1]``: a zero follows each row.
     """
     return packed[rows // TILE, :, rows % TILE].flatten(1)
 

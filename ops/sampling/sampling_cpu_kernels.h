@@ -1,7 +1,10 @@
-// The kernel of sampling_cpu.cpp for one instruction set. Included there once for each; cpu_vectors.h says with which
-// macros. Hence no include guard. The types and constants are those of the including file.
+// The kernels of sampling for one instruction set: compiled once for each by ../cpu/each_isa.h, which explains the macros.
 
-#include "../cpu_vectors.h"
+#include <algorithm>
+#include <functional>
+
+#include "../cpu/vectors.h"
+#include "sampling_cpu_types.h"
 
 namespace {
 namespace ISA {
@@ -177,10 +180,7 @@ TARGET int64_t sample(const void* all_logits, const Choice& choice, Row& row, st
   return draw(row, std::max(least, choice.min_p), choice.uniform);
 }
 
+inline Kernels kernels() { return {sample<float>, sample<BFloat16>, sample<Half>}; }
+
 }  // namespace ISA
 }  // namespace
-
-#undef INLINE
-#undef ISA
-#undef TARGET
-#undef WIDTH

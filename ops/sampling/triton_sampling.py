@@ -1,4 +1,4 @@
-"""Sampling on the GPU: the launch of the Triton kernels of ``sample_tokens`` (``triton_kernels.py``).
+"""Sampling on the GPU: the launch of the Triton kernels. ``reference.py`` says what they compute.
 
 The kernels, each a fixed grid that follows from the shapes and the GPU alone. Nothing is read back, so a call can be
 captured in a CUDA graph. Programs of a row that does not need a kernel leave it at once.

@@ -1,6 +1,6 @@
-"""What a benchmark is told on the command line: the model and the engine, the sampling, and the requests.
+"""The command line of the benchmarks: the model and the engine, the sampling, and the requests.
 
-The flags of the requests are those of ``vllm bench``. Without any, the requests have random tokens.
+The flags of the requests are those of ``vllm bench``. Without any of them, the requests have random tokens.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments,
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
 from compiled_llm.command_line import FlagParser, add_engine_arguments, check_least, engine_config
-from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
+from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.text.prompts import check_token_ids
@@ -27,13 +27,13 @@ from compiled_llm.text.tokenizer import Tokenizer
 
 NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 32, 1024, 128  # of random requests
 _SMALLEST_MODEL_LEN = 1024
-# Flags that say what random requests are like, and those that any requests but a workload's listen to.
+# Flags of random requests alone, and flags of all requests except those of a workload.
 _RANDOM_FLAGS = ("input_len", "random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
 _LENGTH_FLAGS = ("dataset_name", "dataset_path", "num_prompts", "output_len", *_RANDOM_FLAGS)
 
 
 def bench_parser(description: str | None) -> FlagParser:
-    """A parser with a flag for every engine argument, and ``--shape`` beside ``--model``."""
+    """A parser with a flag for every engine argument, ``--model`` or ``--shape``."""
     parser = FlagParser(description=description, conflict_handler="resolve")
     add_engine_arguments(parser)
     add_model_arguments(parser)  # its --model takes the place of the engine's
@@ -65,7 +65,7 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         "--num-prompts", type=int, help=f"default: {NUM_PROMPTS} random ones, or all of a file, else its first ones"
     )
     group.add_argument("--input-len", type=int, help="the same as --random-input-len")
-    group.add_argument("--output-len", type=int, help="of every request, whatever its row says")
+    group.add_argument("--output-len", type=int, help="of every request; overrides those of the rows")
     group.add_argument("--random-input-len", type=int, help=f"tokens after the prefix (default: {INPUT_LEN})")
     group.add_argument("--random-output-len", type=int, help=f"default: {OUTPUT_LEN}")
     group.add_argument(
@@ -74,16 +74,16 @@ def add_request_flags(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="draw both lengths from [length * (1 - R), length * (1 + R)] (default: 0)",
     )
-    group.add_argument("--random-prefix-len", type=int, help="tokens that all prompts begin with (default: 0)")
+    group.add_argument("--random-prefix-len", type=int, help="tokens that all prompts start with (default: 0)")
 
 
 class Model(NamedTuple):
-    """What the flags name, before anything is loaded.
+    """The model of the flags, before its weights are loaded.
 
     Attributes:
-        name: for the results: the checkpoint's name or the shape's.
-        config: ``max_model_len`` may still be open.
-        tokenizer: None where the directory holds none, as with a shape.
+        name: the checkpoint's or the shape's, for the results.
+        config: ``max_model_len`` may still be None.
+        tokenizer: None if the directory has none, as for a shape.
     """
 
     name: str
@@ -95,10 +95,10 @@ class Model(NamedTuple):
 
 @contextlib.contextmanager
 def described_model(args: argparse.Namespace) -> Iterator[Model]:
-    """The model and the engine's config that the flags say; a shape is in bfloat16 unless they say otherwise.
+    """The model and the engine's config of the flags. A shape is in bfloat16 by default.
 
     Raises:
-        ValueError: as the config itself raises it, or ``--load-format`` asks a shape for weights.
+        ValueError: the config refuses a value, or ``--load-format`` needs weights and a shape has none.
     """
     changes: dict[str, Any] = {}
     if args.model is None:
@@ -142,12 +142,12 @@ def start_engine(
 
 
 def config_for(model: Model, requests: Requests) -> EngineConfig:
-    """The config, with a ``max_model_len`` that holds the requests if the flags left it open.
+    """The config, with a ``max_model_len`` that the requests fit in if the flags give none.
 
-    It is 1024 or the next power of two that is enough, so that workloads of about the same length share compiled code.
+    It is 1024 or the next larger power of two, so that workloads of about the same length share compiled code.
 
     Raises:
-        ValueError: a request is longer than ``max_model_len`` or the model allow.
+        ValueError: a request is longer than ``max_model_len`` or than the model allows.
     """
     longest = max(len(request.prompt_token_ids) + request.output_len for request in requests)
     most = model.model_config.max_position_embeddings
@@ -164,7 +164,7 @@ def config_for(model: Model, requests: Requests) -> EngineConfig:
 
 
 def sampling_of(args: argparse.Namespace, requests: Requests, *, ignore_eos: bool = True) -> list[SamplingParams]:
-    """Parameters of each request: as many tokens as it asks for, or fewer where the model ends it."""
+    """Parameters of each request: ``output_len`` tokens, or fewer if ``ignore_eos`` is False and the model ends it."""
     return [
         SamplingParams(
             temperature=args.temperature,
@@ -179,18 +179,18 @@ def sampling_of(args: argparse.Namespace, requests: Requests, *, ignore_eos: boo
 
 
 def check_sampling(args: argparse.Namespace) -> None:
-    """``ValueError`` as the sampling parameters themselves raise it, before anything is loaded."""
+    """``ValueError`` if the sampling parameters refuse a value; checked before anything is loaded."""
     sampling_of(args, [WorkloadRequest([], 1)])
 
 
 def requests_of(args: argparse.Namespace, model: Model) -> Requests:
-    """The requests that the flags say; text is encoded here, so encoding is in no measured time.
+    """The requests of the flags. Text is encoded here, so no measured time includes the encoding.
 
     Raises:
-        ValueError: flags that exclude each other, numbers out of range, or a row that cannot be used.
+        ValueError: flags exclude each other, a number is out of range, or a row is not valid.
     """
     if args.workload is not None:
-        _refuse(args, _LENGTH_FLAGS, "--workload, which says all about its requests")
+        _refuse(args, _LENGTH_FLAGS, "--workload, which defines its requests")
         return WORKLOADS[args.workload](model.model_config.vocab_size, args.seed)
     check_least(args, num_prompts=1, input_len=1, output_len=1, random_input_len=1, random_output_len=1)
     check_least(args, random_prefix_len=0)
@@ -219,7 +219,7 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], reason: str) -> No
 def _random_requests(args: argparse.Namespace, vocab_size: int) -> Requests:
     for general, own in (("input_len", "random_input_len"), ("output_len", "random_output_len")):
         if getattr(args, general) is not None:
-            _refuse(args, (own,), f"--{general.replace('_', '-')}, which says the same")
+            _refuse(args, (own,), f"--{general.replace('_', '-')}, which means the same")
     input_len = _first_given(args.input_len, args.random_input_len, INPUT_LEN)
     output_len = _first_given(args.output_len, args.random_output_len, OUTPUT_LEN)
     prefix_len = _first_given(args.random_prefix_len, 0)
@@ -242,7 +242,9 @@ def _first_given(*values: int | None) -> int:
 
 
 def _read_requests(path: Path, output_len: int | None, model: Model) -> Requests:
-    lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(), which knows more ends of lines than JSON
+    lines = path.read_text(encoding="utf-8").split(
+        "\n"
+    )  # not splitlines(): it also splits at characters that JSON strings may hold
     requests = [
         _parse_row(f"{path}, line {number}", line, output_len, model.tokenizer, model.model_config.vocab_size)
         for number, line in enumerate(lines, 1)
@@ -264,7 +266,7 @@ def _parse_row(
         raise ValueError(f"{where}: a row must be an object with either 'prompt' or 'prompt_token_ids'")
     unknown = sorted(row.keys() - {"prompt", "prompt_token_ids", "output_len"})
     if unknown:
-        raise ValueError(f"{where}: unknown key: {', '.join(unknown)}. Allowed beside the prompt: output_len")
+        raise ValueError(f"{where}: unknown key: {', '.join(unknown)}. Allowed, apart from the prompt: output_len")
     count = row.get("output_len") if output_len is None else output_len
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise ValueError(f"{where}: output_len must be an integer of at least 1, given {count!r}: or give --output-len")

@@ -1,34 +1,34 @@
-"""Paged attention: time, bandwidth and arithmetic rate of the op, against this machine's limits and what others offer.
+"""Paged attention: time, bandwidth and arithmetic rate of the op, compared with the machine's limits and alternatives.
 
     python scripts/bench/bench_attention.py                                    # a default grid, some minutes on a CPU
     python scripts/bench/bench_attention.py --device cuda --plot attention.png
     python scripts/bench/bench_attention.py --decode 1x4096 1x8192,31x256 --prefill 512+1024 8x4+4096 --block-size 16 64
 
-A case is BATCHxCONTEXT for decode (CONTEXT keys, the new one among them) and [BATCHx]TOKENS+CONTEXT for prefill. Commas
-join groups of requests into one step: 1x8192,31x256 is one long request beside thirty-one short ones. A decode like
-that is timed beside its uniform counterpart, the same batch with the same number of keys in all: /uniform is 1 when a
-batch costs what its bytes cost, however they are spread.
+A case is BATCHxCONTEXT for decode (CONTEXT keys, the new one included) and [BATCHx]TOKENS+CONTEXT for prefill. Commas
+join groups of requests into one step: 1x8192,31x256 is one long request and thirty-one short ones. Such a decode is
+also timed with the same number of keys spread evenly over the batch. /uniform is the ratio of the two times; it is 1 if
+the time depends only on the number of bytes.
 
-All about a case is timed in turn, round after round, so that it shares whatever else the machine does:
+Everything of a case is timed in turns, round after round, so that other load on the machine affects all of it:
 
     op        compiled_llm::paged_attention, the cache write included; a row for each KV dtype and block size
     gather    every request's blocks gathered into contiguous keys and values, then F.scaled_dot_product_attention
     sdpa      F.scaled_dot_product_attention on keys and values that are contiguous already (no paging at all)
     flex      compiled FlexAttention on the same contiguous keys and values
-    hf-paged  attention of transformers' continuous batching: its own SDPA function over a cache that does what its own
-              does (write, then gather all requests' keys into one sequence), under a mask
+    hf-paged  attention of transformers' continuous batching: its SDPA function with a mask, over a cache that works as
+              its own (write, then gather all requests' keys into one sequence)
     limits    memory: a sum over a large tensor on a CPU, a copy on a GPU (read and written); a large matrix product
 
 gather, sdpa and flex run once for each group of requests. No alternative has a quantised cache: they run in the model's
-dtype (gather and hf-paged with the first block size), and their columns say how many times as long they take as the op
-in that row. /model is the op's time relative to its own with a cache in the model's dtype. GB/s counts keys, values and
+dtype (gather and hf-paged with the first block size), and their columns are their times divided by that of the op in
+that row. /model is the op's time relative to its own with a cache in the model's dtype. GB/s counts keys, values and
 scales, each read once, TFLOP/s the two products over the visible keys. `of limit` is the time that these bytes or these
 operations, whichever takes longer, would need at the machine's limits, over the time taken: memory for a decode,
 arithmetic for a prefill, one or the other for a short query on a long context.
 
-The caches of several layers are used in turn, so that none is found in the processor's cache; on a GPU one CUDA graph
-runs them all. Before it is timed, the op must agree with SDPA on the keys and values that its cache stands for, or the
-exit status is 1; an alternative must agree with the op, or it is left out and the table says why.
+The caches of several layers are used in turns, so that none is in the processor's cache; on a GPU one CUDA graph runs
+them all. Before it is timed, the op must agree with SDPA on the keys and values of its cache, or the exit status is 1.
+An alternative must agree with the op, or it is left out and the reason is printed.
 """
 
 import argparse
@@ -71,13 +71,13 @@ CASES = {
     ("decode", "cuda"): ["1x8192", "8x8192", "32x8192", "32x1024", "1x131072", "1x131072,31x4096"],
     ("prefill", "cuda"): ["512+0", "2048+0", "2048+6144", "8192+0", "8x4+8192"],
 }
-LAYERS_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # the layers' keys and values together are at least this large...
-MAX_LAYERS = 64  # ... where that takes no more layers than models have
+LAYERS_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}  # minimum of all layers' keys and values together...
+MAX_LAYERS = 64  # ... if this many layers are enough for it
 MATMUL_SIZE = {"cpu": 1536, "cuda": 8192}
 STATISTICS: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "min": min}
 MIN_ROUNDS = 5
 
-Run = tuple[Callable[[], object], int]  # what is timed, and how many calls it is
+Run = tuple[Callable[[], object], int]  # a timed function, and how many calls of an op it makes
 
 
 def all_layers(attend: Attend, num_layers: int, device: str) -> Run:
@@ -109,9 +109,9 @@ def seconds_of(run: Callable[[], object], device: str) -> float:
 
 
 def interleaved(runs: dict[Any, Run], args: argparse.Namespace) -> dict[Any, float]:
-    """The statistic of the seconds of a call of each, all of them run in turn, in another order every round.
+    """For each run the statistic of the seconds of a call. They run in turns, in a different order in each round.
 
-    A call that comes after a large matrix product or read is slower than one that does not; so none always does.
+    A call after a large matrix product or read is slower, and the order spreads this over all runs.
     """
     times: dict[Any, list[float]] = {name: [] for name in runs}
     order, shuffle = list(runs), random.Random(0).shuffle
@@ -128,7 +128,7 @@ def interleaved(runs: dict[Any, Run], args: argparse.Namespace) -> dict[Any, flo
 
 
 def limits(args: argparse.Namespace) -> dict[str, tuple[Run, float]]:
-    """What measures the machine's limits, and the bytes or operations of a call of it."""
+    """Runs that reach the machine's limits, each with its bytes or operations per call."""
     size = MATMUL_SIZE[args.device]
     a, b = (torch.randn(size, size, device=args.device).to(DTYPES[args.dtype]) for _ in range(2))
     large = zeros([LAYERS_BYTES[args.device] // 4], torch.float32, args.device).fill_(1)
@@ -140,7 +140,7 @@ def limits(args: argparse.Namespace) -> dict[str, tuple[Run, float]]:
 
 
 def alternatives(step: Step, ours: torch.Tensor, args: argparse.Namespace) -> tuple[dict[str, Run], dict[str, str]]:
-    """Those that run and agree with ours, and why the others are left out."""
+    """Alternatives that run and agree with the op, and for the others the reason to leave them out."""
     runs, left_out = {}, {}
     for name in [name for name in ALTERNATIVES if name not in args.skip]:
         try:
@@ -149,13 +149,13 @@ def alternatives(step: Step, ours: torch.Tensor, args: argparse.Namespace) -> tu
             runs[name] = all_layers(attend, step.num_layers, args.device)
         except WrongResultError as error:
             left_out[name] = str(error)
-        except Exception as error:  # other people's code in whatever version is installed: no reason to stop
+        except Exception as error:  # in foreign code, of any version: no reason to stop
             verb, text = "compile" if name == "flex" else "run", " ".join(str(error).split())
             left_out[name] = f"does not {verb}: {type(error).__name__}: {text[:200]}"
     return runs, left_out
 
 
-def measure(case: Case, args: argparse.Namespace, yardsticks: dict[str, tuple[Run, float]]) -> list[dict[str, Any]]:
+def measure(case: Case, args: argparse.Namespace, limit_runs: dict[str, tuple[Run, float]]) -> list[dict[str, Any]]:
     """A row for each KV dtype and block size, all measured in the same rounds."""
     shape = Shape(args.heads, args.kv_heads, args.head_dim, args.block_size[0], DTYPES[args.dtype])
     kv_dtypes = {args.dtype: shape.dtype} | {name: KV_DTYPES[name] for name in args.kv_dtype}
@@ -166,7 +166,7 @@ def measure(case: Case, args: argparse.Namespace, yardsticks: dict[str, tuple[Ru
     if even:
         steps["uniform"] = Step(even, shape, args.device, num_layers)
 
-    runs: dict[Any, Run] = {name: run for name, (run, _) in yardsticks.items()}
+    runs: dict[Any, Run] = {name: run for name, (run, _) in limit_runs.items()}
     outputs: dict[Any, torch.Tensor] = {}
     for label, step in steps.items():
         for name, block_size in variants:
@@ -178,7 +178,7 @@ def measure(case: Case, args: argparse.Namespace, yardsticks: dict[str, tuple[Ru
     others, left_out = alternatives(steps["op"], outputs["op", args.dtype, shape.block_size], args)
     seconds = interleaved(runs | others, args)
 
-    rates = {name: amount / seconds[name] for name, (_, amount) in yardsticks.items()}
+    rates = {name: amount / seconds[name] for name, (_, amount) in limit_runs.items()}
     rows = []
     for name, block_size in variants:
         num_bytes, num_flops = case.num_bytes(shape, kv_dtypes[name]), case.num_flops(shape)
@@ -317,20 +317,20 @@ def main() -> int:
         "rows": rows,
         "machine": facts,
     }
-    said: set[str] = set()
+    printed: set[str] = set()
     with torch.inference_mode():
-        yardsticks = limits(args)
+        limit_runs = limits(args)
         for case in args.decode + args.prefill:
             try:
-                new = measure(case, args, yardsticks)
+                new = measure(case, args, limit_runs)
             except WrongResultError as error:
                 print(f"bench_attention: error: {error}", file=sys.stderr)
                 return 1
             print(tables.text_table([table_row(row, names) for row in new]), flush=True)
             for name, reason in new[0]["left_out"].items():
-                if f"{name} {reason}" not in said:
+                if f"{name} {reason}" not in printed:
                     print(f"    {name} is left out: {reason}", flush=True)
-                said.add(f"{name} {reason}")
+                printed.add(f"{name} {reason}")
             rows += new
             if args.json:  # after each case: a run that is cut off keeps what was done
                 args.json.write_text(json.dumps(record) + "\n")

@@ -191,7 +191,7 @@ def op(step: Step, dtype: torch.dtype, block_size: int) -> Attend:
                 for start in range(0, len(row), WRITE_TOKENS):
                     k, v, piece = (part[start : start + WRITE_TOKENS] for part in (key, value, row))
                     q = step.q.new_zeros(len(piece), step.heads, step.head_dim)
-                    # All of it padding: written, and attended to by nobody.
+                    # As padding: the op writes it, and no query attends to it.
                     paged_attention(
                         q, k, v, *cache, piece, table[:1, :1], *nothing, sm_scale=scale, max_query_len=1
                     )  # fmt: skip

@@ -1,15 +1,13 @@
-"""The time that one batch of requests takes from beginning to end, as ``vllm bench latency`` measures it.
+"""The time that one batch of requests takes from start to end, as ``vllm bench latency`` measures it.
 
     python scripts/bench/bench_latency.py --input-len 128 --output-len 128 --batch-size 1
     python scripts/bench/bench_latency.py --model DIR --batch-size 8 --output-json latency.json
 
-The batch has random tokens, is submitted at once and generates exactly ``--output-len`` tokens each; the end-of-text
-token ends nothing. ``--num-iters`` runs of it are timed after ``--num-iters-warmup`` others. All have the same prompts,
-so prefix caching is off unless it is asked for. ``--output-json`` has vLLM's keys, in seconds: ``avg_latency``,
-``std_latency``, ``latencies`` and ``percentiles``; beside them the TTFT and TPOT of each run, means over its requests.
-``--report`` tells of the runs that count how near the machine's limits they ran. Ends in one JSON line. Exit status: 0,
-or 2 for bad arguments.
-"""
+All requests have random tokens, are submitted at once and generate exactly ``--output-len`` tokens; the end-of-text
+token is ignored. ``--num-iters`` runs are timed, after ``--num-iters-warmup`` others. All runs have the same prompts,
+so prefix caching is off by default. ``--output-json`` has vLLM's keys, in seconds: ``avg_latency``, ``std_latency``,
+``latencies`` and ``percentiles``; also the TTFT and TPOT of each run, means over its requests. ``--report`` writes the
+engine's report on the timed runs. The last line is JSON. Exit status: 0, or 2 for bad arguments."""
 
 import argparse
 import random
@@ -36,8 +34,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=128, help="tokens to generate for each (default: 128)")
     parser.add_argument("--batch-size", type=int, default=8, help="requests submitted at once (default: 8)")
     parser.add_argument("--n", type=int, default=1, help="continuations of each prompt: only 1 is served")
-    parser.add_argument("--num-iters-warmup", type=int, default=2, help="runs before those that count (default: 2)")
-    parser.add_argument("--num-iters", type=int, default=10, help="runs that count (default: 10)")
+    parser.add_argument("--num-iters-warmup", type=int, default=2, help="runs before the timed ones (default: 2)")
+    parser.add_argument("--num-iters", type=int, default=10, help="timed runs (default: 10)")
     tables.add_json_flag(parser, "--output-json")
     results.add_report_flag(parser)
     arguments.add_sampling_flags(parser)
@@ -47,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """``ValueError`` for what no model is needed to refuse."""
+    """``ValueError`` for bad arguments; checked before a model is loaded."""
     arguments.check_sampling(args)
     if args.n != 1:
         raise ValueError(f"--n must be 1, given {args.n}: several continuations of a prompt are not served yet")

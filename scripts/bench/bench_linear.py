@@ -1,8 +1,8 @@
 """Times the packed bfloat16 linear of the CPU against ``F.linear``.
 
-Every round reads a large tensor, runs the op, then ``F.linear``, so all three meet the same state of the machine. Each
-call takes another copy of the weights, as the layers of a model do, so that they come from memory and not from a cache.
-GB/s counts the weights alone; with few rows their reading is all the work, and the read rate is the limit.
+Every round reads a large tensor, runs the op, then ``F.linear``, so that other load on the machine affects all three.
+Each call uses a different copy of the weights, as the layers of a model do, so that they come from memory and not from
+a cache. GB/s counts only the weights. With few rows, reading them is most of the work, and the read rate is the limit.
 
     python scripts/bench/bench_linear.py --rows 1 8 32 --threads 4
 """

@@ -2,16 +2,16 @@
 
     python scripts/bench/bench_peers.py --vllm-python VENV/bin/python --openvino-python VENV/bin/python --transformers
 
-docs/peers.md says how to make the environments. All read the same checkpoint, by default random bfloat16 weights of
-Qwen3-0.6B's shape; outputs are greedy and of exact length. Each engine is a process that loads the model once and is
-stopped (SIGSTOP) while another one is measured. They take turns in each workload of each round, so a machine whose
-memory gets slower or faster meanwhile does so for all. From round to round every token id is shifted: the same
-lengths, and nothing that a prefix cache could still hold.
+docs/peers.md describes how to make the environments. All engines read the same checkpoint, by default random bfloat16
+weights of Qwen3-0.6B's shape; outputs are greedy and of exact length. Each engine is a process that loads the model
+once and is stopped (SIGSTOP) while another one is measured. They take turns in each workload of each round, so that a
+change of the machine's speed affects all. In each round all token ids are shifted: lengths stay the same, and no prefix
+cache can hold a prompt already.
 
 W1: one stream, 128 tokens in, 128 out. W2: 32 requests at once, 32..512 in, 32..128 out. W3: 16 requests at once, 512
-shared and 32 own tokens in, 32 out. W4: 2048 in, 1 out. A ratio above 1 says that this engine is ahead: it is the
-median of the ratios within a round. Ends in one JSON line; ``--json`` holds the same after every round. Exit status 1
-when an engine failed (each named; the others are measured on).
+shared and 32 own tokens in, 32 out. W4: 2048 in, 1 out. A ratio above 1 means that this engine is faster: it is
+the median of the ratios within a round. The last line is JSON; ``--json`` is written after every round. Exit status 1
+if an engine failed; it is named, and the others are still measured.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from compiled_llm.command_line import FlagParser
 
 
 class Metric(NamedTuple):
-    """A figure of a workload, and how it follows from (requests, the worker's answer)."""
+    """A figure of a workload. ``figure`` computes it from (requests, the worker's answer)."""
 
     name: str
     higher_is_better: bool
@@ -73,7 +73,7 @@ Samples = dict[str, dict[int, float]]  # of an engine: row -> round -> figure
 
 
 class Rounds:
-    """Starts the engines, lets them take turns, and keeps every figure. One that fails is left out from then on.
+    """Starts the engines, runs them in turns, and keeps every figure. One that fails is left out from then on.
 
     Attributes:
         samples: of each engine.
@@ -112,7 +112,7 @@ class Rounds:
             self.fail(peer.name, error)
 
     def run(self, number: int) -> None:
-        """A round, counted from 1: every workload through every engine. Another engine begins each time."""
+        """A round, counted from 1: every workload on every engine. A different engine is first each time."""
         for position, workload in enumerate(self._work):
             requests = self._requests(workload, number)
             workers = [
@@ -148,12 +148,12 @@ class Rounds:
 
 
 def shifted(requests: Requests, offset: int, vocab_size: int) -> Requests:
-    """The same requests in other tokens: what begins alike still does, and differs from any other offset at once."""
+    """The same requests with other tokens. Shared prefixes stay shared; no offset shares a prefix with another."""
     return [WorkloadRequest([(t + offset) % vocab_size for t in tokens], n) for tokens, n in requests]
 
 
 def compared(samples: dict[str, Samples]) -> dict[str, dict[str, Any]]:
-    """Row -> engine -> median, min, max, samples, ratio: this engine's lead, as the median of rounds that both ran.
+    """Row -> engine -> median, min, max, samples, and ratio: that of this engine, the median over rounds of both.
 
     ``best_peer`` names the peer with the best median, None without peers.
     """
@@ -181,7 +181,7 @@ def compared(samples: dict[str, Samples]) -> dict[str, dict[str, Any]]:
 
 
 def table(rows: dict[str, dict[str, Any]], facts: dict[str, dict[str, Any]]) -> str:
-    """The result for people: a line for each row, and of each engine a column of medians, ranges and ratios."""
+    """The result as text: a line for each row, and for each engine a column of medians and ranges."""
     lines = []
     for row, result in rows.items():
         line = {"": row}
@@ -267,9 +267,6 @@ def json_object(text: str) -> dict[str, Any]:
 
 def main() -> int:
     args = arguments()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # through the finally below: no stopped process stays behind
     with work_directory(args.workdir) as workdir:
         checkpoint = Path(args.model) if args.model else workdir / args.shape
         if not args.model:
@@ -297,5 +294,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through every finally: no stopped process stays behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs every finally, so that no stopped process remains
     sys.exit(main())

@@ -1,12 +1,12 @@
-"""One engine in a process of its own, for bench_peers.py: loads the model once, then runs the requests it is sent.
+"""One engine in its own process, for bench_peers.py: loads the model once, then runs the requests that it is sent.
 
     python scripts/bench/bench_peers_worker.py vllm DIR '{"max_num_seqs": 32}'
 
-It runs inside the Python of the peer, so it imports the standard library and that peer, nothing else. Each line of
-stdin is a list of requests, ``[[prompt token ids, output tokens], ...]``, which are submitted at once and decoded
-greedily to exactly that length. Each is answered by a JSON line on stdout: ``seconds`` from the submission until the
-last token, ``ttft`` (seconds until the first token of each request) and ``output_lens``. A line with ``versions`` says
-that the model is loaded. What the libraries print goes to stderr.
+It runs in the peer's Python environment, so it imports only the standard library and that peer. Each line of stdin is
+a list of requests, ``[[prompt token ids, output tokens], ...]``, which are submitted at once and decoded greedily to
+exactly that length. The answer to a line is a JSON line on stdout: ``seconds`` from the submission to the last token,
+``ttft`` (seconds to the first token of each request) and ``output_lens``. A first line with ``versions`` means that the
+model is loaded. The output of the libraries goes to stderr.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ class Run:
         self.started = self.ended = time.perf_counter()
 
     def count(self, index: int, new_tokens: int, now: float | None = None) -> None:
-        """``new_tokens`` more tokens of the request at ``index`` were there at ``now``, or are at this moment."""
+        """``new_tokens`` more tokens of the request at ``index`` arrived at ``now``, by default at this moment."""
         if new_tokens:
             self.ended = time.perf_counter() if now is None else now
             self.output_lens[index] += new_tokens
@@ -105,7 +105,7 @@ class Vllm:
 class OpenVino:
     """OpenVINO GenAI's continuous batching. ``options``: ``scheduler`` and ``properties``.
 
-    It cannot empty its prefix cache, so prompts must never come back.
+    It cannot empty its prefix cache, so no prompt may be sent twice.
     """
 
     packages = ("openvino-genai", "openvino", "optimum-intel")
@@ -224,11 +224,11 @@ def serve(peer: Peer, requests_file: TextIO, answers: TextIO) -> None:
 
 
 def main() -> None:
-    # A stopped process does not see that stdin has ended: the kernel is to kill this one when bench_peers.py is gone.
+    # A stopped process does not notice the end of stdin: the kernel kills this one when bench_peers.py ends.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     name, directory, options = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print what they like
+    os.dup2(2, 1)  # libraries may print to stdout
     serve(PEERS[name](directory, json.loads(options)), sys.stdin, answers)
 
 

@@ -1,4 +1,4 @@
-"""The classic study of inference, on any model that the engine runs, each part beside ``transformers.generate``.
+"""The classic study of inference, on any model that the engine runs, compared with ``transformers.generate``.
 
     python scripts/bench/bench_phases.py                           # Qwen3-0.6B's shape, random weights, bfloat16
     python scripts/bench/bench_phases.py --model DIR --part phases steps --output study
@@ -8,14 +8,14 @@ Parts (default: all; each prints a table, and ``--output DIR`` gets a picture of
     phases     prefill against decode: time to the first token and time of a decoded token, over prompt lengths
     steps      the time of each single decode step of one generation
     batch      batch size against throughput and against the time of a token
-    batching   static against continuous batching: the same requests of mixed lengths, on the same number of seats
+    batching   static against continuous batching: the same requests of mixed lengths, in the same number of places
     intensity  FLOPs, bytes and seconds of these steps under the machine's roofline; runs ``phases`` and ``batch`` too
     memory     KV bytes of a token, and how many requests fit into a given memory; an engine confirms a small case
 
-Both sides run in one process, on the same device, with as many threads; in turns, ``--repeats`` times, of which the
-median counts (``batching``, which is long, runs once). A ratio is the time of transformers over the row's own. Prompts
-are random tokens, decoding is greedy to exact lengths, the engine's prefix cache is off. Random weights are each side's
-own: the shape is the same, and the work. Compiling is in no time. Ends in one JSON line.
+Both sides run in one process, on the same device, with the same number of threads. They take turns ``--repeats``
+times, and medians are shown (``batching``, which is long, runs once). A ratio is the time of transformers divided by
+that of the row. Prompts are random tokens, decoding is greedy to exact lengths, the engine's prefix cache is off. With
+random weights each side has its own, of the same shape. No time includes compiling. The last line is JSON.
 """
 
 import argparse
@@ -62,7 +62,7 @@ LEAST["kv_memory"] = 2**-10
 
 @dataclasses.dataclass
 class Study:
-    """What the parts share. ``results``: of the parts that ran so far, by name."""
+    """What all parts use. ``results``: of the parts that have run, by name."""
 
     args: argparse.Namespace
     config: ModelConfig
@@ -79,7 +79,7 @@ class Study:
         return getattr(torch, self.args.dtype)
 
     def requests(self, count: int, prompt_len: int, output_len: int) -> Requests:
-        """Random prompts, the same ones for the same arguments."""
+        """Requests with random prompts; the same arguments give the same prompts."""
         rng = random.Random(self.args.seed)
         prompts = [workloads.random_tokens(rng, self.config.vocab_size, prompt_len) for _ in range(count)]
         return [WorkloadRequest(prompt, output_len) for prompt in prompts]
@@ -103,7 +103,7 @@ def compare(rows: list[Row], key: str, time_name: str) -> None:
 
 
 def phases(study: Study) -> Row:
-    """One request over prompt lengths. ``prefill_share``: of the time of a request with ``--output-len`` tokens out."""
+    """One request of each prompt length. ``prefill_share``: of the time of a request with ``--output-len`` tokens."""
     args, rows = study.args, []
     for prompt_len in args.prompt_lens:
         runs = study.in_turns(study.requests(1, prompt_len, args.decode_steps + 1))
@@ -127,7 +127,7 @@ def steps(study: Study) -> Row:
     for side, served in study.in_turns(study.requests(1, args.prompt_len, args.output_len)).items():
         times = [seconds * 1e3 for seconds in step_seconds(served)]
         median = statistics.median(times)
-        # A hiccup of the machine counts as no more than a step twice as long.
+        # An interruption counts as a step of at most twice the median.
         slope = statistics.linear_regression(range(len(times)), [min(t, 2 * median) for t in times]).slope
         first_ever = [seconds * 1e3 for seconds in step_seconds([study.warm_up[side]])]
         row = {"side": side, "first_ever_ms": first_ever[0], "first_ms": times[0], "median_ms": median}
@@ -138,7 +138,7 @@ def steps(study: Study) -> Row:
 
 
 def batch(study: Study) -> Row:
-    """Equal requests over batch sizes: the steps in which all of them decode."""
+    """Equal requests, for each batch size: the steps in which all of them decode."""
     args, rows = study.args, []
     for size in args.batch_sizes:
         # The engine computes the prompts in chunks; requests whose prompt is done decode meanwhile.
@@ -153,9 +153,9 @@ def batch(study: Study) -> Row:
 
 
 def batching(study: Study) -> Row:
-    """The requests of W2 on ``--seats`` seats. ``useful_rows``: of all row-steps, those that gave a wanted token.
+    """The requests of W2, at most ``--seats`` at once. ``useful_rows``: share of row-steps that gave a needed token.
 
-    All requests are there at the start. A static batch answers when its last request is done.
+    All requests are submitted at the start. A static batch answers when its last request is done.
     """
     args = study.args
     requests = workloads.mixed(study.config.vocab_size, args.seed, num_requests=args.num_requests)
@@ -182,9 +182,9 @@ def batching(study: Study) -> Row:
 
 
 def intensity(study: Study) -> Row:
-    """FLOPs and bytes that the steps of ``phases`` and ``batch`` cannot do without, over the seconds they took.
+    """Minimum FLOPs and bytes of the steps of ``phases`` and ``batch``, divided by their seconds.
 
-    ``of_limit``: the seconds that the machine's limits ask for, over those.
+    ``of_limit``: their seconds at the machine's limits, divided by the seconds taken.
     """
     dtype, args = study.dtype, study.args
     kv_bytes = kv_cache.bytes_per_layer(study.config, [dtype] * study.config.num_layers)
@@ -278,7 +278,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--bucket-sizes", type=integers, default=(1, 8, 32))
     parser.add_argument("--token-bucket-sizes", type=integers, default=(32, 128, 512))
-    parser.add_argument("--enforce-eager", action="store_true", help="an engine that compiles nothing, for a quick try")
+    parser.add_argument(
+        "--enforce-eager", action="store_true", help="an engine that compiles nothing, for a quick test"
+    )
     parser.add_argument("--prompt-lens", type=integers, help="of phases (default: those of 32,128,512,2048 that fit)")
     parser.add_argument("--batch-sizes", type=integers, default=(1, 2, 4, 8, 16, 32), help="of batch")
     parser.add_argument("--prompt-len", type=int, default=128, help="of steps and batch (default: 128)")
@@ -332,7 +334,7 @@ def start(args: argparse.Namespace, engine_arguments: dict[str, str]) -> Study:
     config = read_config(directory)
     check(args, config)
     device, random_weights = resolve_device(args.device), engine_arguments["load_format"] == "dummy"
-    # Both before the engine, whose KV pool takes on a GPU what is left; the limits anew, since they vary with the hour.
+    # Both before the engine, whose KV pool takes the rest of a GPU's memory. The limits change within hours.
     limits = None
     if "intensity" in args.part:
         limits = machine_limits.measured(device, getattr(torch, args.dtype), remeasure=True)
@@ -341,7 +343,7 @@ def start(args: argparse.Namespace, engine_arguments: dict[str, str]) -> Study:
         **engine_arguments,
         dtype=args.dtype,
         device=args.device,
-        # A power of two, so that other lengths find the same code compiled.
+        # A power of two, so that other lengths use the same compiled code.
         max_model_len=min(config.max_position_embeddings, max(1024, 1 << (longest_request(args) - 1).bit_length())),
         bucket_sizes=args.bucket_sizes,
         token_bucket_sizes=args.token_bucket_sizes,

@@ -2,7 +2,7 @@
 
     python scripts/bench/bench_phases_plots.py docs/results/cpu/study-amx.json docs/pictures/study
 
-draws them again, from the result of an earlier run.
+draws them from the result of an earlier run.
 """
 
 import json
@@ -14,7 +14,7 @@ from compiled_llm.command_line import FlagParser
 
 Row = dict[str, Any]
 
-# Okabe and Ito's colours, which colour-blind people tell apart; the markers differ too.
+# Okabe and Ito's colours, which colour-blind people can distinguish; the markers differ too.
 COLOURS = {"engine": "#0072B2", "transformers": "#D55E00", "limit": "#555555", "waste": "#BBBBBB", "prefill": "#E69F00"}
 MARKERS = {"engine": "o", "transformers": "s"}
 SIDES = ("engine", "transformers")
@@ -102,7 +102,7 @@ def _steps(figure: Any, result: Row) -> None:
         axes.plot(contexts, series["ms"], color=COLOURS[side], linewidth=1.2, marker=MARKERS[side], ms=2.5, label=label)
         first = series["first_ever_ms"]
         axes.plot(contexts[: len(first)], first[: len(contexts)], color=COLOURS[side], linestyle=":", linewidth=1)
-    axes.plot([], [], color="black", linestyle=":", linewidth=1, label="the first steps that a process runs at all")
+    axes.plot([], [], color="black", linestyle=":", linewidth=1, label="the first steps of a process")
     axes.set_yscale("log")
     axes.set(xlabel="context of the step, tokens", ylabel="milliseconds a step")
     axes.grid(alpha=0.3, which="both")
@@ -143,8 +143,8 @@ def _batching(figure: Any, result: Row) -> None:
     ours = max(row["seconds"] for row in result["rows"] if row["way"].startswith("engine"))
     for axes, row in zip(panels, result["rows"], strict=True):
         spans, side = result["timelines_s"][row["way"]], row["way"].split(",")[0]
-        for kind, begin, end in (("prefill", "start", "first"), (side, "first", "wanted"), ("waste", "wanted", "end")):
-            widths, lefts = [span[end] - span[begin] for span in spans], [span[begin] for span in spans]
+        for kind, start, end in (("prefill", "start", "first"), (side, "first", "wanted"), ("waste", "wanted", "end")):
+            widths, lefts = [span[end] - span[start] for span in spans], [span[start] for span in spans]
             axes.barh(range(len(spans)), widths, 0.8, lefts, color=COLOURS[kind])
         speed = f"{row['seconds']:.3g} s, {row['tokens_per_s']:.4g} tokens/s"
         axes.set_title(f"{row['way']}\n{speed}\n{row['useful_rows']:.0%} of row-steps useful", fontsize=9)
@@ -155,7 +155,11 @@ def _batching(figure: Any, result: Row) -> None:
     panels[0].yaxis.get_major_locator().set_params(integer=True)
     panels[0].set_ylabel("request")
     handles = [panels[0].barh([0], [0], color=COLOURS[kind]) for kind in ("prefill", *SIDES, "waste")]
-    labels = ["prompt, and waiting for it", *(f"wanted tokens, {side}" for side in SIDES), "seat held for nothing"]
+    labels = [
+        "prompt, and waiting for it",
+        *(f"needed tokens, {side}" for side in SIDES),
+        "place held, no needed token",
+    ]
     figure.legend(handles, labels, fontsize=8, ncols=4, loc="outside lower center")
 
 
@@ -190,12 +194,12 @@ def _intensity(figure: Any, result: Row) -> None:
                 markerfacecolor=COLOURS[side] if filled else "white",
                 **style,
             )
-            # Decode lies just below the limit and may meet prefill: its sizes stand below, those of prefill above.
+            # Sizes of decode are written below the points, those of prefill above, so that they do not overlap.
             offset, align = ((4, -9), "left") if phase == "decode" else ((0, 6), "center")
             for row in points if side == "engine" else []:
                 text, place = str(row["size"]), (row["flop_per_byte"], row["gflop_per_s"])
                 axes.annotate(text, place, offset, textcoords="offset points", fontsize=7, ha=align)
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte that the step cannot do without", ylabel="GFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte, minimum of the step", ylabel="GFLOP/s")
     axes.set_ylim(min(row["gflop_per_s"] for row in result["rows"]) / 2, peak * 2)
     axes.set_xlim(low, high)
     axes.grid(alpha=0.3)
@@ -235,7 +239,7 @@ PLOTS: dict[str, Callable[[Any, Row], None]] = {
 
 
 def main() -> None:
-    parser = FlagParser(description="Draw the pictures of bench_phases.py again.")
+    parser = FlagParser(description="Draw the pictures of an earlier run of bench_phases.py.")
     parser.add_argument("result", type=Path, help="phases.json of an earlier run")
     parser.add_argument("directory", type=Path, help="where the pictures go")
     args = parser.parse_args()

@@ -1,7 +1,7 @@
-"""The two sides that bench_phases.py compares, and what is read off their runs.
+"""The two sides that bench_phases.py compares, and the figures of their runs.
 
-``Engine`` and ``Transformers`` serve the same requests and note when each token was there. Every time that the study
-shows is taken from these.
+``Engine`` and ``Transformers`` serve the same requests and record the time of each token. All times of the study come
+from these.
 """
 
 import itertools
@@ -16,12 +16,12 @@ from compiled_llm import CompiledEngine, SamplingParams
 
 
 class Served(NamedTuple):
-    """One run of requests. Times in seconds since it began.
+    """One run of requests. Times in seconds since its start.
 
     Attributes:
-        starts: when each request got its seat.
-        token_times: when each token of each request was there.
-        row_steps: rows of all steps' batches, whatever they held: padding, a finished request, a prompt in computation.
+        starts: when each request started.
+        token_times: for each request, the time of each token.
+        row_steps: rows of all steps' batches, also those of padding, finished requests and prompts.
     """
 
     starts: list[float]
@@ -47,7 +47,7 @@ class Engine:
         self.limits = engine.runner.limits
 
     def run(self, requests: Requests, seats: int | None = None) -> Served:
-        """With ``seats``, no more requests at once: whenever one ends, the next one gets its seat."""
+        """At most ``seats`` requests at once: when one ends, the next one starts."""
         seats = seats or len(requests)
         served, row_steps, num_running = Served([], [[] for _ in requests], 0), 0, 0
         started = time.perf_counter()
@@ -106,9 +106,9 @@ def ttft(runs: list[Served]) -> float:
 
 
 def step_seconds(runs: list[Served]) -> list[float]:
-    """Of each step in which all requests decode, median of the runs."""
+    """Seconds of each step in which all requests decode, medians over the runs."""
     gaps = []
     for run in runs:
-        begun, ended = max(times[0] for times in run.token_times), min(times[-1] for times in run.token_times)
-        gaps.append([b - a for a, b in itertools.pairwise(t for t in run.token_times[0] if begun <= t <= ended)])
+        started, ended = max(times[0] for times in run.token_times), min(times[-1] for times in run.token_times)
+        gaps.append([b - a for a, b in itertools.pairwise(t for t in run.token_times[0] if started <= t <= ended)])
     return [statistics.median(step) for step in zip(*gaps, strict=True)]

@@ -13,20 +13,20 @@ from compiled_llm import CompiledEngine, EngineStats, RequestOutput, SamplingPar
 from compiled_llm.report import machine_limits
 
 
-def percentiles(values: Sequence[float], wanted: Sequence[float]) -> dict[str, float]:
+def percentiles(values: Sequence[float], shown: Sequence[float]) -> dict[str, float]:
     """Percentile -> value, interpolated between neighbours as numpy does; keys like "99" and "99.9"."""
-    return {f"{p:g}": float(np.percentile(values, p)) for p in wanted}
+    return {f"{p:g}": float(np.percentile(values, p)) for p in shown}
 
 
-def summary(metric: str, values: Sequence[float], wanted: Sequence[float]) -> dict[str, float]:
-    """``mean_ttft_ms``, ``median_``, ``std_`` and ``p99_`` of seconds, for ``metric`` "ttft"; 0 where there is none."""
+def summary(metric: str, values: Sequence[float], shown: Sequence[float]) -> dict[str, float]:
+    """``mean_ttft_ms``, ``median_``, ``std_`` and ``p99_`` of seconds, for ``metric`` "ttft"; 0 if there is none."""
     milliseconds = [value * 1e3 for value in values] or [0.0]
     result = {
         f"mean_{metric}_ms": float(np.mean(milliseconds)),
         f"median_{metric}_ms": float(np.median(milliseconds)),
         f"std_{metric}_ms": float(np.std(milliseconds)),
     }
-    return result | {f"p{p}_{metric}_ms": value for p, value in percentiles(milliseconds, wanted).items()}
+    return result | {f"p{p}_{metric}_ms": value for p, value in percentiles(milliseconds, shown).items()}
 
 
 def generate(
@@ -66,7 +66,7 @@ def tpots(outputs: Sequence[RequestOutput]) -> list[float]:
 
 
 def steps_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
-    """What the steps between two readings of an engine's statistics cost."""
+    """Costs of the steps between two readings of an engine's statistics."""
     steps = max(1, after.num_steps - before.num_steps)
     padding = after.num_padding_tokens - before.num_padding_tokens
     computed = after.num_computed_tokens - before.num_computed_tokens
@@ -83,7 +83,7 @@ def steps_between(before: EngineStats, after: EngineStats) -> dict[str, float]:
 
 
 def engine_facts(engine: CompiledEngine, start_seconds: float) -> dict[str, Any]:
-    """What was started, and how: sizes, dtypes, and what the compiler did."""
+    """Sizes and dtypes of an engine, and figures of its start and its compiled graphs."""
     report, limits = engine.compile_report(), engine.runner.limits
     return {
         "start_seconds": start_seconds,
@@ -103,7 +103,7 @@ def engine_facts(engine: CompiledEngine, start_seconds: float) -> dict[str, Any]
 
 
 def compiled_line(facts: Mapping[str, Any]) -> str:
-    """``engine_facts`` in a line for people."""
+    """``engine_facts`` as one line of text."""
     if facts["enforce_eager"]:
         return f"not compiled; start {facts['start_seconds']:.1f} s"
     return (
@@ -114,7 +114,7 @@ def compiled_line(facts: Mapping[str, Any]) -> str:
 
 
 def steps_line(steps: Mapping[str, float]) -> str:
-    """``steps_between`` in a line for people."""
+    """``steps_between`` as one line of text."""
     return (
         f"{steps['num_steps']} of {steps['step_milliseconds']:.2f} ms, host {steps['host_microseconds_a_step']:.0f} us "
         f"each, padding {steps['padding_share']:.1%}, {steps['prefix_hit_tokens']} tokens found in the prefix cache"
@@ -132,7 +132,7 @@ def check_report(path: Path | None) -> None:
 
 
 def prepare_report(engine: CompiledEngine, path: Path | None) -> None:
-    """Measure the machine's limits, if a report is wanted and no earlier run did: better before the runs than after."""
+    """If a report is requested and the machine's limits are unknown, measure them: before the runs, not after them."""
     if path is not None:
         machine_limits.measured(engine.runner.device, engine.runner.dtype)
 

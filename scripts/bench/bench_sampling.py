@@ -1,15 +1,15 @@
-"""What choosing tokens costs: for each kind of request, the time of the sampler beside that of a whole decode step.
+"""The cost of sampling: for each kind of request, the time of the sampler and its share of a whole decode step.
 
-An engine serves ``--batch-size`` requests until all decode, with ``--context`` tokens each. That step is then run again
-and again, and behind it, in turns, what each kind of request adds to it. The kinds:
+An engine serves ``--batch-size`` requests until all decode, with ``--context`` tokens each. This step is then repeated.
+After each repetition the sampler of one kind of request runs, the kinds in turns. The kinds:
 
-- greedy: the likeliest token of each row. Part of the step itself; timed by itself on the step's logits.
+- greedy: the most likely token of each row. It is part of the step, and timed separately on the step's logits.
 - temperature, top-k, top-p, top-k+top-p, min-p: sampling without a change of logits.
 - full: temperature, top-k, top-p and min-p on logits with bias, all three penalties and a mask.
-- logprobs: what log-probabilities add to any of these.
+- logprobs: the log-probabilities, which any of these can have.
 
-Beside the sampler stands what it replaces: plain torch with the whole vocabulary sorted, and an argmax, compiled.
-"share" is sampler / (step + sampler).
+"replaced_ms" is the time of the same in plain torch, compiled: the whole vocabulary sorted, or an argmax. "share" is
+sampler / (step + sampler).
 
     python scripts/bench/bench_sampling.py --batch-size 32 --json docs/results/cpu/sampling.json
 """
@@ -66,7 +66,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--context", type=int, default=300, help="tokens of each request, about")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--enforce-eager", action="store_true", help="do not compile: for a try")
+    parser.add_argument("--enforce-eager", action="store_true", help="do not compile, for a quick test")
     tables.add_json_flag(parser)
     return parser.parse_checked(
         lambda args: tables.check_target("--json", args.json), batch_size=1, context=2, rounds=1
@@ -88,7 +88,7 @@ def decoding_engine(arguments: Params, batch_size: int, context: int, params: Pa
 
 
 class Measured:
-    """One kind: what it adds to a step, on the buffers of the engine that all kinds share."""
+    """One kind of request. All kinds use the buffers of the same engine."""
 
     def __init__(self, engine: CompiledEngine, bucket: Bucket, params: SamplingParams) -> None:
         self.runner, self.bucket, self.params = engine.runner, bucket, params
@@ -100,7 +100,7 @@ class Measured:
         )
 
     def prepare(self) -> None:
-        """Write the parameters to the rows of the step that stands in the buffers."""
+        """Write the parameters into the buffers, for all rows of the step."""
         vocab_size, rows = self.runner.model_config.vocab_size, self.bucket.num_requests
         fields, p = self.sampling_input, self.params
         fields.temperature.fill_(p.temperature)
@@ -118,7 +118,7 @@ class Measured:
 
 
 def sorted_sampler(logits: Tensor, params: SamplingInput) -> Tensor:
-    """What the op replaces."""
+    """The same in plain torch."""
     random = uniform(params.seed, params.position)
     return sample_tokens_reference(logits, params.temperature, params.top_k, params.top_p, params.min_p, random)
 
@@ -137,7 +137,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float, dict[str, dict[str, float]]]:
-    """Seconds of a decode step, and of each kind its milliseconds, its share, and those of what it replaces."""
+    """Seconds of a decode step; for each kind "ms", "share", and "replaced_ms" if it has a plain form."""
     runner, device = engine.runner, engine.runner.device
     kinds = {name: Measured(engine, bucket, SamplingParams(max_tokens=16, **params)) for name, params in KINDS.items()}
     fields, logits = runner.steps.buffers[bucket].sampling_input, runner.steps.run_step(bucket)
@@ -151,10 +151,10 @@ def measure(engine: CompiledEngine, bucket: Bucket, rounds: int) -> tuple[float,
     for _ in range(rounds):
         for name, kind in kinds.items():
             kind.prepare()
-            begun = time.perf_counter()
+            started = time.perf_counter()
             logits = runner.steps.run_step(bucket)
             synchronize(device)
-            steps.append(time.perf_counter() - begun)
+            steps.append(time.perf_counter() - started)
             kind.seconds.append(seconds_of(lambda kind=kind, logits=logits: kind.run(logits), device))
             if name in before:
                 found = (logits, *replaced[name][1])

@@ -1,22 +1,21 @@
-"""Requests that arrive one after another: latencies and goodput under load, as ``vllm bench serve`` measures them.
+"""Requests that arrive over time: latencies and goodput under load, as ``vllm bench serve`` measures them.
 
     python scripts/bench/bench_serve.py --request-rate 2 --random-input-len 128 --random-output-len 64 --num-prompts 100
     python scripts/bench/bench_serve.py --workload W2 --goodput ttft:500 tpot:100 --find-goodput
 
-There is no server: the engine runs in this process, and a loop adds each request when it is due and runs steps. The
-arrivals do not wait for the steps: a request's times count from the moment when it was due, also when a step that was
-running then kept the loop from adding it. With ``--max-concurrency`` they count from the moment when a seat was free,
-as vLLM counts them, and the time before is the ``client_queue_time``. A token's time is when ``step()`` has returned
-it. Random requests, and those of ``--workload``, generate exactly the tokens they ask for.
+There is no server: the engine runs in this process, and a loop adds each request when it is due and runs steps. A
+request's times count from the moment when it was due, even if the loop could add it only after a running step. With
+``--max-concurrency`` they count from the moment when a place was free, as vLLM counts them, and the time before is the
+``client_queue_time``. A token's time is when ``step()`` has returned it. Random requests, and those of ``--workload``,
+generate exactly ``output_len`` tokens.
 
-Goodput counts the requests within all targets, in milliseconds. ``--find-goodput`` looks for the highest rate at which
-``--goodput-share`` of them are: all requests at once show what the engine can do, then rates from 1/16 to 16 times that
-are tried by halving or doubling and bisection, each with the same requests in the same pattern, and the result is that
-of the best rate. Take many requests: with few, a queue has no time to grow.
+Goodput counts the requests that meet all targets, in milliseconds. ``--find-goodput`` searches the highest rate at
+which ``--goodput-share`` of the requests meet them. It serves all requests at once to measure the capacity, then tries
+rates from 1/16 to 16 times the capacity by halving or doubling and bisection, each with the same requests in the same
+pattern. The result is the run at the best rate. Use many requests: with few, a queue has no time to grow.
 
-``--save-result`` writes vLLM's keys, with ``--save-detailed`` those of each request too; ``--report`` tells how near
-the machine's limits the run was. Ends in one JSON line. Exit status: 0, 1 when a request failed or no rate was found, 2
-for bad arguments.
+``--save-result`` writes vLLM's keys, ``--save-detailed`` those of each request too; ``--report`` writes the engine's
+report. The last line is JSON. Exit status: 0, 1 if a request failed or no rate was found, 2 for bad arguments.
 """
 
 import argparse
@@ -70,11 +69,11 @@ def parse_arguments() -> argparse.Namespace:
     load.add_argument("--ignore-eos", action="store_true", help="generate exactly output_len; for --dataset-path")
     goodput = parser.add_argument_group("goodput")
     goodput.add_argument(
-        "--goodput", nargs="+", default=[], metavar="METRIC:MS", help=f"targets, of {', '.join(GOODPUT_METRICS)}"
+        "--goodput", nargs="+", default=[], metavar="METRIC:MS", help=f"targets for {', '.join(GOODPUT_METRICS)}"
     )
-    goodput.add_argument("--find-goodput", action="store_true", help="look for the highest rate within the targets")
+    goodput.add_argument("--find-goodput", action="store_true", help="search the highest rate within the targets")
     goodput.add_argument(
-        "--goodput-share", type=float, default=0.9, help="of the requests that are to meet them (default: 0.9)"
+        "--goodput-share", type=float, default=0.9, help="share of the requests that must meet them (default: 0.9)"
     )
     goodput.add_argument("--goodput-steps", type=int, default=4, help="bisections of the search (default: 4)")
     result = parser.add_argument_group("result")
@@ -89,12 +88,12 @@ def parse_arguments() -> argparse.Namespace:
     result.add_argument("--result-dir", type=Path, default=Path(), help="default: the current directory")
     result.add_argument("--result-filename", help="default: LABEL-RATEqps-MODEL-DATE.json")
     results.add_report_flag(parser)
-    result.add_argument("--label", default="compiled-llm", help="the file name's beginning")
+    result.add_argument("--label", default="compiled-llm", help="start of the file name")
     return parser.parse_checked(check_arguments, max_concurrency=1, num_warmups=0, goodput_steps=0)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
-    """Lists are parsed in place. ``ValueError`` for what no model is needed to refuse."""
+    """Parses the lists in place. ``ValueError`` for bad arguments; checked before a model is loaded."""
     arguments.check_sampling(args)
     args.percentile_metrics = args.percentile_metrics.split(",")
     allowed = METRICS if args.max_concurrency is None else (*METRICS, *QUEUE_METRICS)
@@ -130,7 +129,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def number(name: str, text: str, low: float, high: float) -> float:
-    """A number of an argument. ``ValueError`` unless it lies within ``low..high``."""
+    """``text`` as a number. ``ValueError`` unless it is from ``low`` to ``high``."""
     try:
         value = float(text)
     except ValueError:
@@ -141,7 +140,7 @@ def number(name: str, text: str, low: float, high: float) -> float:
 
 
 def targets_of(pairs: list[str]) -> dict[str, float]:
-    """``["ttft:200", "tpot:50"]`` -> milliseconds by metric. ``ValueError`` for another metric or no number."""
+    """``["ttft:200", "tpot:50"]`` -> milliseconds by metric. ``ValueError`` for an unknown metric or a bad number."""
     targets: dict[str, float] = {}
     for pair in pairs:
         name, _, text = pair.partition(":")
@@ -166,7 +165,7 @@ class Bench:
     def run(self, rate: float) -> tuple[dict[str, Any], list[Served]]:
         """The metrics at ``rate``, and the times of each request."""
         args, engine = self.args, self.engine
-        engine.reset_prefix_cache()  # the same prompts again must be computed again
+        engine.reset_prefix_cache()  # the prompts are the same in each run
         engine.reset_report()
         before = engine.stats()
         arrivals = arrival_times(len(self.requests), rate, args.burstiness, args.seed)
@@ -179,7 +178,7 @@ class Bench:
         return metrics, served
 
     def search(self) -> tuple[float, dict[str, Any], list[Served], dict[str, Any]]:
-        """The best rate, its run, and what was tried. Where no rate is good enough, the lowest that was tried."""
+        """The best rate, its run, and all tried rates. If no rate is good enough, the lowest that was tried."""
         runs: dict[float, tuple[dict[str, Any], list[Served]]] = {}
 
         def passes(rate: float) -> bool:
@@ -208,7 +207,7 @@ def rate_of(rate: float) -> float | str:
 
 
 def rows_of(result: dict[str, Any], args: argparse.Namespace) -> dict[str, str]:
-    """The result for people."""
+    """The result as text: name -> value."""
     rows = {
         "requests": f"{result['completed']} completed, {result['failed']} failed, in {result['duration']:.2f} s",
         "tokens": f"{result['total_input_tokens']} prompt, {result['total_output_tokens']} output",

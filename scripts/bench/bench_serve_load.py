@@ -1,4 +1,4 @@
-"""The load of ``bench_serve.py``: when requests arrive, the loop that serves them, and the metrics of their times."""
+"""The load of ``bench_serve.py``: arrival times, the loop that serves the requests, and metrics of their times."""
 
 import dataclasses
 import heapq
@@ -21,7 +21,7 @@ GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 
 
 class Engine(Protocol):
-    """What the loop needs of an engine."""
+    """The methods of an engine that the loop calls."""
 
     def add_request(self, request_id: str, prompt: list[int], sampling_params: SamplingParams) -> None: ...
 
@@ -33,10 +33,10 @@ class Served:
     """The times of a request, in seconds on the loop's clock.
 
     Attributes:
-        arrival: when it was due. No step of the engine delays it.
-        sent: when it counts as sent: at its arrival, or once ``max_concurrency`` let it. Its latencies count from here.
-        added: when the engine was told, which can be no sooner than the step is over that ran when it was sent.
-        token_times: when each token was there.
+        arrival: when it was due.
+        sent: its arrival, or when ``max_concurrency`` allowed it, if later. Its latencies count from here.
+        added: when it was added to the engine, after the step that ran when it was sent.
+        token_times: when each token was returned.
         error: why it failed, or "".
     """
 
@@ -60,13 +60,13 @@ class Served:
 
     @property
     def tpot(self) -> float:
-        """Seconds a token after the first; 0 where there is no other."""
+        """Seconds per token after the first; 0 if there is no other."""
         count = len(self.token_times)
         return (self.finished - self.token_times[0]) / (count - 1) if count > 1 else 0.0
 
     @property
     def itls(self) -> list[float]:
-        """Seconds between each two tokens."""
+        """Seconds between each token and the next."""
         return [after - before for before, after in itertools.pairwise(self.token_times)]
 
     @property
@@ -75,7 +75,7 @@ class Served:
         return self.sent - self.arrival
 
     def advance(self, output: RequestOutput, now: float) -> None:
-        """Enter what a step that ended at ``now`` returned of it."""
+        """Record its output of a step that ended at ``now``."""
         completion = output.outputs[0]
         self.token_times += [now] * (len(completion.token_ids) - len(self.token_times))
         if output.finished:
@@ -87,8 +87,8 @@ class Served:
 def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
     """Seconds from the start at which ``count`` requests arrive, ``rate`` a second, the last after ``count / rate``.
 
-    The intervals have a gamma distribution of shape ``burstiness``: 1 is a Poisson process, less comes in bursts, and
-    infinity at even intervals. The same seed gives the same pattern at any rate. An infinite rate is all at once.
+    The intervals have a gamma distribution of shape ``burstiness``: 1 is a Poisson process, less than 1 gives bursts,
+    infinity even intervals. The same seed gives the same pattern at any rate. At an infinite rate, all arrive at once.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -97,7 +97,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     else:
         intervals = np.random.default_rng(seed).gamma(shape=burstiness, size=count)
     times = np.cumsum(intervals)
-    # A very small shape can draw zeros alone: all at once at the end, then.
+    # With a very small shape all intervals can be zero: then all arrive at once, at the end.
     return (times * (count / rate / times[-1])).tolist() if times[-1] > 0 else [count / rate] * count
 
 
@@ -121,7 +121,7 @@ def drive(
     served = [Served(len(r.prompt_token_ids), start + t) for r, t in zip(requests, arrivals, strict=True)]
     waiting = deque(sorted(range(len(served)), key=lambda index: served[index].arrival))
     in_flight: dict[str, Served] = {}
-    # Since when each of max_concurrency seats is free, the one that has been free for longest first.
+    # Since when each of max_concurrency places is free, the earliest first.
     seats = [start] * min(max_concurrency or len(served), len(served))
     while waiting or in_flight:
         while waiting and seats and served[waiting[0]].arrival <= clock():
@@ -160,7 +160,7 @@ def metrics_of(
     duration: float,
     targets_ms: Mapping[str, float],
     metrics: Sequence[str],
-    wanted_percentiles: Sequence[float],
+    shown_percentiles: Sequence[float],
 ) -> dict[str, Any]:
     """The keys of ``vllm bench serve``; requests that failed count in ``failed`` alone."""
     done = [request for request in served if not request.error]
@@ -181,7 +181,7 @@ def metrics_of(
         "total_token_throughput": (prompt_tokens + output_tokens) / duration,
         "max_output_tokens_per_s": _most_tokens_a_second(done),
         "max_concurrent_requests": _most_at_once(done),
-        # In the latencies, and not in the engine's own: what passed until a step was over and the engine was told.
+        # Part of these latencies, not of the engine's own: time until the running step was over and it was added.
         "mean_submit_delay_ms": float(np.mean(delays or [0.0])) * 1e3,
         "max_submit_delay_ms": max(delays, default=0.0) * 1e3,
     }
@@ -194,12 +194,12 @@ def metrics_of(
         "e2el_including_client_queue": [request.finished - request.arrival for request in done],
     }
     for metric in metrics:
-        result |= summary(metric, values[metric], wanted_percentiles)
+        result |= summary(metric, values[metric], shown_percentiles)
     return result
 
 
 def details_of(served: Sequence[Served]) -> dict[str, list[Any]]:
-    """vLLM's keys with an entry for each request; times in seconds."""
+    """vLLM's keys that have an entry for each request; times in seconds."""
     return {
         "input_lens": [request.input_len for request in served],
         "output_lens": [0 if request.error else len(request.token_times) for request in served],
@@ -216,7 +216,7 @@ def details_of(served: Sequence[Served]) -> dict[str, list[Any]]:
 def highest_rate(passes: Callable[[float], bool], start: float, steps: int) -> float | None:
     """The highest rate that ``passes``, found by doubling or halving ``start``, then by ``steps`` bisections.
 
-    None: not even 1/16 of ``start`` passes; a lower rate would take very long. 16 times ``start`` is not exceeded.
+    At most 16 times ``start``. None if not even 1/16 of ``start`` passes; lower rates would take very long.
     """
     low: float | None = None
     high: float | None = None
@@ -241,6 +241,6 @@ def _most_tokens_a_second(done: Sequence[Served]) -> float:
 
 
 def _most_at_once(done: Sequence[Served]) -> int:
-    # Who ends at a moment leaves before who is sent at it.
+    # Of requests that end and start at the same moment, those that end come first.
     changes = sorted([(request.sent, 1) for request in done] + [(request.finished, -1) for request in done])
     return max(itertools.accumulate(change for _, change in changes), default=0)

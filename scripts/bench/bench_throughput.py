@@ -1,16 +1,16 @@
-"""How fast many requests are served that are all there at the start, as ``vllm bench throughput`` measures it.
+"""How fast many requests are served that are all submitted at once, as ``vllm bench throughput`` measures it.
 
     python scripts/bench/bench_throughput.py --workload W2          # Qwen3-0.6B's shape, random weights, bfloat16
     python scripts/bench/bench_throughput.py --model DIR --random-input-len 128 --random-output-len 64 --num-prompts 100
     python scripts/bench/bench_throughput.py --backend hf --hf-max-batch-size 32 --workload W2
 
-Every request generates exactly the tokens it asks for; the end-of-text token ends nothing. Compiling is not in the
-times, nor is encoding; a short run before the first is a warm-up, and the prefix cache is emptied before each run.
-``--backend hf`` is transformers.generate, ``--hf-max-batch-size`` requests at a time in the order given, padded to the
-longest prompt and run until the longest output is done; only the tokens asked for count. ``--output-json`` has vLLM's
+Every request generates exactly ``output_len`` tokens; the end-of-text token is ignored. The times include neither
+compiling nor encoding. A short warm-up precedes the first run, and the prefix cache is emptied before each run.
+``--backend hf`` is transformers.generate: ``--hf-max-batch-size`` requests at a time in the order given, padded to the
+longest prompt and run until the longest output is done; only the requested tokens count. ``--output-json`` has vLLM's
 keys: ``elapsed_time`` (seconds, the median of ``--repeats`` runs), ``num_requests``, ``total_num_tokens``,
-``requests_per_second`` and ``tokens_per_second`` (prompt and output together). ``--report`` tells of the last run how
-near the machine's limits it was. Ends in one JSON line. Exit status: 0, or 2 for bad arguments.
+``requests_per_second`` and ``tokens_per_second`` (prompt and output together). ``--report`` writes the engine's report
+on the last run. The last line is JSON. Exit status: 0, or 2 for bad arguments.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from compiled_llm import hardware as machine
 from compiled_llm.worker.device import resolve_device
 
 BACKENDS = ("compiled-llm", "hf")
-# Of the engine's flags, those that mean something to transformers too; and of the sampling's, none.
+# Flags of the engine that transformers has too. It has none of the sampling flags.
 _HF_FLAGS = ("model", "tokenizer", "dtype", "device", "seed")
 _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "disable_detokenize")
 _PERCENTILES = (50, 99)
@@ -42,7 +42,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = arguments.bench_parser((__doc__ or "").split("\n")[0])
     parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
     parser.add_argument("--hf-max-batch-size", type=int, help="most requests in a batch of --backend hf")
-    parser.add_argument("--repeats", type=int, default=3, help="runs, of which the median counts (default: 3)")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs; the result is their median (default: 3)")
     tables.add_json_flag(parser, "--output-json")
     results.add_report_flag(parser)
     arguments.add_request_flags(parser)
@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """``ValueError`` for what no model is needed to refuse."""
+    """``ValueError`` for bad arguments; checked before a model is loaded."""
     arguments.check_sampling(args)
     tables.check_target("--output-json", args.output_json)
     results.check_report(args.report)
@@ -64,7 +64,7 @@ def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -
     engine_flags = {field.name for field in dataclasses.fields(EngineConfig)} - set(_HF_FLAGS)
     for name in sorted(engine_flags | {"report", *_SAMPLING_FLAGS}):
         if getattr(args, name) != parser.get_default(name):
-            raise ValueError(f"--{name.replace('_', '-')} means nothing to --backend hf: leave it out")
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning for --backend hf: leave it out")
 
 
 def timed(run: Callable[[Requests], float], requests: Requests, repeats: int) -> list[float]:
@@ -76,7 +76,7 @@ def timed(run: Callable[[Requests], float], requests: Requests, repeats: int) ->
 def bench_engine(
     model: arguments.Model, requests: Requests, args: argparse.Namespace
 ) -> tuple[list[float], dict[str, Any]]:
-    """(seconds of each run, what there is to know about the engine and its last run)."""
+    """(seconds of each run, figures of the engine and its last run)."""
     config = arguments.config_for(model, requests)
     started = time.perf_counter()
     with CompiledEngine.from_config(config) as engine:
@@ -86,7 +86,7 @@ def bench_engine(
 
         def run(some: Requests) -> float:
             nonlocal before, outputs
-            engine.reset_prefix_cache()  # the same prompts again must be computed again
+            engine.reset_prefix_cache()  # the prompts are the same in each run
             engine.reset_report()
             before = engine.stats()
             seconds, outputs = results.generate(engine, some, arguments.sampling_of(args, some))
@@ -110,7 +110,7 @@ def bench_engine(
 def bench_hf_model(
     model: arguments.Model, requests: Requests, args: argparse.Namespace
 ) -> tuple[list[float], dict[str, Any]]:
-    """The same of transformers."""
+    """The same for transformers."""
     arguments.config_for(model, requests)  # requests too long for the model are refused
     device = resolve_device(args.device)
     random_weights = model.config.load_format == "dummy"
@@ -123,7 +123,7 @@ def bench_hf_model(
 
 
 def rows_of(result: dict[str, Any]) -> dict[str, str]:
-    """The result for people."""
+    """The result as text: name -> value."""
     rows = {
         "tokens": f"{result['total_prompt_tokens']} prompt, {result['total_output_tokens']} output",
         "elapsed": f"{result['elapsed_time']:.3f} s, the median of "

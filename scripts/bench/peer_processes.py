@@ -1,4 +1,4 @@
-"""The engines that bench_peers.py runs, each a process of its own: how they are started, sent requests and stopped."""
+"""The engines of bench_peers.py, each in its own process: how to start them, send them requests and stop them."""
 
 import contextlib
 import ctypes.util
@@ -35,11 +35,11 @@ TRANSFORMERS = {"dtype": "bfloat16"}
 
 
 class PeerFailed(Exception):
-    """A peer could not be started, died, gave no answer in time, or generated other lengths than asked for."""
+    """A peer did not start, ended early, did not answer in time, or generated wrong lengths."""
 
 
 class Peer(NamedTuple):
-    """How an engine is started: bench_peers_worker.py in its Python, with these options and environment variables."""
+    """How to start an engine: bench_peers_worker.py in its Python, with these options and environment variables."""
 
     name: str
     python: str
@@ -51,14 +51,14 @@ class Peer(NamedTuple):
 
 
 class Worker:
-    """A running engine. It is stopped (SIGSTOP) whenever it has nothing to do, so its threads cannot spin.
+    """A running engine. It is stopped (SIGSTOP) while it has no requests, so that its threads cannot spin.
 
     Args:
-        log: gets what the engine prints.
-        timeout: most seconds that loading the model, or one list of requests, may take.
+        log: file for the output of the engine.
+        timeout: maximum seconds for loading the model, and for one list of requests.
 
     Raises:
-        PeerFailed: it does not come up.
+        PeerFailed: it does not start.
     """
 
     def __init__(self, peer: Peer, log: Path, timeout: float) -> None:
@@ -86,19 +86,17 @@ class Worker:
         """Answer of bench_peers_worker.py to these requests, its output lengths checked."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # _answer says why
+        with contextlib.suppress(BrokenPipeError):  # _answer raises with the reason
             self._process.stdin.write(json.dumps(requests) + "\n")
             self._process.stdin.flush()
         answer = self._answer()
         self._signal(signal.SIGSTOP)
         if answer["output_lens"] != [output_len for _, output_len in requests]:
-            raise PeerFailed(
-                f"{self.peer.name}: generated {answer['output_lens']} tokens, other lengths than asked for"
-            )
+            raise PeerFailed(f"{self.peer.name}: generated {answer['output_lens']} tokens, not the requested lengths")
         return answer
 
     def peak_memory_bytes(self) -> int:
-        """Most resident memory (VmHWM, mapped files included), added up over the processes of the engine."""
+        """Peak resident memory (VmHWM, mapped files included), sum over the processes of the engine."""
         tree = [self._process.pid]
         with contextlib.suppress(psutil.NoSuchProcess):
             tree += [child.pid for child in psutil.Process(self._process.pid).children(recursive=True)]
@@ -115,7 +113,7 @@ class Worker:
         self._process.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):  # dead: the next answer is missing
+        with contextlib.suppress(ProcessLookupError):  # it has ended: the next answer will be missing
             os.killpg(self._process.pid, number)
 
     def _answer(self) -> dict[str, Any]:
@@ -134,7 +132,7 @@ def _peak_memory_bytes(pid: int) -> int:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    return 0  # it ended meanwhile
+    return 0  # the process has ended
 
 
 def engine(directory: Path, options: dict[str, Any], threads: int) -> Peer:
@@ -146,13 +144,13 @@ def transformers_generate(directory: Path, threads: int, repeats: int) -> Peer:
 
 
 def vllm(python: str, directory: Path, options: dict[str, Any], threads: int, preload: str | None) -> Peer:
-    """vLLM, its threads bound to cores, in one process; environment variables that are set already are left alone."""
+    """vLLM, its threads bound to cores, in one process. Environment variables that are set already are kept."""
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # What vLLM sets for processes that it starts itself.
+        # vLLM sets these for processes that it starts itself.
         "KMP_AFFINITY": f"granularity=fine,explicit,proclist=[{cores}]",
         "KMP_BLOCKTIME": "5",
         "KMP_TPAUSE": "0",
@@ -163,16 +161,16 @@ def vllm(python: str, directory: Path, options: dict[str, Any], threads: int, pr
 
 
 def vllm_preload(python: str) -> str:
-    """The libraries that vLLM's manual wants preloaded, tcmalloc and Intel's OpenMP, for LD_PRELOAD.
+    """LD_PRELOAD as vLLM's manual recommends it: tcmalloc and Intel's OpenMP.
 
     Raises:
-        PeerFailed: one is not installed.
+        PeerFailed: one of them is not installed.
     """
     tcmalloc = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
     openmp = next(Path(python).absolute().parents[1].rglob("libiomp5.so"), None)
     if tcmalloc is None or openmp is None:
         missing = "libtcmalloc" if tcmalloc is None else "libiomp5 (pip install intel-openmp)"
-        raise PeerFailed(f"vllm: {missing} was not found: install it, or name what is to be preloaded: --vllm-preload")
+        raise PeerFailed(f"vllm: {missing} was not found: install it, or give --vllm-preload")
     return f"{tcmalloc}:{openmp}"
 
 
@@ -185,7 +183,7 @@ def openvino(python: str, directory: Path, options: dict[str, Any], threads: int
 
 
 def export(python: str, checkpoint: Path, directory: Path) -> None:
-    """Writes a checkpoint as OpenVINO wants it, float16 weights, unless it is there."""
+    """Converts a checkpoint for OpenVINO, with float16 weights, unless that was done already."""
     if (directory / "openvino_model.xml").is_file():
         return
     tool = Path(python).absolute().with_name("optimum-cli")
@@ -201,7 +199,7 @@ def export(python: str, checkpoint: Path, directory: Path) -> None:
 
 
 def write_checkpoint(shape: str, directory: Path) -> None:
-    """Random bfloat16 weights of a shape (std 0.02, as its family starts training), unless they are there."""
+    """Random bfloat16 weights of a shape (std 0.02, as its family starts training), unless they exist already."""
     if directory.is_dir():
         return
     fields = {key: value for key, value in SHAPES[shape].items() if key not in ("architectures", "model_type")}

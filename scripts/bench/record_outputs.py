@@ -161,7 +161,7 @@ def streams(engine: CompiledEngine) -> list[Any]:
 
 
 def aborts(engine: CompiledEngine) -> list[Any]:
-    """Requests that are aborted while they wait or run, and a stream that is closed, beside others in a loop."""
+    """Requests that are aborted while they wait or run, and a stream that is closed, together with others in a loop."""
     params = [seeded(n, n=3, logprobs=0) if n % 2 else greedy() for n in range(10)]
     for n, param in enumerate(params):
         engine.add_request(f"abort-{n}", PROMPTS[n % 8] + SHARED[:n], param)

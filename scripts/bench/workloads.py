@@ -83,7 +83,7 @@ def shared_prefix(
     suffix_len: int = 32,
     output_len: int = 32,
 ) -> Requests:
-    """W3: requests that begin alike, submitted at once."""
+    """W3: requests with a common prefix, submitted at once."""
     rng = random.Random(seed)
     prefix = random_tokens(rng, vocab_size, prefix_len)
     return [
@@ -113,7 +113,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, default: str = "qwen3-0
 
 @contextlib.contextmanager
 def model_of(args: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """The engine arguments ``model`` and ``load_format`` of what the flags name; a shape's config is written aside."""
+    """The engine arguments ``model`` and ``load_format`` of the flags; a shape's config is in a temporary directory."""
     if args.model is not None:
         yield {"model": args.model, "load_format": "auto"}
         return

@@ -59,6 +59,9 @@ SCHEDULING = Checks(
 FORKS = Checks(
     ("tests/battery/test_schedules.py::test_random_schedules", "tests/scheduling/test_forks.py"), load_torch=False
 )
+DRAFTS = Checks(
+    ("tests/scheduling/test_drafts.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
+)
 TAGS = Checks(("tests/battery/test_tags.py", "tests/worker/test_step_buffers.py"), load_torch=True)
 COPIES = Checks(("tests/ops/test_swap.py::test_round_trip[mixed-(2, 3, 7)-cpu]",), load_torch=True)
 BLOCK_COPIES = Checks(("tests/ops/test_swap.py::test_copies_within_the_pool",), load_torch=True)
@@ -240,35 +243,12 @@ _SCHEDULER = [
     # Aborts
     (
         "an abort leaks blocks",
-        "            self._release(request, keeps_blocks=request.keeps_blocks)\n",
-        '            if finish_reason != "abort":\n'
-        "                self._release(request, keeps_blocks=request.keeps_blocks)\n",
-    ),
-    (
-        "an abort of a swapped request leaks host blocks",
-        "            self.swap_pool.free(request.host_block_ids)\n            request.host_block_ids = []\n"
+        "        self.running_set.remove(request)\n        request.end(",
+        '        if finish_reason == "abort" and request.status is Status.RUNNING:\n'
+        "            self.running.remove(request)\n"
+        "        else:\n"
+        "            self.running_set.remove(request)\n"
         "        request.end(",
-        "            request.host_block_ids = []\n        request.end(",
-    ),
-    (
-        "an abort leaves its copies to the host to be made",
-        "self._swapped_out = [pair for pair in self._swapped_out if pair[1] not in request.host_block_ids]",
-        "pass",
-    ),
-    (
-        "who waits for a request that leaves is lost",
-        "self._queue_again(self.prefix_cache.withdraw(request))",
-        "self.prefix_cache.withdraw(request)",
-    ),
-    (
-        "who waits for a request that leaves waits for ever",
-        "self._queue_again(self.prefix_cache.withdraw(request))",
-        "pass",
-    ),
-    (
-        "an abort of a request held back is not noticed by the cache",
-        "self.prefix_cache.forget(request)",
-        "pass",
     ),
     (
         "a finished request is finished again",
@@ -276,6 +256,82 @@ _SCHEDULER = [
         "        if request.status is Status.FINISHED:\n"
         "            request.finish_reason = finish_reason\n"
         "            return\n",
+    ),
+    (
+        "copies to the host are forgotten where the step is empty",
+        "        return SchedulerOutput()\n",
+        "        self.running_set.swapped_out = []\n        return SchedulerOutput()\n",
+    ),
+    # Results
+    (
+        "a block is published that a step in flight fills",
+        "is_full = start + count >= (request.num_published_blocks + 1) * block_size\n",
+        "start, count = request.num_computed_tokens, 0\n            is_full = True\n",
+    ),
+    (
+        "a step in flight when its request was preempted publishes blocks",
+        "if is_full and caching and request.status is Status.RUNNING:",
+        "if is_full and caching:",
+    ),
+    (
+        "the surplus token after a stop is kept",
+        "            if request.finish_reason is not None:\n                continue\n",
+        "",
+    ),
+    (
+        "a stop token that comes while the request waits is passed over",
+        "if token_id in request.stop_token_ids:",
+        "if token_id in request.stop_token_ids and request.status is Status.RUNNING:",
+    ),
+    (
+        "a request gets one token more than its limit",
+        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:",
+        "elif request.num_tokens - request.num_in_flight > request.max_num_tokens:",
+    ),
+    (
+        "a request gets one token less than its limit",
+        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:",
+        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens - 1:",
+    ),
+    # Taking in
+    (
+        "priority is passed over",
+        'request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)',
+        "request.rank = (0, self._num_added)",
+    ),
+    (
+        "priority is turned round",
+        'request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)',
+        'request.rank = (-request.priority if self.policy == "priority" else 0, self._num_added)',
+    ),
+]
+
+_RUNNING_SET = [
+    (
+        "an abort of a swapped request leaks host blocks",
+        "            self.swap_pool.free(request.host_block_ids)\n            request.host_block_ids = []\n"
+        "\n    def release",
+        "            request.host_block_ids = []\n\n    def release",
+    ),
+    (
+        "an abort leaves its copies to the host to be made",
+        "self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in request.host_block_ids]",
+        "pass",
+    ),
+    (
+        "who waits for a request that leaves is lost",
+        "self.wait_again(self.prefix_cache.withdraw(request))",
+        "self.prefix_cache.withdraw(request)",
+    ),
+    (
+        "who waits for a request that leaves waits for ever",
+        "self.wait_again(self.prefix_cache.withdraw(request))",
+        "pass",
+    ),
+    (
+        "an abort of a request held back is not noticed by the cache",
+        "self.prefix_cache.forget(request)",
+        "pass",
     ),
     # Swapping
     (
@@ -300,18 +356,13 @@ _SCHEDULER = [
     ),
     (
         "swapping out copies nothing",
-        "self._swapped_out += zip(request.block_ids, host, strict=False)",
-        "self._swapped_out += []",
+        "self.swapped_out += zip(request.block_ids, host, strict=False)",
+        "self.swapped_out += []",
     ),
     (
         "swapping out leaves out the last block, which is not full",
         "count = self._blocks_for(request.num_computed_tokens)",
         "count = request.num_computed_tokens // self.limits.block_size",
-    ),
-    (
-        "copies to the host are forgotten where the step is empty",
-        "        return SchedulerOutput()\n",
-        "        self._swapped_out = []\n        return SchedulerOutput()\n",
     ),
     # Preemption
     (
@@ -339,54 +390,13 @@ _SCHEDULER = [
     ),
     (
         "a preempted request is not queued again",
-        "        self._release(request)\n        self.waiting.add(request)",
-        "        self._release(request)",
+        "        self.release(request)\n        self.waiting.add(request)",
+        "        self.release(request)",
     ),
     (
         "a preempted request's blocks are free while it still names them",
         "self.pool.free(request.block_ids)\n            request.block_ids = []\n",
         "self.pool.free(request.block_ids)\n",
-    ),
-    (
-        "a pool that ran out takes in newcomers",
-        "takes_in=len(self._preempted) == num_preempted",
-        "takes_in=True",
-    ),
-    # Results
-    (
-        "a block is published that a step in flight fills",
-        "computed = output.num_computed_tokens[index] + output.num_scheduled_tokens[index]",
-        "computed = request.num_computed_tokens",
-    ),
-    (
-        "a step in flight when its request was preempted publishes blocks",
-        "if caching and request.status is Status.RUNNING:",
-        "if caching:",
-    ),
-    (
-        "the surplus token after a stop is kept",
-        "            if request.finish_reason is not None:\n                continue\n",
-        "",
-    ),
-    (
-        "a stop token that comes while the request waits is passed over",
-        "if token_id in request.stop_token_ids:",
-        "if token_id in request.stop_token_ids and request.status is Status.RUNNING:",
-    ),
-    (
-        "a request gets one token more than its limit",
-        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:",
-        "elif request.num_tokens - request.num_in_flight > request.max_num_tokens:",
-    ),
-    (
-        "a request gets one token less than its limit",
-        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:",
-        "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens - 1:",
-    ),
-    (
-        "the token in flight is not counted against the limit",
-        "if request.num_tokens >= request.max_num_tokens or (",
-        "if request.num_tokens > request.max_num_tokens or (",
     ),
     (
         "what a broken step copied to the host is relied on",
@@ -395,19 +405,8 @@ _SCHEDULER = [
     ),
     (
         "after a broken step the runner is not told of its requests again",
-        "        while self.running:\n            self._preempt(self.running.pop(), may_swap=False)\n",
+        "        while self.running:\n            self.preempt(self.running.pop(), may_swap=False)\n",
         "",
-    ),
-    # The step
-    (
-        "feedback comes from the next row",
-        "feedback.append(request.last_step_index)",
-        "feedback.append(request.last_step_index + 1)",
-    ),
-    (
-        "a prompt's first token is fed back from the wrong row",
-        "request.last_step_index = len(requests)\n",
-        "request.last_step_index = len(requests) - 1\n",
     ),
     (
         "a block table is updated from the wrong index",
@@ -421,49 +420,13 @@ _SCHEDULER = [
     ),
     (
         "the runner is not told of a request that left",
-        "        self._released.append(request.request_id)\n",
+        "        self.released.append(request.request_id)\n",
         "",
-    ),
-    (
-        "the budget is passed over",
-        "budget = self.limits.max_num_batched_tokens\n",
-        "budget = self.limits.max_num_batched_tokens + 1\n",
-    ),
-    (
-        "decodes are not counted in the budget",
-        "left = self._budget(len(requests)) - len(requests)",
-        "left = self._budget(len(requests))",
     ),
     (
         "there are more seats than the limit",
         "if len(self.running) >= self.limits.max_num_seqs:",
         "if len(self.running) > self.limits.max_num_seqs:",
-    ),
-    (
-        "a long prompt starves the decodes behind it",
-        "if request.num_tokens >= request.max_num_tokens or (",
-        "if lacking or request.num_tokens >= request.max_num_tokens or (",
-    ),
-    (
-        "a long prompt takes all of the step",
-        "partial, limit = request, left // 2",
-        "partial, limit = request, 0",
-    ),
-    # Taking in
-    (
-        "priority is passed over",
-        'request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)',
-        "request.rank = (0, self._num_added)",
-    ),
-    (
-        "priority is turned round",
-        'request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)',
-        'request.rank = (-request.priority if self.policy == "priority" else 0, self._num_added)',
-    ),
-    (
-        "an urgent request preempts its equals",
-        "if other.rank[0] > request.rank[0]]",
-        "if other.rank[0] >= request.rank[0]]",
     ),
     (
         "a shared block is not counted as shared",
@@ -504,6 +467,55 @@ _SCHEDULER = [
         "running requests are not kept in order",
         "bisect.insort(self.running, request, key=lambda other: other.rank)",
         "self.running.append(request)",
+    ),
+]
+
+_STEP_PLANNER = [
+    (
+        "a pool that ran out takes in newcomers",
+        "admits = len(self.running_set.preempted) == num_preempted",
+        "admits = True",
+    ),
+    (
+        "the token in flight is not counted against the limit",
+        "if request.num_tokens >= request.max_num_tokens or (",
+        "if request.num_tokens > request.max_num_tokens or (",
+    ),
+    # The step
+    (
+        "feedback comes from the next row",
+        "feedback.append(request.last_row)",
+        "feedback.append(request.last_row + 1)",
+    ),
+    (
+        "a prompt's first token is fed back from the wrong row",
+        "request.last_row = len(requests) + self._num_drafts\n",
+        "request.last_row = len(requests) + self._num_drafts - 1\n",
+    ),
+    (
+        "the budget is passed over",
+        "budget = self.limits.max_num_batched_tokens\n",
+        "budget = self.limits.max_num_batched_tokens + 1\n",
+    ),
+    (
+        "decodes are not counted in the budget",
+        "left = self.budget(len(requests)) - len(output.token_ids)",
+        "left = self.budget(len(requests))",
+    ),
+    (
+        "a long prompt starves the decodes behind it",
+        "if request.num_tokens >= request.max_num_tokens or (",
+        "if lacking or request.num_tokens >= request.max_num_tokens or (",
+    ),
+    (
+        "a long prompt takes all of the step",
+        "partial, limit = request, left // 2",
+        "partial, limit = request, 0",
+    ),
+    (
+        "an urgent request preempts its equals",
+        "if other.rank[0] > request.rank[0]]",
+        "if other.rank[0] >= request.rank[0]]",
     ),
 ]
 
@@ -699,7 +711,61 @@ _FORKS = [
     ),
 ]
 
-_FORKS_SCHEDULED = [
+_ACCEPTANCE = [
+    (
+        "a token after the first wrong draft is accepted",
+        "tokens = sampled[: 1 + num_accepted]",
+        "tokens = sampled[: 2 + num_accepted]",
+    ),
+    (
+        "a draft is compared with the token after its own",
+        "drafts[num_accepted] == sampled[num_accepted]:",
+        "drafts[num_accepted] == sampled[num_accepted + 1]:",
+    ),
+    (
+        "rejected tokens are published",
+        "self.prefix_cache.publish(request, start + len(tokens))",
+        "self.prefix_cache.publish(request, start + 1 + len(drafts))",
+    ),
+    (
+        "computed tokens that were rejected do not roll back",
+        "        request.num_computed_tokens -= 1 + len(drafts) - num_computed\n",
+        "",
+    ),
+    (
+        "tokens after a stop token are kept",
+        "            tokens = tokens[: stop + 1]\n",
+        "            pass\n",
+    ),
+    (
+        "rows are taken for requests where there are drafts",
+        "if len(sampled) == len(requests) else output.first_rows()",
+        "if True else output.first_rows()",
+    ),
+]
+
+_DRAFTS_PLANNED = [
+    (
+        "a token is fed back from a row of the drafts before it",
+        "                request.last_row = row\n",
+        "",
+    ),
+    (
+        "drafts go beyond the last token of a request",
+        "self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens)",
+        "self.limits.num_draft_tokens)",
+    ),
+]
+
+_DRAFTS_PREEMPTED = [
+    (
+        "drafts of a preempted request count as computed",
+        "        request.cancel_drafts()\n",
+        "",
+    ),
+]
+
+_FORKS_IN_RUNNING_SET = [
     (
         "the copy is forgotten",
         "output.copies.append(self.forks.replace(request, position, blocks[0]))",
@@ -712,7 +778,7 @@ _FORKS_SCHEDULED = [
     ),
     (
         "children rely on what a broken step was to compute",
-        "        while self._take_back():",
+        "        while self.take_back():",
         "        while False:",
     ),
     (
@@ -824,6 +890,11 @@ BUGS: dict[Bug, Checks] = {
         ("scheduling.request_queue", SCHEDULING, _REQUEST_QUEUE),
         ("scheduling.request", SCHEDULING, _REQUEST),
         ("scheduling.scheduler", SCHEDULING, _SCHEDULER),
+        ("scheduling.scheduler", DRAFTS, _ACCEPTANCE),
+        ("scheduling.step_planner", DRAFTS, _DRAFTS_PLANNED),
+        ("scheduling.running_set", DRAFTS, _DRAFTS_PREEMPTED),
+        ("scheduling.running_set", SCHEDULING, _RUNNING_SET),
+        ("scheduling.step_planner", SCHEDULING, _STEP_PLANNER),
         ("worker.step_buffers", TAGS, _BATCH),
         ("worker.request_rows", TAGS, _REQUEST_ROWS),
         ("step.step", TAGS, _STEP),
@@ -832,7 +903,7 @@ BUGS: dict[Bug, Checks] = {
         ("worker.block_copies", ENGINE, _BLOCK_COPIES),
         ("engine.core", ABORTS, _ENGINE_CORE),
         ("scheduling.forks", FORKS, _FORKS),
-        ("scheduling.scheduler", FORKS, _FORKS_SCHEDULED),
+        ("scheduling.running_set", FORKS, _FORKS_IN_RUNNING_SET),
         ("ops.swap", BLOCK_COPIES, _COPY_BLOCKS),
         ("engine.beam_search", BEAM_GROUP, _BEAMS),
         ("engine.beam_search", BEAMS, _BEAM_REQUESTS),

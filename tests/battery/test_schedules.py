@@ -17,13 +17,26 @@ from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
-from tests.fake_engine import VOCABULARY, FakeEngine, check_result, hash_of, make_child, make_request, make_scheduler
+from tests.fake_engine import (
+    VOCABULARY,
+    FakeDrafter,
+    FakeEngine,
+    check_result,
+    drafters,
+    hash_of,
+    make_child,
+    make_request,
+    make_scheduler,
+)
 
 MAX_LEN = 24
 
 
-def random_scheduler(rng: random.Random) -> Scheduler:
-    """Any mode, policy and size; the pool has room for 1 to 4 of the longest requests."""
+def random_scheduler(rng: random.Random, *, drafts: bool = False) -> Scheduler:
+    """Any mode, policy and size; the pool has room for 1 to 4 of the longest requests.
+
+    ``drafts``: some schedulers have a drafter.
+    """
     block_size = rng.choice([1, 4, 16])
     max_num_seqs = rng.choice([1, 2, 8, 16])
     chunked_prefill = rng.random() < 0.8
@@ -41,6 +54,7 @@ def random_scheduler(rng: random.Random) -> Scheduler:
             "target_itl_ms": rng.choice([None, 100.0, 1e-3]),
             "costs": StepCosts({size: rng.random() for size in buckets}, rng.choice([0.0, 1e-9, 0.01, 1.0])),
         },
+        drafter=random_drafter(rng) if drafts and rng.random() < 0.5 else None,
         max_model_len=MAX_LEN,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -48,6 +62,10 @@ def random_scheduler(rng: random.Random) -> Scheduler:
         token_bucket_sizes=buckets,
         chunked_prefill=chunked_prefill,
     )
+
+
+def random_drafter(rng: random.Random) -> FakeDrafter:
+    return rng.choice(list(drafters(rng.randint(1, 5), rng.randrange(1000)).values()))
 
 
 def random_request(rng: random.Random, name: str, prefixes: list[list[int]]) -> Request:
@@ -175,6 +193,9 @@ class Watch:
         counts["forked"] += self.num_forked
         counts["copied on write"] += sum(len(output.copies) for output in self.engine.outputs)
         counts["taken back"] += self.num_taken_back
+        if scheduler.limits.num_draft_tokens:
+            counts["drafted"] += scheduler.counts.num_draft_tokens
+            counts["drafts accepted"] += scheduler.counts.num_accepted_draft_tokens
 
     @staticmethod
     def _end(request: Request) -> tuple:
@@ -200,7 +221,7 @@ def let_go_at_random(rng: random.Random, watch: Watch) -> None:
 
 def run_schedule(seed: int, counts: Counter[str]) -> None:
     rng = random.Random(seed)
-    watch = Watch(FakeEngine(random_scheduler(rng), overlap=rng.random() < 0.5))
+    watch = Watch(FakeEngine(random_scheduler(rng, drafts=True), overlap=rng.random() < 0.5))
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]
     queue = [random_request(rng, f"{seed}-{i}", prefixes) for i in range(rng.randint(1, 64))]
     # Steps after it came; some have ended by then.
@@ -294,7 +315,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 10_000), overlap=st.booleans())
     def start(self, seed: int, overlap: bool) -> None:
-        self.watch = Watch(FakeEngine(random_scheduler(random.Random(seed)), overlap=overlap))
+        self.watch = Watch(FakeEngine(random_scheduler(random.Random(seed), drafts=True), overlap=overlap))
         self.names = itertools.count()
 
     @rule(

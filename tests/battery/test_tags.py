@@ -200,7 +200,7 @@ class TagRunner:
 
     def poison(self) -> None:
         """Overwrite every block that holds nothing, on the device and on the host: whoever reads it finds no tag."""
-        to_copy = {block for block, _ in self.scheduler._swapped_out}
+        to_copy = {block for block, _ in self.scheduler.running_set.swapped_out}
         blocks = _empty_blocks(self.scheduler.pool) - to_copy
         for cache in self.caches:
             cache[list(blocks)] = POISON

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -21,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.constraints import grammar_processes
 from compiled_llm.constraints import grammars as structured_outputs
+from compiled_llm.constraints.grammar_processes import GrammarProcesses
 from compiled_llm.constraints.grammars import GrammarCompiler, GrammarState
 from compiled_llm.structured_outputs import StructuredOutputsParams
 from compiled_llm.text.tokenizer import Tokenizer
@@ -529,9 +532,9 @@ def test_processes_that_end_are_replaced(tokenizer: Tokenizer) -> None:
     params = StructuredOutputsParams(regex="[ab]{2}")
     state = compiler.start(params)
     parent = compiler._processes._parent
-    assert parent is not None
-    parent._popen.kill()
-    parent._popen.wait()
+    assert parent.pid is not None
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.status()
     state.accept(tokenizer.encode("a")[0])
     assert allowed(state), "the grammar's own process is still there"
     for process in compiler._processes._kept.values():
@@ -560,7 +563,7 @@ def test_what_the_model_lacks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="end-of-text"):
         GrammarCompiler(tokenizer, VOCAB_SIZE, [])
     broken = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
-    broken._processes._vocabulary = dataclasses.replace(broken._vocabulary, text="{}")
+    broken._processes = GrammarProcesses(dataclasses.replace(broken._vocabulary, text="{}"), 1)
     with pytest.raises(ValueError, match="cannot use this tokenizer"):
         broken.start(StructuredOutputsParams(regex="a"))
     monkeypatch.setitem(sys.modules, "llguidance", None)

@@ -164,13 +164,13 @@ def test_a_stream_dropped_in_the_middle_of_scheduling_waits_for_its_end(
     expected = tokens_of(engine.generate(PROMPTS[1], GREEDY, use_tqdm=False))
     streams = [engine.stream(PROMPTS[0], GREEDY)]
     next(streams[0])
-    budget = engine.scheduler._budget
+    budget = engine.scheduler.planner.budget
 
     def collecting(num_decodes: int) -> int:
         streams.clear()
         return budget(num_decodes)
 
-    monkeypatch.setattr(engine.scheduler, "_budget", collecting)
+    monkeypatch.setattr(engine.scheduler.planner, "budget", collecting)
     engine.add_request("mine", PROMPTS[1], GREEDY)
     outputs: list[RequestOutput] = []
     while engine.has_unfinished_requests():

@@ -278,7 +278,7 @@ def test_closing_frees_the_device_memory(mode: dict) -> None:
 def test_a_start_keeps_to_its_share_of_the_memory_and_serving_takes_no_more() -> None:
     arguments = {"device": "cuda", "bucket_sizes": (64,), "max_num_batched_tokens": 256, "swap_space_bytes": 2**24}
     with CompiledEngine(**arguments, preemption_mode="swap") as engine:
-        ledger, num_blocks = engine.memory_report(), engine.runner.num_blocks
+        ledger, num_blocks = engine.memory_report(), engine.runner.facts.num_blocks
     taken = ledger.bytes_of("compiled code and CUDA graphs") + ledger.bytes_of("activations")
     del engine
     gc.collect()
@@ -292,7 +292,7 @@ def test_a_start_keeps_to_its_share_of_the_memory_and_serving_takes_no_more() ->
         free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         assert total - free <= share * total + slack
         assert abs(engine.memory_report().bytes_of("free afterwards") - free) <= slack
-        assert 64 <= engine.runner.num_blocks <= num_blocks
+        assert 64 <= engine.runner.facts.num_blocks <= num_blocks
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, max_tokens=200, ignore_eos=True)
             engine.generate([[5] * 800] * 64, params, use_tqdm=False)

@@ -104,8 +104,8 @@ def test_the_pool_counts_codes_and_scales_to_the_byte(kv_cache_dtype: str) -> No
     arguments |= {"num_kv_blocks": None, "kv_cache_memory_bytes": memory}
     for layers in ((), (1,)):
         with engine(kv_cache_dtype, **arguments, kv_cache_skip_layers=layers) as sized:
-            block = sized.runner.kv_cache_bytes // (sized.runner.num_blocks + 1)
-            assert sized.runner.num_blocks == memory // block
+            block = sized.runner.kv_cache_bytes // (sized.runner.facts.num_blocks + 1)
+            assert sized.runner.facts.num_blocks == memory // block
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch() -> None:

@@ -1,5 +1,6 @@
 """ModelConfig: every field of config.json is used, known to have no effect, ignored by name, or refused by name."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_fields import ignored_fields
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.registry import family
@@ -157,6 +159,33 @@ def test_a_field_that_transformers_knows_and_this_engine_does_not_must_have_its_
     assert ignored_fields({**GOOD, "residual_scale": 1.0}, llama, Newer) == []
     with pytest.raises(ValueError, match=r"residual_scale=0\.5 is not supported.*Supported value: 1\.0"):
         ignored_fields({**GOOD, "residual_scale": 0.5}, llama, Newer)
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowedConfig(ModelConfig):
+    """Of a family of a test's own, whose layers may have windows."""
+
+    sliding_window: int | None
+    layer_types: tuple[str, ...]
+    use_sliding_window: bool
+    residual_scale: float = 1.0  # transformers' class lacks it
+
+
+def test_a_field_that_one_family_uses_is_refused_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    config = {**GOOD, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 4, "layer_types": kinds}
+    config |= {"use_sliding_window": True, "residual_scale": 0.5}
+    with pytest.raises(ValueError, match="sliding_window=4 is not supported"):
+        parse_config(config)
+    windowed = dataclasses.replace(
+        family("Qwen3ForCausalLM"), config=WindowedConfig, requires={"hidden_act": ("gelu",), "attention_bias": (True,)}
+    )
+    monkeypatch.setattr("compiled_llm.models.config_file.family", lambda architecture: windowed)
+    found = parse_config({**config, "hidden_act": "gelu", "attention_bias": True})
+    assert isinstance(found, WindowedConfig)
+    assert (found.sliding_window, found.layer_types, found.residual_scale) == (4, tuple(kinds), 1.0)
+    with pytest.raises(ValueError, match=r"hidden_act='silu' is not supported.*Supported value: 'gelu'"):
+        parse_config({**config, "hidden_act": "silu"})
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])

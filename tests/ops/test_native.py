@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils.cpp_extension import include_paths
 
 from compiled_llm.ops import native
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_missing_compiler_warns_and_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(native.MissingCompilerWarning, match=r"no-such-compiler.*apt install g\+\+"):
-        assert native.load_source(ROOT / "ops" / "attention_cpu.cpp") is None
+        assert native.load_source(ROOT / "ops" / "attention" / "attention_cpu.cpp") is None
 
 
 def test_the_engine_serves_without_a_compiler(tmp_path: Path) -> None:
@@ -101,10 +102,26 @@ def test_a_library_that_another_user_could_have_planted_is_not_run(
 
 def test_a_changed_header_is_a_new_build(tmp_path: Path) -> None:
     source = tmp_path / "a.cpp"
-    source.write_text('#include <vector>\n#include "b.h"\n#include "c.h"\n')
+    source.write_text('#include <vector>\n#include "b.h"\n#include "d/../c.h"\n#define KERNELS "d.h"\n')
     (tmp_path / "b.h").write_text('#include "c.h"\n')
     (tmp_path / "c.h").write_text("// c\n")
-    assert [text.splitlines()[0] for text in native._texts(source)] == ["#include <vector>", '#include "c.h"', "// c"]
+    (tmp_path / "d.h").write_text("// d\n")
+    first_lines = [text.splitlines()[0] for text in native._texts(source)]
+    assert first_lines == ["#include <vector>", '#include "c.h"', "// c", "// d"]
+
+
+HEADERS = sorted((ROOT / "ops").rglob("*.h"))
+
+
+@pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
+def test_headers_compile_alone(header: Path) -> None:
+    compiler = native.compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    command = [compiler, "-fsyntax-only", "-x", "c++", *native._FLAGS, "-Wall", "-Wno-unused-function"]
+    command += [f"-isystem{path}" for path in include_paths()] + ["-include", str(header), os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_broken_source_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

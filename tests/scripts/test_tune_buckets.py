@@ -226,7 +226,7 @@ def test_the_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert run(monkeypatch, "--trace", str(trace), "--runs-per-start", "50", "--json", str(tmp_path / "out.json")) == 0
     out = capsys.readouterr().out
     assert "--bucket-sizes 3,8 --token-bucket-sizes 32" in out
-    assert "only tokens_32 ran: its time is taken for all sizes" in out
+    assert "only tokens_32 ran: its time is used for all sizes" in out
     result = json.loads(out.splitlines()[-1])
     assert result == json.loads((tmp_path / "out.json").read_text())
     assert result["decode"]["before"]["padding_share"] == pytest.approx(500 / (500 + 308))
@@ -264,7 +264,7 @@ def test_steps_that_a_trace_rounded_are_named(tmp_path: Path, capsys: pytest.Cap
     for number, said in ((0, False), (7, True)):
         traces = [trace_of(steps, [1], [8], rounded_steps=number), trace_of(steps, [1], [8])]
         tune_buckets.print_result(tune_buckets.tune(traces, 8, 1.0, False), 1.0, tune_buckets.rounded_steps(traces))
-        assert ("7 steps stand in the traces with their bucket's size" in capsys.readouterr().out) == said
+        assert ("7 steps have their bucket's size in the traces" in capsys.readouterr().out) == said
 
 
 def test_traces_of_two_models_do_not_mix() -> None:

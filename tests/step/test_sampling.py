@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from compiled_llm.ops import greedy_tokens
 from compiled_llm.ops.sampling.reference import NO_TOKEN
 from compiled_llm.step import sampling as sampler
-from compiled_llm.step.sampling import SamplingInput, philox, sample, sample_greedy, uniform
+from compiled_llm.step.sampling import SamplingInput, philox, sample, uniform
 from tests.ops.sampling.sampling_cases import chi_square_is_likely
 
 NUM_SAMPLES = 100_000
@@ -178,17 +179,17 @@ def test_rows_of_temperature_0_are_greedy_in_any_mix() -> None:
     logits = torch.randn(6, 101)
     params = Filters().rows(6)._replace(temperature=torch.tensor([0.0, 1.0, 0.0, 2.0, 0.0, 0.5]))
     sampled = sample(logits, params)
-    assert torch.equal(sampled[::2], sample_greedy(logits)[::2])
-    assert torch.equal(sample_greedy(logits), logits.argmax(-1))
-    assert not torch.equal(sampled[1::2], sample_greedy(logits)[1::2]), "these are sampled"
-    assert torch.equal(sample(logits, Filters(temperature=1e-30).rows(6)), sample_greedy(logits))
+    assert torch.equal(sampled[::2], greedy_tokens(logits)[::2])
+    assert torch.equal(greedy_tokens(logits), logits.argmax(-1))
+    assert not torch.equal(sampled[1::2], greedy_tokens(logits)[1::2]), "these are sampled"
+    assert torch.equal(sample(logits, Filters(temperature=1e-30).rows(6)), greedy_tokens(logits))
     banned = Filters(temperature=0.0, top_k=3, top_p=0.1, min_p=0.5).rows(6)
-    assert torch.equal(sample(logits, banned), sample_greedy(logits)), "no filter bans the likeliest token"
+    assert torch.equal(sample(logits, banned), greedy_tokens(logits)), "no filter bans the likeliest token"
 
 
 def test_the_lowest_id_of_equal_logits_is_greedy() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -1.0], [2.0, 2.0, 2.0, 2.0], [-math.inf, -math.inf, 0.0, 0.0]])
-    assert sample_greedy(logits).tolist() == [1, 0, 2]
+    assert greedy_tokens(logits).tolist() == [1, 0, 2]
     assert sample(logits, Filters(temperature=0.0).rows(3)).tolist() == [1, 0, 2]
 
 
@@ -226,4 +227,4 @@ def test_extreme_logits() -> None:
     assert set(sample(equal, Filters(top_p=1e-9).rows(500)).tolist()) == set(range(10)), "equals stay together"
     for logits in (torch.full((1, 10), -math.inf), torch.eye(10)[:1] * math.nan, torch.eye(10)[:1].log().neg()):
         assert sample(logits, Filters().rows(1)).item() == NO_TOKEN
-        assert sample_greedy(logits).item() == NO_TOKEN
+        assert greedy_tokens(logits).item() == NO_TOKEN

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from compiled_llm import child_process
 from compiled_llm.text import template_process
 from compiled_llm.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from compiled_llm.text.template_process import TemplateProcess
@@ -147,9 +148,9 @@ def render(source: str, process: TemplateProcess, **variables: Any) -> str:
 
 
 def pid_of(process: TemplateProcess) -> int:
-    assert process._worker is not None
-    assert process._worker._process is not None
-    return process._worker._process.pid
+    pid = process._child.pid
+    assert pid is not None
+    return pid
 
 
 # -- Hostile templates
@@ -206,12 +207,13 @@ def test_a_template_keeps_nothing_from_one_rendering_to_the_next(process: Templa
 def test_the_process_has_nothing_of_this_one(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     process.close()
-    assert process._worker is None
+    assert process._child.pid is None
     assert render("x", process) == "x"
     proc = Path(f"/proc/{pid_of(process)}")
     assert sorted(file.name for file in (proc / "fd").iterdir()) == ["0", "1", "2"]
     assert not {entry.split("=")[0] for entry in (proc / "environ").read_text().split("\0") if entry} - {
-        *template_process._ENVIRONMENT,
+        *child_process._INHERITED,
+        *child_process._ENVIRONMENT,
         "LC_CTYPE",
     }
     assert "torch" not in (proc / "maps").read_text()
@@ -242,7 +244,8 @@ def interrupted(function: Callable[[], Any], line: int) -> Any:
     lines = itertools.count()
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code.co_filename != template_process.__file__ or frame.f_code.co_name in ("_stop", "end"):
+        files = template_process.__file__, child_process.__file__
+        if frame.f_code.co_filename not in files or frame.f_code.co_name in ("end", "_end"):
             return None
         # Not as a ``with`` or a ``try`` begins or ends: there the interpreter looks for no interrupt.
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
@@ -277,7 +280,7 @@ def test_an_interrupt_while_a_template_runs_ends_it() -> None:
 def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) -> None:
     assert render("x", process) == "x"
     os.kill(pid_of(process), signal.SIGKILL)
-    while not process._worker.has_ended():  # type: ignore[union-attr]
+    while process._child.pid is not None:
         time.sleep(0.01)
     assert render("y", process) == "y"
 
@@ -309,8 +312,7 @@ def test_a_process_that_cannot_be_started_is_no_error_of_the_template(monkeypatc
     with pytest.raises(RuntimeError, match=r"process for chat templates cannot start \(exit status 1\)"):
         render("x", process)
     monkeypatch.undo()
-    monkeypatch.setattr(template_process.jinja2, "__file__", "/nowhere/jinja2/__init__.py")
-    monkeypatch.setattr(template_process.markupsafe, "__file__", "/nowhere/markupsafe/__init__.py")
+    monkeypatch.setattr(process._child, "_packages", ())
     with pytest.raises(RuntimeError, match="No module named 'jinja2'"):
         render("x", process)
     monkeypatch.undo()
@@ -339,7 +341,7 @@ from compiled_llm.text.chat_template import ChatTemplate
 from compiled_llm.text.template_process import TemplateProcess
 process = TemplateProcess()
 ChatTemplate("x", process)
-print(process._worker._process.pid, flush=True)
+print(process._child.pid, flush=True)
 {end}
 """
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)

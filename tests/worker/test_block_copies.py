@@ -14,7 +14,7 @@ def test_a_block_goes_out_before_another_takes_its_place_on_the_device_or_on_the
     with CompiledEngine(**arguments, swap_space_bytes=2**20) as engine:
         runner = engine.runner
         kv_cache, swap_space = runner.steps.kv_cache, runner.swap_space
-        keys, last = kv_cache[0].k, runner.num_swap_blocks
+        keys, last = kv_cache[0].k, runner.facts.num_swap_blocks
 
         def content(block: int) -> float:
             assert (keys[block] == keys[block].flatten()[0]).all()

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from compiled_llm import EngineConfig
-from compiled_llm.engine.parts import checkpoint_directory, load_tokenizer
+from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.worker import checkpoint as checkpoint_files

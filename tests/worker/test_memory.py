@@ -71,9 +71,9 @@ def test_the_ledger_of_an_engine_is_exact(size: dict[str, int]) -> None:
         ledger, runner = engine.memory_report(), engine.runner
         assert ledger.bytes_of("weights") == sum(t.numel() * t.itemsize for t in tensors(runner.steps.weights))
         per_block = bytes_per_token(engine.model_config, runner.cache_dtypes) * runner.limits.block_size
-        assert ledger.bytes_of("KV pool") == (runner.num_blocks + 1) * per_block
+        assert ledger.bytes_of("KV pool") == (runner.facts.num_blocks + 1) * per_block
         assert ledger.bytes_of("KV pool") == sum(t.numel() * t.itemsize for t in tensors(runner.steps.kv_cache))
-        assert ledger.bytes_of("swap space") == runner.num_swap_blocks * per_block > 0
+        assert ledger.bytes_of("swap space") == runner.facts.num_swap_blocks * per_block > 0
         inputs = [t for b in runner.steps.buffers.values() for t in (*b.step_input, *b.sampling_input)]
         assert ledger.bytes_of("step buffers") >= sum(t.nbytes for t in inputs)
         assert ledger.total == memory.total_bytes(runner.device) <= psutil.virtual_memory().total
@@ -109,7 +109,7 @@ def test_memory_that_compiling_and_running_take_counts_too(free, monkeypatch: py
     assert named_length(error) == (MIB // (32 << 10) - 1) * 16
     with CompiledEngine(**arguments, max_model_len=named_length(error)) as engine:
         ledger = engine.memory_report()
-        assert (ledger.bytes_of("activations"), engine.runner.num_blocks) == (30 * MIB, 31)
+        assert (ledger.bytes_of("activations"), engine.runner.facts.num_blocks) == (30 * MIB, 31)
         assert ledger.bytes_of("free afterwards") == 40 * MIB - 30 * MIB - MIB
 
 
@@ -258,7 +258,6 @@ def test_one_compiled_graph_serves_pools_of_any_size() -> None:
         expected = [output.outputs[0].token_ids for output in engine.generate(prompts, GREEDY, use_tqdm=False)]
         for num_blocks in (2000, 40, 30, 9):
             engine.runner.steps.kv_cache = engine.runner._allocate(num_blocks + 1)
-            engine.runner.num_blocks = num_blocks
             outputs = engine.generate([[4], *prompts], GREEDY, use_tqdm=False)[1:]
             assert [output.outputs[0].token_ids for output in outputs] == expected
         report = engine.compile_report()

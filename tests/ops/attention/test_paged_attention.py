@@ -37,7 +37,7 @@ EVERY_SET = [
     "window-soft-cap-sinks-h128",
     "short-queries",
 ]
-INSTRUCTION_SETS = ["amx", "amx_in_software", "avx512_dot", "avx512", "avx2", "portable"]
+INSTRUCTION_SETS = ["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"]
 ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
 
 
@@ -60,21 +60,6 @@ Attend = Callable[..., Tensor]
 
 
 @pytest.fixture(scope="module")
-def attend(kernels: ModuleType) -> Attend:
-    """The CPU kernel for caches in the reference's order."""
-
-    def op(*args) -> Tensor:
-        k_cache, v_cache = args[3:5]
-        ordered = reordered(k_cache, True, True), reordered(v_cache, False, True)
-        out = kernels.paged_attention(*args[:3], *ordered, *args[5:])
-        k_cache.copy_(reordered(ordered[0], True, False))
-        v_cache.copy_(reordered(ordered[1], False, False))
-        return out
-
-    return op
-
-
-@pytest.fixture(scope="module")
 def kernels() -> ModuleType:
     module = native.load("attention_cpu")
     if module is None:
@@ -82,13 +67,30 @@ def kernels() -> ModuleType:
     return module
 
 
+def attend_on(kernels: ModuleType, *isa: str) -> Attend:
+    """The CPU kernel for caches in the reference's order: of the best instruction set, or the one named."""
+
+    def op(*args) -> Tensor:
+        k_cache, v_cache = args[3:5]
+        ordered = reordered(k_cache, True, True), reordered(v_cache, False, True)
+        out = kernels.paged_attention(*args[:3], *ordered, *args[5:], *isa)
+        k_cache.copy_(reordered(ordered[0], True, False))
+        v_cache.copy_(reordered(ordered[1], False, False))
+        return out
+
+    return op
+
+
 @pytest.fixture
-def instruction_set(kernels: ModuleType, request: pytest.FixtureRequest) -> Iterator[str]:
-    if request.param not in kernels.instruction_sets():
+def attend(kernels: ModuleType, request: pytest.FixtureRequest) -> Attend:
+    """As ``attend_on``; tests that are parametrised with ``every_set`` give it each instruction set."""
+    isas = [request.param] if hasattr(request, "param") else []
+    if not {*isas} <= {*kernels.supported_isas()}:
         pytest.skip(f"this machine has no {request.param}")
-    kernels.select_instruction_set(request.param)
-    yield request.param
-    kernels.select_instruction_set(kernels.instruction_sets()[0])
+    return attend_on(kernels, *isas)
+
+
+every_set = pytest.mark.parametrize("attend", INSTRUCTION_SETS, indirect=True)
 
 
 @pytest.fixture
@@ -162,10 +164,7 @@ _SETS = {
 _SET_VALUES = {key: (name, f"{dtype} {kind} {kv}") for key, (name, dtype, kind, kv) in _SETS.items()}
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "instruction_set", "kv_dtype"), cases(_SET_VALUES, 200, _SETS), indirect=["instruction_set"]
-)
-@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize(("name", "dtype", "attend", "kv_dtype"), cases(_SET_VALUES, 200, _SETS), indirect=["attend"])
 def test_every_instruction_set(attend: Attend, name: str, dtype: torch.dtype, kv_dtype: str) -> None:
     check(make_case(**CASES[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend)
 
@@ -245,8 +244,7 @@ def test_rows_of_odd_data(attend: Attend, kv_dtype: str) -> None:
         assert scale[block, :, offset].isnan().sum() == 1
 
 
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
-@pytest.mark.usefixtures("instruction_set")
+@every_set
 def test_numbers_at_the_edges(attend: Attend) -> None:
     case = make_case([70], [0], head_dim=16, sm_scale=1.0)
     overflowing, nan, huge_cap = case.k.clone(), case.k.clone(), replace(case, soft_cap=1e6)
@@ -297,17 +295,13 @@ def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> N
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
-def test_software_tiles_are_those_of_the_cpu(kernels: ModuleType, attend: Attend, kv_dtype: torch.dtype | None) -> None:
+def test_software_tiles_are_those_of_the_cpu(kernels: ModuleType, kv_dtype: torch.dtype | None) -> None:
     """Bit for bit, so what holds for the one holds for the other."""
-    if "amx" not in kernels.instruction_sets():
+    if "amx" not in kernels.supported_isas():
         pytest.skip("this machine has no AMX")
     case = make_case(**MIXED, dtype=torch.bfloat16, kv_dtype=kv_dtype)
-    of_the_cpu = attend(*case.args())
-    kernels.select_instruction_set("amx_in_software")
-    try:
-        assert torch.equal(attend(*case.args()), of_the_cpu)
-    finally:
-        kernels.select_instruction_set(kernels.instruction_sets()[0])
+    of_the_cpu, in_software = (attend_on(kernels, isa)(*case.args()) for isa in ("amx", "amx_in_software"))
+    assert torch.equal(of_the_cpu, in_software)
 
 
 @pytest.mark.parametrize("query_lens", [[1], [20]])
@@ -320,8 +314,8 @@ def test_scores_of_minus_infinity_leave_all_weight_to_the_sink(attend: Attend, q
 
 # A window hides the beginning, so nothing is shared.
 @exact([{**options, "window": 0} for options in EXACT_OPTIONS])
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
-@pytest.mark.usefixtures("instruction_set", "two_threads")
+@every_set
+@pytest.mark.usefixtures("two_threads")
 def test_a_shared_prefix_changes_no_bit(attend: Attend, options: dict) -> None:
     """The first two requests share three partitions, the next two one and a half; the last, less than it pays for."""
     query_lens, context_lens = [1, 3, 1, 2, 1], [1700, 1690, 800, 1100, 600]
@@ -339,8 +333,7 @@ def test_a_shared_prefix_changes_no_bit(attend: Attend, options: dict) -> None:
 
 @EXACT
 @pytest.mark.parametrize("group", [1, 2, 5])
-@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS, indirect=True)
-@pytest.mark.usefixtures("instruction_set")
+@every_set
 def test_chunking_changes_no_bit(attend: Attend, group: int, options: dict) -> None:
     """A prompt in one step, in chunks, or token by token at its end: the same output for every token."""
     case = make_case([700], [0], num_heads=2 * group, head_dim=64, **options)
@@ -432,5 +425,5 @@ def test_a_quantised_cache_needs_its_scales(kernels: ModuleType) -> None:
 
 
 def test_unknown_instruction_set(kernels: ModuleType) -> None:
-    with pytest.raises(ValueError, match="not one of this machine's"):
-        kernels.select_instruction_set("mmx")
+    with pytest.raises(ValueError, match="isa 'mmx' is unknown"):
+        kernels.paged_attention(*make_case(**MIXED).args(), "mmx")

@@ -46,7 +46,7 @@ def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Op:
         return sampling.sample_tokens
     if request.param not in kernels.supported_isas():
         pytest.skip(f"this CPU has no {request.param}")
-    return lambda *args: kernels.sample_tokens(*args, isa=request.param)
+    return lambda *args: kernels.sample_tokens(*args, request.param)
 
 
 # ---- against the reference ------------------------------------------------------------------------------------------
@@ -276,4 +276,4 @@ def test_refuses_wrong_inputs(kernels: ModuleType) -> None:
         with pytest.raises(ValueError, match=message):
             sampling.sample_tokens(*case._replace(**change))
     with pytest.raises(ValueError, match="isa 'mmx' is unknown"):
-        kernels.sample_tokens(*case, isa="mmx")
+        kernels.sample_tokens(*case, "mmx")

@@ -193,9 +193,9 @@ def test_the_report_covers_what_counts(run: Any, monkeypatch: pytest.MonkeyPatch
         (["--backend", "vllm"], "vllm"),
         (["--backend", "hf"], "needs --hf-max-batch-size"),
         (["--hf-max-batch-size", "8"], "needs --backend hf"),
-        (["--backend", "hf", "--hf-max-batch-size", "8", "--bucket-sizes", "1"], "--bucket-sizes means nothing"),
-        (["--backend", "hf", "--hf-max-batch-size", "8", "--report", "x"], "--report means nothing"),
-        (["--backend", "hf", "--hf-max-batch-size", "8", "--temperature", "1"], "--temperature means nothing"),
+        (["--backend", "hf", "--hf-max-batch-size", "8", "--bucket-sizes", "1"], "--bucket-sizes has no meaning"),
+        (["--backend", "hf", "--hf-max-batch-size", "8", "--report", "x"], "--report has no meaning"),
+        (["--backend", "hf", "--hf-max-batch-size", "8", "--temperature", "1"], "--temperature has no meaning"),
         (["--output-json", "/no/such/directory/out.json"], "/no/such/directory"),
     ],
 )

@@ -1,11 +1,17 @@
-// The types of cpu_vectors.h: vectors that may stand at any address.
+// The types of vectors.h: vectors of the compiler, which may be stored at any address, and the dtypes of 16 bits.
 
 #pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 #include <cstdint>
 #include <limits>
 
 namespace {
+
+using BFloat16 = c10::BFloat16;
+using Half = c10::Half;
 
 constexpr int64_t kLanes = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();

@@ -1,6 +1,7 @@
-// Operands for one instruction set; the first part of attention_cpu_kernels.h, which says how it is included.
+// What the products take, the operands, for one instruction set; see attention_cpu_kernels.h.
 
-#include "../cpu_vectors.h"
+#include "../cpu/vectors.h"
+#include "attention_cpu_types.h"
 
 namespace {
 namespace ISA {
@@ -86,19 +87,17 @@ constexpr int64_t kWeightsRow = std::is_same_v<O, Bytes> ? kTile / kPerLane<O> :
 // The operands for queries of type T over a cache of type C.
 template <class T, class C>
 using Operand = std::conditional_t<DOT && std::is_same_v<C, int8_t>, Bytes,
-                                   std::conditional_t<DOT && std::is_same_v<T, at::BFloat16>, Pairs, Floats>>;
+                                   std::conditional_t<DOT && std::is_same_v<T, BFloat16>, Pairs, Floats>>;
 // Whether the cache holds the operands as they are.
 template <class O, class C>
-constexpr bool kRaw = std::is_same_v<O, Bytes> || (std::is_same_v<O, Pairs> && std::is_same_v<C, at::BFloat16>) ||
+constexpr bool kRaw = std::is_same_v<O, Bytes> || (std::is_same_v<O, Pairs> && std::is_same_v<C, BFloat16>) ||
                       (std::is_same_v<O, Floats> && std::is_same_v<C, float>);
 
 // sum + x * keys, and sum + x * values, with x the same in all lanes.
 template <class O>
 INLINE typename O::Sum add_keys(Vec x, Vec keys, typename O::Sum sum) {
 #if DOT
-  if constexpr (std::is_same_v<O, Pairs>)
-    return reinterpret_cast<Vec>(_mm512_dpbf16_ps(
-        reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(keys), reinterpret_cast<__m512bh>(x)));
+  if constexpr (std::is_same_v<O, Pairs>) return add_products(sum, keys, x);
   // The instruction wants one side unsigned: keys plus 128, which softmax_row() takes away again.
   if constexpr (std::is_same_v<O, Bytes>)
     return _mm512_dpbusd_epi32(sum, reinterpret_cast<__m512i>(bits(keys) ^ static_cast<int32_t>(0x80808080)),
@@ -127,7 +126,7 @@ INLINE typename O::Element to_operand(C x) {
       y = from_fp8(IntVec{x.code})[0];
     else
       y = static_cast<float>(x);
-    if constexpr (std::is_same_v<O, Pairs>) return at::BFloat16(y).x;
+    if constexpr (std::is_same_v<O, Pairs>) return BFloat16(y).x;
     else return y;
   }
 }
@@ -135,9 +134,9 @@ INLINE typename O::Element to_operand(C x) {
 // The 16 lanes at `from` in the cache as lanes of operands, one after the other along the summed dimension.
 template <class O, class C>
 INLINE void convert_lanes(const C* from, Vec* to) {
-  if constexpr (std::is_same_v<C, at::Half>) {
+  if constexpr (std::is_same_v<C, Half>) {
     to[0] = load_floats(from);
-  } else if constexpr (std::is_same_v<C, at::BFloat16>) {
+  } else if constexpr (std::is_same_v<C, BFloat16>) {
     const IntVec x = bits(load(from));
     to[0] = floats(x << 16);
     to[1] = floats(x & static_cast<int32_t>(0xffff0000));

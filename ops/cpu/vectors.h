@@ -1,23 +1,39 @@
-// Vectors of 16 floats for one instruction set: the compiler's own, which it splits where registers are narrower. Included
-// once for each, with these macros set:
-//
-//   ISA     the namespace
-//   TARGET  the attribute of every function
-//   WIDTH   bits of the registers
-//
-// Hence no include guard. The types and constants are those of cpu_vector_types.h.
+// Vectors of 16 floats for one instruction set. They are the compiler's own, which splits them where registers are
+// narrower; intrinsics only where it has no operation for what an instruction does. Included once for each set by
+// each_isa.h, which explains the macros.
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "vector_types.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#ifndef ISA  // a kernel header by itself, as an editor or a test compiles it
+#define ISA portable
+#define TARGET
+#define WIDTH 128
+#define DOT 0
+#endif
 
 #define INLINE inline __attribute__((always_inline)) TARGET
 
 namespace {
 namespace ISA {
 
+// One register, for sums that must stay in registers: GCC splits wider vectors through memory.
+typedef float Register __attribute__((vector_size(WIDTH / 8)));
+typedef uint32_t UintRegister __attribute__((vector_size(WIDTH / 8)));
+
 INLINE Vec broadcast(float x) { return x - Vec{}; }
 INLINE Vec load(const void* from) { return *static_cast<const Vec*>(from); }
 INLINE void store(void* to, Vec x) { *static_cast<Vec*>(to) = x; }
 INLINE IntVec bits(Vec x) { return reinterpret_cast<IntVec>(x); }
 INLINE Vec floats(IntVec x) { return reinterpret_cast<Vec>(x); }
-INLINE Vec broadcast_lane(const float* from) { return floats(IntVec{} + *reinterpret_cast<const Lane*>(from)); }
+INLINE Vec broadcast_lane(const void* from) { return floats(IntVec{} + *static_cast<const Lane*>(from)); }
 INLINE Vec convert(IntVec x) { return __builtin_convertvector(x, Vec); }
 
 // Where a is NaN, max(a, b) is b: a NaN in b goes through.
@@ -47,7 +63,7 @@ template <class T>
 INLINE Vec load_floats(const T* from) {
   if constexpr (std::is_same_v<T, float>) {
     return load(from);
-  } else if constexpr (std::is_same_v<T, at::BFloat16>) {
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
     return floats(__builtin_convertvector(*reinterpret_cast<const HalfVec*>(from), IntVec) << 16);
   } else {
 #if WIDTH == 512
@@ -75,15 +91,33 @@ INLINE Vec load_floats(const T* from, int64_t count) {
   return load_floats(copy);
 }
 
-// The first `count` lanes as T, to the nearest, ties to even.
+// To the nearest, ties to even; NaN becomes 0x7fc0, as in torch.
+INLINE HalfVec to_bf16(Vec x) {
+  const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
+  return __builtin_convertvector(x == x ? rounded : UintVec{} + 0x7fc0u, HalfVec);
+}
+
+#if DOT
+// 32 numbers by the instruction for it, which is faster and takes denormal numbers for zero.
+INLINE Vec to_bf16_pairs(Vec first, Vec second) {
+  return reinterpret_cast<Vec>(_mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first)));
+}
+
+// Adds to each lane of `sum` the two products of the pairs of bf16 in that lane.
+INLINE Vec add_products(Vec sum, Vec a, Vec b) {
+  return reinterpret_cast<Vec>(
+      _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+}
+#endif
+
+// The first `count` lanes as T, rounded as above.
 template <class T>
 INLINE void store_as(T* to, Vec x, int64_t count) {
   T all[kLanes];
   if constexpr (std::is_same_v<T, float>) {
     store(all, x);
-  } else if constexpr (std::is_same_v<T, at::BFloat16>) {
-    const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
-    *reinterpret_cast<HalfVec*>(all) = __builtin_convertvector(x == x ? rounded : UintVec{} + 0x7fc0u, HalfVec);
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    *reinterpret_cast<HalfVec*>(all) = to_bf16(x);
   } else {
     for (int64_t i = 0; i < kLanes; ++i) all[i] = static_cast<T>(x[i]);
   }

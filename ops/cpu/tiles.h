@@ -1,10 +1,10 @@
-// Tile registers of AMX, for the kernels of linear_cpu.cpp and attention_cpu.cpp: those of the CPU, or a model of them.
+// Tile registers of AMX, for the linear and attention kernels: those of the CPU, or a model of them.
 //
 // A tile register holds up to 16 rows of 64 bytes. One instruction multiplies 16 rows of 32 activations by 32 x 16 weights,
-// which lie as 16 rows of 16 pairs, and adds to 16 x 16 float32 sums. What it adds to a sum depends on nothing but the row
+// which are stored as 16 rows of 16 pairs, and adds to 16 x 16 float32 sums. What it adds to a sum depends only on the row
 // and the column of that sum.
 //
-// `SoftwareTiles` does the same in plain C++, so that what is built on tiles is tested on any machine.
+// `SoftwareTiles` does the same in plain C++, so that what is built on tiles is tested on machines without them, too.
 
 #pragma once
 
@@ -15,11 +15,13 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 namespace {
 
 constexpr int64_t TILE_ROWS = 16, TILE_WORDS = 16;  // of 32 bits: pairs of bfloat16, or float32
 
+#if defined(__x86_64__)
 // The CPU's tiles. A thread may use them between `begin` and `end`. Tiles 0 to 5, for sums and activations, have `rows`
 // rows (1 to 16), tiles 6 and 7, for weights, have 16.
 struct HardwareTiles {
@@ -60,6 +62,7 @@ struct HardwareTiles {
     return __builtin_cpu_supports("avx512f") && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
   }
 };
+#endif
 
 // The same operations by their definition (Intel's instruction set reference, TDPBF16PS): 16 products of even and 16 of
 // odd elements are summed apart before both are added. For tests only.
@@ -101,4 +104,3 @@ struct SoftwareTiles {
 };
 
 }  // namespace
-#endif

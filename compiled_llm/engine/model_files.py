@@ -1,0 +1,33 @@
+"""The files that the arguments of an engine name: those of the model, and the tokenizer."""
+
+import os
+from pathlib import Path
+
+from compiled_llm.config import EngineConfig
+from compiled_llm.text.tokenizer import Tokenizer
+from compiled_llm.worker.loader import model_directory
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
+
+
+def checkpoint_directory(config: EngineConfig) -> Path:
+    """Where the files of the model lie; a hub's model is downloaded unless it was before.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    return DEMO_MODEL if config.model is None else model_directory(config.model, config.revision)
+
+
+def has_tokenizer(config: EngineConfig, directory: Path) -> bool:
+    """Whether prompts may be text. Costs nothing, so a program can ask before it starts an engine."""
+    return config.tokenizer is not None or os.path.lexists(directory / "tokenizer.json")
+
+
+def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
+    """The tokenizer that ``config`` names, else that of the model in ``directory``; None where it has none."""
+    if not has_tokenizer(config, directory):
+        return None
+    if config.tokenizer is not None:
+        return Tokenizer(model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer"))
+    return Tokenizer(directory)

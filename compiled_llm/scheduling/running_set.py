@@ -1,0 +1,315 @@
+"""RunningSet: which requests run, and the blocks that they have. Plain Python.
+
+A waiting request is admitted when all its tokens have blocks and there is room for the running ones to grow. When
+blocks run out, the last request by rank is preempted, so that the first always progresses.
+"""
+
+import bisect
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Literal
+
+from compiled_llm.config import EngineLimits
+from compiled_llm.scheduling.block_pool import BlockPool
+from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.forks import Forks
+from compiled_llm.scheduling.prefix_cache import PrefixCache
+from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.request_queue import RequestQueue
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutputBuilder
+
+PreemptionMode = Literal["auto", "recompute", "swap"]
+
+
+@dataclasses.dataclass
+class SchedulerCounts:
+    """What happened since the engine was made."""
+
+    num_recompute_preemptions: int = 0
+    num_swap_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_swapped_out_tokens: int = 0
+    num_swapped_in_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+
+
+class RunningSet:
+    """Admits and preempts requests, and gives them blocks.
+
+    Attributes:
+        running: by rank.
+        preempted: by the schedule that is being made; these are not admitted again in it.
+        released: ids of requests that left ``running`` since the last step.
+        swapped_out: (device block, host block) pairs that the next step copies.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        pool: BlockPool,
+        prefix_cache: PrefixCache,
+        swap_pool: BlockPool,
+        preemption_mode: PreemptionMode,
+        costs: StepCosts,
+    ) -> None:
+        self.limits, self.pool, self.prefix_cache, self.swap_pool = limits, pool, prefix_cache, swap_pool
+        self.preemption_mode, self.costs = preemption_mode, costs
+        self.forks = Forks(pool, limits.block_size)
+        self.counts = SchedulerCounts()
+        self.waiting = RequestQueue()
+        self.running: list[Request] = []
+        self.preempted: set[Request] = set()
+        self.released: list[str] = []
+        self.swapped_out: list[tuple[int, int]] = []
+
+    # -- Admission
+
+    def next_waiting(self, most_tokens: int | None) -> Request | None:
+        """The waiting request to be served first, if there is a free place for it.
+
+        ``most_tokens``: only among requests that lack no more tokens.
+        """
+        if len(self.running) >= self.limits.max_num_seqs:
+            return None
+        request = self.waiting.first(most_tokens)
+        return None if request in self.preempted else request
+
+    def fits(self, request: Request, limit: int, may_be_partial: bool) -> bool:
+        """Whether ``limit`` tokens are enough for what the request lacks: for a part of it, if it may be chunked."""
+        if may_be_partial and self.limits.chunked_prefill:
+            return True
+        if request.num_tokens - request.num_computed_tokens <= limit:  # without a look into the cache
+            return True
+        found = len(self.prefix_cache.find(request)[0]) * self.limits.block_size
+        return request.num_tokens - max(found, request.num_computed_tokens) <= limit
+
+    def admit(self, request: Request, output: SchedulerOutputBuilder) -> bool:
+        """Move a waiting request to the running ones, with blocks for all its tokens.
+
+        False where there is no room, and where it is held back for a block that another request will fill.
+        """
+        holds = request in self.forks.holders
+        shared, awaited = self._find(request)
+        if awaited is not None and not request.host_block_ids:
+            self.waiting.remove(request)
+            self.prefix_cache.hold_back(request, awaited)
+            return False
+        while not self._has_room(request, shared):
+            # While others run, they will leave room.
+            if self.running or not self.take_back(besides=request):
+                return False
+        self.waiting.remove(request)
+        if holds:
+            del self.forks.holders[request]
+        else:
+            for block in shared:
+                self.pool.share(block)
+        blocks = self.pool.allocate(self._blocks_for(request.num_tokens) - len(shared))
+        assert blocks is not None
+        request.block_ids = shared + blocks
+        promised = (index for index, block in enumerate(shared) if self.pool.digest(block) is None)
+        request.num_published_blocks = next(promised, len(shared))
+        if request.host_block_ids:
+            self._swap_in(request, len(shared), output)
+        if not holds:
+            request.num_computed_tokens = max(request.num_computed_tokens, len(shared) * self.limits.block_size)
+        self.prefix_cache.promise(request)
+        self._count_admission(request)
+        request.status = Status.RUNNING
+        request.num_sent_blocks = 0
+        bisect.insort(self.running, request, key=lambda other: other.rank)
+        prompt, tokens = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
+        output.admissions.append(Admission(request.request_id, request.sampling_params, request.seed, prompt, tokens))
+        return True
+
+    def _count_admission(self, request: Request) -> None:
+        if request.num_cached_tokens < 0:
+            request.num_cached_tokens = request.num_computed_tokens
+            self.prefix_cache.num_queried_tokens += request.num_tokens
+            self.prefix_cache.num_hit_tokens += request.num_computed_tokens
+        recomputed = max(0, request.num_lost_tokens - request.num_computed_tokens)
+        request.num_recomputed_tokens += recomputed
+        self.counts.num_recomputed_tokens += recomputed
+        request.num_lost_tokens = 0
+        if request.first_scheduled_time is None:
+            request.first_scheduled_time = time.monotonic()
+
+    def _find(self, request: Request) -> tuple[list[int], bytes | None]:
+        """Blocks that hold its first tokens, its own as a fork or cached, and the digest that it should wait for."""
+        return (request.block_ids, None) if request in self.forks.holders else self.prefix_cache.find(request)
+
+    def _has_room(self, request: Request, shared: list[int]) -> bool:
+        """Whether all its tokens have blocks, with one more for each running request to grow into."""
+        needed = self._blocks_for(request.num_tokens) - len(shared)
+        needed += self.forks.must_copy(request, request.num_computed_tokens)
+        free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)
+        return needed + len(self.running) <= free
+
+    def _swap_in(self, request: Request, num_shared: int, output: SchedulerOutputBuilder) -> None:
+        """Copy back the blocks that are not on the device."""
+        host = request.host_block_ids
+        output.swapped_in.extend(zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True))
+        restored = max(0, request.num_computed_tokens - num_shared * self.limits.block_size)
+        self.counts.num_swapped_in_tokens += restored
+        # No step before this one writes to them: a step swaps out before it swaps in.
+        self.swap_pool.free(host)
+        request.host_block_ids = []
+
+    # -- Blocks of running requests
+
+    def grow(self, request: Request) -> bool:
+        """One more block for a running request. False: it is preempted itself."""
+        while (blocks := self.pool.allocate(1)) is None:
+            if not self._make_room(request):
+                return False
+        request.block_ids += blocks
+        return True
+
+    def grow_for_drafts(self, request: Request, num_tokens: int) -> int:
+        """Blocks for ``num_tokens`` drafts after what a running request computes, as far as some are free.
+
+        Returns for how many drafts it has blocks. Nobody is preempted for them, and each running request still has a
+        block to grow into.
+        """
+        missing = self._blocks_for(request.num_computed_tokens + num_tokens) - len(request.block_ids)
+        if missing > 0 and missing + len(self.running) <= self.pool.num_free:
+            request.block_ids += self.pool.allocate(missing) or []
+        return min(num_tokens, len(request.block_ids) * self.limits.block_size - request.num_computed_tokens)
+
+    def make_writable(self, request: Request, position: int, output: SchedulerOutputBuilder) -> bool:
+        """Give a running request a block of its own at ``position``, to write to. False: it is preempted itself."""
+        while self.forks.must_copy(request, position):  # making room may leave the block to this request alone
+            blocks = self.pool.allocate(1)
+            if blocks is not None:
+                output.copies.append(self.forks.replace(request, position, blocks[0]))
+            elif not self._make_room(request):
+                return False
+        request.forked_index = -1
+        return True
+
+    def send_blocks(self, request: Request, output: SchedulerOutputBuilder) -> None:
+        """Tell the worker the entries of a block table that it does not know."""
+        first = request.num_sent_blocks
+        output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))
+        request.num_sent_blocks = len(request.block_ids)
+
+    # -- Freeing blocks
+
+    def _make_room(self, request: Request) -> bool:
+        """Free blocks for a running request: of one that does not run, or of the last by rank. False: that was it."""
+        if self.take_back():
+            return True
+        victim = self.running.pop()
+        self.preempt(victim)
+        return victim is not request
+
+    def take_back(self, besides: Request | None = None) -> bool:
+        """Free the blocks of a request that does not run. False: none but ``besides`` has any."""
+        request = self.forks.take_back_one(besides)
+        if request is not None and request in self.waiting:  # it lacks more now
+            self.waiting.remove(request)
+            self.waiting.add(request)
+        return request is not None
+
+    def preempt(self, request: Request, may_swap: bool = True) -> None:
+        """Free the blocks of ``request``, which is out of ``running``; it waits by its rank to be resumed."""
+        request.cancel_drafts()
+        computed = request.num_computed_tokens
+        host = self._swap_space(request) if may_swap and not self.forks.is_copied_to(request) else None
+        if host:
+            request.host_block_ids = host
+            self.swapped_out += zip(request.block_ids, host, strict=False)
+            request.num_swapped_tokens += computed
+            self.counts.num_swap_preemptions += 1
+            self.counts.num_swapped_out_tokens += computed
+        else:
+            request.num_lost_tokens = computed
+            request.num_computed_tokens = 0
+            self.counts.num_recompute_preemptions += 1
+        request.status = Status.WAITING
+        request.num_preemptions += 1
+        self.preempted.add(request)
+        self.release(request)
+        self.waiting.add(request)
+
+    def _swap_space(self, request: Request) -> list[int] | None:
+        """Host blocks for what the request has computed; None where it is to be computed again."""
+        count = self._blocks_for(request.num_computed_tokens)
+        if self.preemption_mode == "recompute" or count == 0:
+            return None
+        if self.preemption_mode == "auto" and not self.costs.swap_is_cheaper(request.num_computed_tokens, count):
+            return None
+        return self.swap_pool.allocate(count)
+
+    def make_place_for(self, request: Request, less_urgent: list[Request]) -> None:
+        """Preempt some of ``less_urgent``, the last running requests, if ``request`` can be admitted then."""
+        shared, awaited = self._find(request)
+        if awaited is not None and not request.host_block_ids:
+            return
+        # What would be free then: not the blocks that others use too, and those it shares are no room for it.
+        references = self.pool.num_references
+        theirs = Counter(block for other in less_urgent for block in other.block_ids)
+        free = self.pool.num_free + sum(references(block) == count for block, count in theirs.items())
+        free -= sum(references(block) == theirs[block] for block in shared)
+        others = len(self.running) - len(less_urgent)
+        if self._blocks_for(request.num_tokens) - len(shared) + others > free:
+            return
+        while less_urgent and (
+            len(self.running) == self.limits.max_num_seqs or not self._has_room(request, self._find(request)[0])
+        ):
+            self.preempt(self.running.pop())
+            less_urgent.pop()
+
+    def remove(self, request: Request) -> None:
+        """``request`` is about to end, wherever it is: free its blocks, unless it is to keep them."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self.release(request, keeps_blocks=request.keeps_blocks)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+            self.forks.drop(request)
+        elif self.prefix_cache.holds_back(request):
+            self.prefix_cache.forget(request)
+        if request.host_block_ids:
+            self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in request.host_block_ids]
+            self.swap_pool.free(request.host_block_ids)
+            request.host_block_ids = []
+
+    def release(self, request: Request, keeps_blocks: bool = False) -> None:
+        """``request`` runs no more: its blocks are free, or kept to be forked."""
+        self.wait_again(self.prefix_cache.withdraw(request))
+        if keeps_blocks:
+            self.forks.keep(request)
+        else:
+            self.pool.free(request.block_ids)
+            request.block_ids = []
+            request.forked_index = -1
+        request.num_published_blocks = 0
+        self.released.append(request.request_id)
+        request.num_sent_blocks = 0
+
+    def start_over(self) -> None:
+        """Steps broke: every request computes all its tokens again, since blocks may hold what these steps wrote."""
+        while self.take_back():
+            pass
+        for request in list(self.waiting):
+            if request.host_block_ids:
+                self.swap_pool.free(request.host_block_ids)
+                request.host_block_ids = []
+                request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
+                self.waiting.remove(request)
+                self.waiting.add(request)  # by what it lacks now
+        while self.running:
+            self.preempt(self.running.pop(), may_swap=False)
+        self.released, self.swapped_out = [], []
+
+    def wait_again(self, requests: Iterable[Request]) -> None:
+        """Requests that were held back wait in line again."""
+        for request in requests:
+            self.waiting.add(request)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.limits.block_size)

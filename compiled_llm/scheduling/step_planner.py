@@ -1,0 +1,224 @@
+"""StepPlanner: which tokens of the running requests the next step computes, and which requests it admits. Plain Python.
+
+It knows no prefill and no decode. Each request has tokens known and tokens computed; a step lets the second catch up
+with the first within a budget of tokens. A prompt larger than the budget is thereby chunked, a preempted request starts
+over with nothing computed, a prefix found in the cache is computed already, and a running request catches up by the one
+token sampled last. (vLLM V1's idea.)
+
+Requests are served by rank: in order of arrival, or of priority first. Those that lack one token get it before any
+other does. Of the others, one that does not fit into what is left of the step gets a part of it, and leaves half for
+later ones that fit beside it. When blocks run out, the last by rank gives its blocks up, so the first always
+progresses.
+"""
+
+from collections import deque
+from typing import Literal
+
+from compiled_llm.config import EngineLimits
+from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.drafter import CheckedDrafter
+from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.running_set import RunningSet
+from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
+
+
+class StepPlanner:
+    """Fills a step with tokens. For the arguments see ``Scheduler``."""
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        running_set: RunningSet,
+        costs: StepCosts,
+        policy: Literal["fcfs", "priority"],
+        target_itl_ms: float | None,
+        drafter: CheckedDrafter | None,
+    ) -> None:
+        self.limits, self.running_set, self.costs = limits, running_set, costs
+        self.policy, self.target_itl_ms, self.drafter = policy, target_itl_ms, drafter
+        self.running, self.waiting = running_set.running, running_set.waiting
+        self.prefix_cache = running_set.prefix_cache
+        self._num_drafts = 0  # of the step that is being planned
+
+    def plan(self, output: SchedulerOutputBuilder) -> list[Request]:
+        """Fill ``output``. Returns its requests, in the order of its columns; none: nothing can run now."""
+        self._preempt_for_priority()
+        self._num_drafts = 0
+        num_preempted = len(self.running_set.preempted)
+        requests: list[Request] = []
+        lacking = self._schedule_single_tokens(output, requests)
+        # When the pool has just run out, no request is admitted: it would be the next to be preempted.
+        admits = len(self.running_set.preempted) == num_preempted
+        self._schedule_the_rest(output, requests, lacking, admits)
+        return requests
+
+    def _schedule_single_tokens(self, output: SchedulerOutputBuilder, requests: list[Request]) -> deque[Request]:
+        """Give each running request that lacks one token that token, and drafts after it.
+
+        Returns those that lack more, by rank.
+        """
+        running, block_size, running_set = self.running, self.limits.block_size, self.running_set
+        request_ids, token_ids, feedback = output.request_ids, output.token_ids, output.feedback
+        num_computed_tokens = output.num_computed_tokens
+        lacking: list[Request] = []
+        most_drafts = 0 if self.drafter is None else self._room_for_drafts()
+        num_drafts: dict[int, int] = {}  # index in the step -> drafts
+        index = 0
+        while index < len(running):
+            request = running[index]
+            computed = request.num_computed_tokens
+            if request.num_tokens - computed > 1:
+                lacking.append(request)
+                index += 1
+                continue
+            # Its last token is in flight; or the host has to know the token that is.
+            if request.num_tokens >= request.max_num_tokens or (request.waits_for_tokens and request.num_in_flight):
+                index += 1
+                continue
+            if computed == len(request.block_ids) * block_size and not running_set.grow(request):
+                continue  # it was the last, and is preempted itself
+            if request.forked_index >= 0 and not running_set.make_writable(request, computed, output):
+                continue
+            index += 1
+            if request.num_in_flight:
+                feedback.append(request.last_row)
+                token_ids.append(0)
+            else:
+                feedback.append(-1)
+                # A prompt of one token whose prefix is computed: there is no output yet.
+                known = request.output_token_ids or request.prompt_token_ids
+                token_ids.append(known[-1])
+            request.last_row = len(request_ids)
+            request_ids.append(request.request_id)
+            num_computed_tokens.append(computed)
+            request.num_computed_tokens = computed + 1
+            request.num_tokens += 1
+            request.num_in_flight += 1
+            requests.append(request)
+            if (computed + 1) % block_size == 0:  # it may be the last token of a prompt that others wait for
+                running_set.wait_again(self.prefix_cache.filled(request, computed))
+            if most_drafts > 0 and request.takes_drafts:
+                count = self._add_drafts(request, most_drafts, output)
+                if count:
+                    num_drafts[len(requests) - 1] = count
+                    most_drafts -= count
+            if request.num_sent_blocks < len(request.block_ids):
+                running_set.send_blocks(request, output)
+        counts = [1] * len(requests)
+        if num_drafts:
+            row = 0
+            for place, request in enumerate(requests):
+                request.last_row = row
+                counts[place] += num_drafts.get(place, 0)
+                row += counts[place]
+        output.num_scheduled_tokens.extend(counts)
+        output.num_samples.extend(counts)
+        return deque(request for request in lacking if request.status is Status.RUNNING)
+
+    def _room_for_drafts(self) -> int:
+        """Most drafts of a step: what the running requests leave, or half of that where prompts wait."""
+        left = self.budget(len(self.running)) - len(self.running)
+        if not self.waiting and all(request.num_tokens - request.num_computed_tokens == 1 for request in self.running):
+            return left
+        return left // 2 if self.limits.chunked_prefill else 0
+
+    def _add_drafts(self, request: Request, most: int, output: SchedulerOutputBuilder) -> int:
+        """Let the step compute drafts of the tokens after the one that it samples of ``request``. Returns how many."""
+        assert self.drafter is not None
+        most = min(most, self.limits.num_draft_tokens, request.max_num_tokens - request.num_tokens)
+        if most <= 0:
+            return 0
+        drafts = self.drafter.propose(request.request_id, request.prompt_token_ids + request.output_token_ids)[:most]
+        drafts = drafts[: self.running_set.grow_for_drafts(request, len(drafts))]
+        request.add_drafts(drafts)
+        output.token_ids.extend(drafts)
+        self._num_drafts += len(drafts)
+        self.running_set.counts.num_draft_tokens += len(drafts)
+        return len(drafts)
+
+    def _schedule_the_rest(
+        self, output: SchedulerOutputBuilder, requests: list[Request], lacking: deque[Request], admits: bool
+    ) -> None:
+        """Share what is left of the step among running requests that lack more than a token and waiting ones."""
+        left = self.budget(len(requests)) - len(output.token_ids)
+        limit = left  # what a request may take as a whole
+        partial: Request | None = None  # the one request that gets what the others leave
+        num_held_back = 0  # where one is, the next one may come in; not thousands in a step
+        while limit > 0:
+            waiting = self.running_set.next_waiting(None if partial is None else limit) if admits else None
+            if lacking and (waiting is None or lacking[0].rank < waiting.rank):
+                request = lacking.popleft()
+            elif waiting is not None:
+                if not self.running_set.fits(waiting, limit, partial is None) or not self.running_set.admit(
+                    waiting, output
+                ):
+                    num_held_back += waiting not in self.waiting
+                    admits = waiting not in self.waiting and num_held_back < self.limits.max_num_seqs
+                    continue
+                request = waiting
+            else:
+                break
+            count = request.num_tokens - request.num_computed_tokens
+            if count <= limit:
+                self._schedule(request, count, output, requests)
+                left -= count
+                limit -= count
+            elif partial is None and self.limits.chunked_prefill:
+                partial, limit = request, left // 2
+        if partial is not None:
+            count = min(left, partial.num_tokens - partial.num_computed_tokens)
+            self._schedule(partial, count, output, requests)
+
+    def _schedule(self, request: Request, count: int, output: SchedulerOutputBuilder, requests: list[Request]) -> None:
+        """Let the step compute ``count`` tokens of a running request, which has blocks for them."""
+        assert count > 0
+        start = request.num_computed_tokens
+        if request.forked_index >= 0 and not self.running_set.make_writable(request, start, output):
+            return
+        assert request.num_in_flight == 0, "more than one token is lacking, and one of them is not known"
+        if request.num_sent_blocks < len(request.block_ids):
+            self.running_set.send_blocks(request, output)
+        samples = int(start + count == request.num_tokens)
+        output.token_ids.extend(request.tokens(start, start + count))
+        output.feedback.append(-1)
+        output.request_ids.append(request.request_id)
+        output.num_computed_tokens.append(start)
+        output.num_scheduled_tokens.append(count)
+        output.num_samples.append(samples)
+        request.last_row = len(requests) + self._num_drafts
+        request.num_computed_tokens = start + count
+        request.num_tokens += samples
+        request.num_in_flight += samples
+        requests.append(request)
+        self.running_set.wait_again(self.prefix_cache.filled(request, start))
+
+    def budget(self, num_decodes: int) -> int:
+        """Most tokens of this step."""
+        budget = self.limits.max_num_batched_tokens
+        if self.target_itl_ms is None or num_decodes == 0:
+            return budget
+        sizes = self.limits.token_bucket_sizes
+        # At least one token beside the decodes, so that prompts progress whatever the target is.
+        allowed = self.costs.largest_within(self.target_itl_ms / 1e3) or sizes[0]
+        return min(budget, next((size for size in sizes if size >= allowed and size > num_decodes), budget))
+
+    # -- Priorities
+
+    def _preempt_for_priority(self) -> None:
+        """Preempt running requests for a waiting one that is more urgent, if it can start then."""
+        request = self.waiting.first() if self.policy == "priority" else None
+        if request is None:
+            return
+        less_urgent = [other for other in self.running if other.rank[0] > request.rank[0]]
+        if less_urgent and self._could_start(request, self.running[: len(self.running) - len(less_urgent)]):
+            self.running_set.make_place_for(request, less_urgent)
+
+    def _could_start(self, request: Request, beside: list[Request]) -> bool:
+        """Whether a step would have tokens left for ``request`` beside those of the running requests ``beside``."""
+        lacking = [other.num_tokens - other.num_computed_tokens for other in beside]
+        num_single = lacking.count(1)
+        left = self.budget(num_single) - num_single
+        before = sum(lacking) - num_single
+        if before < left:
+            return self.running_set.fits(request, left - before, may_be_partial=True)
+        return self.running_set.fits(request, left // 2, may_be_partial=False)

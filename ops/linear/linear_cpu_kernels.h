@@ -1,0 +1,143 @@
+// The linear layer's kernels for one instruction set: compiled once for each by ../cpu/each_isa.h, which explains the
+// macros. A micro kernel holds the sums of `M` rows by `C` column tiles in registers while it walks through a chunk.
+
+#include <array>
+#include <utility>
+
+#include "../cpu/vectors.h"
+#include "linear_cpu_amx.h"
+#include "linear_cpu_types.h"
+
+namespace {
+namespace ISA {
+
+constexpr int64_t AHEAD = 64;  // pairs from a product to the prefetch of its weights: more than 100 ns of work
+
+// A prefetch never faults, so it may point past the end of the weights.
+template <int C>
+INLINE void prefetch(const Work& work, int64_t pair) {
+  const uint32_t* ahead = work.w + (pair + AHEAD) * TILE + (pair + AHEAD < work.left ? 0 : (C - 1) * work.w_stride);
+  for (int c = 0; c < C; ++c) __builtin_prefetch(ahead + c * work.w_stride, 0, 2);
+}
+
+#ifdef TILES
+
+// 8 tiles of 16 rows: 2 x 2 of sums, 2 of activations, 2 of weights.
+constexpr int ROWS = 2, COLS = 2, ALIGN = TILE;
+// 2 tiles x 128 x 64 bytes = 16 KiB, a third of L1; all pairs of a block's rows stay in L2.
+constexpr int64_t CHUNK = 128, ROW_BLOCK = 384;
+
+template <int M, int C>
+void multiply(const Work& work) {
+  multiply_tiles<TILES, M, C>(work.x, work.x_stride, work.w, work.w_stride, work.pairs, work.sums, work.first, work.later,
+                              work.later_lines);
+}
+
+#else
+
+constexpr int ROWS = WIDTH == 512 ? 8 : 4, COLS = DOT ? 3 : WIDTH == 512 ? 2 : 1, ALIGN = 1;
+// 3 tiles x 256 x 64 bytes = 48 KiB, in L2; half of that is 2% slower. A chunk of a block's rows (256 KiB) and their sums
+// (48 KiB) stay in L2.
+constexpr int64_t CHUNK = 256, ROW_BLOCK = 256;
+
+#if DOT
+// 32 registers of 512 bits: 8 x 3 sums, 3 of weights, the others for activations on their way. A pair costs 24 products
+// and 11 loads, so the loads hide; an 8-row group fits the usual batch sizes.
+template <int M, int C>
+TARGET void multiply(const Work& work) {
+  Vec sums[M][C];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) sums[m][c] = work.first ? Vec{} : load(work.sums + (m * C + c) * TILE);
+  for (int64_t p = 0; p < work.pairs; ++p) {
+    if (work.prefetch) prefetch<C>(work, p);
+    Vec w[C];
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) w[c] = load(work.w + c * work.w_stride + p * TILE);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const Vec x = broadcast_lane(work.x + p * M + m);
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c) sums[m][c] = add_products(sums[m][c], x, w[c]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) store(work.sums + (m * C + c) * TILE, sums[m][c]);
+}
+
+#else
+// Without an instruction for it bfloat16 becomes float32 by a shift. Registers of 512 bits are 32: 8 x 2 sums, 4 of
+// weights, 2 of activations; those of 256 bits are 16: 4 x 1 x 2 sums, 4 of weights, 2 of activations.
+template <int M, int C>
+TARGET void multiply(const Work& work) {
+  constexpr int LANES = WIDTH / 32, PARTS = TILE / LANES;  // of a tile, one to a register
+  Register sums[M][C * PARTS] = {};
+  if (!work.first) std::memcpy(sums, work.sums, sizeof(sums));
+  for (int64_t p = 0; p < work.pairs; ++p) {
+    if (work.prefetch) prefetch<C>(work, p);
+    Register even[C * PARTS], odd[C * PARTS];
+    for (int i = 0; i < C * PARTS; ++i) {
+      UintRegister w;
+      std::memcpy(&w, work.w + i / PARTS * work.w_stride + p * TILE + i % PARTS * LANES, sizeof(w));
+      even[i] = reinterpret_cast<Register>(w << 16);
+      odd[i] = reinterpret_cast<Register>(w & 0xffff0000u);
+    }
+    for (int m = 0; m < M; ++m) {
+      const UintRegister x = UintRegister{} + work.x[p * M + m];
+      for (int i = 0; i < C * PARTS; ++i) sums[m][i] += reinterpret_cast<Register>(x << 16) * even[i];
+      for (int i = 0; i < C * PARTS; ++i) sums[m][i] += reinterpret_cast<Register>(x & 0xffff0000u) * odd[i];
+    }
+  }
+  std::memcpy(work.sums, sums, sizeof(sums));
+}
+#endif  // DOT
+#endif  // TILES
+
+// Row by row, since rows of the output are often whole pages apart: a cache line that is left half written would be gone
+// from the caches when its other half comes.
+TARGET void finish(const float* sums, int64_t sums_stride, const float* bias, int64_t rows, int64_t columns,
+                   BFloat16* out, int64_t out_stride, [[maybe_unused]] bool stream) {
+#ifdef TILES
+  // Two tiles are a cache line of the output. Where it is too large for the caches, lines are written past them, which
+  // saves reading them first.
+  if (columns == 2 * TILE) {
+    const bool past = stream && reinterpret_cast<uintptr_t>(out) % 64 == 0 && out_stride % (2 * TILE) == 0;
+    const Vec first = load(bias), second = load(bias + TILE);
+    for (int64_t row = 0; row < rows; ++row, sums += sums_stride, out += out_stride) {
+      const Vec line = to_bf16_pairs(load(sums) + first, load(sums + TILE) + second);
+      if (past) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), reinterpret_cast<__m512i>(line));
+      else store(out, line);
+    }
+    return;
+  }
+#endif
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = 0; i < columns; i += TILE)
+      store_as(out + row * out_stride + i, load(sums + row * sums_stride + i) + load(bias + i), columns - i);
+}
+
+template <size_t... I>
+constexpr std::array<void (*)(const Work&), sizeof...(I)> products(std::index_sequence<I...>) {
+  return {&multiply<I / COLS + 1, I % COLS + 1>...};
+}
+
+inline Kernels kernels() {
+  static constexpr auto table = products(std::make_index_sequence<ROWS * COLS>());
+  static_assert(COLS <= MAX_COLS && ROW_BLOCK * COLS * TILE <= MAX_SUMS);
+  static_assert(ROW_BLOCK % (ROWS * ALIGN) == 0 && CHUNK % ALIGN == 0);
+  Kernels all = {ROWS * ALIGN, COLS, ALIGN, ROW_BLOCK, CHUNK, table.data(), finish, [](int64_t) {}, [] {}};
+#ifdef TILES
+  all.begin = [](int64_t rows) { TILES::begin(std::min(rows, TILE)); };
+  all.end = [] {
+    TILES::end();
+    _mm_sfence();  // `finish` may have written past the caches
+  };
+#endif
+  return all;
+}
+
+}  // namespace ISA
+}  // namespace
