@@ -8,7 +8,8 @@ from torch import Tensor
 class StepInput(NamedTuple):
     """The tokens of one step, all int32, in buffers of the bucket's fixed size. No Python number: sizes are static.
 
-    Letters: T tokens of the bucket, R requests of the bucket, M blocks of a table row.
+    Letters: T tokens of the bucket, R requests of the bucket, L logits rows of the bucket (R, or a multiple of R where
+    tokens are drafted), M blocks of a table row.
     """
 
     input_ids: Tensor  # [T]
@@ -16,7 +17,7 @@ class StepInput(NamedTuple):
     slot_mapping: Tensor  # [T] where its key and value go: block * block_size + offset
     query_start_loc: Tensor  # [R + 1] prefix sums of the tokens per request
     seq_lens: Tensor  # [R] keys of each request after this step; 0 for padding
-    logits_indices: Tensor  # [R] row in T of each request's last token
+    logits_indices: Tensor  # [L] the tokens whose logits are computed, a request's last one among them; 0 for padding
     block_table: Tensor  # [R, M]
 
 

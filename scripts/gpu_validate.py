@@ -14,9 +14,9 @@ Parts, the most valuable first:
   ``throughput`` through transformers.generate.
 - ``sampling``: the cost of sampling relative to a decode step.
 - ``attention``: the op alone with every KV dtype, compared with SDPA, FlexAttention and transformers' paged attention.
-- ``serve``: requests that arrive over time; ``report``: how the time of a run was spent; ``phases``: prefill and decode
-  over lengths and batch sizes; ``prefix-on`` and ``prefix-off``: requests with a common prefix, with and without the
-  prefix cache.
+- ``serve``: requests that arrive over time; ``report``: how the time of a run was spent; ``phases-compiled-llm`` and
+  ``phases-hf``: prefill and decode of long prompts, of the engine and of transformers; ``prefix-on`` and
+  ``prefix-off``: requests with a common prefix, with and without the prefix cache.
 - ``kernels``: attention against the reference at real sizes.
 - ``tune`` runs only if it is named: it writes the tiles that suit this GPU to ``ops/tiles``, a file to commit.
 
@@ -93,7 +93,14 @@ PARTS = {
         "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048 --goodput ttft:200 tpot:20",
     ),
     "report": (120, "scripts/serve_offline.py --device cuda --quiet --report {folder}"),
-    "phases": (300, "scripts/bench/bench_phases.py --device cuda --shape qwen3-0.6b"),
+    **{
+        f"phases-{backend}": (
+            150,
+            f"scripts/bench/bench_latency.py --device cuda --backend {backend} --input-len 2048 --batch-size 8 "
+            "--num-iters 3 --output-json {json}",
+        )
+        for backend in ("compiled-llm", "hf")
+    },
     **{
         f"prefix-{name}": (
             120,

@@ -116,17 +116,17 @@ def run_chunk(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) ->
     """Logits ``[T, V]`` and each layer's attention output, for a chunk whose first token has position ``start``."""
     count, end = len(token_ids), start + len(token_ids)
 
-    def integers(values: Any) -> Tensor:
+    def tensor(values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32, device=model.device)
 
     step = StepInput(
         input_ids=token_ids,
-        positions=integers(range(start, end)),
-        slot_mapping=integers(range(start, end)),  # block 0 is the window's first
-        query_start_loc=integers([0, count]),
-        seq_lens=integers([end]),
-        logits_indices=integers(range(count)),
-        block_table=integers([range(len(kv_cache[0].k))]),
+        positions=tensor(range(start, end)),
+        slot_mapping=tensor(range(start, end)),  # block 0 is the window's first
+        query_start_loc=tensor([0, count]),
+        seq_lens=tensor([end]),
+        logits_indices=tensor(range(count)),
+        block_table=tensor([range(len(kv_cache[0].k))]),
     )
     functions = family(model.config.architecture)
     layers = functions.layers(model.config)

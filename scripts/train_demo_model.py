@@ -17,7 +17,6 @@ import ast
 import hashlib
 import json
 import math
-import platform
 import sys
 import sysconfig
 import time
@@ -28,11 +27,11 @@ import numpy as np
 import tokenizers
 import torch
 import torch.nn.functional as F
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 
 END_OF_TEXT = "<|endoftext|>"
@@ -296,14 +295,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, context_len
     config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def describe_machine() -> dict:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")] or [platform.processor()]
-    versions = {package.__name__: package.__version__ for package in (torch, transformers, tokenizers)}
-    return {"cpu": names[0], "threads": torch.get_num_threads(), "python": platform.python_version(), **versions}
-
-
 def main(argv: list[str] | None = None) -> None:
     args = parse_args(argv)
     torch.manual_seed(args.seed)
@@ -335,7 +326,7 @@ def main(argv: list[str] | None = None) -> None:
     header = {
         "command": " ".join(["python scripts/train_demo_model.py", *(sys.argv[1:] if argv is None else argv)]),
         "settings": {name: value for name, value in vars(args).items() if name != "output"},
-        "machine": describe_machine(),
+        "machine": machine.describe(torch.device("cpu")) | {"tokenizers": tokenizers.__version__},
         "parameters": num_parameters,
         "train_files": len(train_files),
         "train_tokens": sum(map(len, train_documents)),

@@ -61,9 +61,10 @@ class CompiledSteps:
         self.weights, self.kv_cache = weights, kv_cache
         self.buckets = buckets_of(limits)
         self.buffers = {bucket: StepBuffers(bucket, limits, device) for bucket in self.buckets}
-        self.last_tokens = torch.zeros(limits.decode_bucket_sizes[-1], dtype=torch.int64, device=device)
-        shape = limits.token_bucket_sizes[-1], model_config.hidden_size
-        self._hidden = torch.zeros(shape, dtype=dtype, device=device)
+        num_rows = max(bucket.num_rows for bucket in self.buckets)
+        num_tokens = max(bucket.num_tokens for bucket in self.buckets)
+        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
         for tensor in (self.last_tokens, self._hidden):
             mark_static_address(tensor)
         self.sampling = SamplingStage(
@@ -153,7 +154,7 @@ class CompiledSteps:
         for bucket in self.buckets:
             recipe = functools.partial(step_function, self.model_config, bucket.max_query_len)
             jobs.append(Job(bucket.name, recipe, self.step_arguments(bucket), threads))
-        inputs = {bucket.num_requests: self.buffers[bucket].sampling_input for bucket in self.buckets}
+        inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self._dtype)
         return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights)
 

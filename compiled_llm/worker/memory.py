@@ -271,7 +271,8 @@ def estimated_activations(model_config: ModelConfig, limits: EngineLimits, items
     """
     weights = family(model_config.architecture).describe(model_config).weights
     per_token = max(sum(w.in_features + w.out_features for w in linears(layer)) for layer in weights.layers)
-    logits = limits.decode_bucket_sizes[-1] * model_config.vocab_size * 16
+    rows = limits.decode_bucket_sizes[-1] * (1 + limits.num_draft_tokens)
+    logits = rows * model_config.vocab_size * 16
     return limits.token_bucket_sizes[-1] * per_token * itemsize + logits * len(limits.decode_bucket_sizes)
 
 

@@ -52,6 +52,7 @@ class LaunchedStep:
     """A step that the device works on.
 
     Attributes:
+        num_rows: logits rows that belong to requests; the others are padding.
         tokens: ``[R]`` int64 on the host, complete once the event ``ended`` has happened.
         logprobs: of these tokens, likewise; None where no request needs them.
         prompt_logprobs: of the step's ``prompt_targets``, on the host.
@@ -60,7 +61,7 @@ class LaunchedStep:
     """
 
     bucket: Bucket
-    num_requests: int
+    num_rows: int
     tokens: Tensor
     logprobs: LogprobRows | None = None
     prompt_logprobs: LogprobRows | None = None
@@ -70,11 +71,23 @@ class LaunchedStep:
 
 
 class ModelRunner(Worker):
-    """The worker of this process. After construction every bucket is compiled, and the KV pool is there."""
+    """The worker of this process. After construction every bucket is compiled, and the KV pool is there.
+
+    Args:
+        num_draft_tokens: most tokens that a drafter proposes for a request and step.
+
+    Raises:
+        ValueError: an argument, the checkpoint or the memory does not allow it; the message says what would.
+    """
 
     @torch.inference_mode(False)  # tensors made under inference mode could not be written outside of it
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, directory: Path, progress: StartProgress
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        directory: Path,
+        progress: StartProgress,
+        num_draft_tokens: int = 0,
     ) -> None:
         self.device = resolve_device(config.device)
         check_torch(self.device, config.enforce_eager)
@@ -83,9 +96,10 @@ class ModelRunner(Worker):
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
         use_device(self.device, self.cache_dtypes)
-        self.limits = EngineLimits.resolve(
+        limits = EngineLimits.resolve(
             config, model_config.max_position_embeddings, _DEFAULT_BATCHED_TOKENS[self.device.type]
         )
+        self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None  # set from outside, for a report
 
@@ -122,11 +136,7 @@ class ModelRunner(Worker):
         on_gpu, shape = self.device.type == "cuda", self.steps.last_tokens.shape
         self._host_tokens = [torch.zeros(shape, dtype=torch.int64, pin_memory=True) for _ in range(2 if on_gpu else 0)]
         memory.before_compiling()
-        started = time.perf_counter()
-        self.steps.compile(
-            self.cache_dtypes, enforce_eager=enforce_eager, num_workers=config.compile_workers, progress=progress
-        )
-        self.start_times.compile = time.perf_counter() - started
+        self._compile(config, enforce_eager, progress)
         self.facts = self._measured_facts(config, self._make_pool(memory, progress), progress)
 
     # -- Steps
@@ -143,11 +153,11 @@ class ModelRunner(Worker):
         preparing = time.perf_counter()
         steps, bucket = self.steps, choose_bucket(self.steps.buckets, output)
         rows = self.rows.update(output)
-        steps.buffers[bucket].fill(output, rows, self.rows)
+        num_rows = steps.buffers[bucket].fill(output, rows, self.rows)
         steps.sampling.admit(output.admissions, self.rows)
         needs = SamplingNeeds.of(rows, output.num_samples, self.rows)
         if needs.changed_logits:
-            steps.sampling.fill(rows, output, self.rows, bucket.num_requests)
+            steps.sampling.fill(rows, output, self.rows, bucket.num_rows)
         prepared = time.perf_counter()
         copy_blocks(output, steps.kv_cache, self.swap_space)
         copied = time.perf_counter()
@@ -157,7 +167,7 @@ class ModelRunner(Worker):
         logprobs = steps.run(bucket, needs)
         prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
         if ended is None:
-            tokens = steps.last_tokens[: len(rows)].clone()
+            tokens = steps.last_tokens[:num_rows].clone()
         else:
             tokens = self._host_tokens[0]
             self._host_tokens.reverse()
@@ -173,7 +183,7 @@ class ModelRunner(Worker):
             self.times.launch_seconds += finished - prepared
         if profiler is not None and tokens_before is not None:
             self._profile(profiler, bucket, needs, tokens_before)
-        return LaunchedStep(bucket, len(rows), tokens, logprobs, prompt_logprobs, finished - copied, started, ended)
+        return LaunchedStep(bucket, num_rows, tokens, logprobs, prompt_logprobs, finished - copied, started, ended)
 
     def _profile(self, profiler: StepProfiler, bucket: Bucket, needs: SamplingNeeds, tokens_before: Tensor) -> None:
         """Run the step that just ran once more for the profiler, from ``tokens_before``: the ``last_tokens`` then."""
@@ -197,9 +207,9 @@ class ModelRunner(Worker):
             step.seconds = step.started.elapsed_time(step.ended) / 1e3
         return StepResult(
             step.bucket,
-            tuple(step.tokens[: step.num_requests].tolist()),
-            None if step.logprobs is None else _columns(step.logprobs),
-            None if step.prompt_logprobs is None else _columns(step.prompt_logprobs),
+            tuple(step.tokens[: step.num_rows].tolist()),
+            None if step.logprobs is None else _columns(step.logprobs, step.num_rows),
+            None if step.prompt_logprobs is None else _columns(step.prompt_logprobs, len(step.prompt_logprobs.rank)),
             step.seconds,
         )
 
@@ -283,6 +293,13 @@ class ModelRunner(Worker):
     def _allocate(self, num_blocks: int) -> KVCache:
         return allocate(self.model_config, self.cache_dtypes, num_blocks, self.limits.block_size, self.device)
 
+    def _compile(self, config: EngineConfig, enforce_eager: bool, progress: StartProgress) -> None:
+        started = time.perf_counter()
+        self.steps.compile(
+            self.cache_dtypes, enforce_eager=enforce_eager, num_workers=config.compile_workers, progress=progress
+        )
+        self.start_times.compile = time.perf_counter() - started
+
     def _make_pool(self, memory: StartMemory, progress: StartProgress) -> int:
         """Give the KV pool the memory that compiling and the largest steps have left. Returns its number of blocks."""
         with progress.stage("warming up", {"the largest steps": 1.0}, is_long=False):
@@ -320,8 +337,9 @@ class ModelRunner(Worker):
         return dataclasses.replace(facts, bucket_seconds=tuple(bucket_seconds.items()), swap_seconds=swap_seconds)
 
 
-def _columns(rows: LogprobRows) -> LogprobColumns:
-    logprobs, ranks, top_logprobs, top_ids = (column.tolist() for column in rows)
+def _columns(rows: LogprobRows, count: int) -> LogprobColumns:
+    """The first ``count`` of them, as plain data."""
+    logprobs, ranks, top_logprobs, top_ids = (column[:count].tolist() for column in rows)
     return LogprobColumns(tuple(logprobs), tuple(ranks), tuple(map(tuple, top_logprobs)), tuple(map(tuple, top_ids)))
 
 

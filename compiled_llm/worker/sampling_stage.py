@@ -19,7 +19,7 @@ from compiled_llm.config import EngineLimits
 from compiled_llm.constraints.token_masks import num_mask_words
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops.torch_private import mark_static_address
-from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits import LogitsInput
 from compiled_llm.step.logits_transforms import LogitsTransform
@@ -34,6 +34,7 @@ from compiled_llm.step.step import (
 )
 from compiled_llm.worker.field_buffers import FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
+from compiled_llm.worker.step_buffers import logits_rows
 
 Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
 # The functions that run after a step, and the one that runs between. Only CUDA graph trees tell the pairs apart.
@@ -96,7 +97,7 @@ class SamplingStage:
         mark_static_address(self._token_counts)
         self._logits_buffers = {
             rows: _LogitsBuffers(rows, model_config.vocab_size, transforms, device)
-            for rows in limits.decode_bucket_sizes
+            for rows in sorted({bucket.num_rows for bucket in buckets_of(limits)})
         }
         empty = RequestRows(limits, model_config.vocab_size, transforms)
         for buffers in self._logits_buffers.values():
@@ -136,7 +137,7 @@ class SamplingStage:
         self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor], make: Make
     ) -> None:
         """Compile what runs after a bucket's step. What is there already is recorded after this step too, on a GPU."""
-        rows = bucket.num_requests
+        rows = bucket.num_rows
         for kind, between in self._paths:
             name, arguments = (
                 f"{kind}_{rows}",
@@ -160,7 +161,7 @@ class SamplingStage:
         """On a GPU: record every CUDA graph after the bucket's step again."""
         for kind, between in self._paths:
             arguments = self._arguments_after(bucket, sampling_input, make_logits, kind, between)
-            self._functions[f"{kind}_{bucket.num_requests}"].record_again(arguments)
+            self._functions[f"{kind}_{bucket.num_rows}"].record_again(arguments)
 
     def functions(self) -> list[CompiledFunction]:
         """All of them, for reports."""
@@ -192,7 +193,7 @@ class SamplingStage:
         between: str | None,
     ) -> Callable[[], tuple]:
         """What makes the arguments of ``kind``, each time by a step and what runs ``between`` the two."""
-        rows = bucket.num_requests
+        rows = bucket.num_rows
 
         def arguments() -> tuple:
             all_arguments = self._of_rows(rows, make_logits(), sampling_input)
@@ -228,7 +229,7 @@ class SamplingStage:
         self, bucket: Bucket, sampling_input: SamplingInput, logits: Tensor, needs: SamplingNeeds
     ) -> LogprobRows | None:
         """After the bucket's step: leave the tokens in ``last_tokens``; returns log-probabilities where needed."""
-        rows = bucket.num_requests
+        rows = bucket.num_rows
         if needs.changed_logits or needs.sampling:
             kind = "sample_changed" if needs.changed_logits else "sample"
             self._functions[f"{kind}_{rows}"](*self._of_rows(rows, logits, sampling_input)[kind][1])
@@ -279,13 +280,19 @@ class _LogitsBuffers:
         self.logits_input = LogitsInput(**own, fields=custom)
 
     def fill(self, rows: Sequence[int], output: SchedulerOutput, store: RequestRows) -> None:
+        samples: Sequence[int] = output.num_samples
+        first_rows: Sequence[int] = range(len(rows))
+        if max(samples, default=0) > 1:
+            places = logits_rows(output)[0].tolist()
+            rows, samples = [rows[place] for place in places], [min(samples[place], 1) for place in places]
+            first_rows = output.first_rows()
         arrays, n = self.buffers.next_arrays(), len(rows)
         padded = [*rows, *[store.padding_row] * (len(arrays["row"]) - n)]
         arrays["row"][:] = padded
-        arrays["is_due"][:n], arrays["is_due"][n:] = output.num_samples, 0
+        arrays["is_due"][:n], arrays["is_due"][n:] = samples, 0
         for parameter in self._parameters:
             arrays[parameter.name][:] = store.parameters[parameter.name][padded]
         arrays["allowed"][:] = -1
         for index, words in output.masks:
-            arrays["allowed"][index] = words
+            arrays["allowed"][first_rows[index]] = words
         self.buffers.copy()

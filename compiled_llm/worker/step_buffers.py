@@ -4,6 +4,8 @@ What lasts as long as a request (its row of the block table, its sampling parame
 written once. What lasts for a step is written into a bucket's ``StepBuffers``.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -23,23 +25,23 @@ class StepBuffers:
 
     Attributes:
         step_input, sampling_input: views on the device at fixed addresses.
-        feedback: [T] int32 on the device; the place in the step before whose sampled token stands here, or -1 where
-            ``input_ids`` has it.
+        feedback: ``[T]`` int32 on the device: for each token the logits row of the step before that samples it, or -1
+            where ``input_ids`` has it.
     """
 
     def __init__(self, bucket: Bucket, limits: EngineLimits, device: torch.device) -> None:
         self.bucket = bucket
         self.block_size = limits.block_size
-        tokens, rows = bucket.num_tokens, bucket.num_requests
+        tokens, requests, rows = bucket.num_tokens, bucket.num_requests, bucket.num_rows
         fields: Fields = {
             "input_ids": ((tokens,), torch.int32),
             "positions": ((tokens,), torch.int32),
             "slot_mapping": ((tokens,), torch.int32),
             "feedback": ((tokens,), torch.int32),
-            "query_start_loc": ((rows + 1,), torch.int32),
-            "seq_lens": ((rows,), torch.int32),
+            "query_start_loc": ((requests + 1,), torch.int32),
+            "seq_lens": ((requests,), torch.int32),
             "logits_indices": ((rows,), torch.int32),
-            "block_table": ((rows, limits.blocks_per_request), torch.int32),
+            "block_table": ((requests, limits.blocks_per_request), torch.int32),
             "position": ((rows,), torch.int32),
             **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
         }
@@ -58,21 +60,20 @@ class StepBuffers:
     def clear(self) -> None:
         """All padding: a step on this writes to the sink block and means nothing."""
         for fields in self._buffers.all_arrays():
-            self._pad(fields, 0, 0)
+            self._pad(fields, 0, 0, 0)
             fields["block_table"][:] = SINK_BLOCK
         self._buffers.copy()
 
-    def fill(self, output: SchedulerOutput, rows: list[int], store: RequestRows) -> None:
-        """Write a step: ``rows[i]`` is the row of ``output.request_ids[i]`` in ``store``."""
+    def fill(self, output: SchedulerOutput, rows: Sequence[int], store: RequestRows) -> int:
+        """Write a step: ``rows[i]`` is the row of ``output.request_ids[i]`` in ``store``. Returns its logits rows."""
         fields = self._buffers.next_arrays()
         n, total = len(rows), output.num_tokens
         counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
         starts = np.array(output.num_computed_tokens, dtype=np.int32)
 
-        ends = counts.cumsum(dtype=np.int32)
+        ends, seq_lens = counts.cumsum(dtype=np.int32), starts + counts
         fields["query_start_loc"][1 : n + 1] = ends
-        fields["seq_lens"][:n] = starts + counts
-        fields["logits_indices"][:n] = ends - 1
+        fields["seq_lens"][:n] = seq_lens
         fields["feedback"][:total] = -1
         fields["feedback"][ends - 1] = output.feedback
         fields["input_ids"][:total] = output.token_ids
@@ -91,14 +92,22 @@ class StepBuffers:
         fields["positions"][:total] = positions
         fields["slot_mapping"][:total] = block_table[owners, blocks] * self.block_size + offsets
 
+        indices, next_positions, row_owners = ends - 1, seq_lens, np.array(rows)
+        if self.bucket.query_len > 1:
+            places, distances = logits_rows(output)
+            indices, next_positions = indices[places] - distances, seq_lens[places] - distances
+            row_owners = row_owners[places]
+        num_rows = len(indices)
+        fields["logits_indices"][:num_rows] = indices
+        fields["position"][:num_rows] = next_positions
         for field in SAMPLING:
-            fields[field.name][:n] = store.parameters[field.name][rows]
-        fields["position"][:n] = fields["seq_lens"][:n]
-        self._pad(fields, total, n)
+            fields[field.name][:num_rows] = store.parameters[field.name][row_owners]
+        self._pad(fields, total, n, num_rows)
         self._buffers.copy()
+        return num_rows
 
-    def _pad(self, fields: Arrays, num_tokens: int, num_requests: int) -> None:
-        """Make padding of everything past the step's tokens and requests."""
+    def _pad(self, fields: Arrays, num_tokens: int, num_requests: int, num_rows: int) -> None:
+        """Make padding of everything past the step's tokens, requests and logits rows."""
         fields["input_ids"][num_tokens:] = 0
         fields["positions"][num_tokens:] = 0
         fields["feedback"][num_tokens:] = -1
@@ -107,7 +116,17 @@ class StepBuffers:
         fields["slot_mapping"][num_tokens:] = SINK_BLOCK * self.block_size + padding % self.block_size
         fields["query_start_loc"][num_requests + 1 :] = num_tokens
         fields["seq_lens"][num_requests:] = 0
-        fields["logits_indices"][num_requests:] = 0
+        fields["logits_indices"][num_rows:] = 0
         for field in SAMPLING:
-            fields[field.name][num_requests:] = field.padding
-        fields["position"][num_requests:] = 0
+            fields[field.name][num_rows:] = field.padding
+        fields["position"][num_rows:] = 0
+
+
+def logits_rows(output: SchedulerOutput) -> tuple[np.ndarray, np.ndarray]:
+    """For each logits row: the place of its request in the step, and its distance in tokens from the request's last.
+
+    Both ``[rows]`` int64.
+    """
+    counts = np.maximum(np.array(output.num_samples, dtype=np.int64), 1)
+    places = np.repeat(np.arange(len(counts)), counts)
+    return places, counts.cumsum()[places] - 1 - np.arange(len(places))

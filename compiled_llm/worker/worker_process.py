@@ -52,10 +52,12 @@ class WorkerProcess(Worker):
         RuntimeError: the process ended; the message has its exit code. ``launch`` and ``collect`` raise it as well.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, directory: Path) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, directory: Path, num_draft_tokens: int = 0
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, other_end = context.Pipe()
-        arguments = other_end, config, model_config, directory, torch.get_num_threads()
+        arguments = other_end, config, model_config, directory, num_draft_tokens, torch.get_num_threads()
         self._process = context.Process(target=_serve, args=arguments, name="compiled-llm-worker", daemon=True)
         self._process.start()
         other_end.close()
@@ -112,13 +114,18 @@ class WorkerProcess(Worker):
 
 
 def _serve(
-    connection: Connection, config: EngineConfig, model_config: ModelConfig, directory: Path, num_threads: int
+    connection: Connection,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    directory: Path,
+    num_draft_tokens: int,
+    num_threads: int,
 ) -> None:
     """What the other process runs: the facts go out first, and then a result or a failure for each step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches this process too; the engine decides what it ends
     torch.set_num_threads(num_threads)
     try:
-        runner = ModelRunner(config, model_config, directory, StartProgress(config.progress))
+        runner = ModelRunner(config, model_config, directory, StartProgress(config.progress), num_draft_tokens)
     except Exception as error:
         connection.send(_Failure.of(error))
         return

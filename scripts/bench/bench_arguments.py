@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bench_hf
 from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments, model_of, random_tokens
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
@@ -24,9 +25,14 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.text.prompts import check_token_ids
 from compiled_llm.text.tokenizer import Tokenizer
+from compiled_llm.worker.device import resolve_device
 
 NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 32, 1024, 128  # of random requests
 _SMALLEST_MODEL_LEN = 1024
+BACKENDS = ("compiled-llm", "hf")
+# Flags of the engine that transformers has too. It has none of the sampling flags.
+_HF_FLAGS = ("model", "tokenizer", "dtype", "device", "seed")
+_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "disable_detokenize")
 # Flags of random requests alone, and flags of all requests except those of a workload.
 _RANDOM_FLAGS = ("input_len", "random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
 _LENGTH_FLAGS = ("dataset_name", "dataset_path", "num_prompts", "output_len", *_RANDOM_FLAGS)
@@ -39,6 +45,19 @@ def bench_parser(description: str | None) -> FlagParser:
     add_model_arguments(parser)  # its --model takes the place of the engine's
     parser.conflict_handler = "error"
     return parser
+
+
+def add_backend_flag(parser: FlagParser) -> None:
+    """``--backend hf``: transformers.generate instead of the engine."""
+    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="hf is transformers.generate")
+
+
+def check_backend(args: argparse.Namespace, parser: FlagParser) -> None:
+    """``ValueError`` if ``--backend hf`` comes with a flag of the engine or the sampling."""
+    own = {field.name for field in dataclasses.fields(EngineConfig)} - set(_HF_FLAGS)
+    for name in sorted(own | {"report", *_SAMPLING_FLAGS}) if args.backend == "hf" else []:
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"--{name.replace('_', '-')} has no meaning for --backend hf: leave it out")
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -139,6 +158,18 @@ def start_engine(
         started = time.perf_counter()
         engine = CompiledEngine.from_config(config_for(model, requests))
         return model, requests, engine, time.perf_counter() - started
+
+
+def load_hf(
+    model: Model, requests: Requests, args: argparse.Namespace
+) -> tuple[bench_hf.HuggingFaceModel, dict[str, Any]]:
+    """The model in transformers, and its ``start_seconds`` and ``dtype``. ``ValueError`` as ``config_for``."""
+    config_for(model, requests)
+    started, device = time.perf_counter(), resolve_device(args.device)
+    random_weights = model.config.load_format == "dummy"
+    hf = bench_hf.load(model.directory, model.config.dtype, device, args.seed, random_weights=random_weights)
+    start_seconds = time.perf_counter() - started
+    return hf, {"start_seconds": start_seconds, "dtype": str(hf.module.dtype).removeprefix("torch.")}
 
 
 def config_for(model: Model, requests: Requests) -> EngineConfig:

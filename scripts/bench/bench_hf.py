@@ -42,10 +42,10 @@ def run(model: HuggingFaceModel, requests: Batch, max_batch_size: int) -> float:
     return time.perf_counter() - started
 
 
-def generate(model: HuggingFaceModel, batch: Batch, **options: Any) -> Any:
+def generate(model: HuggingFaceModel, batch: Batch, **options: Any) -> torch.Tensor:
     """One batch until its longest request is done: token ids, [requests, longest prompt + longest output] int64.
 
-    ``options`` are those of ``module.generate``; with ``return_dict_in_generate`` it returns transformers' object.
+    ``options``: of ``module.generate``.
     """
     longest, new_tokens = max(len(prompt) for prompt, _ in batch), max(count for _, count in batch)
     with torch.inference_mode():
@@ -58,12 +58,12 @@ def generate(model: HuggingFaceModel, batch: Batch, **options: Any) -> Any:
             min_new_tokens=new_tokens,
             **options,
         )
-    assert getattr(output, "sequences", output).shape == (len(batch), longest + new_tokens)
+    assert output.shape == (len(batch), longest + new_tokens)
     return output
 
 
-def generate_timed(model: HuggingFaceModel, batch: Batch, **options: Any) -> tuple[list[float], Any]:
-    """(seconds from the start at which each new token of the batch was there, what ``generate`` returns)."""
+def token_times(model: HuggingFaceModel, batch: Batch) -> list[float]:
+    """Seconds from the start at which each new token of the batch was generated."""
     times: list[float] = []
     never = torch.zeros(len(batch), dtype=torch.bool, device=model.device)
 
@@ -74,4 +74,5 @@ def generate_timed(model: HuggingFaceModel, batch: Batch, **options: Any) -> tup
         return never
 
     started = time.perf_counter()
-    return times, generate(model, batch, stopping_criteria=[note_time], **options)
+    generate(model, batch, stopping_criteria=[note_time])
+    return times

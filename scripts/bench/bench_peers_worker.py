@@ -184,11 +184,11 @@ class Transformers:
         import torch
 
         dtype, device = options.get("dtype", "auto"), torch.device("cpu")
-        self._generate = bench_hf.generate_timed
+        self._token_times = bench_hf.token_times
         self._model = bench_hf.load(Path(directory), dtype, device, 0, random_weights=False)
 
     def run(self, requests: list[Request], run: Run) -> None:
-        for step, seconds in enumerate(self._generate(self._model, requests)[0]):
+        for step, seconds in enumerate(self._token_times(self._model, requests)):
             for index, (_, output_len) in enumerate(requests):
                 run.count(index, int(step < output_len), run.started + seconds)
 

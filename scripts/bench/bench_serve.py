@@ -109,15 +109,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.find_goodput:
         if not args.goodput:
             raise ValueError("--find-goodput needs --goodput, the targets to keep")
-        if args.request_rate is not None:
-            raise ValueError(f"--request-rate must be left out with --find-goodput, given {args.request_rate}")
-        if args.report is not None:
-            raise ValueError(f"--report must be left out with --find-goodput, which is many runs, given {args.report}")
-        if args.max_concurrency is not None:
-            raise ValueError(
-                "--max-concurrency must be left out with --find-goodput (no target counts the time in the client's "
-                f"queue), given {args.max_concurrency}"
-            )
+        reasons = {"request_rate": "which is searched", "report": "which is many runs"}
+        reasons["max_concurrency"] = "since no target counts the time in the client's queue"
+        for name, reason in reasons.items():
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} must be left out with --find-goodput, {reason}; given {getattr(args, name)}")
         if not 0 < args.goodput_share <= 1:
             raise ValueError(f"--goodput-share must be above 0 and up to 1, given {args.goodput_share}")
     results.check_report(args.report)

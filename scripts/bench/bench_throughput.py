@@ -14,7 +14,6 @@ on the last run. The last line is JSON. Exit status: 0, or 2 for bad arguments.
 """
 
 import argparse
-import dataclasses
 import statistics
 import sys
 import time
@@ -27,20 +26,17 @@ import bench_results as results
 import tables
 from workloads import Requests
 
-from compiled_llm import CompiledEngine, EngineConfig
+from compiled_llm import CompiledEngine
 from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser
 from compiled_llm.worker.device import resolve_device
 
-BACKENDS = ("compiled-llm", "hf")
-# Flags of the engine that transformers has too. It has none of the sampling flags.
-_HF_FLAGS = ("model", "tokenizer", "dtype", "device", "seed")
-_SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "disable_detokenize")
 _PERCENTILES = (50, 99)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = arguments.bench_parser((__doc__ or "").split("\n")[0])
-    parser.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0])
+    arguments.add_backend_flag(parser)
     parser.add_argument("--hf-max-batch-size", type=int, help="most requests in a batch of --backend hf")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs; the result is their median (default: 3)")
     tables.add_json_flag(parser, "--output-json")
@@ -50,21 +46,16 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_checked(lambda args: check_arguments(args, parser), repeats=1, hf_max_batch_size=1)
 
 
-def check_arguments(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def check_arguments(args: argparse.Namespace, parser: FlagParser) -> None:
     """``ValueError`` for bad arguments; checked before a model is loaded."""
     arguments.check_sampling(args)
     tables.check_target("--output-json", args.output_json)
     results.check_report(args.report)
-    if args.backend != "hf":
-        if args.hf_max_batch_size is not None:
-            raise ValueError(f"--hf-max-batch-size needs --backend hf, given {args.backend!r}")
-        return
-    if args.hf_max_batch_size is None:
+    if args.backend != "hf" and args.hf_max_batch_size is not None:
+        raise ValueError(f"--hf-max-batch-size needs --backend hf, given {args.backend!r}")
+    if args.backend == "hf" and args.hf_max_batch_size is None:
         raise ValueError("--backend hf needs --hf-max-batch-size, the most requests in a padded batch")
-    engine_flags = {field.name for field in dataclasses.fields(EngineConfig)} - set(_HF_FLAGS)
-    for name in sorted(engine_flags | {"report", *_SAMPLING_FLAGS}):
-        if getattr(args, name) != parser.get_default(name):
-            raise ValueError(f"--{name.replace('_', '-')} has no meaning for --backend hf: leave it out")
+    arguments.check_backend(args, parser)
 
 
 def timed(run: Callable[[Requests], float], requests: Requests, repeats: int) -> list[float]:
@@ -111,14 +102,8 @@ def bench_hf_model(
     model: arguments.Model, requests: Requests, args: argparse.Namespace
 ) -> tuple[list[float], dict[str, Any]]:
     """The same for transformers."""
-    arguments.config_for(model, requests)  # requests too long for the model are refused
-    device = resolve_device(args.device)
-    random_weights = model.config.load_format == "dummy"
-    started = time.perf_counter()
-    hf = bench_hf.load(model.directory, model.config.dtype, device, args.seed, random_weights=random_weights)
-    start_seconds = time.perf_counter() - started
+    hf, facts = arguments.load_hf(model, requests, args)
     elapsed = timed(lambda some: bench_hf.run(hf, some, args.hf_max_batch_size), requests, args.repeats)
-    facts = {"start_seconds": start_seconds, "dtype": str(hf.module.dtype).removeprefix("torch.")}
     return elapsed, {"hf_max_batch_size": args.hf_max_batch_size, "engine": facts}
 
 

@@ -532,8 +532,8 @@ _BATCH = [
     ),
     (
         "sequence lengths leave the newest token out",
-        'fields["seq_lens"][:n] = starts + counts',
-        'fields["seq_lens"][:n] = starts + counts - 1',
+        'fields["seq_lens"][:n] = seq_lens',
+        'fields["seq_lens"][:n] = seq_lens - 1',
     ),
     (
         "positions are off by one",
@@ -542,8 +542,8 @@ _BATCH = [
     ),
     (
         "logits are taken from the first token of a request",
-        'fields["logits_indices"][:n] = ends - 1',
-        'fields["logits_indices"][:n] = ends - counts',
+        'fields["logits_indices"][:num_rows] = indices',
+        'fields["logits_indices"][:num_rows] = ends - counts',
     ),
     (
         "query_start_loc leaves out its padding",
@@ -557,13 +557,13 @@ _BATCH = [
     ),
     (
         "all rows have the first one's seed",
-        "fields[field.name][:n] = store.parameters[field.name][rows]",
-        "fields[field.name][:n] = store.parameters[field.name][rows if field.name != 'seed' else rows[0]]",
+        "= store.parameters[field.name][row_owners]",
+        "= store.parameters[field.name][row_owners if field.name != 'seed' else row_owners[0]]",
     ),
     (
         "a row's random numbers depend on its chunk",
-        'fields["position"][:n] = fields["seq_lens"][:n]',
-        'fields["position"][:n] = counts',
+        'fields["position"][:num_rows] = next_positions',
+        'fields["position"][:num_rows] = counts',
     ),
     (
         "tables are taken by place in the step, not by row",

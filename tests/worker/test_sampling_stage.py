@@ -1,9 +1,11 @@
 """SamplingStage: what requests ask for, row by row, from admission to the tokens, uncompiled and without a model."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.config import EngineLimits
 from compiled_llm.models.config_file import read_config
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
@@ -53,12 +55,14 @@ class Add(LogitsTransform):
 class Served:
     """A SamplingStage with all that surrounds it. A step's logits are given; ``step`` returns its tokens."""
 
-    def __init__(self, transforms: tuple[LogitsTransform, ...] = ()) -> None:
-        self.last_tokens = torch.zeros(4, dtype=torch.int64)
+    def __init__(self, transforms: tuple[LogitsTransform, ...] = (), num_draft_tokens: int = 0) -> None:
+        limits = dataclasses.replace(LIMITS, num_draft_tokens=num_draft_tokens)
+        sizes = sorted({bucket.num_rows for bucket in buckets_of(limits)})
+        self.last_tokens = torch.zeros(sizes[-1], dtype=torch.int64)
         self.hidden = torch.zeros(256, MODEL.hidden_size)
         self.stage = SamplingStage(
             MODEL,
-            LIMITS,
+            limits,
             CPU,
             last_tokens=self.last_tokens,
             hidden=self.hidden,
@@ -67,7 +71,7 @@ class Served:
         )
         self.rows = RequestRows(LIMITS, VOCAB, transforms)
         self.kept: dict[str, bool] = {}
-        for rows in LIMITS.decode_bucket_sizes:
+        for rows in sizes:
             logits = torch.randn(rows, VOCAB)
             self.stage.warm_up(bucket(rows), sampling_input(rows), functools.partial(torch.clone, logits), self.make)
 
@@ -84,18 +88,18 @@ class Served:
         names: Sequence[str],
         logits: Tensor,
         *,
-        due: Sequence[bool] | None = None,
+        samples: Sequence[int] | None = None,
         position: int = 0,
         masks: list | None = None,
     ) -> tuple[list[int], LogprobRows | None]:
-        samples = tuple(map(int, due or [True] * len(names)))
-        output = SchedulerOutput(request_ids=tuple(names), num_samples=samples, masks=tuple(masks or ()))
+        samples = samples or [1] * len(names)
+        output = SchedulerOutput(request_ids=tuple(names), num_samples=tuple(samples), masks=tuple(masks or ()))
         rows = self.rows.update(output)
         needs = SamplingNeeds.of(rows, samples, self.rows)
         self.stage.fill(rows, output, self.rows, len(logits))
         self.last_tokens[: len(logits)] = logits.argmax(-1)  # as the step leaves it
         logprobs = self.stage.run(bucket(len(logits)), sampling_input(len(logits), position), logits, needs)
-        return self.last_tokens[: len(names)].tolist(), logprobs
+        return self.last_tokens[: sum(max(1, count) for count in samples)].tolist(), logprobs
 
     def counts(self, name: str) -> dict[int, float]:
         row = self.stage._token_counts[self.rows.row_of(name)]
@@ -193,7 +197,7 @@ def test_counts_are_of_prompt_and_output_and_go_on_with_each_token_that_is_due()
     logits[1, 6] = 100
     tokens, logprobs = served.step(["a", "b"], logits)
     assert (tokens, logprobs) == ([VOCAB - 1, 6], None)
-    served.step(["b", "a"], logits, due=[True, False])
+    served.step(["b", "a"], logits, samples=[1, 0])
     assert served.counts("a") == {5: 0.5, 7: 0.5, VOCAB - 1: 1}
     assert served.counts("b") == {5: 0.5, 6: 3.5, 9: 1, VOCAB - 1: 1}
     assert not served.stage._token_counts[LIMITS.max_num_seqs].any(), "padding is counted"
@@ -249,6 +253,21 @@ def test_masks_hold_for_one_step_and_their_row() -> None:
     assert served.step(["a", "b"], rising(4), masks=[(1, words.numpy())])[0] == [VOCAB - 1, 35]
     assert served.step(["b", "a"], rising(4), masks=[(1, words.numpy())])[0] == [VOCAB - 1, 35]
     assert served.step(["a", "b"], rising(4))[0] == [VOCAB - 1] * 2
+
+
+def test_a_request_after_one_with_drafts_keeps_its_own_parameters_and_mask() -> None:
+    """``a`` has two rows, so that ``b``, the second request of the step, has the third."""
+    served = Served(num_draft_tokens=1)
+    served.admit(admission("a"), admission("b", [VOCAB - 1], bad_words="x", repetition_penalty=5.0))
+    logits = rising(4) + VOCAB + 50
+    assert served.step(["a", "b"], logits, samples=[2, 1])[0] == [VOCAB - 1, VOCAB - 1, VOCAB - 2]
+    assert served.counts("b") == {VOCAB - 1: 0.5, VOCAB - 2: 1}
+    words = np.zeros(-(-VOCAB // 32), dtype=np.int32)
+    words[1] = 0b1010  # tokens 33 and 35
+    masks = [(1, words)]
+    assert served.step(["a", "b"], logits, samples=[2, 1], masks=masks)[0] == [VOCAB - 1, VOCAB - 1, 35]
+    # 35 is in its output now.
+    assert served.step(["b", "a"], logits, samples=[1, 2], masks=[(0, words)])[0] == [33, VOCAB - 1, VOCAB - 1]
 
 
 @pytest.mark.parametrize("asks", [{}, {"presence_penalty": 1.0}])

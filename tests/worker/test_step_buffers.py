@@ -37,6 +37,7 @@ class Item:
     seed: int = 0
     first_block: int = 0
     feedback: int = -1
+    samples: int = 1
 
 
 def step_of(*items: Item, released: tuple[str, ...] = ()) -> SchedulerOutput:
@@ -44,7 +45,7 @@ def step_of(*items: Item, released: tuple[str, ...] = ()) -> SchedulerOutput:
         request_ids=tuple(item.name for item in items),
         num_scheduled_tokens=tuple(len(item.tokens) for item in items),
         num_computed_tokens=tuple(item.computed for item in items),
-        num_samples=(1,) * len(items),
+        num_samples=tuple(item.samples for item in items),
         feedback=tuple(item.feedback for item in items),
         token_ids=tuple(token for item in items for token in item.tokens),
         admissions=tuple(Admission(item.name, item.params, item.seed, (), ()) for item in items if item.params),
@@ -124,6 +125,53 @@ def test_feedback_stands_at_the_last_token_of_its_request(store: RequestRows, bu
     assert buffers.feedback.tolist() == [1, -1, -1, -1, 0, -1, -1, -1]
     fill(buffers, store, Item("b", [24, 25, 26, 27, 28], 3, [8], first_block=1))
     assert buffers.feedback.tolist() == [-1] * 8, "nothing is left of the step before"
+
+
+def test_a_request_with_drafts_has_a_row_for_each_of_its_tokens(store: RequestRows) -> None:
+    """Three rows for ``a``, one for ``b`` amid its prompt, one for ``c``; the bucket has room for 2 of 4 requests."""
+    buffers = StepBuffers(Bucket("tokens", 16, 4, query_len=3), LIMITS, CPU)
+    params = [SamplingParams(temperature=temperature) for temperature in (0.5, 0.6, 0.7)]
+    first = [
+        Item(name, [1] * 4, 0, [block], p, seed=block) for name, block, p in zip("abc", (3, 5, 6), params, strict=True)
+    ]
+    store.update(step_of(*first))
+    fill(
+        buffers,
+        store,
+        Item("a", [11, 12, 13], 4, [9], first_block=1, samples=3),
+        Item("b", [21, 22, 23, 24], 4, [8], first_block=1, samples=0),
+        Item("c", [0], 4, [7], first_block=1, feedback=2),
+    )
+    s, p = buffers.step_input, buffers.sampling_input
+    assert s.input_ids.tolist()[:8] == [11, 12, 13, 21, 22, 23, 24, 0]
+    assert s.positions.tolist()[:8] == [4, 5, 6, 4, 5, 6, 7, 4]
+    assert s.slot_mapping.tolist()[:8] == [36, 37, 38, 32, 33, 34, 35, 28]
+    assert s.query_start_loc.tolist() == [0, 3, 7, 8, 8]
+    assert s.seq_lens.tolist() == [7, 8, 5, 0]
+    assert s.logits_indices.tolist() == [0, 1, 2, 6, 7] + [0] * 7
+    assert p.position.tolist() == [5, 6, 7, 8, 5] + [0] * 7
+    assert p.temperature.tolist() == pytest.approx([0.5, 0.5, 0.5, 0.6, 0.7] + [0] * 7)
+    assert p.seed.tolist() == [3, 3, 3, 5, 6] + [0] * 7
+    assert buffers.feedback.tolist()[:8] == [-1] * 7 + [2]
+
+
+def test_requests_with_fewer_drafts_than_others_in_a_decode_bucket(store: RequestRows) -> None:
+    """A request takes the tokens that it has; what the bucket has beyond is padding of no request."""
+    bucket = Bucket("decode", 12, 4, query_len=3)
+    buffers = StepBuffers(bucket, LIMITS, CPU)
+    store.update(step_of(*(Item(name, [1] * 2, 0, [block], SamplingParams()) for name, block in (("a", 3), ("b", 5)))))
+    fill(buffers, store, Item("a", [11], 2, []), Item("b", [21, 22], 2, [], samples=2))
+    s = buffers.step_input
+    assert s.query_start_loc.tolist() == [0, 1, 3, 3, 3]
+    assert s.seq_lens.tolist() == [3, 4, 0, 0]
+    assert s.logits_indices.tolist() == [0, 1, 2] + [0] * 9
+    assert buffers.sampling_input.position.tolist() == [3, 3, 4] + [0] * 9
+    assert s.slot_mapping.tolist() == [14, 22, 23, 0, 1, 2, 3, 0, 1, 2, 3, 0]
+    fill(buffers, store, Item("b", [23], 4, [6], first_block=1))
+    fresh = StepBuffers(bucket, LIMITS, CPU)
+    fill(fresh, store, Item("b", [23], 4, []))
+    for one, other in zip([*s, *buffers.sampling_input], [*fresh.step_input, *fresh.sampling_input], strict=True):
+        assert one is s.block_table or torch.equal(one, other), "something is left of the step before"
 
 
 def test_a_smaller_step_leaves_nothing_of_the_larger_one_before(store: RequestRows) -> None:

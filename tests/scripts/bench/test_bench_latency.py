@@ -120,3 +120,14 @@ def test_bad_arguments_exit_with_2(
     captured = capsys.readouterr()
     assert words in captured.err
     assert captured.out == ""
+
+
+def test_transformers_generates_the_same_requests(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--batch-size", "2", "--input-len", "9", "--output-len", "4", "--num-iters", "2", "--backend", "hf"]
+    assert run("--shape", "tiny", *words) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["backend"], result["engine"]["dtype"]) == ("hf", "bfloat16")
+    for latency, ttft, tpot in zip(result["latencies"], result["ttfts"], result["tpots"], strict=True):
+        assert ttft + 3 * tpot == pytest.approx(latency)
+    assert run("--shape", "tiny", "--backend", "hf", "--bucket-sizes", "1") == 2
+    assert "--bucket-sizes has no meaning" in capsys.readouterr().err
