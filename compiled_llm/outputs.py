@@ -90,6 +90,8 @@ class EngineStats:
         num_preemptions: those that threw blocks away (recompute) and those that copied them to the host (swap).
         num_recomputed_tokens: tokens computed again after a preemption.
         num_swapped_out_tokens, num_swapped_in_tokens: tokens whose keys and values went to the host, and came back.
+        num_draft_tokens, num_accepted_draft_tokens: tokens of a drafter that steps computed, and those of them that the
+            requests got.
         prefix_queried_tokens, prefix_hit_tokens: tokens of requests when they were first admitted, and those of them
             that the prefix cache held or that another request was about to compute.
         num_evictions: cached blocks whose memory was needed.
@@ -117,6 +119,8 @@ class EngineStats:
     num_recomputed_tokens: int
     num_swapped_out_tokens: int
     num_swapped_in_tokens: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     num_evictions: int
@@ -135,23 +139,10 @@ class EngineStats:
     def since(self, earlier: "EngineStats") -> "EngineStats":
         """Counts and times since ``earlier``; what is a state, or a peak, stays that of now."""
         now, then = dataclasses.asdict(self), dataclasses.asdict(earlier)
-        return EngineStats(**{name: now[name] if name in _STATES else now[name] - then[name] for name in now})
+        states = {"num_waiting", "num_running", *(name for name in now if name.endswith("_blocks"))}
+        return EngineStats(**{name: now[name] if name in states else now[name] - then[name] for name in now})
 
     @property
     def host_seconds(self) -> float:
         """Time in which the host works for a step and not the device."""
         return self.schedule_seconds + self.prepare_seconds + self.launch_seconds + self.output_seconds
-
-
-_STATES = frozenset(
-    (
-        "num_waiting",
-        "num_running",
-        "num_kv_blocks",
-        "used_blocks",
-        "cached_blocks",
-        "peak_used_blocks",
-        "num_swap_blocks",
-        "used_swap_blocks",
-    )
-)

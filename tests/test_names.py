@@ -48,7 +48,8 @@ def test_names_of_other_libraries_are_answered(cls: type) -> None:
 def test_the_tables_hold_no_name_of_ours_and_answer_with_names_that_are(cls: type) -> None:
     """An answer that begins with ``give x`` names an argument of this engine, or one of the methods' arguments."""
     known = {field.name for field in dataclasses.fields(cls)}
-    methods = {"sampling_params", "chat_template", "it"}  # of chat(), generate() and add_request(), as the answers say
+    # Arguments of chat(), generate(), add_request() and the engine itself, as the answers say.
+    methods = {"sampling_params", "chat_template", "it", "drafter"}
     assert not known & CLASSES[cls].keys()
     for answer in CLASSES[cls].values():
         match = re.match(r"give (\w+)", answer)

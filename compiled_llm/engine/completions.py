@@ -1,4 +1,4 @@
-"""ServedRequest: a request as its user sees it, with its continuations, their text and log-probabilities."""
+"""UserRequest: a request as its user sees it, with its continuations, their text and log-probabilities."""
 
 import dataclasses
 import time
@@ -24,6 +24,7 @@ class Completion:
         logprobs: of the tokens that were read; None unless asked for.
         last_token_time: as ``StepLog.record_token`` gave it; None before the first token that the log sees.
         failure: why it cannot go on, though its tokens could.
+        num_read: output tokens whose text was read.
     """
 
     def __init__(self, index: int, request: Request, text: OutputText | None, mask: TokenMask | None) -> None:
@@ -35,7 +36,7 @@ class Completion:
         self.cumulative_logprob = 0.0
         self.last_token_time: float | None = None
         self.failure: str | None = None
-        self._num_read = 0
+        self.num_read = 0
         self._num_shown = 0  # tokens that an output had
         self._last_output: CompletionOutput | None = None  # unless it was a delta
 
@@ -64,12 +65,15 @@ class Completion:
         token_ids = request.output_token_ids
         # The token that ended a request is not text, unless asked for.
         hides_last = request.finish_reason == "stop" and not params.include_stop_str_in_output
-        while self._num_read < len(token_ids) - hides_last:
-            self._num_read += 1
-            stop = text.append(token_ids[self._num_read - 1], may_stop=self._num_read > params.min_tokens)
+        while self.num_read < len(token_ids) - hides_last:
+            self.num_read += 1
+            stop = text.append(token_ids[self.num_read - 1], may_stop=self.num_read > params.min_tokens)
             if stop is not None:
                 return stop
-        return text.finish() if request.status is Status.FINISHED else None
+        if request.status is not Status.FINISHED:
+            return None
+        self.num_read = len(token_ids)
+        return text.finish()
 
     def output(self, is_delta: bool) -> CompletionOutput:
         """Its state now; ``is_delta``: with the text, tokens and log-probabilities since the last call alone."""
@@ -92,7 +96,7 @@ class Completion:
 
 
 @dataclasses.dataclass
-class ServedRequest:
+class UserRequest:
     """A user's request: its completions, the first of which computes the prompt for all.
 
     Attributes:
@@ -121,7 +125,7 @@ class ServedRequest:
         return all(request.status is Status.FINISHED for request in self.requests)
 
     def wanted_prompt_targets(self, start: int, count: int) -> list[int]:
-        """The prompt's tokens behind those at ``start..start + count - 1``, if their log-probabilities are wanted."""
+        """The prompt's tokens at ``start + 1..start + count``, if their log-probabilities are asked for and unknown."""
         known = self.prompt_logprobs
         if known is None or len(known) >= min(start + count + 1, len(self.prompt_token_ids)):
             return []

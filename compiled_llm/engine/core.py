@@ -10,13 +10,14 @@ import numpy as np
 from compiled_llm.config import EngineConfig
 from compiled_llm.constraints.token_masks import allows_any
 from compiled_llm.engine.beam_search import BeamGroup
-from compiled_llm.engine.completions import Completion, LogprobReader, ServedRequest
+from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest
 from compiled_llm.engine.stats import EngineCounts
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report.roofline import windows_of
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.drafter import CheckedDrafter, Drafter
 from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
@@ -39,23 +40,29 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, tokenizer: Tokenizer | None, worker: Worker
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        tokenizer: Tokenizer | None,
+        worker: Worker,
+        drafter: Drafter | None = None,
     ) -> None:
         self.config, self.model_config, self.worker = config, model_config, worker
-        self.scheduler = _make_scheduler(config, worker.facts)
-        self.entries: dict[str, ServedRequest] = {}
+        self._drafter = None if drafter is None else CheckedDrafter(drafter, model_config.vocab_size)
+        self.scheduler = _make_scheduler(config, worker.facts, self._drafter)
+        self.entries: dict[str, UserRequest] = {}
         self.updated: dict[str, None] = {}
         self.launched: deque[tuple[SchedulerOutput, Any]] = deque()
         self.counts = EngineCounts()
         self.log = StepLog(windows=windows_of(model_config))
-        self._completions: dict[str, tuple[ServedRequest, Completion]] = {}  # by the id that the scheduler knows
+        self._completions: dict[str, tuple[UserRequest, Completion]] = {}  # by the id that the scheduler knows
         self._beams: dict[str, BeamGroup] = {}  # likewise
         self._advanced: deque[Request] = deque()  # those that got a token or ended, and are still to be processed
         overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._most_launched = 2 if overlaps else 1
         self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)
 
-    def add(self, entry: ServedRequest) -> None:
+    def add(self, entry: UserRequest) -> None:
         """Queue a request whose name nobody has."""
         self._count(entry.completions[0].request)
         self.entries[entry.request_id] = entry
@@ -86,13 +93,13 @@ class EngineCore:
             self._fail_all(error)
             raise
 
-    def abort(self, entry: ServedRequest) -> None:
+    def abort(self, entry: UserRequest) -> None:
         """End a request now, and forget it."""
         for request in entry.requests:
             self.scheduler.finish(request, "abort")
         self.forget(entry)
 
-    def forget(self, entry: ServedRequest) -> None:
+    def forget(self, entry: UserRequest) -> None:
         """A request has ended."""
         self.scheduler.end_forking(entry.requests[0])
         for request in entry.requests:
@@ -253,12 +260,12 @@ class EngineCore:
             return
         completion.last_token_time = self.log.record_token(started, completion.last_token_time)
         if completion.failure is not None and request.finish_reason != "error":
-            self.scheduler.drop_output(request, len(request.output_token_ids) - 1)  # it was chosen without a mask
-            completion.drop_logprobs(len(request.output_token_ids))
+            self._keep_output(completion, len(request.output_token_ids) - 1)  # the last was chosen without a mask
             self.scheduler.end(request, "error", completion.failure)
         try:
             stop = completion.read_new_tokens()
             if stop is not None:
+                self._keep_output(completion, completion.num_read)  # drafts may have been accepted after the stop
                 self.scheduler.end(request, "stop", stop)
             elif completion.mask is not None and request.status is not Status.FINISHED:
                 completion.mask.accept(request.output_token_ids)
@@ -274,7 +281,12 @@ class EngineCore:
         self.updated[entry.request_id] = None
         self.counts.output_seconds += time.perf_counter() - started
 
-    def _fork(self, entry: ServedRequest) -> None:
+    def _keep_output(self, completion: Completion, num_tokens: int) -> None:
+        """The first ``num_tokens`` output tokens stay, and those after them are dropped."""
+        self.scheduler.drop_output(completion.request, num_tokens)
+        completion.drop_logprobs(num_tokens)
+
+    def _fork(self, entry: UserRequest) -> None:
         """The first completion has computed the prompt: the others start from it; or they fail as it did."""
         entry.is_forked = True
         parent, *children = entry.requests
@@ -299,12 +311,12 @@ class EngineCore:
             group.failure = reason
         requests = [completion.request for _, completion in self._completions.values()]
         requests += [request for group in groups for request in group.requests]
-        broken, self.scheduler = self.scheduler, _make_scheduler(self.config, self.worker.facts)
+        broken, self.scheduler = self.scheduler, _make_scheduler(self.config, self.worker.facts, self._drafter)
         self.scheduler.replace(broken, requests, reason)
         self._advanced = deque(requests)
 
 
-def _make_scheduler(config: EngineConfig, facts: WorkerFacts) -> Scheduler:
+def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: CheckedDrafter | None) -> Scheduler:
     """An empty scheduler for the sizes of a worker and its pools of blocks."""
     pool, limits = BlockPool(facts.num_blocks), facts.limits
     return Scheduler(
@@ -318,4 +330,5 @@ def _make_scheduler(config: EngineConfig, facts: WorkerFacts) -> Scheduler:
         policy=config.scheduling_policy,
         target_itl_ms=config.target_itl_ms,
         costs=StepCosts(dict(facts.bucket_seconds), facts.swap_seconds),
+        drafter=drafter,
     )

@@ -21,6 +21,7 @@ from compiled_llm.report.report import RunReport, make_report, make_trace
 from compiled_llm.report.roofline import ModelWork, windows_of
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.drafter import Drafter
 from compiled_llm.step.kv_cache import bytes_per_layer
 from compiled_llm.text.chat import messages_list
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, pair_priorities, pair_sampling_params, prompt_list
@@ -31,8 +32,9 @@ from compiled_llm.worker.profiler import StepProfiler
 class CompiledEngine(StepEngine):
     """An engine for one model: load, compile every bucket, then serve.
 
-    ``CompiledEngine(model, **engine_args)``; the arguments are those of ``EngineConfig``. Compilation happens here, so
-    that no request waits for it; from then on a recompile is an error.
+    ``CompiledEngine(model, **engine_args)``; the arguments are those of ``EngineConfig``, and ``drafter``, an object
+    that guesses tokens (``scheduling/drafter.py``). Compilation happens here, so that no request waits for it; from
+    then on a recompile is an error.
 
     An interrupt (Ctrl-C, or another signal whose handler raises) is taken between two steps. What it ends is what was
     called: ``generate`` and ``beam_search`` abort their requests, ``step`` and ``stream`` keep theirs.
@@ -41,8 +43,8 @@ class CompiledEngine(StepEngine):
         ValueError: an argument, the model directory or the memory does not allow it; the message says what would.
     """
 
-    def _start(self, config: EngineConfig) -> None:
-        super()._start(config)
+    def _start(self, config: EngineConfig, drafter: Drafter | None) -> None:
+        super()._start(config, drafter)
         self.reset_report()
 
     # -- Serving lists of prompts
@@ -100,7 +102,7 @@ class CompiledEngine(StepEngine):
             chat_template: a Jinja template instead of the model's own.
             add_generation_prompt: end with what makes the model answer as the assistant.
             continue_final_message: end within the last message instead, for the model to go on with.
-            tools, documents: for a template that knows them.
+            tools, documents: for a template that uses them.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
 
         Raises:
@@ -149,7 +151,7 @@ class CompiledEngine(StepEngine):
         priority: Sequence[int] | None,
         raise_on_error: bool,
     ) -> list[RequestOutput]:
-        """Serve prompts to their ends. In the place of one that is bad already stands its ``ValueError``."""
+        """Serve prompts until all have ended. An item may also be the ``ValueError`` of a prompt that is refused."""
         self._check_room(len(items))
         params = pair_sampling_params(sampling_params, len(items))
         priorities = pair_priorities(priority, len(items))
@@ -305,7 +307,7 @@ class CompiledEngine(StepEngine):
         return self.runner.memory_ledger
 
     def reset_report(self, *, profile_steps: int = 0) -> None:
-        """Begin the report anew: what was served so far, a warm-up perhaps, is no part of it.
+        """Start a new report: what was served so far, a warm-up perhaps, is not in it.
 
         Args:
             profile_steps: so many steps of each bucket are run a second time under torch's profiler, for the shares of

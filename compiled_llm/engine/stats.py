@@ -26,8 +26,10 @@ class EngineCounts:
     def stats(self, scheduler: Scheduler, times: "RunnerTimes") -> EngineStats:
         """All counts together, and the state now."""
         pool, prefix_cache, counts = scheduler.pool, scheduler.prefix_cache, scheduler.counts
+        own = dataclasses.asdict(self)
+        own["num_output_tokens"] += counts.num_accepted_draft_tokens  # beyond one for each request and step
         return EngineStats(
-            **dataclasses.asdict(self),
+            **own,
             num_waiting=scheduler.num_waiting,
             num_running=len(scheduler.running),
             num_padding_tokens=times.num_padding_tokens,
@@ -37,6 +39,8 @@ class EngineCounts:
             num_recomputed_tokens=counts.num_recomputed_tokens,
             num_swapped_out_tokens=counts.num_swapped_out_tokens,
             num_swapped_in_tokens=counts.num_swapped_in_tokens,
+            num_draft_tokens=counts.num_draft_tokens,
+            num_accepted_draft_tokens=counts.num_accepted_draft_tokens,
             prefix_queried_tokens=prefix_cache.num_queried_tokens,
             prefix_hit_tokens=prefix_cache.num_hit_tokens,
             num_evictions=pool.num_evictions,

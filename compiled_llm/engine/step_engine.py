@@ -18,6 +18,7 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.drafter import Drafter, draft_length
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
@@ -25,27 +26,28 @@ from compiled_llm.worker.runner import ModelRunner
 
 
 class StepEngine:
-    """What ``CompiledEngine`` says of itself; without its methods that serve lists of prompts, and its reports."""
+    """An engine without the methods that serve lists of prompts, and without reports; see ``CompiledEngine``."""
 
-    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        self._start(EngineConfig(model=model, **engine_args))
+    def __init__(self, model: str | None = None, *, drafter: Drafter | None = None, **engine_args: Any) -> None:
+        self._start(EngineConfig(model=model, **engine_args), drafter)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> Self:
+    def from_config(cls, config: EngineConfig, *, drafter: Drafter | None = None) -> Self:
         engine = cls.__new__(cls)
-        engine._start(config)
+        engine._start(config, drafter)
         return engine
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(self, config: EngineConfig, drafter: Drafter | None) -> None:
         self.config = config
+        num_draft_tokens = draft_length(drafter)
         started, progress = time.perf_counter(), StartProgress(config.progress)
         directory = checkpoint_directory(config)
         self.model_config = read_config(directory)
         self.tokenizer = load_tokenizer(config, directory)
         if self.tokenizer is None:
             progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")
-        self.runner = ModelRunner(config, self.model_config, directory, progress)
-        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner)
+        self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
+        self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, drafter)
         self._closed = False
         self._interrupts = Interrupts()
         self._admission = Admission(
@@ -62,7 +64,7 @@ class StepEngine:
         self._ids = itertools.count()
         self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
         self._stream_references: dict[str, StreamReference] = {}
-        self._dropped: deque[StreamReference] = deque()  # streams that nobody holds any more
+        self._dropped: deque[StreamReference] = deque()  # streams that were garbage collected
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         progress.line(f"ready in {time.perf_counter() - started:.1f} s: {self.runner.describe_start()}")
 

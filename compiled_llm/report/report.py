@@ -15,7 +15,7 @@ import dataclasses
 import datetime
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ def make_report(
     """The report of what ``log`` recorded.
 
     Args:
-        stats: counts since ``log`` was made.
+        stats: counts since ``log`` was created.
         trace: of ``make_trace``, for the same log.
         work: of the model, for its dtype and the cache's.
         device, dtype: of the model; the machine's limits are those for them.
@@ -181,49 +181,29 @@ def make_report(
     Raises:
         RuntimeError: limits are to be measured and too little memory is free for that.
     """
-    rows = log.rows()
+    rows = sorted(log.rows(), key=lambda row: (row.bucket.kind, row.bucket.num_tokens))
     in_bucket: dict[str, list[StepRow]] = {}
     for row in rows:
         in_bucket.setdefault(row.bucket.name, []).append(row)
-    shares = {name: profiler.shares(name) if profiler else None for name in in_bucket}
-    sizes = {row.bucket.name: (row.bucket.kind, row.bucket.num_tokens) for row in rows}
     in_phase = {name: found for name, kind in _PHASES if (found := [row for row in rows if row.bucket.kind == kind])}
     limits, limits_note = _limits(device, dtype, log, measure_limits, work, in_phase | in_bucket)
 
-    def steps(name: str, rows: list[StepRow]) -> StepsReport:
-        return _steps_report(name, rows, work, limits, _mixed_shares(rows, shares.get))
+    def steps(groups: dict[str, list[StepRow]]) -> tuple[StepsReport, ...]:
+        shares = {name: _device_shares(found, profiler) for name, found in groups.items()}
+        return tuple(_steps_report(name, found, work, limits, shares[name]) for name, found in groups.items())
 
-    device_seconds = sum(row.seconds for row in rows)
-    padding = sum(_padding_seconds(row) for row in rows)
-    host = log.wall_seconds - device_seconds - log.waiting_seconds
     return RunReport(
         model=trace["model"],
         seconds=log.wall_seconds,
         num_finished=log.num_finished,
         limits=limits,
         limits_note=limits_note,
-        phases=tuple(steps(name, found) for name, found in in_phase.items()),
-        buckets=tuple(steps(name, in_bucket[name]) for name in sorted(in_bucket, key=lambda name: sizes[name])),
-        time={
-            "device": device_seconds - padding,
-            "padding": padding,
-            "host": max(0.0, host),
-            "waiting": log.waiting_seconds,
-        },
-        host_parts={
-            "schedule": stats.schedule_seconds,
-            "prepare": stats.prepare_seconds,
-            "launch": stats.launch_seconds,
-            "output": stats.output_seconds,
-        },
-        device_shares=_mixed_shares(rows, shares.get),
-        latencies={
-            "ttft": log.ttft.summary(),
-            "tpot": log.tpot.summary(),
-            "itl": log.gaps.summary(),
-            "e2e": log.e2e.summary(),
-            "queue": log.queue.summary(),
-        },
+        phases=steps(in_phase),
+        buckets=steps(in_bucket),
+        time=_time(log, rows),
+        host_parts={part: getattr(stats, f"{part}_seconds") for part in ("schedule", "prepare", "launch", "output")},
+        device_shares=_device_shares(rows, profiler),
+        latencies=log.latencies(),
         series=tuple(log.series.points),
         stats=stats,
         profiled_steps=dict(profiler.num_steps) if profiler else {},
@@ -238,7 +218,7 @@ def make_report(
 def make_trace(
     log: StepLog, limits: EngineLimits, compile_report: CompileReport, model: str, device: torch.device
 ) -> dict[str, Any]:
-    """What ``scripts/tune_buckets.py`` reads: the shapes of all steps, and what buckets and graphs cost, in seconds."""
+    """The input of ``scripts/tune_buckets.py``: shapes of all steps, and seconds of buckets and of compiling."""
     names = {bucket.name for bucket in buckets_of(limits)}
     return {
         "format": 1,
@@ -330,11 +310,21 @@ def _steps_report(
     )
 
 
-def _mixed_shares(rows: Sequence[StepRow], shares_of: Callable[[str], Shares | None]) -> Shares | None:
+def _time(log: StepLog, rows: Sequence[StepRow]) -> dict[str, float]:
+    """Seconds of ``RunReport.time``."""
+    device, padding = sum(row.seconds for row in rows), sum(map(_padding_seconds, rows))
+    host = max(0.0, log.wall_seconds - device - log.waiting_seconds)
+    return {"device": device - padding, "padding": padding, "host": host, "waiting": log.waiting_seconds}
+
+
+def _device_shares(rows: Sequence[StepRow], profiler: StepProfiler | None) -> Shares | None:
     """Share of the time of ``rows`` for each kind of work, over the buckets that were profiled; None if none was."""
+    if profiler is None:
+        return None
+    shares = {name: profiler.shares(name) or {} for name in {row.bucket.name for row in rows}}
     seconds = dict.fromkeys(KINDS, 0.0)
     for row in rows:
-        for kind, share in (shares_of(row.bucket.name) or {}).items():
+        for kind, share in shares[row.bucket.name].items():
             seconds[kind] += row.seconds * share
     whole = sum(seconds.values())
     return {kind: value / whole for kind, value in seconds.items()} if whole else None

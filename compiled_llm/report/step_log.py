@@ -293,6 +293,11 @@ class StepLog:
         if request.first_scheduled_time is not None:
             self.queue.add(self._without_pauses(arrived, request.first_scheduled_time))
 
+    def latencies(self) -> dict[str, dict[str, float] | None]:
+        """Of each latency, in seconds: count, mean, p50, p90, p99; None if there is no value."""
+        samples = {"ttft": self.ttft, "tpot": self.tpot, "itl": self.gaps, "e2e": self.e2e, "queue": self.queue}
+        return {name: sample.summary() for name, sample in samples.items()}
+
     def _without_pauses(self, start: float, end: float) -> float:
         return end - start - overlap(self.pauses, start, end)
 

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from compiled_llm.error_texts import shown
+
 
 class Drafter(Protocol):
     """What the engine argument ``drafter`` must have.
@@ -11,7 +13,7 @@ class Drafter(Protocol):
     accepts drafts as long as they are equal to these. What ``propose`` raises ends all requests.
 
     Attributes:
-        num_tokens: most tokens of a proposal, at least 1. It must not change: the sizes of compiled steps depend on it.
+        num_tokens: most tokens of a proposal, 1 to 15. It must not change: the sizes of compiled steps depend on it.
     """
 
     num_tokens: int
@@ -19,6 +21,30 @@ class Drafter(Protocol):
     def propose(self, request_id: str, token_ids: Sequence[int]) -> Sequence[int]:
         """Up to ``num_tokens`` ids that may follow ``token_ids``, the prompt and the output so far; may be empty."""
         ...
+
+
+MOST_DRAFT_TOKENS = 15  # the attention op takes up to 16 rows of a request as a decode
+
+
+def draft_length(drafter: Drafter | None) -> int:
+    """``drafter.num_tokens``, or 0 without a drafter.
+
+    Raises:
+        ValueError: it is no drafter, or its ``num_tokens`` is not allowed.
+    """
+    if drafter is None:
+        return 0
+    count = getattr(drafter, "num_tokens", None)
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_DRAFT_TOKENS:
+        raise ValueError(
+            f"drafter must have num_tokens, an integer from 1 to {MOST_DRAFT_TOKENS}, given {shown(count)} "
+            f"of {type(drafter).__name__}"
+        )
+    if not callable(getattr(drafter, "propose", None)):
+        raise ValueError(
+            f"drafter must have a method propose(request_id, token_ids), given {type(drafter).__name__} without it"
+        )
+    return count
 
 
 class CheckedDrafter:

@@ -1,36 +1,34 @@
-// Paged attention on the CPU: the kernel behind ops/attention/paged_attention.py, which states what it computes.
+// Paged attention on the CPU: the op of paged_attention.py, which says what it computes.
 //
-// The keys are cut by their positions alone, never by the batch, the way a prompt was chunked or the number of threads.
-// So the output of a token, of finite keys and values, is bitwise the same whatever runs beside it:
+// The keys are cut by their positions alone, never by the batch, the chunks of a prompt or the number of threads. So the
+// output of a token, of finite keys and values, has the same bits whatever else is in the batch:
 //
 //   tile       128 keys, with tile registers 256. Scores and values of a tile are two small matrix products, with the
 //              online softmax between them.
-//   partition  512 keys. Has its own softmax state (maximum, sum, weighted values), started from nothing.
+//   partition  512 keys. Has its own softmax state (maximum, sum, weighted values), which starts at zero.
 //   unit       some query tokens of one request times the query heads of one KV head, so a key is read once for all of
 //              them. Its result is the states of its partitions, folded in the order of their positions.
 //
-// Decode is a unit with one token, prefill one with many (max_query_len is of no use here); both sum in the same order. A
-// thread takes an item, a range of a unit's partitions. A unit that is one item folds as it goes; the states of one cut
-// into several are kept and folded afterwards. Where the tables of several requests begin with the same blocks, an item
-// takes the rows of all of them through a partition of these blocks, so a shared prefix is read once for all.
+// A decode is a unit with one token, a prefill one with many (max_query_len is not used here); both sum in the same order.
+// A thread computes an item, a range of a unit's partitions. A unit that is one item is folded on the way; if a unit is cut
+// into several items, their states are kept and folded afterwards. Where the tables of several requests start with the same
+// blocks, an item has the rows of all of them for one partition of these blocks, so a shared prefix is read once for all.
 //
 // The products take one vector of 16 keys, or of 16 columns of values, at a time, and 32 bits of each: a float, two bf16,
 // two fp8 or four int8 that are neighbours along the summed dimension; W below is their number. So that nothing has to
-// be transposed or interleaved when it is read, the cache holds a block of one KV head as
+// be transposed or interleaved when it is read, a block of one KV head is kept in the cache as
 //
 //   keys    [H / W][S][W]      values  [S / W][H][W]
 //
 // (W is 1 where it does not divide H, or S.) In blocks of whole vectors (S and H multiples of 16) bf16, float and int8 are
-// multiplied where they lie, and fp8, or bf16 without the instruction for it, converted a tile at a time. Other shapes are
-// copied element by element, slowly. Rows past a request's length or before its window, and what stands in their memory
-// (NaN, perhaps), have no part in a sum: their scores are replaced and floating-point values made zero.
+// multiplied in place, and fp8, or bf16 without the instruction for it, converted a tile at a time. Other shapes are
+// copied element by element, slowly. Rows past a request's length or before its window may have anything in memory, even
+// NaN, so they are kept out of all sums: their scores are replaced and floating-point values made zero.
 //
 // Int8 keys and values are multiplied as integers, exactly, with queries and weights in 16 bits.
 //
-// attention_cpu_kernels.h is included once for each instruction set, with TARGET as the attribute of every function; the
-// best set the machine has is chosen at run time. The vectors are the compiler's own, of 16 floats, and it splits them
-// where registers are narrower. AMX (attention_cpu_amx.h) multiplies lanes as the cache has them, one query row or many by
-// the same instruction.
+// The kernels (attention_cpu_kernels.h) are compiled for each instruction set. AMX (attention_cpu_amx.h) multiplies lanes
+// as the cache has them, one query row or many by the same instruction.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -52,11 +50,6 @@
 
 namespace {
 
-const std::vector<InstructionSet<Kernels>>& instruction_sets() {
-  static const std::vector<InstructionSet<Kernels>> sets = INSTRUCTION_SETS;
-  return sets;
-}
-
 const int32_t* int32_data(const at::Tensor& x, const char* name, at::IntArrayRef shape) {
   TORCH_CHECK_VALUE(x.scalar_type() == at::kInt, name, " must be int32, got ", x.scalar_type());
   TORCH_CHECK_VALUE(x.sizes() == shape, name, " must have shape ", shape, ", got ", x.sizes());
@@ -64,11 +57,45 @@ const int32_t* int32_data(const at::Tensor& x, const char* name, at::IntArrayRef
   return x.const_data_ptr<int32_t>();
 }
 
+// IndexError for an index that is outside the cache of `blocks` blocks: it would read or write the memory of
+// another request. All are checked, they are few.
+void check_indices(const Problem& p, int64_t blocks) {
+  for (int64_t t = 0; t < p.tokens; ++t)
+    TORCH_CHECK_INDEX(p.slots[t] >= 0 && p.slots[t] < blocks * p.block_size, "slot_mapping[", t, "] is ", p.slots[t],
+                      ", outside the cache of ", blocks, " blocks of ", p.block_size);
+  TORCH_CHECK_INDEX(p.starts[0] == 0 && p.starts[p.requests] <= p.tokens,
+                    "query_start_loc must start at 0 and end at or below ", p.tokens, ", got ", p.starts[0], " and ",
+                    p.starts[p.requests]);
+  const int64_t room = p.table_width * p.block_size;
+  for (int64_t r = 0; r < p.requests; ++r) {
+    const int64_t queries = p.starts[r + 1] - p.starts[r], keys = p.seq_lens[r];
+    TORCH_CHECK_INDEX(queries >= 0 && (keys == 0 || (queries <= keys && keys <= room)), "request ", r, " has ", queries,
+                      " queries and ", keys, " keys; its block table has room for ", room);
+    for (int64_t b = 0; b < ceil_div(keys, p.block_size); ++b) {
+      const int32_t block = p.table[r * p.table_width + b];
+      TORCH_CHECK_INDEX(block >= 0 && block < blocks, "block_table[", r, ", ", b, "] is ", block,
+                        ", outside the cache of ", blocks, " blocks");
+    }
+  }
+}
+
+// Zeros in the output rows of requests without keys, and in those after the last request.
+void clear_padding(const Problem& p, int64_t element) {
+  const int64_t row = p.heads * p.head_dim * element;
+  const auto clear = [&](int64_t begin, int64_t end) {
+    if (end > begin) std::memset(static_cast<char*>(p.out) + begin * row, 0, (end - begin) * row);
+  };
+  for (int64_t r = 0; r < p.requests; ++r)
+    if (p.seq_lens[r] == 0) clear(p.starts[r], p.starts[r + 1]);
+  clear(p.starts[p.requests], p.tokens);
+}
+
 at::Tensor paged_attention(
     const IsaName& isa, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& k_cache,
-    const at::Tensor& v_cache, const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale, const at::Tensor& slot_mapping,
-    const at::Tensor& block_table, const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
-    const std::optional<at::Tensor>& sinks, double sm_scale, int64_t max_query_len, int64_t window, double soft_cap) {
+    const at::Tensor& v_cache, const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale,
+    const at::Tensor& slot_mapping, const at::Tensor& block_table, const at::Tensor& query_start_loc,
+    const at::Tensor& seq_lens, const std::optional<at::Tensor>& sinks, double sm_scale, int64_t max_query_len,
+    int64_t window, double soft_cap) {
   TORCH_CHECK_VALUE(q.dim() == 3 && k_cache.dim() == 4, "q must be [T, N, H] and k_cache [B, K, S, H], got ", q.sizes(),
                     " and ", k_cache.sizes());
   const int64_t tokens = q.size(0), heads = q.size(1), head_dim = q.size(2);
@@ -86,9 +113,9 @@ at::Tensor paged_attention(
   TORCH_CHECK_VALUE(sm_scale > 0, "sm_scale must be positive, got ", sm_scale);
   TORCH_CHECK_VALUE(window >= 0 && soft_cap >= 0, "window and soft_cap must be 0 or positive, got ", window, " and ",
                     soft_cap);
-  const auto check = [&](const at::Tensor& x, const char* name, at::ScalarType wanted, at::IntArrayRef shape) {
+  const auto check = [&](const at::Tensor& x, const char* name, at::ScalarType expected, at::IntArrayRef shape) {
     TORCH_CHECK_VALUE(x.sizes() == shape, name, " must have shape ", shape, ", got ", x.sizes());
-    TORCH_CHECK_VALUE(x.scalar_type() == wanted, name, " must have dtype ", wanted, ", got ", x.scalar_type());
+    TORCH_CHECK_VALUE(x.scalar_type() == expected, name, " must have dtype ", expected, ", got ", x.scalar_type());
     TORCH_CHECK_VALUE(x.is_cpu(), name, " must be on the CPU, got ", x.device());
   };
   for (const auto& [x, name, n] : {std::tuple{&q, "q", heads}, {&k, "k", kv_heads}, {&v, "v", kv_heads}}) {
@@ -126,45 +153,24 @@ at::Tensor paged_attention(
       tokens, requests, heads, kv_heads, heads / kv_heads, head_dim, block_size, width,
       std::min<int64_t>(window, int64_t{1} << 40), static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
 
-  // A wrong index would read or write somebody else's memory: all of them are checked, they are few.
-  for (int64_t t = 0; t < tokens; ++t)
-    TORCH_CHECK_INDEX(p.slots[t] >= 0 && p.slots[t] < blocks * block_size, "slot_mapping[", t, "] is ", p.slots[t],
-                      ", outside the cache of ", blocks, " blocks of ", block_size);
-  TORCH_CHECK_INDEX(p.starts[0] == 0 && p.starts[requests] <= tokens,
-                    "query_start_loc must start at 0 and end at or below ", tokens, ", got ", p.starts[0], " and ",
-                    p.starts[requests]);
-  const int64_t element = q.element_size(), row = heads * head_dim * element;
-  const auto zero = [&](int64_t begin, int64_t end) {
-    if (end > begin) std::memset(static_cast<char*>(p.out) + begin * row, 0, (end - begin) * row);
-  };
-  for (int64_t r = 0; r < requests; ++r) {
-    const int64_t queries = p.starts[r + 1] - p.starts[r], keys = p.seq_lens[r];
-    TORCH_CHECK_INDEX(queries >= 0 && (keys == 0 || (queries <= keys && keys <= width * block_size)), "request ", r,
-                      " has ", queries, " queries and ", keys, " keys; its block table has room for ",
-                      width * block_size);
-    for (int64_t b = 0; b < ceil_div(keys, block_size); ++b)
-      TORCH_CHECK_INDEX(p.table[r * width + b] >= 0 && p.table[r * width + b] < blocks, "block_table[", r, ", ", b,
-                        "] is ", p.table[r * width + b], ", outside the cache of ", blocks, " blocks");
-    if (keys == 0) zero(p.starts[r], p.starts[r + 1]);
-  }
-  zero(p.starts[requests], tokens);
-
+  check_indices(p, blocks);
+  clear_padding(p, q.element_size());
   const int64_t by_q = dtype == at::kFloat ? 0 : dtype == at::kBFloat16 ? 1 : 2;
   const int64_t by_cache = !quantised ? 0 : cache_dtype == at::kChar ? 1 : 2;
-  const PairKernels& kernels = chosen(instruction_sets(), isa, "paged_attention").of[by_q][by_cache];
+  const PairKernels& kernels = chosen(isa, "paged_attention").of[by_q][by_cache];
   write_cache(p, kernels);
-  attend(p, kernels, element);
+  attend(p, kernels, q.element_size());
   return out;
 }
 
 }  // namespace
 
-// From here rather than from Python, which would add some 5 us to each call.
+// Registered here and not in Python, which would add some 5 us to each call.
 TORCH_LIBRARY_IMPL(compiled_llm, CPU, m) { m.impl("paged_attention", &Callable<paged_attention>::on_best); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("paged_attention", &Callable<paged_attention>::on_best, without_gil);
   m.def("paged_attention", &Callable<paged_attention>::by_name, without_gil, "On the instruction set of that name.");
-  m.def("supported_isas", [] { return supported_names(instruction_sets()); }, "Their names, best first.");
+  m.def("supported_isas", &supported_isas, "Their names, best first.");
 }

@@ -1,9 +1,9 @@
 // The two products of a tile on tile registers, for pairs of bf16; see attention_cpu_kernels.h. The cache holds keys and
 // values as 16 rows of 16 pairs, as the instruction takes them.
 //
-// Few rows and many are multiplied by the same instruction, whose sums depend on their own row and column alone. Few wait
-// for memory: what matters is that it is read all the time. Many are bound by arithmetic: the tiles multiply beside the
-// vector units, which take the softmax of other rows meanwhile.
+// Few rows and many are multiplied by the same instruction, whose sums depend on their own row and column alone. Few rows
+// wait for memory, so it must be read all the time. Many are bound by arithmetic: while the tiles multiply, the vector
+// units compute the softmax of other rows.
 
 #include <utility>
 
@@ -23,7 +23,7 @@ constexpr int64_t kTileLanes = 16;  // of the summed dimension, in one instructi
 
 // Adds to (or, if not `add`, sets) the sums of 16 rows by kCols tiles of 16 columns:
 //   x          [16][depth] lanes, `x_row` floats from row to row
-//   operand    (column tile, lane) -> where 16 lanes of 16 columns begin; `stride` floats from lane to lane
+//   operand    (column tile, lane) -> address of 16 lanes of 16 columns; `stride` floats from lane to lane
 //   sums       `sums_row` floats from row to row
 template <int kCols, class Operand>
 INLINE void multiply_few(const float* x, int64_t x_row, int64_t depth, Operand&& operand, int64_t stride, bool add,
@@ -66,7 +66,7 @@ TARGET void few_scores(const float* queries, int64_t depth, int64_t groups, cons
   if (group < groups) multiply.template operator()<2>(group);
 }
 
-// As all_values(), of an even number of column tiles; lanes may lie anywhere. Two tiles of values at a time are copied into
+// As all_values(), of an even number of column tiles; lanes may be anywhere. Two tiles of values at a time are copied into
 // L1, one step ahead of their product, so that memory is read all the time.
 TARGET void few_values(const float* weights, int64_t depth, const float* const* values, bool add, int64_t columns,
                        float* out) {
@@ -91,7 +91,7 @@ TARGET void few_values(const float* weights, int64_t depth, const float* const* 
 // ---------------------------------------------------------------------------------------------------- up to 32 rows
 
 // One of the products of a block of rows, made step by step: a step multiplies 16 lanes of all rows by those of two tiles
-// of columns. Between two steps the sums stay in tile registers 0 to 3, so one product ends before the next begins.
+// of columns. Between two steps the sums stay in tile registers 0 to 3, so one product ends before the next one starts.
 struct Product {
   const float* x = nullptr;           // [rows][lanes], `x_row` floats from row to row
   int64_t x_row = 0;
@@ -146,7 +146,7 @@ struct Product {
   }
 };
 
-// Copies lanes of values where 16 of them do not lie at one distance, as a tile is loaded, to `memory`.
+// Copies lanes of values to `memory` where 16 of them are not at equal distances, as a tile is loaded.
 TARGET void gather_values(int64_t depth, int64_t dim, const float** values, float* memory) {
   for (int64_t i = 0; i < depth; i += kTileLanes, values += kTileLanes) {
     bool apart = false;
@@ -160,7 +160,7 @@ TARGET void gather_values(int64_t depth, int64_t dim, const float** values, floa
 }
 
 // The products of a tile and the softmax between them for more than 16 rows, by blocks of 32. While the rows of one are
-// weighed, the tile registers multiply the values of the block before and the keys of the block behind it.
+// weighed, the tile registers multiply the values of the block before and the keys of the block after it.
 //   seen(row)                                 lanes of keys that matter to this row and those before it
 //   largest(row, depth, scores)               the first part of its softmax
 //   weigh(row, depth, largest, scores, null)  the second
@@ -184,23 +184,23 @@ TARGET void attend_blocks(int64_t rows, int64_t lanes, int64_t dim, const float*
   TILES tiles;
   int64_t begin = 0;
   while (begin < rows && depth_of(begin) <= 0) begin += kTiledRows;
-  Product before, behind;
+  Product previous, next;
   if (begin < rows)
-    for (before = score(begin); before.left() > 0;) before.advance(tiles);
+    for (previous = score(begin); previous.left() > 0;) previous.advance(tiles);
   for (; begin < rows; begin += kTiledRows) {
-    behind = begin + kTiledRows < rows ? score(begin + kTiledRows) : Product{};
+    next = begin + kTiledRows < rows ? score(begin + kTiledRows) : Product{};
     const int64_t end = end_of(begin), count = end - begin, depth = depth_of(begin);
-    const int64_t steps = before.left() + behind.left();
+    const int64_t steps = previous.left() + next.left();
     float* of_row = scores_of(begin);
     float most = largest(begin, depth, of_row);
     for (int64_t row = begin, made = 0; row < end; ++row, of_row += kTile) {
       const float most_of_next = row + 1 < end ? largest(row + 1, depth, of_row + kTile) : 0;
       weigh(row, depth, std::exchange(most, most_of_next), of_row, nullptr);
-      for (; made * count < (row - begin + 1) * steps; ++made) (before.left() > 0 ? before : behind).advance(tiles);
+      for (; made * count < (row - begin + 1) * steps; ++made) (previous.left() > 0 ? previous : next).advance(tiles);
     }
-    before = weighted(begin);
+    previous = weighted(begin);
   }
-  while (before.left() > 0) before.advance(tiles);
+  while (previous.left() > 0) previous.advance(tiles);
 }
 
 }  // namespace ISA

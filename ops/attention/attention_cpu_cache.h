@@ -24,7 +24,7 @@ TARGET Range range_of(const T* row, int64_t length) {
 }
 
 // Writes one row, the key or value of a token and head, to its places in a block. Quantised rows return their scale.
-// The order of elements is stated in attention_cpu.cpp.
+// attention_cpu.cpp says in which order elements are kept.
 template <class T, class C>
 TARGET float write_row(const Problem& p, const T* from, bool is_key, int64_t offset, C* block) {
   float scale = 1;
@@ -79,11 +79,11 @@ TARGET void write(const Problem& p, int64_t token) {
   }
 }
 
-// The keys and values of a tile: where they lie in the cache, in runs of 16 keys.
+// The keys and values of a tile: their places in the cache, in runs of 16 keys.
 template <class C>
 struct Tile {
   static constexpr int64_t kGroups = kTile / kLanes, kRows = kTile / kCacheWidth<C>;
-  int64_t count = 0;          // of keys; the rest is not there
+  int64_t count = 0;          // of keys that exist
   const float* keys[kGroups];  // the first lane of 16 keys
   const float* values[kRows];  // one lane of keys, all columns
   float k_scale[kTile], v_scale[kTile];

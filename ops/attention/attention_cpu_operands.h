@@ -6,7 +6,7 @@
 namespace {
 namespace ISA {
 
-// Keys of a tile. Half as many cost prefill a tenth, for what is done once for each row and tile.
+// Keys of a tile. With half as many, prefill is a tenth slower, because of what is done once for each row and tile.
 #ifdef TILES
 constexpr int64_t kTile = 256;
 #else
@@ -59,8 +59,8 @@ INLINE ShortVec fp8_to_bf16(ByteVec32 codes) {
 // ---------------------------------------------------------------------------------------------------- operands
 //
 // A product's operands are lanes of 32 bits, one or more neighbours along the summed dimension: a float, with DOT a pair
-// of bf16, or four bytes. Bytes are signed, but for the weights of values. What is not quantised to 8 bits already, the
-// queries and the weights, is taken as 16 bits: a row of high bytes and one of low bytes.
+// of bf16, or four bytes. Bytes are signed, except in weights of values. Queries and weights, which are not quantised to
+// 8 bits already, become 16 bits: a row of high bytes and one of low bytes.
 
 struct Floats {
   using Element = float;
@@ -98,7 +98,7 @@ template <class O>
 INLINE typename O::Sum add_keys(Vec x, Vec keys, typename O::Sum sum) {
 #if DOT
   if constexpr (std::is_same_v<O, Pairs>) return add_products(sum, keys, x);
-  // The instruction wants one side unsigned: keys plus 128, which softmax_row() takes away again.
+  // One side of this instruction is unsigned: keys plus 128, which largest_score() subtracts again.
   if constexpr (std::is_same_v<O, Bytes>)
     return _mm512_dpbusd_epi32(sum, reinterpret_cast<__m512i>(bits(keys) ^ static_cast<int32_t>(0x80808080)),
                                reinterpret_cast<__m512i>(x));

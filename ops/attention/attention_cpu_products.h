@@ -25,7 +25,7 @@ constexpr int kMaxRows = (WIDTH == 512 ? 6 : WIDTH == 256 ? 3 : 1) / kRowsOf<O>;
 constexpr int kMaxVecs = WIDTH == 512 ? 4 : 2;
 
 // Scores[rows][kVecs groups of 16 keys] = queries[rows][depth] * keys[depth], integers for Bytes. The lane of a group is
-// `stride` floats after the one before. `next` are the keys that will be wanted next, at the same places.
+// `stride` floats after the one before. `next` are the keys of the next tile, which are fetched meanwhile.
 template <class O, int kRows, int kVecs>
 TARGET void multiply_keys(const float* queries, int64_t depth, const float* const* keys, int64_t stride,
                           const float* const* next, float* scores) {
@@ -131,7 +131,7 @@ TARGET void value_blocks(int64_t rows, const float* weights, const float* weight
 }
 
 // With many rows a product is bound by arithmetic, and blocks are as large as the registers allow. With few it is bound
-// by memory, and blocks are shaped so that keys and values are read in the order of their addresses.
+// by memory, and blocks read keys and values in the order of their addresses.
 constexpr int64_t kFewRows = 8;
 
 #ifdef TILES
@@ -142,7 +142,7 @@ template <class O>
 constexpr bool kTiled = false;
 #endif
 
-// Both products: of up to 16 rows by tiles, or of vectors, which also fetch what is next.
+// Both products: of up to 16 rows by tiles, or by vectors, which also fetch the next keys and values.
 template <class O>
 TARGET void all_scores(bool tiled, int64_t rows, const float* queries, int64_t depth, int64_t groups,
                        const float* const* keys, int64_t stride, const float* const* next, float* scores) {
@@ -181,7 +181,7 @@ struct Scoring {
   uint32_t excess;          // Bytes: what the unsigned keys added, modulo 2^32; without it sums fit 32 bits
 };
 
-// Weights of 32 keys as operands of the values' product: pairs are written over the scores, behind the reading.
+// Weights of 32 keys as operands of the values' product: pairs are written over scores that have been read.
 template <class O>
 INLINE void store_weights(const Vec* weights, float* row, int64_t key) {
 #if DOT
@@ -205,8 +205,8 @@ INLINE IntVec visible(const Mask& mask, int64_t key) {
 }
 
 // The softmax of a row of a tile's products, in two parts. The first hides what the row does not see and returns the
-// largest score, to powers of 2. Apart, since it ends in a chain of instructions that wait for one another: the second part
-// of one row is best taken after the first part of the next.
+// largest score, to powers of 2. It ends in a chain of instructions that wait for one another, so the second part of a row
+// is best computed after the first part of the next row.
 template <class O>
 TARGET float largest_score(float* scores, int64_t keys, const Scoring& scoring, const Mask& mask) {
   Vec largest = broadcast(-kInfinity);
@@ -253,7 +253,7 @@ TARGET float weigh_row(float* scores, int64_t keys, const Scoring& scoring, cons
   const float maximum = std::max(state.maximum[row], largest_of_row);
   const float shift = maximum == -kInfinity ? 0.f : maximum;  // keys that are seen, with scores of -inf: no weight
 
-  // 32 keys at a time, as one vector of pairs holds them; there is memory for so many.
+  // 32 keys at a time, which are one vector of pairs; the row has memory for a multiple of 32.
   Vec sums[2] = {}, check = {}, largest = {};
   const auto weigh = [&]<bool kScaled>() __attribute__((always_inline)) TARGET {
     for (int64_t key = 0; key < keys; key += 2 * kLanes) {
@@ -301,7 +301,7 @@ TARGET float weigh_row(float* scores, int64_t keys, const Scoring& scoring, cons
   return 1;
 }
 
-// One copy for all its callers, which must agree to the bit.
+// Not inlined, so that all callers run the same instructions and agree to the bit.
 __attribute__((noinline)) TARGET void fold(const State& into, const State& from, int64_t rows, int64_t padded_dim) {
   for (int64_t row = 0; row < rows; ++row) {
     if (from.sum[row] == 0) continue;  // it saw no key

@@ -10,8 +10,8 @@
 namespace {
 
 constexpr int64_t kPartition = 512;  // keys
-constexpr int64_t kUnitRows = 96;    // query rows (tokens times heads) of a unit, about
-// The same with tile registers, and how many of them are multiplied at a time.
+constexpr int64_t kUnitRows = 96;    // approximate query rows (tokens times heads) of a unit
+// The same with tile registers, and how many rows are multiplied at a time.
 constexpr int64_t kTiledUnitRows = 256, kTiledRows = 32;
 constexpr float kSmallestMaximum = 0x1p-100f;  // as in kv_quant.py
 
@@ -25,15 +25,10 @@ struct Fp8 {  // float8_e4m3fn
   uint8_t code;
 };
 
-// Neighbours in the cache: W in attention_cpu.cpp.
+// Neighbouring elements in the cache: W in attention_cpu.cpp.
 template <class C>
-constexpr int64_t kCacheWidth = 1;
-template <>
-constexpr int64_t kCacheWidth<BFloat16> = 2;
-template <>
-constexpr int64_t kCacheWidth<Fp8> = 2;
-template <>
-constexpr int64_t kCacheWidth<int8_t> = 4;
+constexpr int64_t kCacheWidth =
+    std::is_same_v<C, int8_t> ? 4 : std::is_same_v<C, BFloat16> || std::is_same_v<C, Fp8> ? 2 : 1;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

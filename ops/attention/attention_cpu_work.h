@@ -20,7 +20,7 @@ void write_cache(const Problem& p, const PairKernels& kernels) {
   });
 }
 
-// Requests whose tables begin with the same blocks, for so many whole partitions that all their rows see.
+// Requests whose tables start with the same blocks, and the number of whole partitions of these that all their rows see.
 struct SharedPrefix {
   std::vector<int64_t> requests;
   int64_t partitions, rows;
@@ -42,7 +42,7 @@ std::vector<SharedPrefix> shared_prefixes(const Problem& p, int64_t most_rows) {
       const int64_t most = std::min(prefix.partitions, partitions);
       const int32_t* other = p.table + prefix.requests[0] * p.table_width;
       const int64_t common = (std::mismatch(table, table + most * blocks, other).first - table) / blocks;
-      // One that shares little is not let in, since it would take the rest from the others.
+      // A request that shares little is not added, since the others would share no more than that.
       found = common > 0 && 2 * common >= prefix.partitions && prefix.rows + rows <= most_rows;
       if (!found) continue;
       prefix.requests.push_back(r);
@@ -58,7 +58,7 @@ std::vector<SharedPrefix> shared_prefixes(const Problem& p, int64_t most_rows) {
 }
 
 void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
-  // The units, and their cost: a key of a unit is read once, at the cost of 8 rows, and multiplied with every row.
+  // The units and their cost: a unit's key is read once, which costs as much as 8 rows, and multiplied with every row.
   std::vector<Unit> units;
   const auto cost = [&](const Unit& unit) {
     return (unit.keys - std::max(unit.first_key, unit.shared * kPartition)) * (unit.tokens * p.group + 8);
@@ -72,8 +72,8 @@ void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
     for (const int64_t r : prefix.requests) shared[r] = prefix.partitions;
   }
   std::vector<int64_t> unit_of(p.kv_heads * p.requests, -1);  // the last of a request and head: the only one if it shares
-  // Head by head: what several units read of a head's keys and values, the tiles of one prompt or requests that share a
-  // prefix, is then still in the caches.
+  // Head by head: keys and values of a head that several units read, parts of one prompt or requests that share a prefix,
+  // are then still in the caches.
   for (int64_t h = 0; h < p.kv_heads; ++h)
     for (int64_t r = 0; r < p.requests; ++r) {
       const int64_t tokens = p.starts[r + 1] - p.starts[r];
@@ -87,11 +87,11 @@ void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
       }
     }
 
-  // The items: what is shared, then a unit whole, or cut into ranges of partitions where it is a large share of all.
+  // The items: what is shared; then each unit, whole, or cut into ranges of partitions if it is a large part of the work.
   const int64_t threads = at::get_num_threads(), target = total_cost / (8 * threads) + 1;
   std::vector<Item> items;
   std::vector<const Unit*> members, cut;
-  members.reserve(2 * units.size());  // each once alone, and once with others; items point into it
+  members.reserve(2 * units.size());  // each once alone and once with others; items have pointers into it
   int64_t states = 0;
   for (int64_t u = 0; u < static_cast<int64_t>(units.size()); ++u) {
     Unit& unit = units[u];
@@ -116,7 +116,7 @@ void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
   }
   const auto kept = std::make_unique_for_overwrite<float[]>(states);
 
-  // Work below about 10 us of one thread is not worth waking another.
+  // Waking another thread takes longer than work of about 10 us.
   const auto for_each = [&](int64_t count, auto&& work) {
     const bool tiny = total_cost * p.head_dim * element < 1 << 21;
     std::atomic<int64_t> next = 0;

@@ -41,24 +41,10 @@ LIBRARY.define(
 
 
 def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    sm_scale: float,
-    max_query_len: int,
-    window: int = 0,
-    soft_cap: float = 0.0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, *,
+    sinks: Tensor | None = None, sm_scale: float, max_query_len: int, window: int = 0, soft_cap: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Write ``k`` and ``v`` to the cache, then return causal attention of ``q`` over the cache.
 
     Index tensors, scales and sinks are contiguous. The CPU kernel takes H up to 512, the Triton kernels up to 256.

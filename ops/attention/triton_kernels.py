@@ -168,7 +168,7 @@ def split_kernel(
     """All requests of ``MIN_QUERY`` to ``MAX_QUERY`` rows.
 
     A task is one split of one request's keys for one tile of ``BLOCK_M // GROUP`` tokens and one KV head; programs take
-    turns. Tasks over the same keys follow each other, so that they meet in the L2 cache.
+    turns. Tasks over the same keys follow each other, so that they share the L2 cache.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -201,7 +201,7 @@ def split_kernel(
         q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
         q_tile = _load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
 
-        # A padding request (seq_len 0) sees nothing: begin and end are 0 then, and its rows are zero.
+        # For a padding request (seq_len 0) begin and end are 0, so its rows are zero.
         context_len = tl.maximum(seq_len - query_len, 0)
         begin = first_key + split * split_tokens
         end = tl.minimum(tl.minimum(begin + split_tokens, seq_len), context_len + first_token + BLOCK_Q)
@@ -290,7 +290,7 @@ def prefill_kernel(
         q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
         q_tile = _load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
 
-        # A padding request (seq_len 0) sees nothing: begin and end are 0 then, and its rows are zero.
+        # For a padding request (seq_len 0) begin and end are 0, so its rows are zero.
         context_len = tl.maximum(seq_len - query_len, 0)
         visible = context_len + tokens + 1
         end = tl.minimum(context_len + first_token + BLOCK_Q, seq_len)

@@ -24,7 +24,9 @@
 
 #include "features.h"
 
-#ifndef KERNELS  // this header by itself: then only the vectors
+#ifdef KERNELS
+#define CHOOSES
+#else  // this header by itself: it compiles the vectors
 #define KERNELS "vectors.h"
 #define PRODUCTS 1
 #endif
@@ -74,45 +76,45 @@
 #endif  // PRODUCTS
 #endif  // __x86_64__
 
-// Best first; the last one is for tests.
-#if defined(__x86_64__) && PRODUCTS
-#define INSTRUCTION_SETS                                                                                             \
-  {{"amx", features().amx, amx::kernels()},             {"avx512_bf16", features().avx512_bf16, avx512_bf16::kernels()}, \
-   {"avx512", features().avx512, avx512::kernels()},    {"avx2", features().avx2, avx2::kernels()},                  \
-   {"portable", true, portable::kernels()},                                                                          \
-   {"amx_in_software", features().avx512_bf16, amx_in_software::kernels()}}
-#elif defined(__x86_64__)
-#define INSTRUCTION_SETS                                                                                             \
-  {{"avx512", features().avx512, avx512::kernels()}, {"avx2", features().avx2, avx2::kernels()},                     \
-   {"portable", true, portable::kernels()}}
-#else
-#define INSTRUCTION_SETS {{"portable", true, portable::kernels()}}
-#endif
-
+#ifdef CHOOSES
 namespace {
 
-// An op's kernels for one instruction set. An op keeps them as `const std::vector<InstructionSet<Kernels>>`, made of
-// INSTRUCTION_SETS.
-template <class Kernels>
 struct InstructionSet {
   const char* name;
   bool supported;  // by this CPU
   Kernels kernels;
 };
 
+// Best first; the last one is for tests.
+const std::vector<InstructionSet>& instruction_sets() {
+  static const std::vector<InstructionSet> sets = {
+#if defined(__x86_64__) && PRODUCTS
+      {"amx", features().amx, amx::kernels()},
+      {"avx512_bf16", features().avx512_bf16, avx512_bf16::kernels()},
+#endif
+#if defined(__x86_64__)
+      {"avx512", features().avx512, avx512::kernels()},
+      {"avx2", features().avx2, avx2::kernels()},
+#endif
+      {"portable", true, portable::kernels()},
+#if defined(__x86_64__) && PRODUCTS
+      {"amx_in_software", features().avx512_bf16, amx_in_software::kernels()},
+#endif
+  };
+  return sets;
+}
+
 using IsaName = std::optional<std::string>;  // none: the best set that this CPU has
 
-template <class Kernels>
-const Kernels& chosen(const std::vector<InstructionSet<Kernels>>& sets, const IsaName& isa, const char* op) {
-  for (const auto& set : sets)
+const Kernels& chosen(const IsaName& isa, const char* op) {
+  for (const InstructionSet& set : instruction_sets())
     if (set.supported && (!isa || *isa == set.name)) return set.kernels;
   TORCH_CHECK_VALUE(false, op, ": isa '", *isa, "' is unknown or not supported by this CPU");
 }
 
-template <class Kernels>
-std::vector<std::string> supported_names(const std::vector<InstructionSet<Kernels>>& sets) {
+std::vector<std::string> supported_isas() {
   std::vector<std::string> names;
-  for (const auto& set : sets)
+  for (const InstructionSet& set : instruction_sets())
     if (set.supported) names.push_back(set.name);
   return names;
 }
@@ -127,3 +129,4 @@ struct Callable<op> {
 };
 
 }  // namespace
+#endif

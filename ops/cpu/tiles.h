@@ -22,7 +22,7 @@ namespace {
 constexpr int64_t TILE_ROWS = 16, TILE_WORDS = 16;  // of 32 bits: pairs of bfloat16, or float32
 
 #if defined(__x86_64__)
-// The CPU's tiles. A thread may use them between `begin` and `end`. Tiles 0 to 5, for sums and activations, have `rows`
+// The CPU's tiles. A thread may use them after `begin` and before `end`. Tiles 0 to 5, for sums and activations, have `rows`
 // rows (1 to 16), tiles 6 and 7, for weights, have 16.
 struct HardwareTiles {
   struct alignas(64) Config {

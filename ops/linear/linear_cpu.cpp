@@ -13,12 +13,12 @@
 // (linear_cpu_amx.h) 16 pairs at a time.
 //
 // AMX multiplies faster than L2 delivers: of each product's operands one has to be in L1 (the weights' chunk), the other
-// in L2 (the block of rows), and what comes from farther away has to be on its way all the time. So every row group
-// fetches its part of the weights wanted next, and large outputs are written past the caches.
+// in L2 (the block of rows), and weights have to be fetched from farther away all the time. So every row group fetches
+// its part of the next weights, and large outputs are written past the caches.
 //
 // Batch invariance: every output has one float32 sum, which takes its pairs in order, whatever the number of rows, the
-// place of its row, or the number of threads. Chunks do not change that: between two of them a sum rests in memory as
-// the float32 it is. So a request gets the same tokens alone or in any batch. Kernels of different instruction sets may
+// place of its row, or the number of threads. Chunks do not change that: between two of them a sum is kept in memory as
+// float32. So a request gets the same tokens alone or in any batch. Kernels of different instruction sets may
 // differ in the last bit (AMX sums 16 even and 16 odd products before it adds them), so one of them serves all shapes: AMX
 // also takes single rows, where it has more than enough arithmetic to keep up with memory.
 
@@ -47,13 +47,8 @@ namespace {
 constexpr int64_t STREAM_BYTES = 1 << 20;        // of output: more is not in the caches when it is read
 constexpr int64_t TILED_BLOCK_BYTES = 1 << 20;   // of activations, with tile registers: half of L2
 constexpr int64_t FEW_ROWS = 4;                  // up to here memory is the limit even without any prefetch of ours
-constexpr int64_t GRAIN_FLOPS = 1 << 18;         // a thread is not worth waking for less
+constexpr int64_t GRAIN_FLOPS = 1 << 18;         // for less, waking a thread takes longer than the work
 constexpr int64_t PIECES = 8;                    // of the columns, for each thread
-
-const std::vector<InstructionSet<Kernels>>& instruction_sets() {
-  static const std::vector<InstructionSet<Kernels>> sets = INSTRUCTION_SETS;
-  return sets;
-}
 
 // `rows` rows of K elements -> [pairs, rows]: what a micro kernel reads in a row. Four rows of four pairs at a time.
 void interleave_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t K, uint32_t* to) {
@@ -125,7 +120,7 @@ struct Problem {
   int64_t rows;          // of a row group
 };
 
-// Rows [row, row + rows) of column tiles [tile, tile + cols). The thread's next ones begin at `next_tile`.
+// Rows [row, row + rows) of column tiles [tile, tile + cols). The thread's next ones start at `next_tile`.
 void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row, int64_t rows, int64_t tile,
                     int64_t cols, int64_t next_tile) {
   alignas(64) float sums[MAX_SUMS];
@@ -136,7 +131,7 @@ void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row,
   if (problem.bias) std::copy_n(problem.bias + column, columns, bias);
   for (int64_t pair = 0, pairs; pair < problem.pairs; pair += pairs) {
     pairs = std::min(problem.chunk, problem.pairs - pair);
-    // The weights wanted next, of the next chunk or the next tiles: each row group fetches a part.
+    // The next weights, of the next chunk or the next tiles: each row group fetches a part.
     const bool last = pair + pairs == problem.pairs;
     const uint32_t* later = last ? problem.w + next_tile * w_stride : w + (pair + pairs) * TILE;
     const int64_t later_pairs = std::min(problem.chunk, last ? problem.pairs : problem.pairs - pair - pairs);
@@ -185,7 +180,7 @@ void check_inputs(const at::Tensor& x, const at::Tensor& packed, const std::opti
 at::Tensor packed_linear(const IsaName& isa, const at::Tensor& x, const at::Tensor& packed,
                          const std::optional<at::Tensor>& bias, int64_t out_features) {
   check_inputs(x, packed, bias, out_features);
-  const Kernels& kernels = chosen(instruction_sets(), isa, "packed_linear");
+  const Kernels& kernels = chosen(isa, "packed_linear");
   const int64_t T = x.size(0), tiles = packed.size(0), pairs = packed.size(1);
   at::Tensor out = at::empty({T, out_features}, x.options());
   if (T == 0) return out;
@@ -218,7 +213,7 @@ at::Tensor packed_linear(const IsaName& isa, const at::Tensor& x, const at::Tens
   // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
   // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
   const int64_t cols = T <= FEW_ROWS && !tiled ? 1 : kernels.cols;
-  // A piece of the columns and a block of rows at a time goes to whichever thread is free: cores need not be equally fast.
+  // A thread that is free takes the next piece of the columns and block of rows: cores need not be equally fast.
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), T * pairs * tiles * TILE / GRAIN_FLOPS + 1);
   const int64_t piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols;
   const int64_t pieces = (tiles + piece - 1) / piece, items = pieces * ((T + block - 1) / block);
@@ -239,12 +234,12 @@ at::Tensor packed_linear(const IsaName& isa, const at::Tensor& x, const at::Tens
 
 }  // namespace
 
-// From here rather than from Python, which would add some 5 us to each call.
+// Registered here and not in Python, which would add some 5 us to each call.
 TORCH_LIBRARY_IMPL(compiled_llm, CPU, m) { m.impl("packed_linear", &Callable<packed_linear>::on_best); }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   const py::call_guard<py::gil_scoped_release> without_gil;
   m.def("packed_linear", &Callable<packed_linear>::on_best, without_gil);
   m.def("packed_linear", &Callable<packed_linear>::by_name, without_gil, "On the instruction set of that name.");
-  m.def("supported_isas", [] { return supported_names(instruction_sets()); }, "Their names, best first.");
+  m.def("supported_isas", &supported_isas, "Their names, best first.");
 }

@@ -41,8 +41,8 @@ constexpr int ROWS = WIDTH == 512 ? 8 : 4, COLS = DOT ? 3 : WIDTH == 512 ? 2 : 1
 constexpr int64_t CHUNK = 256, ROW_BLOCK = 256;
 
 #if DOT
-// 32 registers of 512 bits: 8 x 3 sums, 3 of weights, the others for activations on their way. A pair costs 24 products
-// and 11 loads, so the loads hide; an 8-row group fits the usual batch sizes.
+// 32 registers of 512 bits: 8 x 3 sums, 3 of weights, the others for activations. A pair takes 24 products and 11 loads,
+// so the products hide the loads; a group of 8 rows fits the usual batch sizes.
 template <int M, int C>
 TARGET void multiply(const Work& work) {
   Vec sums[M][C];

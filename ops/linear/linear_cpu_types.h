@@ -14,8 +14,8 @@ constexpr int64_t MAX_COLS = 3, MAX_SUMS = 768 * TILE;
 
 // What a micro kernel works on. A uint32_t is a pair of bfloat16: even k in the low half, odd k in the high half.
 struct Work {
-  const uint32_t* x;       // activations, as the kernels' `pack` has put them: [pairs, M], or whole tiles for AMX;
-  int64_t x_stride;        // AMX: or rows as they are, so far apart, if not 0
+  const uint32_t* x;       // packed activations: [pairs, M], or whole tiles for AMX;
+  int64_t x_stride;        // AMX: if not 0, rows that are not packed, this far apart
   const uint32_t* w;       // [C, pairs, TILE] weights, with `w_stride` from tile to tile
   int64_t w_stride;
   int64_t pairs;
@@ -24,15 +24,15 @@ struct Work {
   bool prefetch;           // fetch the weights AHEAD of these into L2,
   int64_t left;            // which are in the next C tiles from the `left`-th pair on
   const uint32_t* later;   // AMX: weights to fetch into L2 meanwhile, in C tiles,
-  int64_t later_lines;     // so many cache lines, or pairs, of each
+  int64_t later_lines;     // and the number of cache lines, or pairs, of each
 };
 
 // The kernels of an instruction set.
 struct Kernels {
   int64_t rows, cols;  // of the largest product: activations, and column tiles
   int64_t align;  // activations are packed with rows and pairs filled up to a multiple of this with zeros: 1 or TILE
-  int64_t row_block;  // rows that use a chunk of weights together, at most,
-  int64_t chunk;      // of so many pairs; with few rows other numbers
+  int64_t row_block;  // rows that use a chunk of weights together, at most
+  int64_t chunk;      // pairs of a chunk; with few rows other numbers
   void (*const* multiply)(const Work&);  // [rows / align, cols]: entry [m - 1, c - 1] does m * align rows and c tiles
   // Adds the bias to `rows` rows of `columns` sums and rounds them. They are stored without gaps, `sums_stride` apart.
   // `stream` says that the output is too large for the caches.

@@ -71,17 +71,17 @@ TARGET void gather(const Row& row, float least, float end, std::vector<float>& f
   }
 }
 
-// The largest t such that the weights of at least t amount to `wanted`, by their number or by their sum. Nothing below
-// `least` is looked at; `least` itself where all from there on do not amount to more. Positive floats are in the order of
-// their bits, so the search halves a range of those, until few weights are left in it.
-TARGET float search(const Row& row, float least, double wanted, double Kept::* amount, std::vector<float>& found) {
+// The largest t such that the `amount` of the weights of at least t, their number or their sum, reaches `target`; at least
+// `least`. Positive floats are in the order of their bits, so the search halves a range of those, until few weights are
+// left in it.
+TARGET float search(const Row& row, float least, double target, double Kept::* amount, std::vector<float>& found) {
   int32_t low = __builtin_bit_cast(int32_t, least), high = __builtin_bit_cast(int32_t, 1.f) + 1;
   Kept from_low = kept(row, least), from_high = {0, 0};
-  if (from_low.*amount <= wanted) return least;
+  if (from_low.*amount <= target) return least;
   while (from_low.count - from_high.count > kFew && high - low > 1) {
     const int32_t middle = low + (high - low) / 2;
     const Kept from_middle = kept(row, __builtin_bit_cast(float, middle));
-    if (from_middle.*amount >= wanted) {
+    if (from_middle.*amount >= target) {
       low = middle;
       from_low = from_middle;
     } else {
@@ -93,7 +93,7 @@ TARGET float search(const Row& row, float least, double wanted, double Kept::* a
   std::sort(found.begin(), found.end(), std::greater<>());
   double sum = from_high.*amount;
   for (const float w : found)
-    if ((sum += amount == &Kept::sum ? w : 1) >= wanted) return w;
+    if ((sum += amount == &Kept::sum ? w : 1) >= target) return w;
   return __builtin_bit_cast(float, low);
 }
 

@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t kChunk = 256;  // tokens
-constexpr int64_t kFew = 256;    // weights that are rather sorted than searched
+constexpr int64_t kFew = 256;    // weights that are sorted, not searched
 constexpr float kMinTemperature = 1e-5f;  // as in reference.py
 constexpr int64_t kNoToken = -1;          // the same
 

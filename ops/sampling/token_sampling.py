@@ -2,7 +2,7 @@
 
 What they compute is said in ``reference.py``. They are ops because plain torch has to sort the whole vocabulary for
 top-k and top-p, and because the argmax that the compiler makes for a CPU takes several times as long as reading the
-logits. The kernels search for the one number that both filters come to: the smallest weight that stays. They compute
+logits. The kernels search for one number, which both filters are equal to: the smallest weight that stays. They compute
 each row by itself, in the same order of operations whatever the other rows are.
 """
 

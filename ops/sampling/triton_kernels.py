@@ -1,19 +1,19 @@
 """The sampling kernels in Triton. The order of their launches: ``triton_sampling.py``.
 
-Depths. A token's depth is how far its logit lies below the row's largest, as an int32: 0 for the most likely token, and
-2^24 more for each halving of the weight. So equal depths are equal weights, to the resolution of a float32. What top-k,
-top-p and min-p come to is a limit: the largest depth that stays.
+Depths. A token's depth is the distance of its logit from the row's largest, as an int32: 0 for the most likely token,
+2^24 more for each halving of the weight. So equal depths are equal weights, to the resolution of a float32. Together,
+top-k, top-p and min-p are a limit: the largest depth that stays.
 
 Exact sums. A weight is ``2^(-depth / 2^24)`` in whole units, an int64, the unit such that the sum of any row fits. So a
 sum does not depend on the order of its terms, nor a token on the rows beside it, on the number of programs or on which
-of them comes first. And the sum of a row is that of its chunks to the last digit, so a draw below the sum always meets
+of them comes first. And the sum of a row is that of its chunks to the last digit, so a draw below the sum always finds
 a token that stays. At 2^18 tokens a unit is 2^-44 of the largest weight, and no token is off by more.
 
 The search. A pass compares all depths with ``CELLS`` limits, which leaves a ``CELLS``-th of the range. After ``LEVELS``
 passes the few depths that are left in the range are gathered in a list, and one program a row halves the range over
 the list until one depth is left. With top-k the list has all that top-k keeps, so that top-p is searched in it as well.
 They may not fit, since thousands of tokens may have the same weight: then the range often has one depth alone, and
-else the passes go on, by one program. No pass reads chunks whose largest logit lies below the range.
+else the passes go on, by one program. No pass reads chunks whose largest logit is below the range.
 """
 
 import triton
@@ -61,7 +61,7 @@ def _weights(depths, UNIT: tl.constexpr):
 
 @triton.jit
 def _share(top_p, total):
-    """The sum that top-p wants, of a sum of weights."""
+    """The sum of weights that top-p keeps, of a sum ``total`` of all of them."""
     return tl.maximum((top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
@@ -69,8 +69,8 @@ def _share(top_p, total):
 def _amounts(
     row_logits, row_maxima, largest, per_unit, by_count, low, step, first, end, vocabulary, UNIT: tl.constexpr
 ):
-    """What the tokens of some chunks amount to, by their number or by their weights: ``[CELLS]`` int64, the tokens down
-    to the depth ``low + step``, to ``low + 2 * step`` and so on."""
+    """The amounts of some chunks, numbers of tokens or sums of weights, as ``[CELLS]`` int64: of the tokens down to the
+    depth ``low + step``, to ``low + 2 * step`` and so on."""
     limits = low + step * (1 + tl.arange(0, CELLS))
     sums = tl.zeros([CELLS, CHUNK], tl.int64)
     for chunk in range(first, end):
@@ -86,12 +86,12 @@ def _amounts(
 def _range(partial, top_k, top_p, row, splits, vocabulary, PASSES: tl.constexpr, BLOCK_S: tl.constexpr):
     """What is known after some passes of the limit that top-k asks for, or top-p where top-k is off.
 
-    It is above ``low`` and at most ``high``. Also what the tokens down to ``low`` amount to, and what is wanted; less
-    than that is reached where fewer than top_k tokens have a weight.
+    It is above ``low`` and at most ``high``. Also the amount of the tokens down to ``low``, and the target: not reached
+    where fewer than top_k tokens have a weight.
     """
     k = tl.load(top_k + row)
     by_count = k < vocabulary
-    wanted = tl.maximum(k, 1).to(tl.int64)
+    target = tl.maximum(k, 1).to(tl.int64)
     low = tl.full([], -1, tl.int32)
     step = tl.full([], BANNED, tl.int32)
     amount = tl.zeros([], tl.int64)
@@ -101,20 +101,20 @@ def _range(partial, top_k, top_p, row, splits, vocabulary, PASSES: tl.constexpr,
         part = ((level * tl.num_programs(0) + row) * splits + parts) * CELLS + cells[None, :]
         amounts = tl.sum(tl.load(partial + part, mask=parts < splits, other=0), 0)
         if level == 0:
-            wanted = tl.where(by_count, wanted, _share(tl.load(top_p + row), tl.max(amounts, 0)))
-        short = (amounts < wanted) & (cells < CELLS - 1)
+            target = tl.where(by_count, target, _share(tl.load(top_p + row), tl.max(amounts, 0)))
+        short = (amounts < target) & (cells < CELLS - 1)
         amount = tl.maximum(amount, tl.max(tl.where(short, amounts, 0), 0))
         step = step // CELLS
         low += tl.sum(short.to(tl.int32), 0) * step
-    return low, low + step, amount, wanted
+    return low, low + step, amount, target
 
 
 @triton.jit
-def _search_list(depths, amounts, low, high, amount, wanted):
-    """The first limit above ``low`` that gives what is wanted, or ``high``. ``amount``: what is not in the list."""
+def _search_list(depths, amounts, low, high, amount, target):
+    """The first limit above ``low`` that reaches the target, or ``high``. ``amount``: of tokens outside the list."""
     while high - low > 1:
         middle = low + (high - low) // 2
-        enough = amount + tl.sum(tl.where(depths <= middle, amounts, 0), 0) >= wanted
+        enough = amount + tl.sum(tl.where(depths <= middle, amounts, 0), 0) >= target
         low = tl.where(enough, low, middle)
         high = tl.where(enough, middle, high)
     return high
@@ -122,7 +122,7 @@ def _search_list(depths, amounts, low, high, amount, wanted):
 
 @triton.jit
 def _search_row(
-    row_logits, row_maxima, largest, per_unit, by_count, low, high, wanted, num_chunks, vocabulary, UNIT: tl.constexpr
+    row_logits, row_maxima, largest, per_unit, by_count, low, high, target, num_chunks, vocabulary, UNIT: tl.constexpr
 ):
     """The same over all tokens of the row."""
     while high - low > 1:
@@ -130,7 +130,7 @@ def _search_row(
         amounts = _amounts(
             row_logits, row_maxima, largest, per_unit, by_count, low, step, 0, num_chunks, vocabulary, UNIT
         )  # fmt: skip
-        short = (amounts < wanted) & (tl.arange(0, CELLS) < CELLS - 1)
+        short = (amounts < target) & (tl.arange(0, CELLS) < CELLS - 1)
         low += tl.sum(short.to(tl.int32), 0) * step
         high = tl.minimum(high, low + step)
     return high
@@ -194,11 +194,11 @@ def gather_kernel(
                 if _depths(tl.load(maxima + row * num_chunks + chunk), largest, per_unit) <= high:
                     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
                     depths = _depths(_load_logits(logits + row * row_stride, tokens, vocabulary), largest, per_unit)
-                    wanted = ((depths > above) & (depths <= high)).to(tl.int32)
-                    count = tl.sum(wanted, 0)
+                    chosen = ((depths > above) & (depths <= high)).to(tl.int32)
+                    count = tl.sum(chosen, 0)
                     if count > 0:
-                        place = tl.atomic_add(found + row * 3, count, sem="relaxed") + tl.cumsum(wanted, 0) - 1
-                        tl.store(listed + row * LISTED + place, depths, mask=(wanted > 0) & (place < LISTED))
+                        place = tl.atomic_add(found + row * 3, count, sem="relaxed") + tl.cumsum(chosen, 0) - 1
+                        tl.store(listed + row * LISTED + place, depths, mask=(chosen > 0) & (place < LISTED))
                         in_range = (depths > low) & (depths <= high)
                         tl.atomic_min(found + row * 3 + 1, tl.min(tl.where(in_range, depths, BANNED), 0), sem="relaxed")
                         tl.atomic_max(found + row * 3 + 2, tl.max(tl.where(in_range, depths, -1), 0), sem="relaxed")
@@ -219,7 +219,7 @@ def limit_kernel(
         by_count = tl.load(top_k + row) < vocabulary
         share = tl.load(top_p + row)
         if by_count | (share < 1):
-            low, high, amount, wanted = _range(partial, top_k, top_p, row, splits, vocabulary, LEVELS, BLOCK_S)
+            low, high, amount, target = _range(partial, top_k, top_p, row, splits, vocabulary, LEVELS, BLOCK_S)
             count = tl.load(found + row * 3)
             deepest = tl.load(found + row * 3 + 2)
             high = tl.where(deepest > low, deepest, high)
@@ -229,14 +229,14 @@ def limit_kernel(
                 depths = tl.load(listed + row * LISTED + i, mask=i < count, other=BANNED)
                 weights = _weights(depths, UNIT)
                 amount = tl.where(by_count, 0, amount)
-                high = _search_list(depths, tl.where(by_count, 1, weights), low, high, amount, wanted)
+                high = _search_list(depths, tl.where(by_count, 1, weights), low, high, amount, target)
                 if by_count & (share < 1):
                     total = tl.sum(tl.where(depths <= high, weights, 0), 0)
                     high = _search_list(depths, weights, tl.full([], -1, tl.int32), high, amount, _share(share, total))
             else:
                 row_logits, row_maxima = logits + row * row_stride, maxima + row * num_chunks
                 high = _search_row(
-                    row_logits, row_maxima, largest, per_unit, by_count, low, high, wanted,
+                    row_logits, row_maxima, largest, per_unit, by_count, low, high, target,
                     num_chunks, vocabulary, UNIT,
                 )  # fmt: skip
                 if by_count & (share < 1):

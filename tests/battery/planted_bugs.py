@@ -566,6 +566,21 @@ _BATCH = [
         'fields["position"][:num_rows] = counts',
     ),
     (
+        "logits of drafts are those of the last token",
+        "indices[places] - distances, seq_lens",
+        "indices[places], seq_lens",
+    ),
+    (
+        "random numbers of drafts are those of the last token",
+        "seq_lens[places] - distances",
+        "seq_lens[places]",
+    ),
+    (
+        "a request that samples nothing has no row",
+        "np.array(output.num_samples, dtype=np.int64), 1)",
+        "np.array(output.num_samples, dtype=np.int64), 0)",
+    ),
+    (
         "tables are taken by place in the step, not by row",
         "block_table[:n, :width] = store.block_table[rows, :width]",
         "block_table[:n, :width] = store.block_table[:n, :width]",

@@ -159,5 +159,5 @@ def test_what_a_step_took_before_the_log_began_is_cut_off_and_no_time_is_negativ
     log.record_step(DECODE, step([(9, 1)]), seconds=1000.0)  # ran while the first was recorded
     log.leave()
     assert sum(row.seconds for row in log.rows()) <= log.wall_seconds
-    pauses.append((0.0, 5.0))  # of a step that then failed: nothing was left behind it
+    pauses.append((0.0, 5.0))  # of a step that then failed: nothing came after it
     assert log.wall_seconds == 0
