@@ -1,8 +1,8 @@
 """The sampling kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
 
 As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
-TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback, or
-an empty string.
+TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
+or an empty string.
 """
 
 import json
