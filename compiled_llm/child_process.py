@@ -1,7 +1,7 @@
-"""Child processes: parts of this package that run apart, with limits of time and memory.
+"""Child processes: parts of this package that run in other processes, with limits of time and memory.
 
-``ChildProcess`` is for the engine's side; the functions at the end are for that of the child. They exchange messages by
-``Channel``. The first one that the child gets is its settings; its answer, empty or an error, says that it is ready.
+``ChildProcess`` is for the engine's side, the functions at the end are for that of the child, and both send messages by
+``Channel``. The first message is the child's settings. Its answer is empty when it is ready, or else an error.
 """
 
 import contextlib
@@ -79,8 +79,8 @@ def decoded(content: bytes) -> Any:
 class ChildProcess:
     """A process that runs ``main()`` of a module; it is started when it is first needed, and again when it has ended.
 
-    It has no files of this process, next to nothing of its environment, and a session of its own, so that an interrupt
-    from a terminal does not reach it. It ends with ``end``, and when nobody holds this, or the interpreter ends.
+    It has no files of this process, almost nothing of its environment, and another session, so that an interrupt from a
+    terminal does not reach it. It ends with ``end``, when this object is collected, and when the interpreter ends.
 
     Args:
         name: for messages.
@@ -150,7 +150,7 @@ class ChildProcess:
         except (EOFError, OSError) as error:
             reason = self._parts.process.stderr.read().decode(errors="replace")[-1000:]
             raise RuntimeError(f"{self._name} cannot start ({self.how_it_ended()}): {reason}") from error
-        self._parts.process.stderr.close()  # nobody would read it any more
+        self._parts.process.stderr.close()  # it is not read any more
         if refusal:
             self.end()
             raise ValueError(refusal.decode())

@@ -4,7 +4,8 @@ No torch here: the scheduler reads these too.
 """
 
 import dataclasses
-from collections.abc import Iterable
+import typing
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from compiled_llm.error_texts import shown
@@ -22,7 +23,7 @@ class EngineConfig:
 
     Attributes:
         model: directory or hub id of a checkpoint; None is the bundled demo model. For a private or gated one, set the
-            environment variable HF_TOKEN to an access token of the hub; HF_HOME says where downloads are kept.
+            environment variable HF_TOKEN to an access token of the hub; HF_HOME names the directory of downloads.
         revision: branch, tag or commit of the hub's ``model``. None: its main branch.
         tokenizer: directory or hub id, if not the model's own.
         tokenizer_revision: branch, tag or commit of the hub's ``tokenizer``. None: its main branch.
@@ -55,7 +56,7 @@ class EngineConfig:
         target_itl_ms: time between two tokens of a request to aim at. While requests decode, prompts are computed in
             steps of the largest token bucket that was measured to take no longer. None: ``max_num_batched_tokens``.
         enable_prefix_caching: keep the KV blocks of finished requests, as long as there is room, for requests that
-            begin with the same tokens. A prompt's ``cache_salt`` keeps its blocks to requests of the same salt.
+            start with the same tokens. A prompt's ``cache_salt`` keeps its blocks to requests of the same salt.
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
         async_scheduling: prepare the next step while the device runs this one; what ends a request is then noticed one
             step late, and the surplus token dropped. None: on a GPU, not on a CPU, where host and device are one.
@@ -117,6 +118,35 @@ class EngineConfig:
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self, _INTEGERS, {"max_grammar_seconds": (0.01, 3600)})
+        one_of("dtype", self.dtype, ("auto", *DTYPES))
+        one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
+        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, *QUANTISED_DTYPES))
+        self._check_sources()
+        if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+            raise ValueError(
+                "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', "
+                f"given {self.device!r}{value_hint('device', self.device)}"
+            )
+        object.__setattr__(self, "bucket_sizes", sizes("bucket_sizes", self.bucket_sizes))
+        if self.token_bucket_sizes is not None:
+            object.__setattr__(self, "token_bucket_sizes", sizes("token_bucket_sizes", self.token_bucket_sizes))
+        skipped = integers("kv_cache_skip_layers", self.kv_cache_skip_layers, 0, 1023)
+        object.__setattr__(self, "kv_cache_skip_layers", skipped)
+        if isinstance(self.logits_transforms, str) or not isinstance(self.logits_transforms, Iterable):
+            raise ValueError(f"logits_transforms must be a list, given {self.logits_transforms!r}")
+        object.__setattr__(self, "logits_transforms", tuple(self.logits_transforms))
+        share, target = self.gpu_memory_utilization, self.target_itl_ms
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization must be a number above 0 and up to 1, given {share!r}")
+        if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
+            raise ValueError(f"target_itl_ms must be a number of milliseconds above 0, or None, given {target!r}")
+        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
+            raise ValueError(f"async_scheduling must be True, False or None, given {self.async_scheduling!r}")
+        self._check_pairs()
+
+    def _check_sources(self) -> None:
+        """Where model and tokenizer come from."""
         for name in ("model", "tokenizer"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -127,73 +157,37 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a branch, tag or commit as a non-empty str, given {value!r}")
             if value is not None and getattr(self, of) is None:
                 raise ValueError(f"{name} must be None without {of}, the hub id that it belongs to, given {value!r}")
-        one_of("dtype", self.dtype, ("auto", *DTYPES))
-        one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
-        one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, *QUANTISED_DTYPES))
-        if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-            raise ValueError(
-                "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', "
-                f"given {self.device!r}{value_hint('device', self.device)}"
-            )
-        one_of("preemption_mode", self.preemption_mode, ("auto", "recompute", "swap"))
-        one_of("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
-        one_of("cuda_graphs", self.cuda_graphs, ("trees", "manual"))
-        one_of("progress", self.progress, ("auto", "bar", "lines", "off"))
+
+    def _check_pairs(self) -> None:
+        """Arguments that depend on others."""
         if self.cuda_graphs == "manual" and self.enforce_eager:
             raise ValueError("cuda_graphs must be 'trees' with enforce_eager=True (no graph is made), given 'manual'")
-        integer("swap_space_bytes", self.swap_space_bytes, 0, 2**48)
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
-        object.__setattr__(self, "bucket_sizes", sizes("bucket_sizes", self.bucket_sizes))
-        if self.token_bucket_sizes is not None:
-            object.__setattr__(self, "token_bucket_sizes", sizes("token_bucket_sizes", self.token_bucket_sizes))
-        skipped = integers("kv_cache_skip_layers", self.kv_cache_skip_layers, 0, 1023)
-        object.__setattr__(self, "kv_cache_skip_layers", skipped)
-        if skipped and self.kv_cache_dtype not in QUANTISED_DTYPES:
+        if self.kv_cache_skip_layers and self.kv_cache_dtype not in QUANTISED_DTYPES:
             raise ValueError(
                 "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
-                f"given {skipped!r} with kv_cache_dtype={self.kv_cache_dtype!r}"
+                f"given {self.kv_cache_skip_layers!r} with kv_cache_dtype={self.kv_cache_dtype!r}"
             )
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_kv_blocks",
-            "kv_cache_memory_bytes",
-        ):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name), 1, 2**48)
-        if self.max_num_batched_tokens is not None:
-            integer("max_num_batched_tokens", self.max_num_batched_tokens, 1, 2**20)
-        if self.compile_workers is not None:
-            integer("compile_workers", self.compile_workers, 0, 1024)
-        if isinstance(self.logits_transforms, str) or not isinstance(self.logits_transforms, Iterable):
-            raise ValueError(f"logits_transforms must be a list, given {self.logits_transforms!r}")
-        object.__setattr__(self, "logits_transforms", tuple(self.logits_transforms))
-        integer("max_logprobs", self.max_logprobs, 0, 1000)
-        integer("max_queued_requests", self.max_queued_requests, 1, 2**31 - 1)
-        integer("max_request_id_length", self.max_request_id_length, 1, 2**20)
-        seconds = self.max_grammar_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0.01 <= seconds <= 3600:
-            raise ValueError(f"max_grammar_seconds must be a number from 0.01 to 3600, given {seconds!r}")
-        integer("max_grammar_bytes", self.max_grammar_bytes, 2**20, 2**48)
-        integer("block_size", self.block_size, 1, 1024)
-        integer("seed", self.seed, 0, 2**63 - 1)
-        share = self.gpu_memory_utilization
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization must be a number above 0 and up to 1, given {share!r}")
-        target = self.target_itl_ms
-        if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
-            raise ValueError(f"target_itl_ms must be a number of milliseconds above 0, or None, given {target!r}")
-        if target is not None and not self.enable_chunked_prefill:
+        if self.target_itl_ms is not None and not self.enable_chunked_prefill:
             raise ValueError(
-                f"target_itl_ms must be None without chunked prefill (a prompt is one step then), given {target!r}"
+                "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
+                f"given {self.target_itl_ms!r}"
             )
-        if self.async_scheduling is not None and not isinstance(self.async_scheduling, bool):
-            raise ValueError(f"async_scheduling must be True, False or None, given {self.async_scheduling!r}")
-        for name in ("enable_prefix_caching", "enable_chunked_prefill", "enforce_eager", "check_invariants"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, given {getattr(self, name)!r}")
+
+
+_INTEGERS = {
+    **dict.fromkeys(("max_model_len", "max_num_seqs", "num_kv_blocks", "kv_cache_memory_bytes"), (1, 2**48)),
+    "max_num_batched_tokens": (1, 2**20),
+    "swap_space_bytes": (0, 2**48),
+    "compile_workers": (0, 1024),
+    "max_logprobs": (0, 1000),
+    "max_queued_requests": (1, 2**31 - 1),
+    "max_request_id_length": (1, 2**20),
+    "max_grammar_bytes": (2**20, 2**48),
+    "block_size": (1, 1024),
+    "seed": (0, 2**63 - 1),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,10 +218,8 @@ class EngineLimits:
             )
         max_model_len = config.max_model_len or model_max_len
         if max_model_len > model_max_len:
-            raise ValueError(
-                f"max_model_len must be at most the model's max_position_embeddings, {model_max_len}, "
-                f"given {max_model_len}"
-            )
+            most = f"the model's max_position_embeddings, {model_max_len}"
+            raise ValueError(f"max_model_len must be at most {most}, given {max_model_len}")
         largest = config.bucket_sizes[-1]
         max_num_seqs = config.max_num_seqs or largest
         if max_num_seqs > largest:
@@ -276,6 +268,35 @@ class EngineLimits:
             token_bucket_sizes=tuple(sorted(ladder)),
             chunked_prefill=config.enable_chunked_prefill,
         )
+
+
+def check_fields(owner: Any, whole: Mapping[str, tuple[int, int]], ranges: Mapping[str, tuple[float, float]]) -> None:
+    """``ValueError`` unless the fields of a dataclass are as allowed. None is where it is the default.
+
+    A field whose type is a ``Literal`` is one of its values, one whose default is a bool is a bool.
+
+    Args:
+        whole, ranges: by field: the least and the largest integer; the least and the largest number.
+    """
+    for field in dataclasses.fields(owner):
+        name, value = field.name, getattr(owner, field.name)
+        if value is None and field.default is None:
+            continue
+        if typing.get_origin(field.type) is Literal:
+            one_of(name, value, typing.get_args(field.type))
+        if name in whole:
+            integer(name, value, *whole[name])
+        if name in ranges:
+            number(name, value, *ranges[name])
+        if isinstance(field.default, bool) and not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, given {shown(value)}")
+
+
+def number(name: str, value: Any, low: float, high: float) -> None:
+    """``ValueError`` unless ``value`` is an int or float within ``low..high``."""
+    # An integer may be too large for a float, and NaN lies nowhere.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        raise ValueError(f"{name} must be a number from {low} to {high}, given {shown(value)}")
 
 
 def integer(name: str, value: Any, low: int, high: int) -> None:

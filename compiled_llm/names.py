@@ -1,7 +1,7 @@
 """Names of arguments: an unknown one is refused with the nearest known one, or with what this engine has instead.
 
 People who come from vLLM or transformers type their names. Such a name is never taken as if it were ours, since a value
-may mean something else here (bytes, not GiB); the refusal says what to give.
+may mean something else here (bytes, not GiB); the refusal names what to give.
 """
 
 import dataclasses
@@ -12,116 +12,97 @@ from typing import Any, TypeVar
 
 Class = TypeVar("Class")
 
-_ONE_DEVICE = "there is none: an engine runs on one device"
-_BUCKETS = "give bucket_sizes (requests of a decode step) and token_bucket_sizes (tokens of a step with prompts)"
-_NO_QUANTISED_WEIGHTS = "there is none: weights are float32, bfloat16 or float16. kv_cache_dtype quantises the KV cache"
-_NO_LORA = "there is none: merge the adapter into the checkpoint"
-_TEXT_ONLY = "there is none: the engine serves text"
-_STRUCTURED = "give structured_outputs={'json': ...}, 'regex', 'choice' or 'grammar'"
-_BEAMS = "call engine.beam_search(prompts, beam_width=...)"
-_OWN_LOGITS = "there is none; a LogitsTransform can do it: the engine's logits_transforms, and the request's"
 
-# Engine argument of vLLM -> what to do here.
-ENGINE_ARGUMENTS: Mapping[str, str] = {
-    "swap_space": "give swap_space_bytes, in bytes, not GiB",
-    "num_gpu_blocks_override": "give num_kv_blocks",
-    "kv_cache_memory": "give kv_cache_memory_bytes",
-    "cpu_offload_gb": "there is none: weights stay on the device",
-    "cudagraph_capture_sizes": _BUCKETS,
-    "cuda_graph_sizes": _BUCKETS,
-    "max_seq_len_to_capture": _BUCKETS,
-    "max_cudagraph_capture_size": _BUCKETS,
-    "max_context_len_to_capture": _BUCKETS,
-    "compilation_config": f"{_BUCKETS} and cuda_graphs",
-    "optimization_level": "there is none: everything is compiled, unless enforce_eager=True",
-    "logits_processors": "give logits_transforms, which are compiled into the step",
-    "tensor_parallel_size": _ONE_DEVICE,
-    "pipeline_parallel_size": _ONE_DEVICE,
-    "data_parallel_size": _ONE_DEVICE,
-    "enable_expert_parallel": _ONE_DEVICE,
-    "distributed_executor_backend": _ONE_DEVICE,
-    "quantization": _NO_QUANTISED_WEIGHTS,
-    "quantization_config": _NO_QUANTISED_WEIGHTS,
-    "load_in_4bit": _NO_QUANTISED_WEIGHTS,
-    "load_in_8bit": _NO_QUANTISED_WEIGHTS,
-    "calculate_kv_scales": "there is none: each token and KV head has a scale of its own",
-    "torch_dtype": "give dtype",
-    "device_map": "give device",
-    "trust_remote_code": "there is none: code of a checkpoint is never run",
-    "code_revision": "there is none: code of a checkpoint is never run",
-    "tokenizer_mode": "there is none: the tokenizer is read from tokenizer.json",
-    "skip_tokenizer_init": "there is none: give prompt_token_ids and SamplingParams(detokenize=False)",
-    "hf_token": "set the environment variable HF_TOKEN",
-    "token": "set the environment variable HF_TOKEN",
-    "download_dir": "set the environment variable HF_HOME",
-    "cache_dir": "set the environment variable HF_HOME",
-    "hf_overrides": "there is none: the model is what its config.json says",
-    "hf_config_path": "there is none: the model is what its config.json says",
-    "generation_config": "there is none: chat() follows generation_config.json unless it is given sampling_params",
-    "override_generation_config": "give sampling_params to chat() and generate()",
-    "chat_template": "give chat_template to chat()",
-    "served_model_name": "there is none: the engine is no server",
-    "guided_decoding_backend": "there is none: llguidance serves SamplingParams(structured_outputs=...)",
-    "structured_outputs_config": "there is none: llguidance serves SamplingParams(structured_outputs=...)",
-    "speculative_config": "give drafter, an object that proposes tokens",
-    "speculative_model": "give drafter, an object that proposes tokens",
-    "num_speculative_tokens": "give drafter, an object that proposes tokens",
-    "enable_lora": _NO_LORA,
-    "lora_modules": _NO_LORA,
-    "max_loras": _NO_LORA,
-    "max_lora_rank": _NO_LORA,
-    "limit_mm_per_prompt": _TEXT_ONLY,
-    "mm_processor_kwargs": _TEXT_ONLY,
-    "task": "there is none: the engine generates text",
-    "runner": "there is none: the engine generates text",
-    "max_num_partial_prefills": "give max_num_batched_tokens or target_itl_ms, which bound a step",
-    "num_scheduler_steps": "there is none: every step is scheduled; async_scheduling hides the time it takes",
-    "disable_log_stats": "there is none: nothing is logged; stats() and report() tell",
-    "attention_backend": "there is none: each device has one attention kernel",
-    "enable_sleep_mode": "there is none: close() frees the memory",
-    "disable_sliding_window": "there is none: models with a sliding window are refused",
-}
+def _by_name(names_of: Mapping[str, str]) -> dict[str, str]:
+    """What to do -> the names that it is for, with spaces between. Turned round."""
+    return {name: answer for answer, names in names_of.items() for name in names.split()}
+
+
+# Engine argument of vLLM or transformers -> what to do here.
+ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
+    {
+        "give swap_space_bytes, in bytes, not GiB": "swap_space",
+        "give num_kv_blocks": "num_gpu_blocks_override",
+        "give kv_cache_memory_bytes": "kv_cache_memory",
+        "there is none: weights stay on the device": "cpu_offload_gb",
+        "give bucket_sizes (requests of a decode step) and token_bucket_sizes (tokens of a step with prompts)": (
+            "cudagraph_capture_sizes cuda_graph_sizes max_seq_len_to_capture max_cudagraph_capture_size "
+            "max_context_len_to_capture"
+        ),
+        "give bucket_sizes, token_bucket_sizes and cuda_graphs": "compilation_config",
+        "there is none: everything is compiled, unless enforce_eager=True": "optimization_level",
+        "give logits_transforms, which are compiled into the step": "logits_processors",
+        "there is none: an engine runs on one device": (
+            "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel "
+            "distributed_executor_backend"
+        ),
+        "there is none: weights are float32, bfloat16 or float16. kv_cache_dtype quantises the KV cache": (
+            "quantization quantization_config load_in_4bit load_in_8bit"
+        ),
+        "there is none: each token and KV head has a scale of its own": "calculate_kv_scales",
+        "give dtype": "torch_dtype",
+        "give device": "device_map",
+        "there is none: code of a checkpoint is never run": "trust_remote_code code_revision",
+        "there is none: the tokenizer is read from tokenizer.json": "tokenizer_mode",
+        "there is none: give prompt_token_ids and SamplingParams(detokenize=False)": "skip_tokenizer_init",
+        "set the environment variable HF_TOKEN": "hf_token token",
+        "set the environment variable HF_HOME": "download_dir cache_dir",
+        "there is none: the model is what its config.json says": "hf_overrides hf_config_path",
+        "there is none: chat() follows generation_config.json unless it is given sampling_params": "generation_config",
+        "give sampling_params to chat() and generate()": "override_generation_config",
+        "give chat_template to chat()": "chat_template",
+        "there is none: the engine is no server": "served_model_name",
+        "there is none: llguidance serves SamplingParams(structured_outputs=...)": (
+            "guided_decoding_backend structured_outputs_config"
+        ),
+        "give drafter, an object that proposes tokens": "speculative_config speculative_model num_speculative_tokens",
+        "there is none: merge the adapter into the checkpoint": "enable_lora lora_modules max_loras max_lora_rank",
+        "there is none: the engine serves text": "limit_mm_per_prompt mm_processor_kwargs",
+        "there is none: the engine generates text": "task runner",
+        "give max_num_batched_tokens or target_itl_ms, which bound a step": "max_num_partial_prefills",
+        "there is none: every step is scheduled; async_scheduling hides the time it takes": "num_scheduler_steps",
+        "there is none: nothing is logged; stats() and report() tell": "disable_log_stats",
+        "there is none: each device has one attention kernel": "attention_backend",
+        "there is none: close() frees the memory": "enable_sleep_mode",
+        "there is none: models with a sliding window are refused": "disable_sliding_window",
+    }
+)
 
 # Sampling parameter of vLLM or transformers -> what to do here.
-SAMPLING_PARAMETERS: Mapping[str, str] = {
-    "best_of": "there is none: give n and logprobs, and choose by cumulative_logprob",
-    "use_beam_search": _BEAMS,
-    "num_beams": _BEAMS,
-    "beam_width": _BEAMS,
-    "length_penalty": _BEAMS,
-    "early_stopping": _BEAMS,
-    "logits_processors": "give logits_transforms: names of the engine's logits_transforms, with their arguments",
-    "guided_decoding": _STRUCTURED,
-    "guided_json": _STRUCTURED,
-    "guided_regex": _STRUCTURED,
-    "guided_choice": _STRUCTURED,
-    "guided_grammar": _STRUCTURED,
-    "response_format": _STRUCTURED,
-    "max_new_tokens": "give max_tokens",
-    "max_completion_tokens": "give max_tokens",
-    "max_length": "give max_tokens, which does not count the prompt",
-    "min_new_tokens": "give min_tokens",
-    "do_sample": "give temperature: 0 is greedy",
-    "num_return_sequences": "give n",
-    "top_logprobs": "give logprobs",
-    "stop_strings": "give stop",
-    "stop_sequences": "give stop",
-    "eos_token_id": "give stop_token_ids",
-    "bad_words_ids": "give bad_words",
-    "suppress_tokens": "give logit_bias",
-    "no_repeat_ngram_size": _OWN_LOGITS,
-    "typical_p": _OWN_LOGITS,
-    "top_a": _OWN_LOGITS,
-    "extra_args": "give logits_transforms",
-    "echo": "there is none: an output has its prompt",
-    "stream": "call engine.stream(prompt)",
-    "spaces_between_special_tokens": "there is none: the text is what the tokenizer decodes",
-    "flat_logprobs": "there is none: logprobs are dicts by token id",
-    "priority": "give it to generate() or add_request()",
-    "lora_request": _NO_LORA,
-    "cache_salt": 'give it with the prompt: {"prompt": ..., "cache_salt": ...}',
-    "enable_thinking": "give chat(..., chat_template_kwargs={'enable_thinking': ...})",
-}
+SAMPLING_PARAMETERS: Mapping[str, str] = _by_name(
+    {
+        "there is none: give n and logprobs, and choose by cumulative_logprob": "best_of",
+        "call engine.beam_search(prompts, beam_width=...)": (
+            "use_beam_search num_beams beam_width length_penalty early_stopping"
+        ),
+        "give logits_transforms: names of the engine's logits_transforms, with their arguments": "logits_processors",
+        "give structured_outputs={'json': ...}, 'regex', 'choice' or 'grammar'": (
+            "guided_decoding guided_json guided_regex guided_choice guided_grammar response_format"
+        ),
+        "give max_tokens": "max_new_tokens max_completion_tokens",
+        "give max_tokens, which does not count the prompt": "max_length",
+        "give min_tokens": "min_new_tokens",
+        "give temperature: 0 is greedy": "do_sample",
+        "give n": "num_return_sequences",
+        "give logprobs": "top_logprobs",
+        "give stop": "stop_strings stop_sequences",
+        "give stop_token_ids": "eos_token_id",
+        "give bad_words": "bad_words_ids",
+        "give logit_bias": "suppress_tokens",
+        "there is none; a LogitsTransform can do it: the engine's logits_transforms, and the request's": (
+            "no_repeat_ngram_size typical_p top_a"
+        ),
+        "give logits_transforms": "extra_args",
+        "there is none: an output has its prompt": "echo",
+        "call engine.stream(prompt)": "stream",
+        "there is none: the text is what the tokenizer decodes": "spaces_between_special_tokens",
+        "there is none: logprobs are dicts by token id": "flat_logprobs",
+        "give it to generate() or add_request()": "priority",
+        "there is none: merge the adapter into the checkpoint": "lora_request",
+        'give it with the prompt: {"prompt": ..., "cache_salt": ...}': "cache_salt",
+        "give chat(..., chat_template_kwargs={'enable_thinking': ...})": "enable_thinking",
+    }
+)
 
 _FLOATS = {
     **dict.fromkeys(("half", "fp16", "f16", "torch.float16", "torch.half"), "give 'float16'"),
@@ -147,7 +128,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
 
 
 def name_hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> str:
-    """What to give instead of ``name``, which is none of ``known``; empty where nobody can tell.
+    """What to give instead of ``name``, which is none of ``known``; empty where there is none.
 
     Args:
         elsewhere: names that other libraries have for these -> what to do here.
@@ -159,13 +140,13 @@ def name_hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> 
 
 
 def value_hint(name: str, value: Any) -> str:
-    """What to add to the refusal of a value that vLLM knows; empty where it does not."""
+    """What to add to the refusal of a value of vLLM; empty where it has no such value."""
     hint = VALUES.get(name, {}).get(str(value).lower())
     return "" if hint is None else f": {hint}"
 
 
 def refuse_unknown_names(kind: str, elsewhere: Mapping[str, str]) -> Callable[[type[Class]], type[Class]]:
-    """For a dataclass: its constructor refuses a name that is no field with a ``ValueError`` that says what to give.
+    """For a dataclass: its constructor refuses a name that is no field with a ``ValueError`` that names what to give.
 
     Args:
         kind: what a field of the class is, such as "engine argument".

@@ -139,23 +139,10 @@ class EngineStats:
     def since(self, earlier: "EngineStats") -> "EngineStats":
         """Counts and times since ``earlier``; what is a state, or a peak, stays that of now."""
         now, then = dataclasses.asdict(self), dataclasses.asdict(earlier)
-        return EngineStats(**{name: now[name] if name in _STATES else now[name] - then[name] for name in now})
+        states = {"num_waiting", "num_running", *(name for name in now if name.endswith("_blocks"))}
+        return EngineStats(**{name: now[name] if name in states else now[name] - then[name] for name in now})
 
     @property
     def host_seconds(self) -> float:
         """Time in which the host works for a step and not the device."""
         return self.schedule_seconds + self.prepare_seconds + self.launch_seconds + self.output_seconds
-
-
-_STATES = frozenset(
-    (
-        "num_waiting",
-        "num_running",
-        "num_kv_blocks",
-        "used_blocks",
-        "cached_blocks",
-        "peak_used_blocks",
-        "num_swap_blocks",
-        "used_swap_blocks",
-    )
-)

@@ -5,13 +5,11 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from compiled_llm.config import integer, one_of
+from compiled_llm.config import check_fields, integer, number
 from compiled_llm.error_texts import shown
 from compiled_llm.names import SAMPLING_PARAMETERS, refuse_unknown_names
 from compiled_llm.structured_outputs import StructuredOutputsParams
 
-_MAX_N = 256
-_MAX_LOGPROBS = 1000
 _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 300
@@ -19,6 +17,23 @@ _MAX_BIAS = 100.0
 _MAX_ALLOWED = 2**20
 _MAX_BAD_WORDS = 1000
 _MAX_TRANSFORMS = 64
+_MOST = 2**31 - 1
+_INTEGERS = {
+    "n": (1, 256),
+    "top_k": (-1, _MOST),
+    "seed": (-(2**63), 2**63 - 1),
+    "logprobs": (-1, 1000),
+    "prompt_logprobs": (-1, 1000),
+    "truncate_prompt_tokens": (-1, _MOST),
+}
+_NUMBERS = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+}
 
 
 @refuse_unknown_names("sampling parameter", SAMPLING_PARAMETERS)
@@ -46,7 +61,7 @@ class SamplingParams:
         stop_token_ids: token ids that end the output, besides the model's end-of-text ids.
         ignore_eos: go on after an end-of-text token.
         include_stop_str_in_output: leave the stop string in the text.
-        logprobs: log-probabilities of the tokens chosen and of so many of the most likely ones; -1: of the engine's
+        logprobs: log-probabilities of the tokens chosen and of this many of the most likely ones; -1: of the engine's
             ``max_logprobs``. They are the model's own, of the logits before any of these parameters changes them.
         prompt_logprobs: as ``logprobs``, for the tokens of the prompt, which is then computed whole, cached or not.
         logit_bias: token id -> what is added to its logit, -100 to 100.
@@ -55,9 +70,9 @@ class SamplingParams:
         structured_outputs: a JSON schema, regex, choice or grammar that the output obeys: a
             ``StructuredOutputsParams``, or a dict of its arguments.
         logits_transforms: name -> argument for those of the engine's ``logits_transforms`` that are to apply.
-        truncate_prompt_tokens: serve only so many tokens at the end of a longer prompt; -1: as many as leave room for
-            one of output. Special tokens are tokens like others: what is cut off takes the begin-of-text token, or a
-            chat's system message, with it.
+        truncate_prompt_tokens: serve only this many tokens at the end of a longer prompt; -1: as many as leave room for
+            one of output. Special tokens are tokens like others: the begin-of-text token, or a chat's system
+            message, may be cut off.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False leaves the text empty, and saves the time.
         output_kind: what each output of ``stream``, ``step`` and the async engine holds: "cumulative", all so far;
@@ -94,24 +109,12 @@ class SamplingParams:
     output_kind: Literal["cumulative", "delta", "final"] = "cumulative"
 
     def __post_init__(self) -> None:
-        integer("n", self.n, 1, _MAX_N)
+        check_fields(self, _INTEGERS, _NUMBERS)
         if self.max_tokens is not None:
-            integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        integer("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0)
+            integer("max_tokens", self.max_tokens, 1, _MOST)
+        integer("min_tokens", self.min_tokens, 0, _MOST if self.max_tokens is None else self.max_tokens)
         if self.top_p == 0:
             raise ValueError("top_p must be above 0 (1 is off; temperature=0 is greedy), given 0")
-        integer("top_k", self.top_k, -1, 2**31 - 1)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if self.seed is not None:
-            integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name), -1, _MAX_LOGPROBS)
         object.__setattr__(self, "stop", _strings("stop", self.stop, _MAX_STOPS))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids, _MAX_STOPS) or ())
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
@@ -128,14 +131,8 @@ class SamplingParams:
             if len(transforms) > _MAX_TRANSFORMS:
                 raise ValueError(f"logits_transforms may name {_MAX_TRANSFORMS} at most, given {len(transforms)}")
             object.__setattr__(self, "logits_transforms", dict(transforms))
-        if self.truncate_prompt_tokens is not None:
-            integer("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, 2**31 - 1)
-            if self.truncate_prompt_tokens == 0:
-                raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, given 0")
-        one_of("output_kind", self.output_kind, ("cumulative", "delta", "final"))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, given {shown(getattr(self, name))}")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, given 0")
         if self.stop and not self.detokenize:
             raise ValueError("stop strings need detokenize=True, given False; use stop_token_ids")
         if self.n > 1 and self.greedy:
@@ -183,12 +180,6 @@ class SamplingParams:
         return self.counts_tokens or self.masks_tokens or bool(self.logit_bias)
 
 
-def _number(name: str, value: Any, low: float, high: float) -> None:
-    # An integer may be too large for a float, and NaN lies nowhere.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise ValueError(f"{name} must be a number from {low} to {high}, given {shown(value)}")
-
-
 def _strings(name: str, value: Any, most: int) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -223,7 +214,7 @@ def _token_ids(name: str, value: Any, most: int) -> tuple[int, ...] | None:
     if len(items) > most:
         raise ValueError(f"{name} may hold {most} ids at most, given more")
     for item in items:
-        integer(name, item, 0, 2**31 - 1)
+        integer(name, item, 0, _MOST)
     return tuple(items)
 
 
@@ -237,7 +228,7 @@ def _biases(value: Any) -> dict[int, float] | None:
     biases = {}
     for key, bias in value.items():
         token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key  # as JSON has them
-        integer("logit_bias: a token id", token_id, 0, 2**31 - 1)
-        _number(f"logit_bias of token {token_id}", bias, -_MAX_BIAS, _MAX_BIAS)
+        integer("logit_bias: a token id", token_id, 0, _MOST)
+        number(f"logit_bias of token {token_id}", bias, -_MAX_BIAS, _MAX_BIAS)
         biases[token_id] = bias
     return biases

@@ -37,7 +37,7 @@ class StructuredOutputsParams:
         choice: strings, one of which is the whole text.
         grammar: a context-free grammar in llguidance's variant of the Lark language; the rule ``start`` is the text.
         json_object: True: any JSON object.
-        whitespace_pattern: of json and json_object: a regex of the whitespace that may stand wherever JSON allows some.
+        whitespace_pattern: of json and json_object: a regex of the whitespace that may be wherever JSON allows some.
             None: up to 64 of JSON's whitespace characters.
         disable_any_whitespace: of json and json_object: no whitespace between JSON's tokens.
     """

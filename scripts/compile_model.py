@@ -23,17 +23,15 @@ from typing import Any
 
 import psutil
 from bench import tables
-from bench.workloads import add_model_arguments, model_of
+from bench.workloads import engine_parser, model_of
 
 from compiled_llm import CompiledEngine
-from compiled_llm.command_line import FlagParser, add_engine_arguments, engine_config
+from compiled_llm.command_line import engine_config
 from compiled_llm.compiling.bundle import export_bundle, import_bundle
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = FlagParser(description=(__doc__ or "").split("\n")[0], conflict_handler="resolve")
-    add_engine_arguments(parser)
-    add_model_arguments(parser)  # its --model takes the place of the engine's
+    parser = engine_parser(__doc__)
     parser.add_argument("--export", type=Path, metavar="FILE", help="write a bundle of what this model's start uses")
     parser.add_argument(
         "--import",

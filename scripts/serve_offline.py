@@ -69,6 +69,15 @@ class RunError(Exception):
         self.status = status
 
 
+@contextlib.contextmanager
+def bad_arguments_end() -> Iterator[None]:
+    """A ``ValueError`` or ``OSError`` in it ends the run with its message and status 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise RunError(2, str(error)) from error
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = FlagParser(description="Serve a file of prompts and print the results and a summary.")
     parser.add_argument("--input", type=Path, help="prompts, .jsonl or .txt (default: the bundled prompts)")
@@ -184,15 +193,12 @@ def row_seed(engine_seed: int, index: int) -> int:
 
 def prepare(args: argparse.Namespace) -> tuple[list[InputRow], OutputFile | None]:
     """The rows and the output file. ``RunError`` for everything that can be checked without the model."""
-    try:
+    with bad_arguments_end():
         engine_config(args)
         sampling_params(args, **DEFAULT_SAMPLING)
         rows = read_rows(args.input or BUNDLED_PROMPTS)
         check_files(args)
-        results = None if args.output is None else OutputFile(args.output, rows, resume=args.resume)
-    except (ValueError, OSError) as error:
-        raise RunError(2, str(error)) from error
-    return rows, results
+        return rows, None if args.output is None else OutputFile(args.output, rows, resume=args.resume)
 
 
 def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tuple[SamplingParams, str]:
@@ -203,7 +209,7 @@ def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tupl
     from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
     from compiled_llm.engine.model_files import checkpoint_directory, has_tokenizer
 
-    try:
+    with bad_arguments_end():
         config = engine_config(args)
         directory = checkpoint_directory(config)
         texts = [row for row in rows if "prompt" in row.prompt]
@@ -216,8 +222,6 @@ def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tupl
         suggested = {name: value for name, value in suggested_sampling(directory).items() if name not in given}
         default_sampling_params(suggested)  # its error message names the file
         params = SamplingParams(**{**DEFAULT_SAMPLING, **suggested, **given})
-    except (ValueError, OSError) as error:
-        raise RunError(2, str(error)) from error
     others = {name: value for name, value in {**DEFAULT_SAMPLING, **given}.items() if name not in suggested}
     parts = [listed(others), suggested and f"by generation_config.json: {listed(suggested)}"]
     return params, "; ".join(filter(None, parts))
@@ -226,10 +230,8 @@ def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tupl
 def start_engine(args: argparse.Namespace) -> "CompiledEngine":
     from compiled_llm import CompiledEngine
 
-    try:
+    with bad_arguments_end():
         return CompiledEngine.from_config(engine_config(args))
-    except (ValueError, OSError) as error:
-        raise RunError(2, str(error)) from error
 
 
 def prepare_report(engine: "CompiledEngine", args: argparse.Namespace) -> None:

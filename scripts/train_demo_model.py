@@ -172,7 +172,7 @@ def sequence_length(progress: float, context_length: int) -> int:
 
 
 def batches(documents: list[list[int]], args: argparse.Namespace) -> Iterator[torch.Tensor]:
-    """Batches of windows, each the context and one token, without end. Every epoch uses all windows once, cut anew."""
+    """Endless batches of windows of the context and one token. Every epoch uses all windows, cut at new places."""
     generator = np.random.default_rng(args.seed)
     while True:
         stream = np.concatenate([documents[i] for i in generator.permutation(len(documents))])
@@ -268,7 +268,7 @@ def train(
 
 
 def measure_held_out(model: Qwen3ForCausalLM, files: dict[str, str], documents: dict[str, list[int]]) -> dict:
-    """Loss of every held-out file in float32, with a hash by which a reader can tell that the file is the same one."""
+    """Loss of every held-out file in float32, with its hash, to identify the file."""
     records, loss_sum, num_tokens, num_bytes = [], 0.0, 0, 0
     for path, tokens in tqdm(documents.items(), desc="held-out files"):
         loss, source = measure(model, tokens), files[path].encode()

@@ -121,7 +121,7 @@ def test_flags_of_all_scripts_are_written_out() -> None:
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert not called.endswith("ArgumentParser"), f"{path}: {called} takes abbreviated flags, use FlagParser"
             parsers += [path.name] * (called == "FlagParser")
-    assert {"serve_offline.py", "tune_buckets.py", "bench_arguments.py"} < set(parsers)
+    assert {"serve_offline.py", "tune_buckets.py", "workloads.py"} < set(parsers)
 
 
 def test_torch_compile_is_called_in_one_file() -> None:

@@ -1,7 +1,7 @@
 """Grammars in processes of their own, so that one that needs too much time or memory ends alone.
 
 ``GrammarProcesses`` starts a process that reads the vocabulary (grammar_worker.py), and that one forks a process for
-each grammar. Only the last so many of them are kept: a generation whose process was closed goes over its tokens again
+each grammar. Only the last ``most`` of them are kept: a generation whose process was closed goes over its tokens again
 in a new one. No torch here.
 """
 
@@ -23,9 +23,9 @@ from compiled_llm.child_process import Channel, ChildProcess, encoded
 
 # Messages that may be on their way to one process: more could fill the buffers of both directions.
 _MOST_UNANSWERED = 32
-# Seconds that pass at most while a process may compute for one: the machine may be busy with others.
+# Seconds to wait for each second that a process may compute: the machine may be busy.
 _PATIENCE = 10.0
-_OPEN, _FINISHED, _ERROR = b"\0", b"\1", b"\2"  # how replies begin
+_OPEN, _FINISHED, _ERROR = b"\0", b"\1", b"\2"  # the first byte of a reply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Vocabulary:
     Attributes:
         text: the tokenizer as the text of a ``tokenizer.json``.
         size: one more than the largest id of tokenizer or model.
+        model_size: V, of the model.
         eos_token_ids: the tokens that end a text.
         words: int32 [W], a bit for each token of both tokenizer and model.
         eos_words: int32 [W], a bit for each token that ends a text.
@@ -42,6 +43,7 @@ class Vocabulary:
 
     text: str
     size: int
+    model_size: int
     eos_token_ids: list[int]
     words: np.ndarray
 
@@ -52,12 +54,12 @@ class Vocabulary:
     @property
     def settings(self) -> list[Any]:
         """Values of JSON, for ``of_settings``."""
-        return [self.text, self.size, self.eos_token_ids, self.words.tolist()]
+        return [self.text, self.size, self.model_size, self.eos_token_ids, self.words.tolist()]
 
     @classmethod
     def of_settings(cls, settings: list[Any]) -> "Vocabulary":
-        text, size, eos_token_ids, words = settings
-        return cls(text, size, eos_token_ids, np.array(words, np.int32))
+        text, size, model_size, eos_token_ids, words = settings
+        return cls(text, size, model_size, eos_token_ids, np.array(words, np.int32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,7 @@ def bits(token_ids: Iterable[int], size: int) -> np.ndarray:
 
 
 def brief_reason(error: object) -> str:
-    """The library's reason, without traces and in lines of bearable length."""
+    """The library's reason, without traces and in short lines."""
     lines = str(error).split("\n<")[0].splitlines()[:12]
     return "\n".join(line if len(line) <= 200 else f"{line[:200]}..." for line in lines).rstrip()
 
@@ -104,42 +106,69 @@ def encode_reply(words: bytes = b"", finished: bool = False, error: str | None =
     return (_FINISHED if finished else _OPEN) + words
 
 
-class Follower:
-    """Where one generation is in its grammar. Made by ``GrammarProcesses.start``; used by one thread."""
+class GrammarState:
+    """Where one generation is in its grammar. Made by ``GrammarProcesses.start``; used by one thread at a time.
 
-    def __init__(self, processes: "GrammarProcesses", source: GrammarSource) -> None:
-        self._processes, self._source = processes, source
+    ``allow``, ``accept`` and ``finished`` wait for the process, and raise a ``ValueError`` if the grammar or the
+    generation cannot go on, or needs more time or memory than it may.
+    """
+
+    def __init__(self, processes: "GrammarProcesses", vocabulary: Vocabulary, source: GrammarSource) -> None:
+        self._processes, self._vocabulary, self._source = processes, vocabulary, source
         self._token_ids: list[int] = []
-        self._process: _Process | None = None  # that has all its tokens, or did before it was given up
+        self._ended = False  # by an eos token
+        self._process: _Process | None = None  # that has all its tokens, or had until it was closed
         self._name = -1
-        self._reply: bytes | None = None
+        self.reply: bytes | None = None  # of the process, to its last token
+
+    def allow(self, words: np.ndarray) -> None:
+        """Write which tokens may follow. Eos tokens may if the text is complete, and no others if nothing can follow.
+
+        Args:
+            words: int32 [ceil(V / 32)], written: bit v % 32 of word v // 32 says whether token v may follow.
+        """
+        assert words.dtype == np.int32, words.dtype
+        assert words.shape == (-(-self._vocabulary.model_size // 32),), words.shape
+        words[:] = self._words()[: len(words)]
 
     def accept(self, token_id: int) -> None:
-        """The token was generated. Does not wait."""
+        """The token was generated. What may follow it is computed meanwhile.
+
+        Raises:
+            ValueError: it may not follow (the state stays as it was).
+        """
+        name = f"structured outputs: token {token_id}, after {len(self._token_ids)} of the grammar's,"
+        if not 0 <= token_id < self._vocabulary.model_size:
+            raise ValueError(f"{name} must be below the vocabulary's size, {self._vocabulary.model_size}")
+        if not self._words()[token_id // 32] >> token_id % 32 & 1:
+            raise ValueError(f"{name} may not follow")
+        if token_id in self._vocabulary.eos_token_ids:
+            self._ended = True
+            return
         self._token_ids.append(token_id)
-        self._reply = None
+        self.reply = None
         if self._process is not None and self._process.is_open:
             self._process.ask(self, self._name, [token_id])
 
-    def look(self) -> tuple[np.ndarray, bool]:
-        """int32 [W] of the tokens that may follow, and whether none but eos tokens may. Waits for the process.
+    @property
+    def finished(self) -> bool:
+        """Whether the text is complete and nothing but an eos token may follow, or one did."""
+        return self._ended or self._received().startswith(_FINISHED)
 
-        Raises:
-            ValueError: the grammar or the generation cannot go on, or needs more time or memory than it may.
-        """
-        while self._reply is None:
+    def _words(self) -> np.ndarray:
+        """int32 [W] of the tokens that may follow."""
+        return self._vocabulary.eos_words if self._ended else np.frombuffer(self._received(), np.int32, offset=1)
+
+    def _received(self) -> bytes:
+        while self.reply is None:
             if self._process is None or not self._process.is_open:
                 self._process = self._processes.process(self._source)
-                self._name = self._process.new_name(self)
+                self._name = self._process.add(self)
                 self._process.ask(self, self._name, self._token_ids)
             self._process.wait_for(self)
-        if self._reply.startswith(_ERROR):
-            raise ValueError(self._reply[1:].decode())
-        return np.frombuffer(self._reply, np.int32, offset=1), self._reply.startswith(_FINISHED)
-
-    def take(self, reply: bytes) -> None:
-        """What the process answered."""
-        self._reply = reply
+        if self.reply.startswith(_ERROR):
+            raise ValueError(self.reply[1:].decode())
+        return self.reply
 
 
 class GrammarProcesses:
@@ -150,7 +179,7 @@ class GrammarProcesses:
     """
 
     def __init__(self, vocabulary: Vocabulary, most: int) -> None:
-        self._most = most
+        self._vocabulary, self._most = vocabulary, most
         self._lock = threading.Lock()
         module = "compiled_llm.constraints.grammar_worker"
         packages = "numpy", "llguidance"
@@ -159,22 +188,22 @@ class GrammarProcesses:
         self._closed = False
         weakref.finalize(self, _close_all, self._kept)
 
-    def start(self, source: GrammarSource) -> Follower:
+    def start(self, source: GrammarSource) -> GrammarState:
         """A generation before its first token.
 
         Raises:
             ValueError: the grammar does not compile, can never be matched, or needs more than it may.
         """
-        follower = Follower(self, source)
+        state = GrammarState(self, self._vocabulary, source)
         try:
-            follower.look()
+            _ = state.finished
         except ValueError:
             with self._lock:
                 process = self._kept.pop(source, None)
             if process is not None:
                 process.close()
             raise
-        return follower
+        return state
 
     def process(self, source: GrammarSource) -> "_Process":
         """The process of a grammar. If it is a new one, it may still be compiling."""
@@ -221,7 +250,7 @@ class _Process:
         self._lock = threading.RLock()  # several threads may start generations of one grammar
         self._names = itertools.count()
         self._dropped: deque[int] = deque()  # by the garbage collector, at any moment
-        self._unanswered: deque[weakref.ref[Follower]] = deque()
+        self._unanswered: deque[weakref.ref[GrammarState]] = deque()
         self._patience = _PATIENCE * (1.0 + source.seconds)
         self._reason = (
             f"structured outputs: the grammar needs more than {source.seconds:g} s to compile or "
@@ -230,18 +259,18 @@ class _Process:
         self.is_open = True
         channel.send(encoded(dataclasses.astuple(source)), self._deadline())
 
-    def new_name(self, follower: Follower) -> int:
+    def add(self, state: GrammarState) -> int:
         name = next(self._names)
-        weakref.finalize(follower, self._dropped.append, name).atexit = False
+        weakref.finalize(state, self._dropped.append, name).atexit = False
         return name
 
-    def ask(self, follower: Follower, name: int, token_ids: list[int]) -> None:
-        """Send tokens of a generation; its ``take`` gets the answer in some ``wait_for``."""
+    def ask(self, state: GrammarState, name: int, token_ids: list[int]) -> None:
+        """Send tokens of a generation; it gets the reply in some ``wait_for``."""
         with self._lock:
             if len(self._unanswered) >= _MOST_UNANSWERED:
                 self._receive()
             dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
-            self._unanswered.append(weakref.ref(follower))
+            self._unanswered.append(weakref.ref(state))
             try:
                 self._channel.send(encoded([dropped, name, token_ids]), self._deadline())
             except OSError:
@@ -250,10 +279,10 @@ class _Process:
                 self.close()
                 raise
 
-    def wait_for(self, follower: Follower) -> None:
-        """Until ``follower`` has its answer, or this process is closed."""
+    def wait_for(self, state: GrammarState) -> None:
+        """Until ``state`` has its reply, or this process is closed."""
         with self._lock:
-            while self.is_open and follower._reply is None:
+            while self.is_open and state.reply is None:
                 self._receive()
 
     def close(self) -> None:
@@ -271,16 +300,16 @@ class _Process:
             reply = self._channel.receive(self._deadline())
         except (EOFError, OSError):
             pass
-        except BaseException:  # an interrupt, half-way through a reply: nobody can read on from there
+        except BaseException:  # an interrupt may come in the middle of a reply
             self.close()
             raise
         if reply is None:
             self._fail()
-        elif follower := self._unanswered.popleft()():
-            follower.take(reply)
+        elif state := self._unanswered.popleft()():
+            state.reply = reply
 
     def _fail(self) -> None:
         """It has ended, by what it was asked first and has not answered; the others go on in another process."""
-        if self.is_open and self._unanswered and (follower := self._unanswered[0]()):
-            follower.take(encode_reply(error=self._reason))
+        if self.is_open and self._unanswered and (state := self._unanswered[0]()):
+            state.reply = encode_reply(error=self._reason)
         self.close()

@@ -31,7 +31,7 @@ _STACK_BYTES = 256 * 2**20
 
 def main() -> None:
     """Read a vocabulary, then fork a process for each socket that comes, until the other side is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the processes that end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended processes leave no zombies
     channel = own_channel()
     vocabulary = Vocabulary.of_settings(decoded(channel.receive()))
     try:
@@ -54,8 +54,8 @@ def main() -> None:
 
 
 def _follow(channel: Channel, tokenizer: "LLTokenizer", vocabulary: Vocabulary) -> None:
-    """In a process of its own: compile a grammar, and answer what generations ask until the other side is gone."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what a library writes as it dies helps nobody
+    """In the forked process: compile a grammar, and answer what generations ask until the other side is gone."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # for what a library writes as it fails
     grammar = None
     try:
         source = GrammarSource(*decoded(channel.receive()))
@@ -105,7 +105,7 @@ class _Allowance(ProcessorTime):
         self._source = source
 
     def earn(self, num_tokens: int) -> None:
-        """A generation went on by so many tokens."""
+        """Time for more tokens of a generation."""
         source = self._source
         self.left = min(self.left + num_tokens * source.seconds_a_token, source.seconds_at_once)
 
@@ -118,9 +118,9 @@ class _Grammar:
         self._text = self._library_text()
         self._first = self._compile()
 
-    def matcher(self, anew: bool = False) -> "LLMatcher":
-        """A matcher at the beginning; ``anew``: with a lexer of its own, which later ones share."""
-        if anew:
+    def matcher(self, new_lexer: bool = False) -> "LLMatcher":
+        """A matcher at the start; ``new_lexer``: with a lexer of its own, which later ones share."""
+        if new_lexer:
             self._first = self._compile()
         return self._first.deep_copy()
 
@@ -199,13 +199,13 @@ class _State:
         """Go over the tokens again with a new matcher, if that may help.
 
         The copies of a matcher share a lexer, whose states only grow in number, so that after many generations it
-        may reach its limits though no one of them needs much. A generation that does shall not restart endlessly.
+        may reach its limits though each of them needs little. A generation that needs much restarts only so often.
         """
         place = len(self._token_ids)
         if self._restarted_at is not None and place - self._restarted_at < _TOKENS_BETWEEN_RESTARTS:
             return
         self._allowance.add(self._grammar.seconds)
-        self._matcher = self._grammar.matcher(anew=True)
+        self._matcher = self._grammar.matcher(new_lexer=True)
         self._matcher.consume_tokens(self._token_ids)
         self._restarted_at = place
 

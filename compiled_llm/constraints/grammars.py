@@ -8,9 +8,7 @@ import importlib.util
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
-from compiled_llm.constraints.grammar_processes import Follower, GrammarProcesses, GrammarSource, Vocabulary, bits
+from compiled_llm.constraints.grammar_processes import GrammarProcesses, GrammarSource, GrammarState, Vocabulary, bits
 from compiled_llm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -38,7 +36,7 @@ class GrammarCompiler:
     """Compiles what requests ask for, for one model; made once an engine. Any thread may use it.
 
     Args:
-        tokenizer: byte-level or byte-fallback BPE. To take in a vocabulary of 150,000 tokens takes some seconds, which
+        tokenizer: byte-level or byte-fallback BPE. Reading a vocabulary of 150,000 tokens takes some seconds, which
             the first grammar waits for.
         vocab_size: the model's, V; the tokenizer may have fewer tokens.
         eos_token_ids: the tokens that end a text, at least one.
@@ -65,82 +63,25 @@ class GrammarCompiler:
         if not eos_token_ids:
             raise ValueError("structured outputs need a model with an end-of-text token; its config.json names none")
         text, token_ids = tokenizer.vocabulary()
-        # The library wants room for each token of the tokenizer, even if the model has fewer.
+        # The library needs room for each token of the tokenizer, even if the model has fewer.
         size = max(vocab_size, max(token_ids) + 1)
-        self._vocabulary = Vocabulary(
-            text=text,
-            size=size,
-            eos_token_ids=sorted(eos_token_ids),
-            words=bits(token_ids, size) & bits(range(vocab_size), size),
-        )
-        self._vocab_size = vocab_size
+        words = bits(token_ids, size) & bits(range(vocab_size), size)
+        self._vocabulary = Vocabulary(text, size, vocab_size, sorted(eos_token_ids), words)
         self._max_seconds, self._max_bytes = max_seconds, max_bytes
         self._processes = GrammarProcesses(self._vocabulary, most)
 
-    def start(self, params: StructuredOutputsParams) -> "GrammarState":
+    def start(self, params: StructuredOutputsParams) -> GrammarState:
         """The state of a generation before its first token.
 
         Raises:
             ValueError: it does not compile, can never be matched, or is too large: with the library's reason. Or the
                 library cannot read the tokenizer.
         """
-        follower = self._processes.start(_source(params, self._max_seconds, self._max_bytes))
-        return GrammarState(follower, self._vocabulary, self._vocab_size)
+        return self._processes.start(_source(params, self._max_seconds, self._max_bytes))
 
     def close(self) -> None:
         """End the processes."""
         self._processes.close()
-
-
-class GrammarState:
-    """Where one generation is in its grammar. Made by ``GrammarCompiler.start``."""
-
-    def __init__(self, follower: Follower, vocabulary: Vocabulary, vocab_size: int) -> None:
-        self._follower = follower
-        self._vocabulary = vocabulary
-        self._vocab_size = vocab_size
-        self._num_tokens = 0
-        self._ended = False
-
-    def allow(self, words: np.ndarray) -> None:
-        """Write which tokens may follow. Eos tokens may if the text is complete, and no others if nothing can follow.
-
-        Args:
-            words: int32 [ceil(V / 32)], written: bit v % 32 of word v // 32 says whether token v may follow.
-
-        Raises:
-            ValueError: nothing may follow though the text is not complete, or the limits of work are reached.
-        """
-        assert words.dtype == np.int32, words.dtype
-        assert words.shape == (-(-self._vocab_size // 32),), words.shape
-        words[:] = (self._vocabulary.eos_words if self._ended else self._follower.look()[0])[: len(words)]
-
-    def accept(self, token_id: int) -> None:
-        """The token was generated. What may follow it is computed meanwhile; ``allow`` and ``finished`` wait for that.
-
-        Raises:
-            ValueError: it may not follow (the state stays as it was).
-        """
-        name = f"structured outputs: token {token_id}, after {self._num_tokens} of the grammar's,"
-        if not 0 <= token_id < self._vocab_size:
-            raise ValueError(f"{name} must be below the vocabulary's size, {self._vocab_size}")
-        words = self._vocabulary.eos_words if self._ended else self._follower.look()[0]
-        if not words[token_id // 32] >> token_id % 32 & 1:
-            raise ValueError(f"{name} may not follow")
-        if token_id in self._vocabulary.eos_token_ids:
-            self._ended = True
-            return
-        self._follower.accept(token_id)
-        self._num_tokens += 1
-
-    @property
-    def finished(self) -> bool:
-        """Whether the text is complete and nothing but an eos token may follow, or one did.
-
-        Raises:
-            ValueError: as ``allow``.
-        """
-        return self._ended or self._follower.look()[1]
 
 
 def _source(params: StructuredOutputsParams, max_seconds: float, max_bytes: int) -> GrammarSource:

@@ -1,7 +1,7 @@
 """TokenMask: which tokens may follow in one generation. Host side, plain numpy; the graph applies the words.
 
-What is banned follows from the tokens so far, which the host knows; so everything of the kind (allowed ids, bad words,
-a minimum of tokens, a grammar) becomes one bit a token, and the graph knows nothing of the reasons.
+Which tokens are banned follows from the tokens so far, which the host has. So allowed ids, bad words, a minimum of
+tokens and a grammar all become one bit a token, and the graph only applies these bits.
 """
 
 import copy
@@ -25,8 +25,8 @@ class TokenMask:
     Args:
         allowed_token_ids: nothing but these; None: all of the vocabulary.
         bad_words: token sequences that are never completed.
-        min_tokens: so many tokens come before any of ``stop_token_ids``.
-        grammar: what it allows; it takes in the tokens as the mask sees them.
+        min_tokens: how many tokens come before any of ``stop_token_ids``.
+        grammar: what it allows; ``accept`` and ``words`` pass it the tokens.
     """
 
     def __init__(

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from compiled_llm.config import EngineConfig
 from compiled_llm.constraints.grammars import GrammarCompiler, GrammarState
 from compiled_llm.constraints.token_masks import TokenMask, allows_any
-from compiled_llm.engine.completions import Completion, ServedRequest
+from compiled_llm.engine.completions import Completion, UserRequest
 from compiled_llm.error_texts import shown
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.sampling_params import SamplingParams
@@ -110,7 +110,7 @@ class Admission:
             texts=[self._text(encoded.token_ids, params) for _ in range(params.n)],
         )
 
-    def admit(self, request_id: str, prepared: PreparedRequest, priority: int, order: int) -> ServedRequest:
+    def admit(self, request_id: str, prepared: PreparedRequest, priority: int, order: int) -> UserRequest:
         """The request with all its completions.
 
         Args:
@@ -137,10 +137,10 @@ class Admission:
             )
             completions.append(Completion(index, request, output_text, mask))
         prompt_logprobs: list | None = None if params.prompt_logprobs is None else [None]
-        return ServedRequest(request_id, text, list(token_ids), params, completions, prompt_logprobs)
+        return UserRequest(request_id, text, list(token_ids), params, completions, prompt_logprobs)
 
     def _check(self, params: SamplingParams) -> None:
-        """What ``SamplingParams`` cannot know by itself: the model's vocabulary, the tokenizer, the engine's limits."""
+        """Raise for parameters that this model, its tokenizer or the engine's limits do not allow."""
         vocab_size = self._model_config.vocab_size
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             check_token_ids(name, tuple(getattr(params, name) or ()), vocab_size)

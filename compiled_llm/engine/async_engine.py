@@ -1,4 +1,4 @@
-"""AsyncCompiledEngine: a CompiledEngine for asyncio, which runs in a thread of its own."""
+"""AsyncCompiledEngine: a CompiledEngine for asyncio, which runs in another thread."""
 
 import asyncio
 import functools
@@ -31,7 +31,7 @@ class AsyncCompiledEngine:
     ``AsyncCompiledEngine(model, **engine_args)``; the arguments are those of ``CompiledEngine``. This returns at once:
     the engine is made in its thread, and ``async with``, or ``ready``, waits for that, as every other method does.
 
-    Any number of threads and event loops may use one engine. Without ``close`` it ends when nobody holds it any more,
+    Any number of threads and event loops may use one engine. Without ``close`` it ends when it is garbage collected,
     or with the interpreter. On a GPU, have torch compile nothing else meanwhile: each step forbids it in all threads.
 
     Raises:
@@ -50,7 +50,7 @@ class AsyncCompiledEngine:
 
     @classmethod
     def from_engine(cls, engine: CompiledEngine) -> "AsyncCompiledEngine":
-        """Take over an engine that is there. From now on nobody else may call it, and ``close`` closes it.
+        """Use an engine that exists already. From then on nothing else may call it, and ``close`` closes it.
 
         Raises:
             ValueError: it has unfinished requests, or CUDA graphs that only the thread which made them can replay.
@@ -101,8 +101,8 @@ class AsyncCompiledEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt: yields an output after each step that advanced it, as ``output_kind`` asks.
 
-        The engine waits for no consumer. One that falls behind by more than 16 outputs gets no more than the last of
-        those that follow, which holds all of the text so far; deltas are joined. So no text is missed.
+        The engine waits for no consumer. Of outputs that a slow one has not read, the first 15 and the newest are kept,
+        which holds all of the text so far; deltas are joined. So no text is missed.
 
         A consumer that goes away, by ``break``, ``aclose`` or because its task is cancelled, aborts its request. The
         request starts with the first step of the iteration.

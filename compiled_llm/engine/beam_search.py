@@ -1,8 +1,8 @@
 """Beam search over the engine's own steps: each beam is a request of one token that forks the blocks of its parent.
 
 The rules are those of transformers' ``generate(num_beams=...)`` with its defaults, so that the two give the same beams:
-of all continuations of all beams the likeliest are looked at, twice as many as there are beams (or once more for each
-end-of-text id); those that end there leave the race with their score, if they are among the first ``beam_width``; the
+of all continuations of all beams the likeliest are considered, twice as many as there are beams (or once more for each
+end-of-text id); those that end there are kept with their score, if they are among the first ``beam_width``; the
 others go on. It is over when ``beam_width`` have ended and no running one scores above the worst of them, or at
 ``max_tokens``.
 
@@ -24,7 +24,7 @@ from compiled_llm.text.tokenizer import OutputText, Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Beam:
-    """A continuation: the tokens behind the prompt, and the sum of their log-probabilities."""
+    """A continuation: the tokens after the prompt, and the sum of their log-probabilities."""
 
     token_ids: tuple[int, ...]
     logprob: float
@@ -39,7 +39,7 @@ class EndedBeam:
 
 
 class BeamGroup:
-    """The beams of one prompt. It knows no engine: requests go out, the likeliest tokens of each come in."""
+    """The beams of one prompt: it gives requests to serve, and is given the likeliest tokens of each."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class BeamGroup:
         return self.requests[0]
 
     def take(self, request: Request, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """The ``count`` likeliest tokens behind a running beam, and their log-probabilities."""
+        """The ``count`` likeliest tokens after a running beam, and their log-probabilities."""
         self._found[request] = list(zip(token_ids[: self.count], logprobs[: self.count], strict=True))
 
     @property

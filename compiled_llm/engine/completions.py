@@ -1,4 +1,4 @@
-"""ServedRequest: a request as its user sees it, with its continuations, their text and log-probabilities."""
+"""UserRequest: a request as its user sees it, with its continuations, their text and log-probabilities."""
 
 import dataclasses
 import time
@@ -96,7 +96,7 @@ class Completion:
 
 
 @dataclasses.dataclass
-class ServedRequest:
+class UserRequest:
     """A user's request: its completions, the first of which computes the prompt for all.
 
     Attributes:
@@ -125,7 +125,7 @@ class ServedRequest:
         return all(request.status is Status.FINISHED for request in self.requests)
 
     def wanted_prompt_targets(self, start: int, count: int) -> list[int]:
-        """The prompt's tokens behind those at ``start..start + count - 1``, if their log-probabilities are wanted."""
+        """The prompt's tokens at ``start + 1..start + count``, if their log-probabilities are asked for and unknown."""
         known = self.prompt_logprobs
         if known is None or len(known) >= min(start + count + 1, len(self.prompt_token_ids)):
             return []

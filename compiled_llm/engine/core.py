@@ -10,7 +10,7 @@ import numpy as np
 from compiled_llm.config import EngineConfig
 from compiled_llm.constraints.token_masks import allows_any
 from compiled_llm.engine.beam_search import BeamGroup
-from compiled_llm.engine.completions import Completion, LogprobReader, ServedRequest
+from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest
 from compiled_llm.engine.stats import EngineCounts
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report.roofline import windows_of
@@ -50,19 +50,19 @@ class EngineCore:
         self.config, self.model_config, self.worker = config, model_config, worker
         self._drafter = None if drafter is None else CheckedDrafter(drafter, model_config.vocab_size)
         self.scheduler = _make_scheduler(config, worker.facts, self._drafter)
-        self.entries: dict[str, ServedRequest] = {}
+        self.entries: dict[str, UserRequest] = {}
         self.updated: dict[str, None] = {}
         self.launched: deque[tuple[SchedulerOutput, Any]] = deque()
         self.counts = EngineCounts()
         self.log = StepLog(windows=windows_of(model_config))
-        self._completions: dict[str, tuple[ServedRequest, Completion]] = {}  # by the id that the scheduler knows
+        self._completions: dict[str, tuple[UserRequest, Completion]] = {}  # by the id that the scheduler knows
         self._beams: dict[str, BeamGroup] = {}  # likewise
         self._advanced: deque[Request] = deque()  # those that got a token or ended, and are still to be processed
         overlaps = worker.facts.device_type == "cuda" if config.async_scheduling is None else config.async_scheduling
         self._most_launched = 2 if overlaps else 1
         self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)
 
-    def add(self, entry: ServedRequest) -> None:
+    def add(self, entry: UserRequest) -> None:
         """Queue a request whose name nobody has."""
         self._count(entry.completions[0].request)
         self.entries[entry.request_id] = entry
@@ -93,13 +93,13 @@ class EngineCore:
             self._fail_all(error)
             raise
 
-    def abort(self, entry: ServedRequest) -> None:
+    def abort(self, entry: UserRequest) -> None:
         """End a request now, and forget it."""
         for request in entry.requests:
             self.scheduler.finish(request, "abort")
         self.forget(entry)
 
-    def forget(self, entry: ServedRequest) -> None:
+    def forget(self, entry: UserRequest) -> None:
         """A request has ended."""
         self.scheduler.end_forking(entry.requests[0])
         for request in entry.requests:
@@ -286,7 +286,7 @@ class EngineCore:
         self.scheduler.drop_output(completion.request, num_tokens)
         completion.drop_logprobs(num_tokens)
 
-    def _fork(self, entry: ServedRequest) -> None:
+    def _fork(self, entry: UserRequest) -> None:
         """The first completion has computed the prompt: the others start from it; or they fail as it did."""
         entry.is_forked = True
         parent, *children = entry.requests

@@ -17,13 +17,13 @@ from compiled_llm.engine.output_reader import OutputReader, hand_out
 
 # What the end of the interpreter waits for the step, or the start, that the engine is in the middle of.
 _EXIT_SECONDS = 10.0
-# What ends the thread, and with it the engine: somebody ends the program. All else is of one request or step.
+# Errors that end the thread, and with it the engine. All others belong to one request or step.
 _INTERRUPTS = (KeyboardInterrupt, SystemExit)
 # Threads that prepare requests: one where requests keep their order, several where one may take long.
 _THREADS = {"text": 1, "chat": 1, "long": 8}
 
 Result = TypeVar("Result")
-# A function to call between two steps, and who waits for it, if somebody does; None: stop.
+# A function to call between two steps, and the future of its result, if it is waited for; None: stop.
 _Command = tuple[Callable[[CompiledEngine], Any], Future | None] | None
 
 
@@ -82,10 +82,20 @@ class EngineThread:
         """
         known = self.call(lambda engine: self._enter(engine, reader, request_id, priority))
 
+        def work(engine: CompiledEngine) -> None:
+            if reader.is_dropped:
+                return
+            prepared: PreparedRequest | Exception
+            try:
+                prepared = prepare(engine)
+            except BaseException as error:
+                prepared = _as_exception(error)
+            self._send((lambda engine: self._add(engine, reader, prepared, priority), None))
+
         def start(started: Future[CompiledEngine]) -> None:
             if started.exception() is None:
                 with suppress(RuntimeError):  # the pools are shut down: ``known`` says why
-                    self._pools[kind].submit(self._prepare, started.result(), reader, prepare, priority)
+                    self._pools[kind].submit(work, started.result())
 
         self.started.add_done_callback(start)
         return known
@@ -100,29 +110,12 @@ class EngineThread:
 
     def _send(self, command: _Command) -> None:
         self._commands.put(command)
-        if self._reason is not None:  # then nobody reads the queue, unless the thread did after the line above
+        if self._reason is not None:  # nothing else reads the queue now
             self._refuse_commands()
 
     def _stop_at_exit(self) -> None:
         self.stop()
         self._thread.join(_EXIT_SECONDS)
-
-    def _prepare(
-        self,
-        engine: CompiledEngine,
-        reader: OutputReader,
-        prepare: Callable[[CompiledEngine], PreparedRequest],
-        priority: int,
-    ) -> None:
-        """In a thread of the pools."""
-        if reader.is_dropped:
-            return
-        prepared: PreparedRequest | Exception
-        try:
-            prepared = prepare(engine)
-        except BaseException as error:
-            prepared = _as_exception(error)
-        self._send((lambda engine: self._add(engine, reader, prepared, priority), None))
 
     # -- Commands, called in the thread itself
 
@@ -194,19 +187,19 @@ class EngineThread:
         atexit.unregister(self._stop_at_exit)
 
     def _serve(self, engine: CompiledEngine) -> None:
-        """Obey commands and run a step in turns; wait while there is no step to run. Ends with the command to stop."""
+        """Run commands and steps in turns; wait for a command while there is no step to run. Ends with a stop."""
         while True:
             steps = engine.has_unfinished_requests()
             if self._readers and not steps:
                 raise RuntimeError(f"the engine lost {sorted(self._readers)}: no output says how they ended")
-            # Commands that come meanwhile wait for the next turn: so no number of them stops the steps.
+            # Commands that come meanwhile wait for the next turn, so that they cannot keep steps from running.
             for _ in range(max(self._commands.qsize(), 0 if steps else 1)):
-                if not self._obey(engine, self._commands.get()):
+                if not self._run_command(engine, self._commands.get()):
                     return
             if engine.has_unfinished_requests():
                 self._step(engine)
 
-    def _obey(self, engine: CompiledEngine, command: _Command) -> bool:
+    def _run_command(self, engine: CompiledEngine, command: _Command) -> bool:
         """Returns whether to go on."""
         if command is None:
             self.abort(engine, [*self._preparing, *self._readers])
@@ -230,7 +223,9 @@ class EngineThread:
         except _INTERRUPTS:
             raise
         except BaseException:
-            outputs = engine.step()  # It has ended all requests concerned, and says so now; or else it is broken.
+            outputs = (
+                engine.step()
+            )  # the requests of that step, which have ended; if this fails too, the engine is broken
         delivered = []
         for output in outputs:
             reader = self._readers.get(output.request_id)
@@ -245,7 +240,7 @@ class EngineThread:
         hand_out(delivered)
 
     def _end(self, what: str, error: BaseException | None) -> None:
-        """Tell all who wait, and all who come from now on."""
+        """Answer all readers and commands, now and from now on, with the reason."""
         self._reason = (what if error is None else f"{what}: {type(error).__name__}: {error}"), error
         hand_out([(reader, self._refusal()) for reader in [*self._preparing.values(), *self._readers.values()]])
         self._preparing.clear()
@@ -255,7 +250,7 @@ class EngineThread:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _refuse_commands(self) -> None:
-        """Of any thread, once the reason is there."""
+        """In any thread, once ``_reason`` is set."""
         with suppress(Empty):
             while True:
                 command = self._commands.get_nowait()
@@ -272,7 +267,7 @@ class EngineThread:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """For who waits: tasks and threads expect an ``Exception``, which the panic of a library is not."""
+    """``error`` for a future or a reader: they expect an ``Exception``, which the panic of a library is not."""
     if isinstance(error, Exception):
         return error
     wrapped = RuntimeError(f"{type(error).__name__}: {error}")

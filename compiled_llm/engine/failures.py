@@ -1,4 +1,4 @@
-"""A call whose requests all failed says so: who prints the texts would see nothing."""
+"""A warning for calls whose requests all failed, since a program that prints the texts would print nothing."""
 
 import warnings
 from collections.abc import Sequence

@@ -2,7 +2,7 @@
 
 Python runs the handler of a signal in the main thread, between any two instructions. The one of Ctrl-C raises
 ``KeyboardInterrupt`` there. Code that moves a request from one queue to another, or counts references of blocks, cannot
-be written so that it may end at any instruction. So the engine holds signals back while it does such work.
+be written so that it may end at any instruction. So the engine delays signals while it does such work.
 """
 
 import signal

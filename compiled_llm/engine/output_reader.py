@@ -20,8 +20,9 @@ class OutputReader:
 
     Attributes:
         prompt, n: of the request; None for a chat.
-        request_id: None until the engine's thread knows the request; only that thread uses it.
-        is_dropped: whether nobody reads any more.
+        request_id: None until the engine's thread has set it; only that thread uses it.
+        is_dropped: whether its outputs are not read any more.
+        news: set when there may be an output to read; in the reader's loop.
     """
 
     def __init__(self, prompt: Prompt | None, params: SamplingParams | None) -> None:
@@ -35,7 +36,7 @@ class OutputReader:
         self._lock = Lock()
         self._unread: deque[RequestOutput | Exception] = deque()
         self._is_woken = False  # or about to be
-        self._news = asyncio.Event()
+        self.news = asyncio.Event()
 
     def put(self, item: RequestOutput | Exception) -> bool:
         """In any thread: what ``next`` will return, or raise. Returns whether the reader is to be woken."""
@@ -48,10 +49,6 @@ class OutputReader:
             wakes, self._is_woken = not self._is_woken, True
         return wakes
 
-    def wake(self) -> None:
-        """In the reader's loop."""
-        self._news.set()
-
     async def next(self) -> RequestOutput:
         """The oldest output that is unread."""
         while True:
@@ -60,8 +57,8 @@ class OutputReader:
                     item = self._unread.popleft()
                     break
                 self._is_woken = False
-                self._news.clear()
-            await self._news.wait()
+                self.news.clear()
+            await self.news.wait()
         if isinstance(item, Exception):
             raise item
         return item
@@ -74,17 +71,18 @@ def hand_out(items: Sequence[tuple[OutputReader, RequestOutput | Exception]]) ->
         if reader.put(item):
             waking.setdefault(reader.loop, []).append(reader)
     for loop, readers in waking.items():
-        with suppress(RuntimeError):  # the loop was closed: nobody reads
+        with suppress(RuntimeError):  # the loop was closed: its readers are gone
             loop.call_soon_threadsafe(_wake, readers)
 
 
 def _wake(readers: Sequence[OutputReader]) -> None:
+    """In their loop."""
     for reader in readers:
-        reader.wake()
+        reader.news.set()
 
 
 def _joined(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Two deltas as one. The lists of ``earlier``, which nobody has read, become those of the result."""
+    """Two deltas as one. The lists of ``earlier``, which is not read yet, become those of the result."""
     outputs = []
     for first, second in zip(earlier.outputs, later.outputs, strict=True):
         first.token_ids.extend(second.token_ids)

@@ -38,7 +38,7 @@ class RequestStream(Iterator[RequestOutput]):
 
 
 class StreamReference(weakref.ref[RequestStream]):
-    """A weak reference to a stream. When nobody holds that any more, this is appended to ``dropped``.
+    """A weak reference to a stream. When the stream is garbage collected, this is appended to ``dropped``.
 
     The garbage collector may find that out at any moment, in the middle of a step too. An interrupt raised in a
     ``__del__`` would be ignored, and the stream forgotten; appending to a deque is no Python code, so none is.

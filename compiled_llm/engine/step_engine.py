@@ -26,7 +26,7 @@ from compiled_llm.worker.runner import ModelRunner
 
 
 class StepEngine:
-    """What ``CompiledEngine`` says of itself; without its methods that serve lists of prompts, and its reports."""
+    """An engine without the methods that serve lists of prompts, and without reports; see ``CompiledEngine``."""
 
     def __init__(self, model: str | None = None, *, drafter: Drafter | None = None, **engine_args: Any) -> None:
         self._start(EngineConfig(model=model, **engine_args), drafter)
@@ -64,7 +64,7 @@ class StepEngine:
         self._ids = itertools.count()
         self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go
         self._stream_references: dict[str, StreamReference] = {}
-        self._dropped: deque[StreamReference] = deque()  # streams that nobody holds any more
+        self._dropped: deque[StreamReference] = deque()  # streams that were garbage collected
         self._undelivered: list[RequestOutput] = []  # outputs for step(), of steps that stream() ran
         progress.line(f"ready in {time.perf_counter() - started:.1f} s: {self.runner.describe_start()}")
 

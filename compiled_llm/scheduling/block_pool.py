@@ -1,10 +1,10 @@
-"""BlockPool: which KV blocks are free, who uses them, and what the unused ones still hold. Plain Python.
+"""BlockPool: which KV blocks are free, which are used, and what the unused ones still hold. Plain Python.
 
-The memory itself belongs to the runner. Block 0 is the sink: padding tokens write there and nothing reads it, so the
-pool never hands it out.
+The memory itself belongs to the worker. Block 0 is the sink: padding tokens write there and nothing reads it, so the
+pool never gives it to a request.
 
 Prefix caching: a full, computed block is published under a digest of all that its keys and values depend on. A
-published block that nobody uses stays findable until its memory is needed; the least recently used goes first.
+published block that no table has stays findable until its memory is needed; the least recently used goes first.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ def root_digest(*facts: str) -> bytes:
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """SHA-256 over the digest of the block before (or the root) and the block's own tokens.
 
-    A key depends on all tokens before it, so equal digests mean equal keys and values; and nobody can foresee or forge
-    one, as with a hash that is merely fast.
+    A key depends on all tokens before it, so equal digests mean equal keys and values. Nobody can guess or forge a
+    digest, as would be possible with a faster hash.
     """
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
@@ -36,11 +36,11 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class BlockPool:
     """Blocks ``1..num_blocks``, each in one of three states.
 
-    Used: named by as many block tables as its reference count says. Cached: named by none, but published, so it can be
-    used again as it is, or evicted. Empty: neither. ``num_free`` counts the last two: what ``allocate`` can give.
+    Used: in as many block tables as its reference count says. Cached: in none, but published, so it can be used again
+    as it is, or evicted. Empty: neither. ``num_free`` counts the last two: what ``allocate`` can give.
 
     Attributes:
-        num_evictions: cached blocks whose memory was given to someone else.
+        num_evictions: cached blocks whose memory was given to another request.
         peak_used: most blocks in use at once.
     """
 
@@ -49,7 +49,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.peak_used = 0
-        # A stack: the block freed last is handed out first, while it is still in the caches of the CPU.
+        # A stack: the block freed last is used first, while it is still in the caches of the CPU.
         self._empty = list(range(num_blocks, SINK_BLOCK, -1))
         self._references = [0] * (num_blocks + 1)
         self._block_of: dict[bytes, int] = {}
@@ -69,7 +69,7 @@ class BlockPool:
         return self.num_blocks - self.num_free
 
     def allocate(self, count: int) -> list[int] | None:
-        """``count`` blocks to write to, or None when there are not as many: no room is an answer, not an error."""
+        """``count`` blocks to write to; None, which is no error, where fewer are free."""
         if count > len(self._empty) + len(self._cached):
             return None
         blocks = []
@@ -85,18 +85,18 @@ class BlockPool:
         return self._block_of.get(digest)
 
     def share(self, block: int) -> None:
-        """One more table names ``block``: a used one, or a cached one found by ``lookup``."""
+        """One more table has ``block``: a used one, or a cached one found by ``lookup``."""
         if self._references[block] == 0:
             del self._cached[block]  # a KeyError: the block holds nothing
             self.peak_used = max(self.peak_used, self.num_used)
         self._references[block] += 1
 
     def num_references(self, block: int) -> int:
-        """How many tables name ``block``."""
+        """How many tables have ``block``."""
         return self._references[block]
 
     def digest(self, block: int) -> bytes | None:
-        """What ``block`` is published under."""
+        """The digest under which ``block`` is published; None: it is not."""
         return self._digest_of.get(block)
 
     def publish(self, block: int, digest: bytes) -> int:
@@ -109,9 +109,9 @@ class BlockPool:
         return holder
 
     def free(self, blocks: Sequence[int]) -> None:
-        """A table that names ``blocks``, in the order of their positions, is gone.
+        """A table with ``blocks``, in the order of their positions, is gone.
 
-        From the last to the first: so a block stands in the order of eviction before the one that its digest chains to.
+        From the last to the first: so a block is evicted before the one that its digest chains to.
         """
         for block in reversed(blocks):
             assert block != SINK_BLOCK, "the sink was never handed out"
@@ -135,11 +135,11 @@ class BlockPool:
         """Assert that the pool agrees with ``tables``, all block tables that there are."""
         named = [0] * (self.num_blocks + 1)
         for table in tables:
-            assert len(set(table)) == len(table), "a block stands twice in a table"
+            assert len(set(table)) == len(table), "a block is twice in a table"
             for block in table:
                 named[block] += 1
         assert named[SINK_BLOCK] == 0, "the sink was handed out"
-        assert named == self._references, "reference counts are not the numbers of tables that name the blocks"
+        assert named == self._references, "reference counts are not the numbers of tables that have the blocks"
         empty, cached = set(self._empty), set(self._cached)
         assert len(empty) == len(self._empty), "a block is empty twice"
         assert not empty & cached, "a block is both empty and cached"

@@ -1,19 +1,19 @@
-"""StepCosts: measured seconds of what the scheduler may choose between. Plain Python: the runner measures, it reads."""
+"""StepCosts: measured seconds of what the scheduler may choose between. Plain Python."""
 
 import dataclasses
 
-# A measurement moves its average by this share; one that is off by more than a factor of two counts as that factor, so
-# that a hiccup of the machine cannot rule a bucket out for long.
+# A measurement moves its average by this share. One that differs by more than a factor of two counts as that factor, so
+# that one slow step cannot exclude a bucket for long.
 _WEIGHT = 0.1
 _MOST_CHANGE = 2.0
-# With each step that another bucket takes, an average moves back towards its start by this share: so a bucket that was
-# slow for a while, and is not used for that, is tried again some time.
+# With each step in another bucket, an average moves back towards its start by this share: so a bucket that was slow for
+# a while, and is not used for that reason, is tried again later.
 _FORGETTING = 0.005
 
 
 @dataclasses.dataclass
 class StepCosts:
-    """What was measured at the engine's start.
+    """What was measured at the engine's start, and in each step since.
 
     Attributes:
         bucket_seconds: of a step in each token bucket, by its size in tokens; a moving average from then on. Empty: not
@@ -26,7 +26,7 @@ class StepCosts:
     _start_seconds: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def record_step(self, num_tokens: int, seconds: float) -> None:
-        """A step in the token bucket of ``num_tokens`` took ``seconds``. Unknown buckets are passed over."""
+        """A step in the token bucket of ``num_tokens`` took ``seconds``. Unknown buckets are ignored."""
         if num_tokens not in self.bucket_seconds:
             return
         if not self._start_seconds:

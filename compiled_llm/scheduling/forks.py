@@ -1,14 +1,14 @@
 """Forks: requests that go on from what another one has computed, on the same KV blocks. Plain Python, copy on write.
 
-A fork is for continuations of one prompt (``n > 1``) and for beams. The new request names the blocks of its parent in
-its own table at once, while it still waits; so the parent may go on, or end, whenever it likes. The last of these
-blocks may be half full, and both will write to it: whoever writes first to a block that others name too takes a copy of
-it. So does who writes to one that the prefix cache has: the parent has filled it by then, and it is found as what the
-parent wrote.
+A fork is for continuations of one prompt (``n > 1``) and for beams. The new request has the blocks of its parent in
+its own table at once, while it still waits; so the parent may go on, or end, at any time. The last of these blocks may
+be half full, and both requests will write to it: the first to write to a block that other tables have too gets a copy
+of it. The same holds for a block that the prefix cache has: the parent has filled it, and it is found under the tokens
+that the parent wrote.
 
-A copy is made when the step runs, after all swaps. Until then nobody else gets the blocks that it reads and writes.
+A copy is made when the step runs, after all swaps. Until then the blocks that it reads and writes are not given away.
 
-What waiting requests hold is a favour: when blocks run out it is taken back, and they compute their tokens themselves.
+When blocks run out, those of waiting requests are taken back, and these requests compute their tokens themselves.
 """
 
 from compiled_llm.scheduling.block_pool import BlockPool
@@ -16,11 +16,11 @@ from compiled_llm.scheduling.request import Request, Status
 
 
 class Forks:
-    """Who holds blocks without running.
+    """The requests that have blocks and do not run.
 
     Attributes:
         kept: ended requests whose blocks are kept, since they are about to be forked.
-        holders: waiting requests that name blocks of their parents.
+        holders: waiting requests that have blocks of their parents.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -32,7 +32,7 @@ class Forks:
         self._targets: list[int] = []
 
     def fork(self, parent: Request, child: Request) -> None:
-        """``child`` begins with the tokens of ``parent``, and gets what that has computed of them, if it has blocks."""
+        """``child`` starts with the tokens of ``parent``, and gets the blocks where these are computed, if any are."""
         assert child.status is Status.WAITING
         known = len(parent.prompt_token_ids) + len(parent.output_token_ids)
         count = min(parent.num_computed_tokens, known, child.num_tokens - 1)
@@ -52,7 +52,7 @@ class Forks:
         self.holders[child] = None
 
     def keep(self, request: Request) -> None:
-        """``request`` has ended, and its blocks stay until it is let go."""
+        """``request`` has ended, and its blocks stay until ``end_forking``."""
         self.kept[request] = None
 
     def end_forking(self, request: Request) -> None:
@@ -62,12 +62,12 @@ class Forks:
             self._take_back(request, self.kept)
 
     def drop(self, request: Request) -> None:
-        """A waiting request is ended: it holds nothing any more."""
+        """A waiting request has ended: it has no blocks any more."""
         if request in self.holders:
             self._take_back(request, self.holders)
 
     def take_back_one(self, besides: Request | None = None) -> Request | None:
-        """Free the blocks of one that does not run, and return it. None: nobody but ``besides`` holds any."""
+        """Free the blocks of a request that does not run, and return it. None: no other than ``besides`` has any."""
         for group in (self.kept, self.holders):
             for request in reversed(group):
                 if request is not besides:
@@ -76,7 +76,7 @@ class Forks:
         return None
 
     def must_copy(self, request: Request, position: int) -> bool:
-        """Whether the block of ``position``, which ``request`` will write to, is one that others read or will."""
+        """Whether others read the block of ``position``, to which ``request`` will write, or may find it later."""
         index = position // self.block_size
         if index != request.forked_index:
             return False
@@ -84,11 +84,11 @@ class Forks:
         return self.num_tables(block) > 1 or self.pool.digest(block) is not None
 
     def num_tables(self, block: int) -> int:
-        """How many requests name ``block``."""
+        """How many requests have ``block`` in their tables."""
         return self.pool.num_references(block) - self._sources.count(block) - self._targets.count(block)
 
     def replace(self, request: Request, position: int, block: int) -> tuple[int, int]:
-        """``request`` has ``block`` in place of the shared one of ``position``: that is to be copied to it."""
+        """Put ``block`` in place of the shared block of ``position``. Returns the two: one to copy, and to where."""
         index = position // self.block_size
         shared = request.block_ids[index]
         request.block_ids[index] = block
@@ -106,7 +106,7 @@ class Forks:
         return not set(self._targets).isdisjoint(request.block_ids)
 
     def end_copies(self) -> None:
-        """The copies of the last step are made, or in line to be."""
+        """The copies of the last step are made, or will be before any later step."""
         self.pool.free(self._sources)
         self.pool.free(self._targets)
         self._sources, self._targets = [], []

@@ -11,7 +11,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     held_back = scheduler.prefix_cache.held_back()
     requests = [*running, *waiting, *held_back]
     assert len(running) <= scheduler.limits.max_num_seqs
-    assert len(set(requests)) == len(requests), "a request stands in two queues"
+    assert len(set(requests)) == len(requests), "a request is in two queues"
     assert [r.rank for r in running] == sorted(r.rank for r in running), "the running requests are out of order"
     for request in running:
         _check_running(scheduler, request)

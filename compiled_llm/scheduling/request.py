@@ -1,4 +1,4 @@
-"""Request: one generation on its way through the engine. Owned and changed by the scheduler alone."""
+"""Request: one generation on its way through the engine. Only code of this folder writes to it."""
 
 import dataclasses
 import enum
@@ -18,25 +18,25 @@ class Request:
     """Tokens known and tokens computed; the scheduler lets the second catch up with the first.
 
     Attributes:
-        seed: the random numbers of this request follow from it and the position alone.
+        seed: decides the random numbers of this request, together with the position alone.
         stop_token_ids: all ids that end it, the model's end-of-text ids included.
         max_num_tokens: prompt and output together never exceed this.
         priority: lower is served first, under the policy that asks for it.
         cache_salt: requests share cached blocks only with those of the same salt.
-        reads_cache: whether blocks that others computed will do; else all its tokens are computed.
-        waits_for_tokens: whether its next step needs to know the token of the last one on the host.
-        keeps_blocks: whether its blocks outlive it, to be forked.
+        reads_cache: whether it may use blocks that others computed; else all its tokens are computed.
+        waits_for_tokens: whether the host has to know the token of its last step before its next one.
+        keeps_blocks: whether its blocks stay when it ends, to be forked.
 
-        rank: where it stands among the others, lower first: (priority or 0, order of arrival).
-        num_tokens: tokens known, and those that steps in flight are about to sample.
+        rank: its order among the others, lower first: (priority or 0, order of arrival).
+        num_tokens: tokens known, and those that steps in flight will sample.
         num_in_flight: how many of ``num_tokens`` are not known to the host yet.
         num_computed_tokens: tokens whose keys and values are in the cache, or will be when the steps in flight end.
         block_ids: KV blocks in the order of the positions they hold.
-        host_block_ids: where its blocks lie while it is swapped out.
-        num_sent_blocks: how many entries of its block table the runner knows.
+        host_block_ids: its blocks in host memory while it is swapped out.
+        num_sent_blocks: how many entries of its block table the worker knows.
         block_digests: of its full blocks, as far as they were needed; see ``block_pool.block_digest``.
         num_published_blocks: how many of its blocks can be found by others.
-        forked_index: of the block, not full, that others were given too when it was forked; -1: there is none.
+        forked_index: index of the block, not full, that it shares with others since a fork; -1: there is none.
         last_row: its first logits row in the last step that ran it: the token in flight is sampled there.
         takes_drafts: whether a drafter may guess its tokens.
         draft_token_ids: guesses that the step in flight verifies; ``num_tokens``, ``num_in_flight`` and

@@ -1,4 +1,4 @@
-"""RequestQueue: waiting requests, the one to be served first at hand. Plain Python."""
+"""RequestQueue: waiting requests, ordered by rank. Plain Python."""
 
 import heapq
 import itertools
@@ -8,10 +8,10 @@ from compiled_llm.scheduling.request import Request
 
 
 class RequestQueue:
-    """Heaps by ``Request.rank``, one for each power of two of the numbers of tokens that requests lack.
+    """Heaps by ``Request.rank``, one for each power of two of the number of tokens that requests lack.
 
-    Adding and taking cost O(log n), so 10,000 waiting requests slow no step down; and the first of those that are short
-    enough to fit somewhere is found without looking at the others.
+    Adding and removing cost O(log n), so 10,000 waiting requests do not slow a step down. The first of the requests
+    that are short enough for some room is found without a look at the others.
 
     A request that is removed from the middle stays in its heap as a dead entry until it comes to the top.
     """
@@ -40,7 +40,7 @@ class RequestQueue:
     def first(self, most_tokens: int | None = None) -> Request | None:
         """The request to be served first, or None; if ``most_tokens`` is given, among those that lack no more.
 
-        Of the heap that ``most_tokens`` falls into, only the first is looked at.
+        In the heap that ``most_tokens`` belongs to, only the first request is compared with it.
         """
         best = None
         for length, heap in self._heaps.items():

@@ -110,13 +110,13 @@ class RunningSet:
         blocks = self.pool.allocate(self._blocks_for(request.num_tokens) - len(shared))
         assert blocks is not None
         request.block_ids = shared + blocks
-        promised = (index for index, block in enumerate(shared) if self.pool.digest(block) is None)
-        request.num_published_blocks = next(promised, len(shared))
+        pending = (index for index, block in enumerate(shared) if self.pool.digest(block) is None)
+        request.num_published_blocks = next(pending, len(shared))
         if request.host_block_ids:
             self._swap_in(request, len(shared), output)
         if not holds:
             request.num_computed_tokens = max(request.num_computed_tokens, len(shared) * self.limits.block_size)
-        self.prefix_cache.promise(request)
+        self.prefix_cache.add_pending(request)
         self._count_admission(request)
         request.status = Status.RUNNING
         request.num_sent_blocks = 0
@@ -280,7 +280,7 @@ class RunningSet:
 
     def release(self, request: Request, keeps_blocks: bool = False) -> None:
         """``request`` runs no more: its blocks are free, or kept to be forked."""
-        self.wait_again(self.prefix_cache.withdraw(request))
+        self.wait_again(self.prefix_cache.remove_pending(request))
         if keeps_blocks:
             self.forks.keep(request)
         else:

@@ -1,14 +1,16 @@
 """StepPlanner: which tokens of the running requests the next step computes, and which requests it admits. Plain Python.
 
-It knows no prefill and no decode. Each request has tokens known and tokens computed; a step lets the second catch up
-with the first within a budget of tokens. A prompt larger than the budget is thereby chunked, a preempted request starts
-over with nothing computed, a prefix found in the cache is computed already, and a running request catches up by the one
-token sampled last. (vLLM V1's idea.)
+There is no prefill and no decode here. Each request has tokens known and tokens computed, and a step lets the second
+catch up with the first within a budget of tokens. So a prompt larger than the budget is chunked, a preempted request
+starts again with nothing computed, a prefix found in the cache counts as computed, and a running request catches up by
+the one token sampled last. (vLLM V1's idea.)
 
-Requests are served by rank: in order of arrival, or of priority first. Those that lack one token get it before any
-other does. Of the others, one that does not fit into what is left of the step gets a part of it, and leaves half for
-later ones that fit beside it. When blocks run out, the last by rank gives its blocks up, so the first always
-progresses.
+Requests are served by rank: in order of arrival, or of priority first. Those that lack one token get it before all
+others. Of the others, one that does not fit into what is left of the step gets a part of it, and leaves half for later
+ones that fit beside it.
+
+Drafts are tokens that a drafter guesses to follow the last known one. The step computes them as well and samples at
+each; the scheduler then accepts as many as are right (``Scheduler.update``).
 """
 
 from collections import deque
@@ -96,7 +98,7 @@ class StepPlanner:
             request.num_in_flight += 1
             requests.append(request)
             if (computed + 1) % block_size == 0:  # it may be the last token of a prompt that others wait for
-                running_set.wait_again(self.prefix_cache.filled(request, computed))
+                running_set.wait_again(self.prefix_cache.take_waiting(request, computed))
             if most_drafts > 0 and request.takes_drafts:
                 count = self._add_drafts(request, most_drafts, output)
                 if count:
@@ -105,12 +107,11 @@ class StepPlanner:
             if request.num_sent_blocks < len(request.block_ids):
                 running_set.send_blocks(request, output)
         counts = [1] * len(requests)
-        if num_drafts:
-            row = 0
-            for place, request in enumerate(requests):
-                request.last_row = row
-                counts[place] += num_drafts.get(place, 0)
-                row += counts[place]
+        row = 0
+        for place, request in enumerate(requests if num_drafts else ()):
+            request.last_row = row
+            counts[place] += num_drafts.get(place, 0)
+            row += counts[place]
         output.num_scheduled_tokens.extend(counts)
         output.num_samples.extend(counts)
         return deque(request for request in lacking if request.status is Status.RUNNING)
@@ -190,7 +191,7 @@ class StepPlanner:
         request.num_tokens += samples
         request.num_in_flight += samples
         requests.append(request)
-        self.running_set.wait_again(self.prefix_cache.filled(request, start))
+        self.running_set.wait_again(self.prefix_cache.take_waiting(request, start))
 
     def budget(self, num_decodes: int) -> int:
         """Most tokens of this step."""

@@ -1,7 +1,7 @@
-"""What the scheduler knows of the worker: the facts that it states once it has started, and what it can be told to do.
+"""The worker as the scheduler sees it: what it measured at its start, and how it runs steps.
 
-Only these cross between the two: ``WorkerFacts`` at the start, ``SchedulerOutput`` one way and ``StepResult`` the other
-way with each step. All are frozen plain data, so the worker may be another process.
+Nothing else passes between the two: ``WorkerFacts`` at the start, and for each step a ``SchedulerOutput`` to the worker
+and a ``StepResult`` back. All are frozen plain data, so the worker may be another process.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from compiled_llm.scheduling.step_result import StepResult
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker found at its start.
+    """The sizes and costs of a worker, once it has started.
 
     Attributes:
         device_type: "cpu" or "cuda".

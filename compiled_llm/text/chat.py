@@ -1,7 +1,7 @@
 """Conversations -> token ids, through the chat template of the model.
 
 The template's special tokens become special tokens. Those that are spelled in a message stay text, whatever the
-template does with it: before it sees a text, a mark is put behind each character that a special token begins with, and
+template does with it: before it gets a text, a mark is put after each character that a special token starts with, and
 what has a mark in it is no special token. The mark is a character that is found nowhere else in the chat.
 """
 
@@ -57,17 +57,11 @@ class ChatEncoder:
 
         Args:
             messages: dicts with ``role``, a str, and ``content``: a str or a list of ``{"type": "text", "text": str}``,
-                whose texts are joined for a template that knows no such lists. It may be None beside ``tool_calls``.
+                whose texts are joined for a template without such lists. It may be None together with ``tool_calls``.
                 What else a message has is passed to the template.
             max_tokens: a chat of more text than these could hold is refused. How many tokens come out is for the caller
                 to check.
-            chat_template: a Jinja template as ``transformers`` defines them, instead of the model's own.
-            add_generation_prompt: end with what makes the model answer as the assistant.
-            continue_final_message: end within the last message, for the model to continue it; needs
-                ``add_generation_prompt=False``.
-            tools: JSON schemas of functions, for a template that knows tools.
-            documents: dicts, for a template that knows documents.
-            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+            others: as in ``CompiledEngine.chat``.
 
         Raises:
             ValueError: the model has no tokenizer or no template, an argument has another form or means nothing to the
@@ -92,8 +86,34 @@ class ChatEncoder:
         if not self._takes_lists(template, chat):
             chat = [_with_joined_text(message) for message in chat]
 
-        named = self._tokenizer.named_tokens
-        most = MAX_CHARACTERS_PER_TOKEN * max_tokens
+        text, mark = self._render(
+            template, marker, chat, variables, max_tokens, add_generation_prompt, continue_final_message
+        )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"messages must be valid Unicode: {error}") from error
+        plain = text.replace(mark, "")
+        if excess := self._tokenizer.excess(plain, max_tokens):
+            raise ValueError(
+                f"messages are too long: the chat must be shorter than {max_tokens} tokens, given {excess[0]} in the "
+                f"first {excess[1]} characters alone"
+            )
+        return plain, self._tokenizer.encode_chat(text, mark)
+
+    def _render(
+        self,
+        template: ChatTemplate,
+        marker: "_Marker",
+        chat: list[dict[str, Any]],
+        variables: dict[str, Any],
+        max_tokens: int,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+    ) -> tuple[str, str]:
+        """The text with its marks, and the character that is the mark."""
+        assert self._tokenizer is not None
+        named, most = self._tokenizer.named_tokens, MAX_CHARACTERS_PER_TOKEN * max_tokens
         length = sum(len(text) for text in _texts([chat, variables]))
         if length > most:
             raise ValueError(f"messages are too long: {length} characters cannot be less than {max_tokens} tokens")
@@ -107,21 +127,9 @@ class ChatEncoder:
             chat[-1] = _with_final_text(chat[-1], final + end + " ")
         try:
             text = template.render(variables, most, unescaped=mark + end)
-        except ValueError as error:  # what it says may be from a message
+        except ValueError as error:  # its text may be from a message
             raise ValueError(str(error).replace(mark, "").replace(end, "")) from error
-        if continue_final_message:
-            text = _until(end, text, final)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"messages must be valid Unicode: {error}") from error
-        plain = text.replace(mark, "")
-        if excess := self._tokenizer.excess(plain, max_tokens):
-            raise ValueError(
-                f"messages are too long: the chat must be shorter than {max_tokens} tokens, given {excess[0]} in the "
-                f"first {excess[1]} characters alone"
-            )
-        return plain, self._tokenizer.encode_chat(text, mark)
+        return (_until(end, text, final) if continue_final_message else text), mark
 
     def close(self) -> None:
         """End the process in which templates run."""
@@ -146,7 +154,7 @@ class ChatEncoder:
         return compiled
 
     def _takes_lists(self, template: ChatTemplate, chat: list[dict[str, Any]]) -> bool:
-        """Whether the template, if ``chat`` has any, makes text of lists of parts; tried, since no template says so."""
+        """Whether the template, if ``chat`` has any, makes text of lists of parts; found by a trial."""
         assert self._tokenizer is not None
         if not any(isinstance(message.get("content"), list) for message in chat):
             return True
@@ -162,9 +170,9 @@ class ChatEncoder:
 class _Marker:
     """Puts a mark into texts wherever a special token could be made of them.
 
-    That is behind every character that a special token begins with, and in front of a text that could be the rest of
-    one that the template begins, as in ``'<' + name``. Strings that are written in the template, such as ``</think>``,
-    are left whole where no special token could begin in them, so that it still finds them in a message.
+    That is after every character that a special token starts with, and before a text that could be the rest of one
+    that the template starts, as in ``'<' + name``. Strings that are written in the template, such as ``</think>``, are
+    left whole where no special token could start in them, so that the template still finds them in a message.
     """
 
     def __init__(self, special_tokens: Sequence[str], literals: frozenset[str]) -> None:
@@ -172,7 +180,7 @@ class _Marker:
         begun = {token[:length] for token in special_tokens for length in range(1, len(token) + 1)}
 
         def is_whole(literal: str) -> bool:
-            """Whether it holds firsts, and a special token begins at none: neither in it, nor reaching behind it."""
+            """Whether it has first characters, and no special token starts at any, also none that ends after it."""
             rests = [literal[at:] for at, character in enumerate(literal) if character in firsts]
             return bool(rests) and not any(rest in begun or rest.startswith(tuple(special_tokens)) for rest in rests)
 
@@ -180,7 +188,7 @@ class _Marker:
         alternatives = [re.escape(text) for text in (*whole[:_MAX_WHOLES], *sorted(firsts))]
         self._pattern = re.compile("|".join(alternatives) or "(?!)")
         self._literals = literals
-        # What is missing of a special token behind a literal that ends within one, and what that begins with.
+        # The parts of special tokens that are missing after a literal which ends with the part before them.
         ends = {literal[-length:] for literal in literals for length in range(1, max(map(len, begun), default=0))}
         splits = ((token[:at], token[at:]) for token in special_tokens for at in range(1, len(token)))
         self._rests = tuple({rest for begin, rest in splits if begin in ends})
@@ -213,7 +221,7 @@ def _check_flags(add_generation_prompt: Any, continue_final_message: Any) -> Non
 
 
 def _check_messages(messages: Any) -> list[dict[str, Any]]:
-    """Copies without what is None, as templates want them."""
+    """Copies without keys whose value is None, as templates expect them."""
     if not isinstance(messages, list | tuple) or not messages:
         given = "an empty one" if isinstance(messages, list | tuple) else type(messages).__name__
         raise ValueError(f"messages must be a list of one or more dicts with 'role' and 'content', given {given}")
@@ -295,7 +303,7 @@ def _plain(name: str, value: Any, depth: int = 0) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All that are in a plain value, keys among them."""
+    """All strings in a plain value, keys included."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | list):
@@ -304,7 +312,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _unused_characters(texts: Iterator[str]) -> tuple[str, str]:
-    """Two that are in none of them. Signs and the like: no spaces, and Python and JSON write them as they are."""
+    """Two that are in none of them, which are no spaces, and which Python and JSON write without escapes."""
     used: set[str] = set().union(*texts)
     unused = (character for character in map(chr, range(0x2801, 0xD800)) if character.isprintable())
     found = tuple(itertools.islice((character for character in unused if character not in used), 2))
@@ -339,7 +347,7 @@ def _with_final_text(message: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _until(end: str, text: str, final: str) -> str:
-    """``text`` up to ``end``, which came behind the last message's text ``final``, and a space behind it."""
+    """``text`` up to ``end``, which came after the last message's text ``final``, and a space after it."""
     position = text.rfind(end)
     if position < 0 or final.strip() not in text:
         raise ValueError("continue_final_message: the chat template does not write the last message as it is given")

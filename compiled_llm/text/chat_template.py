@@ -1,4 +1,4 @@
-"""ChatTemplate: a chat template of a checkpoint or a request, which runs in a process of its own."""
+"""ChatTemplate: a chat template of a checkpoint or a request, which runs in another process."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ class ChatTemplate:
         literals: the strings that are written in it, and the names of the attributes that it reads.
 
     Args:
-        process: in which it runs. It is shared by templates, and holds nothing of them that it could not make again.
+        process: in which it runs. Templates may share it.
 
     Raises:
         ValueError: it is too long, or no template.
@@ -45,7 +45,7 @@ class ChatTemplate:
             unescaped: characters that ``tojson`` leaves as they are even where the template asks it for ASCII.
 
         Raises:
-            ValueError: the template refuses the variables, does not know what to do with them, makes a longer text, or
+            ValueError: the template refuses the variables, fails with them, makes a longer text, or
                 takes more time or memory than templates may. The message says which.
         """
         request = {"variables": variables, "max_characters": max_characters, "unescaped": unescaped}

@@ -10,7 +10,7 @@ from compiled_llm.text.tokenizer import Tokenizer
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt that is encoded already: by a chat template, say, whose tokens its text alone would not give."""
+    """A prompt that is encoded already, by a chat template, for example."""
 
     text: str | None
     token_ids: list[int]
@@ -34,7 +34,7 @@ class Capacity(NamedTuple):
         )
 
 
-# No token is longer, so that a longer text cannot fit and need not be encoded to know it.
+# No token is longer, so a longer text cannot fit, and is refused without being encoded.
 MAX_CHARACTERS_PER_TOKEN = 256
 _MAX_SALT_CHARACTERS = 1024
 
@@ -116,7 +116,7 @@ def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity, keep: 
 
 
 def _token_list(token_ids: Any, capacity: Capacity, keep: int | None) -> list[int]:
-    """A list of what is given, or of the last ``keep``. What its items are, ``check_token_ids`` says."""
+    """A list of what is given, or of the last ``keep``. ``check_token_ids`` checks the items."""
     if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Sequence):
         raise ValueError(f"prompt must be a str, a list of token ids or a dict, given {type(token_ids).__name__}")
     length = len(token_ids)
@@ -126,7 +126,7 @@ def _token_list(token_ids: Any, capacity: Capacity, keep: int | None) -> list[in
         raise capacity.error(str(length))
     if not token_ids:
         raise ValueError("prompt must have at least one token, given none")
-    return list(itertools.islice(token_ids, length))  # no more than it said
+    return list(itertools.islice(token_ids, length))  # no more than its length
 
 
 def _check_unicode(name: str, text: str) -> None:
@@ -139,7 +139,7 @@ def _check_unicode(name: str, text: str) -> None:
 def check_token_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """``ValueError`` unless all are ids of the vocabulary."""
     if set(map(type, token_ids)) <= {int} and (not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)):
-        return  # the same as below, but soon
+        return  # the same as below, and faster
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
             raise ValueError(f"{name} must be integers from 0 to {vocab_size - 1}, given {shown(token_id)}")

@@ -1,6 +1,6 @@
 """The process in which chat templates run, for template_process.py.
 
-A template is data that nobody has read. jinja2's sandbox keeps it from reaching Python. What it costs is bounded by the
+A template is data of unknown origin. jinja2's sandbox keeps it from reaching Python. What it costs is bounded by the
 operating system, whatever the template does: processor time for a request, address space for the process, which also
 opens no files or sockets and starts no processes.
 
@@ -28,7 +28,7 @@ from compiled_llm.child_process import OUT_OF_MEMORY, ProcessorTime, decoded, en
 
 _MAX_TEMPLATES = 8  # that are kept compiled
 _MAX_REASON = 1000  # characters of an error
-# What jinja2 and Python read from disk when they first need it, they need for this: afterwards no file can be opened.
+# It uses all that jinja2 and Python read from disk when it is first used: afterwards no file can be opened.
 _WARM_UP = r"{{ '\xe9' | wordwrap | pprint | striptags | urlize | tojson }}{{ lipsum(1), strftime_now('%c'), a.b }}"
 
 
@@ -56,7 +56,7 @@ def _check_name(name: Any) -> None:
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}``, which marks what an assistant said, for training: renders what it holds."""
+    """``{% generation %}``, which marks the assistant's text for training: renders its content."""
 
     tags = {"generation"}  # noqa: RUF012  (declared so by jinja2)
 
@@ -111,7 +111,7 @@ def _answer(environment: ChatEnvironment, compiled: Callable[[str], Template], r
         template = compiled(source)
     except MemoryError:
         raise
-    except Exception as error:  # jinja2's errors, and what Python says of nesting that is too deep
+    except Exception as error:  # jinja2's errors, and Python's for nesting that is too deep
         return {"error": f"the chat template cannot be compiled: {_reason(error)}"}
     if not request:
         return _facts(environment.parse(source))

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Backend
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.tokenizer_files import read_tokenizer
 
-# How a token reads may depend on those before it: on so many at most, four bytes of a character among them.
+# The text of a token may depend on those before it: on this many at most, which includes a character of four bytes.
 _CONTEXT_TOKENS = 6
 _CONTEXT_SEARCH = 64
 _REPLACEMENT = "\ufffd"
@@ -27,7 +27,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 class SpecialToken(NamedTuple):
     token_id: int
     single_word: bool  # beside a letter or digit it is text
-    stand_in: str  # stands for it in a text that is encoded
+    stand_in: str  # takes its place in a text that is encoded
 
 
 class Tokenizer:
@@ -35,7 +35,7 @@ class Tokenizer:
 
     Attributes:
         chat_templates: the directory's own by name; one without a name is ``"default"``.
-        named_tokens: what chat templates know by name, such as ``bos_token``, as text.
+        named_tokens: tokens that chat templates use by name, such as ``bos_token``, as text.
         special_tokens: all of them by their text.
     """
 
@@ -64,7 +64,7 @@ class Tokenizer:
         return read_tokenizer(self._directory)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, with what the model wants around a prompt (its begin-of-text token, say)."""
+        """Token ids of ``text``, with the tokens that belong around a prompt, such as a begin-of-text token."""
         return _encode(self._backend, [text], True)[0]
 
     def encode_piece(self, text: str) -> list[int]:
@@ -76,7 +76,7 @@ class Tokenizer:
         return _encode(self._backend, texts, False)
 
     def excess(self, text: str, most: int) -> tuple[int, int] | None:
-        """Of a ``text`` that is far from fitting into ``most`` tokens: the tokens of its first characters, and how many
+        """For a ``text`` of far more than ``most`` tokens: the number of tokens of its first characters, and how many
         characters those are. Encodes some multiple of ``most`` at most.
 
         None: it may fit. If it does not, then not by so much that to encode it as a whole would take long.
@@ -93,11 +93,11 @@ class Tokenizer:
 
     def encode_end(self, text: str, count: int) -> list[int]:
         """Token ids of ``text``, or of an end of it that has more than ``count``: no more is encoded than it takes."""
-        wanted = count + _TOKENS_OF_A_CUT  # those at the cut may be others than in the whole text
-        size = max(_LONG, 8 * wanted)
+        needed = count + _TOKENS_OF_A_CUT  # those at the cut may differ from those of the whole text
+        size = max(_LONG, 8 * needed)
         while size < len(text):
             token_ids = self.encode(text[-size:])
-            if len(token_ids) > wanted:
+            if len(token_ids) > needed:
                 return token_ids
             size *= 4
         return self.encode(text)
@@ -144,7 +144,7 @@ class Tokenizer:
             raise _library_error("decode these tokens", error) from error
 
     def byte_value(self, token_id: int) -> int | None:
-        """The byte that a token stands for, if it is one of ``<0x00>`` to ``<0xFF>`` and its decoder reads it so."""
+        """The byte that a token is, if it is one of ``<0x00>`` to ``<0xFF>`` and its decoder reads it as a byte."""
         token = self._backend.id_to_token(token_id)
         if token is None or not _BYTE_TOKEN.fullmatch(token) or self.decode([token_id], False) == token:
             return None
@@ -153,10 +153,10 @@ class Tokenizer:
     def _prepare_chat(self, unknown_ids: set[int | None]) -> None:
         """Give the special tokens of a chat stand-ins, which no text can spell.
 
-        They are added tokens of a tokenizer apart, made for the first chat: so it is the tokenizer that cuts the text
-        at them, and strips the spaces beside those that want it; and no model can generate one.
+        They are added tokens of a second tokenizer, made for the first chat. So the tokenizer itself cuts the text at
+        them, and strips the spaces beside those that ask for it; and no model can generate one.
         """
-        # By whether it strips spaces at its left and right. Between noncharacters, so that it is apart from all others.
+        # One for each way to strip spaces at its sides. Noncharacters around it keep it from joining other text.
         stand_in = f"\ufdd0{secrets.token_hex(16)}{{:d}}{{:d}}\ufdd0".format
         self.special_tokens = {
             token.content: SpecialToken(token_id, token.single_word, stand_in(token.lstrip, token.rstrip))
@@ -207,7 +207,7 @@ def _encode(backend: Backend, texts: list[str], add_special_tokens: bool) -> lis
 
 
 def _library_error(what: str, error: BaseException) -> BaseException:
-    """What to raise for an error of the library: its panics are no ``Exception``, and would end whoever calls."""
+    """What to raise for an error of the library: its panics are no ``Exception``."""
     if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
         return error
     return ValueError(f"the tokenizer cannot {what}: {type(error).__name__}: {str(error)[:200]}")
@@ -220,9 +220,9 @@ class OutputText:
     at once, less the text of the prompt. A character that is spread over tokens appears when it is complete, also one
     that the prompt left incomplete. Bytes that are no character become U+FFFD, as ``bytes.decode(errors="replace")``
     has it. So does a tokenizer's own decoder, but for one with tokens ``<0x00>`` to ``<0xFF>``: it gives up every
-    character that stands beside such a byte, those too that were shown long ago.
+    character beside such a byte, also characters that were shown long ago.
 
-    The stop string that is complete first ends the text, before it or behind it as the parameters ask; the longest,
+    The stop string that is complete first ends the text, before or after it as the parameters ask; the longest,
     where several are complete at once. How the text is cut into tokens changes none of that.
     """
 
@@ -260,11 +260,11 @@ class OutputText:
             self._num_read -= 1  # the prompt's last character: it is complete now
         self._prompt_may_go_on = False
         self._decoded = decoded
-        # The last one may be the beginning of a character.
+        # The last one may be the start of a character.
         return self._read(len(decoded) - decoded.endswith(_REPLACEMENT), may_stop)
 
     def finish(self) -> str | None:
-        """No token follows: bytes that never became a character stand as replacements. May complete a stop string."""
+        """No token follows: bytes that never became a character become replacements. May complete a stop string."""
         return self._read(len(self._decoded), True)
 
     def take(self, finished: bool) -> str:
@@ -289,17 +289,17 @@ class OutputText:
         self._num_read = max(end, self._num_read)
         if not may_stop:
             return None
-        # A stop string may begin in the text before the new piece.
+        # A stop string may start in the text before the new piece.
         found = [(self._text.find(stop, max(0, num_searched - len(stop) + 1)), stop) for stop in self._stops]
-        ends = [(begin + len(stop), begin, stop) for begin, stop in found if begin >= 0]
+        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if not ends:
             return None
-        end, begin, stop = min(ends)
-        self._text = self._text[: end if self._params.include_stop_str_in_output else begin]
+        end, start, stop = min(ends)
+        self._text = self._text[: end if self._params.include_stop_str_in_output else start]
         return stop
 
     def _shows(self, token_id: int) -> bool:
-        """Whether a token is ever seen. Twice, since a single space may be cut off at the begin of a text."""
+        """Whether a token has text. Twice, since a single space may be cut off at the start of a text."""
         return self._plain([token_id, token_id]) != ""
 
     def _decode(self) -> str:
@@ -311,7 +311,7 @@ class OutputText:
             return text
         data = bytearray()
         for index, (token_id, value) in enumerate(zip(self._ids, values, strict=True)):
-            # The first byte that stands for a character by itself is treated like other text, as its decoder may.
+            # A first byte that is a whole character is treated like other text, since its decoder may change it.
             if value is not None and (data or value >= 0x80):
                 data.append(value)
             else:

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedCo
 
 from compiled_llm.models.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, read_json, read_optional_json
 
-# How the names begin of the files that transformers may read a tokenizer from.
+# The names of files that transformers may read a tokenizer from start with these.
 _FILE_PREFIXES = (
     "added_tokens",
     "chat_template",
@@ -34,7 +34,7 @@ def read_tokenizer(directory: Path) -> Any:
     config = _stand_in_config(directory)
     try:
         if (directory / "tokenizer.json").exists():
-            Backend.from_file(str(directory / "tokenizer.json"))  # tells what is none much faster than transformers
+            Backend.from_file(str(directory / "tokenizer.json"))  # fails much faster than transformers
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), config=config, trust_remote_code=False, local_files_only=True
         )

@@ -1,4 +1,4 @@
-"""Measures at the start what the scheduler chooses between: steps of each token bucket, and the swapping of blocks."""
+"""Measures at the start what the scheduler has to choose between: steps of each token bucket, and swaps of blocks."""
 
 import functools
 import statistics

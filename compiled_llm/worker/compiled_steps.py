@@ -113,7 +113,7 @@ class CompiledSteps:
         num_workers: int | None,
         progress: StartProgress,
     ) -> None:
-        """Compile and run once every bucket's step, and what runs after it, on steps that are all padding.
+        """Compile every bucket's step and what runs after it, and run each once on a step that is all padding.
 
         Args:
             cache_dtypes: of each layer's KV cache.
@@ -122,7 +122,7 @@ class CompiledSteps:
         keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
         self.cache = engine_cache(self.model_config, self.limits, self._dtype, cache_dtypes) if keeps else None
         jobs = [] if enforce_eager else self._jobs()
-        seconds = {job.name: expected_seconds(job) for job in jobs}  # of what is to be compiled here
+        seconds = {job.name: expected_seconds(job) for job in jobs}  # of what this process has to compile
         if self.cache is not None:
             seconds = build_missing(self.cache, jobs, num_workers, progress)
         if not enforce_eager:
@@ -167,7 +167,7 @@ class CompiledSteps:
             self.sampling.record_again(bucket, self.buffers[bucket].sampling_input, logits)
 
     def _recording_order(self) -> list[Bucket]:
-        """Of graphs that share memory the largest comes first, so that the others fit into what it took."""
+        """The largest first where graphs share memory, so that the others fit into what it took."""
         return self.buckets if self._graph_pool is None else self.buckets[::-1]
 
     # -- Running

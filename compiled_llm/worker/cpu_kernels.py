@@ -1,4 +1,4 @@
-"""The C++ kernels that a model runs on a CPU: loaded from disk, and first built where they are not there yet."""
+"""The C++ kernels that a model runs on a CPU: loaded from disk, and built first where they are missing."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +7,7 @@ import torch
 from compiled_llm.ops import native
 from compiled_llm.progress import StartProgress
 
-# About what one core takes to build each, to tell a user how long a first start lasts.
+# About what one core takes to build each: so a first start can say how long it will take.
 _BUILD_SECONDS = {"attention_cpu": 38.0, "linear_cpu": 14.0, "sampling_cpu": 10.0}
 
 
@@ -22,5 +22,5 @@ def load_kernels(dtype: torch.dtype, progress: StartProgress) -> None:
             native.load(name)
             stage.finish(name)
 
-        with ThreadPoolExecutor() as pool:  # side by side: the one waits for the other's compiler
+        with ThreadPoolExecutor() as pool:  # all at once: each waits for a compiler
             list(pool.map(load, needed))

@@ -1,7 +1,7 @@
 """FieldBuffers: named arrays that the host fills and a graph reads, in one piece of memory at fixed addresses.
 
-Filling is numpy, and a GPU gets all fields by one copy. Where a GPU runs a step while the host prepares the next one,
-the first may not have been copied yet when the host writes the second: so there are two host arrays, used in turns.
+The host fills them with numpy, and one copy takes all fields to a GPU. While a GPU runs a step, the host prepares the
+next one, and the first may not have been copied yet: so there are two host arrays, used in turns.
 """
 
 from typing import Any
@@ -47,20 +47,20 @@ class FieldBuffers:
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return self._device.nbytes
 
     def all_arrays(self) -> list[Arrays]:
-        """Every host array, for what both have to hold. ``copy`` then."""
+        """The arrays of every host buffer, for what all have to contain. Call ``copy`` afterwards."""
         return self._arrays
 
     def next_arrays(self) -> Arrays:
-        """The host array to fill for the next step. ``copy`` it then."""
+        """The arrays to fill for the next step. Call ``copy`` afterwards."""
         self._hosts.reverse()
         self._arrays.reverse()
         return self._arrays[0]
 
     def copy(self) -> None:
-        """To the device, in the order of its stream."""
+        """Copy to the device, in the order of its stream."""
         if self._device is not self._hosts[0]:
             self._device.copy_(self._hosts[0], non_blocking=True)

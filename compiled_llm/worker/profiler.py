@@ -1,7 +1,7 @@
-"""StepProfiler: what the device does in a step, by kind of work, from steps that are run a second time.
+"""StepProfiler: how the time of a step divides into kinds of work, measured on steps that run a second time.
 
-A step that was just run is run again under torch's profiler, with the same inputs: it writes the same keys to the same
-slots. So the step that counts is never slowed down, and what profiling takes is known and left out of all times.
+A step that has just run runs again under torch's profiler, with the same inputs: it writes the same keys to the same
+slots. So profiling never slows down the first run, whose results are used, and its own time is left out of all others.
 """
 
 import re
@@ -16,7 +16,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 KINDS = ("attention", "linears", "sampling", "everything else")
 
-_SAMPLER = "compiled_llm::sampler"  # what we call the second graph in the profile
+_SAMPLER = "compiled_llm::sampler"  # the name of the second graph in the profile
 _STEP = "compiled_llm::step"
 # Ops on a CPU, kernels on a GPU: the first pattern that is found in the name decides.
 _PATTERNS = [
@@ -34,8 +34,8 @@ class StepProfiler:
     """Profiles up to ``steps_per_bucket`` steps of each bucket.
 
     Attributes:
-        pauses: (begin, end) of each profile on ``time.monotonic``.
-        num_steps: profiled, by bucket name.
+        pauses: (start, end) of each profile in seconds, on ``time.monotonic``.
+        num_steps: number of profiled steps, by bucket name.
     """
 
     def __init__(self, steps_per_bucket: int, device: torch.device) -> None:
@@ -47,15 +47,15 @@ class StepProfiler:
         self._seconds: dict[str, list[dict[str, float]]] = {}
 
     def is_due(self, bucket_name: str) -> bool:
-        """To be asked before each step: whether it is to be profiled."""
+        """Whether to profile the next step. Called once before each step."""
         self._seen[bucket_name] = seen = self._seen.get(bucket_name, 0) + 1
         done = self.num_steps.get(bucket_name, 0)
         return done < self._steps_per_bucket and seen >= _EVERY**done
 
     def profile(
-        self, bucket_name: str, step: Callable[[], Tensor], sampler: Callable[..., object] | None, begun: float
+        self, bucket_name: str, step: Callable[[], Tensor], sampler: Callable[..., object] | None, started: float
     ) -> None:
-        """Run ``step`` and, on its logits, ``sampler``. ``begun``: when this extra work began (time.monotonic)."""
+        """Run ``step`` and, on its logits, ``sampler``. ``started``: when this extra work did, on time.monotonic."""
         if self._on_gpu:
             torch.compiler.cudagraph_mark_step_begin()
         device = "cuda" if self._on_gpu else None
@@ -70,10 +70,10 @@ class StepProfiler:
         seconds = seconds_by_kind(list(profile.function_events or ()), self._on_gpu)
         self._seconds.setdefault(bucket_name, []).append(seconds)
         self.num_steps[bucket_name] = self.num_steps.get(bucket_name, 0) + 1
-        self.pauses.append((begun, time.monotonic()))
+        self.pauses.append((started, time.monotonic()))
 
     def shares(self, bucket_name: str) -> dict[str, float] | None:
-        """Of a bucket's steps, each kind's share of the time, by medians; None where none was profiled."""
+        """Each kind's share of the time of a bucket's steps, 0 to 1, by medians; None where no step was profiled."""
         profiles = self._seconds.get(bucket_name)
         if not profiles:
             return None
@@ -83,7 +83,7 @@ class StepProfiler:
 
 
 def seconds_by_kind(events: list[FunctionEvent], on_gpu: bool) -> dict[str, float]:
-    """Seconds of each kind in a profile of one step. What has no name, or lies between kernels, is everything else."""
+    """Seconds of each kind in a profile of one step. Other work, and time between kernels, is "everything else"."""
     return _by_kernels(events) if on_gpu else _by_ops(events)
 
 
@@ -100,7 +100,7 @@ def _by_ops(events: list[FunctionEvent]) -> dict[str, float]:
         if kind is None:
             for child in event.cpu_children:
                 walk(child)
-        else:  # what it calls is part of it
+        else:  # the ops that it calls are part of it
             seconds[kind] += event.cpu_time_total / 1e6
 
     roots = [event for event in events if event.name in (_STEP, _SAMPLER)]
@@ -113,13 +113,13 @@ def _by_ops(events: list[FunctionEvent]) -> dict[str, float]:
 
 def _by_kernels(events: Iterable[FunctionEvent]) -> dict[str, float]:
     on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    # The sampler's range stands among the kernels, and as long as them.
+    # The sampler's range is among the device's events, and covers its kernels.
     samplers = [event.time_range for event in on_device if event.name == _SAMPLER]
     kernels = [event for event in on_device if not event.name.startswith("compiled_llm::")]
     seconds = dict.fromkeys(KINDS, 0.0)
     for event in kernels:
-        begin = event.time_range.start
-        samples = any(span.start <= begin < span.end for span in samplers)
+        start = event.time_range.start
+        samples = any(span.start <= start < span.end for span in samplers)
         seconds["sampling" if samples else kind_of(event.name) or "everything else"] += (
             event.time_range.elapsed_us() / 1e6
         )

@@ -1,4 +1,4 @@
-"""RequestRows: what the worker keeps for each running request, one row each, from its admission to its release."""
+"""RequestRows: the worker's data of each running request, a row each, from its admission to its release."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,10 @@ class RequestRows:
     Attributes:
         block_table: ``[max_num_seqs, blocks_per_request]`` int32.
         num_blocks: ``[max_num_seqs]`` int32, entries of each row of ``block_table``.
-        parameters: each sampling parameter, ``[max_num_seqs + 1, *shape]`` in its dtype; the last row is for padding.
-        changes_logits, wants_logprobs: ``[max_num_seqs]`` bool.
-        padding_row: index of the last row of ``parameters``.
+        parameters: each sampling parameter, ``[max_num_seqs + 1, *shape]`` in its dtype.
+        padding_row: the last row of ``parameters``, for rows of a step that belong to no request.
+        changes_logits: ``[max_num_seqs]`` bool, whether its parameters change the logits.
+        needs_logprobs: ``[max_num_seqs]`` bool, whether it asks for log-probabilities.
     """
 
     def __init__(self, limits: EngineLimits, vocab_size: int, transforms: Sequence[LogitsTransform] = ()) -> None:
@@ -35,12 +36,12 @@ class RequestRows:
             for field in self._fields
         }
         self.changes_logits = np.zeros(rows, dtype=bool)
-        self.wants_logprobs = np.zeros(rows, dtype=bool)
+        self.needs_logprobs = np.zeros(rows, dtype=bool)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(rows - 1, -1, -1))
 
     def update(self, output: SchedulerOutput) -> list[int]:
-        """Enter a step's releases, admissions and new blocks. Returns the row of each scheduled request."""
+        """Apply a step's releases, admissions and new blocks. Returns the row of each scheduled request."""
         row_of = self._row_of
         if output.resets:
             self.clear()
@@ -71,4 +72,4 @@ class RequestRows:
         for field in self._fields:
             self.parameters[field.name][row] = field.value(params, admission.seed, self.vocab_size)
         self.changes_logits[row] = params.changes_logits
-        self.wants_logprobs[row] = params.logprobs is not None
+        self.needs_logprobs[row] = params.logprobs is not None

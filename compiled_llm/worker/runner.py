@@ -186,14 +186,14 @@ class ModelRunner(Worker):
         return LaunchedStep(bucket, num_rows, tokens, logprobs, prompt_logprobs, finished - copied, started, ended)
 
     def _profile(self, profiler: StepProfiler, bucket: Bucket, needs: SamplingNeeds, tokens_before: Tensor) -> None:
-        """Run the step that just ran once more for the profiler, from ``tokens_before``: the ``last_tokens`` then."""
+        """Repeat the step that has just run, for the profiler. ``tokens_before``: the ``last_tokens`` before it."""
         steps = self.steps
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the step itself is no part of what the profile takes
         started, tokens_after = time.monotonic(), steps.last_tokens.clone()
         steps.last_tokens.copy_(tokens_before)
         run = functools.partial(steps.sampling.run, bucket, steps.buffers[bucket].sampling_input, needs=needs)
-        # Changed logits are not sampled again: that would count the tokens twice for the penalties.
+        # Changed logits are not sampled again: the penalties would count the tokens twice.
         sampler = run if any(needs) and not needs.changed_logits else None
         profiler.profile(bucket.name, functools.partial(steps.run_step, bucket), sampler, started)
         steps.last_tokens.copy_(tokens_after)

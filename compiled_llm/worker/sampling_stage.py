@@ -36,7 +36,9 @@ from compiled_llm.worker.field_buffers import FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import logits_rows
 
-Make = Callable[..., CompiledFunction]  # (function, name, keep): with the engine's device, cache and so on
+# (function, name, keep) -> the function, compiled for the engine's device. With ``keep=False`` it is not kept on disk,
+# where a change in a user's code would not be seen.
+Make = Callable[..., CompiledFunction]
 # The functions that run after a step, and the one that runs between. Only CUDA graph trees tell the pairs apart.
 _KINDS = (("sample", None), ("sample_changed", None), ("logprobs", None))
 _PATHS_OF_TREES = (*_KINDS, ("logprobs", "sample"), ("logprobs", "sample_changed"))
@@ -57,7 +59,7 @@ class SamplingNeeds(NamedTuple):
         return cls(
             sampling=bool(store.parameters["temperature"][sampled].any()),
             changed_logits=bool(store.changes_logits[sampled].any()),
-            logprobs=bool(store.wants_logprobs[sampled].any()),
+            logprobs=bool(store.needs_logprobs[sampled].any()),
         )
 
 
@@ -66,11 +68,9 @@ class SamplingStage:
 
     Args:
         last_tokens: ``[R]`` int64, where a step leaves its tokens.
-        hidden: ``[T, D]`` in the model's dtype, where it leaves what the head takes.
+        hidden: ``[T, D]`` in the model's dtype, where it leaves the input of the head.
         max_logprobs: most likely tokens whose log-probabilities are computed.
         uses_trees: whether torch's CUDA graph trees record what runs here.
-        make: compiles; what it makes with ``keep=False`` stays out of the cache on disk, which cannot see a change in a
-            user's code.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SamplingStage:
         self._transforms = transforms
         self._max_logprobs = max_logprobs
         self._functions: dict[str, CompiledFunction] = {}
-        # The last row is that of padding.
+        # [max_num_seqs + 1, V] float32; the last row is for padding.
         self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
         mark_static_address(self._token_counts)
         self._logits_buffers = {
@@ -111,7 +111,7 @@ class SamplingStage:
 
     @property
     def nbytes(self) -> int:
-        """Of all tensors on the device."""
+        """Bytes of all tensors on the device."""
         inputs = sum(buffers.buffers.nbytes for buffers in self._logits_buffers.values())
         return self._token_counts.nbytes + inputs + self._prompt_rows.nbytes
 
@@ -120,7 +120,7 @@ class SamplingStage:
     def jobs(
         self, sampling_inputs: dict[int, SamplingInput], logits: Callable[[int], Tensor], weights: Any
     ) -> list[Job]:
-        """Everything to compile, as other processes can do it. ``logits(rows)`` are such as a step returns."""
+        """Everything to compile, for other processes. ``logits(rows)`` are like those of a step, ``[rows, V]``."""
         threads, jobs = torch.get_num_threads(), []
         for rows, sampling_input in sampling_inputs.items():
             for kind, (recipe, args) in self._of_rows(rows, logits(rows), sampling_input).items():
@@ -130,7 +130,7 @@ class SamplingStage:
         return jobs
 
     def uncached(self) -> list[str]:
-        """Names of the functions that are compiled at each start, since code of a user's own is in them."""
+        """Names of the functions that are compiled at each start, since they contain a user's own code."""
         return [f"sample_changed_{rows}" for rows in self._logits_buffers] if self._transforms else []
 
     def warm_up(

@@ -1,7 +1,7 @@
 """SchedulerOutput -> StepInput and SamplingInput, in buffers of fixed size and address, padded to a bucket.
 
-What lasts as long as a request (its row of the block table, its sampling parameters) is in ``RequestRows`` and is
-written once. What lasts for a step is written into a bucket's ``StepBuffers``.
+What stays the same while a request runs (its row of the block table, its sampling parameters) is in ``RequestRows``
+and is written once. What changes with each step is written into a bucket's ``StepBuffers``.
 """
 
 from collections.abc import Sequence
@@ -54,11 +54,11 @@ class StepBuffers:
 
     @property
     def nbytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return self._buffers.nbytes
 
     def clear(self) -> None:
-        """All padding: a step on this writes to the sink block and means nothing."""
+        """Make all of it padding: a step on this writes to the sink block, and its results have no meaning."""
         for fields in self._buffers.all_arrays():
             self._pad(fields, 0, 0, 0)
             fields["block_table"][:] = SINK_BLOCK
@@ -107,7 +107,7 @@ class StepBuffers:
         return num_rows
 
     def _pad(self, fields: Arrays, num_tokens: int, num_requests: int, num_rows: int) -> None:
-        """Make padding of everything past the step's tokens, requests and logits rows."""
+        """Make everything after the step's tokens, requests and logits rows padding."""
         fields["input_ids"][num_tokens:] = 0
         fields["positions"][num_tokens:] = 0
         fields["feedback"][num_tokens:] = -1

@@ -131,7 +131,7 @@ def _serve(
         return
     connection.send(runner.facts)
     launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # A thread of its own waits for the device, so that the next step is prepared meanwhile.
+    # Another thread waits for the device, so that this one prepares the next step.
     thread = threading.Thread(target=_send_results, args=(connection, runner, launched), daemon=True)
     thread.start()
     try:
@@ -156,5 +156,5 @@ def _send_results(connection: Connection, runner: ModelRunner, launched: "queue.
             message = _Failure.of(error)
         try:
             connection.send(message)
-        except OSError:  # nobody reads any more
+        except OSError:  # the engine has closed its end
             return

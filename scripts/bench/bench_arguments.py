@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import bench_hf
-from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments, model_of, random_tokens
+from workloads import WORKLOADS, Requests, WorkloadRequest, model_of, random_tokens
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
-from compiled_llm.command_line import FlagParser, add_engine_arguments, check_least, engine_config
+from compiled_llm.command_line import FlagParser, check_least, engine_config
 from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
@@ -36,15 +36,6 @@ _SAMPLING_FLAGS = ("temperature", "top_p", "top_k", "disable_detokenize")
 # Flags of random requests alone, and flags of all requests except those of a workload.
 _RANDOM_FLAGS = ("input_len", "random_input_len", "random_output_len", "random_range_ratio", "random_prefix_len")
 _LENGTH_FLAGS = ("dataset_name", "dataset_path", "num_prompts", "output_len", *_RANDOM_FLAGS)
-
-
-def bench_parser(description: str | None) -> FlagParser:
-    """A parser with a flag for every engine argument, ``--model`` or ``--shape``."""
-    parser = FlagParser(description=description, conflict_handler="resolve")
-    add_engine_arguments(parser)
-    add_model_arguments(parser)  # its --model takes the place of the engine's
-    parser.conflict_handler = "error"
-    return parser
 
 
 def add_backend_flag(parser: FlagParser) -> None:

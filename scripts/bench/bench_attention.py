@@ -97,12 +97,12 @@ def all_layers(attend: Attend, num_layers: int, device: str) -> Run:
 
 def seconds_of(run: Callable[[], object], device: str) -> float:
     if device == "cuda":
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
         run()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) / 1e3
+        return start.elapsed_time(end) / 1e3
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

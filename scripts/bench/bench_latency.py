@@ -23,7 +23,7 @@ import bench_hf
 import bench_results as results
 import tables
 from tqdm import tqdm
-from workloads import Requests, WorkloadRequest, random_tokens
+from workloads import Requests, WorkloadRequest, engine_parser, random_tokens
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
@@ -34,7 +34,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = arguments.bench_parser((__doc__ or "").split("\n")[0])
+    parser = engine_parser(__doc__)
     parser.set_defaults(enable_prefix_caching=False)
     arguments.add_backend_flag(parser)
     parser.add_argument("--input-len", type=int, default=32, help="tokens of each prompt (default: 32)")

@@ -40,7 +40,7 @@ from bench_serve_load import (
     metrics_of,
 )
 from tqdm import tqdm
-from workloads import Requests
+from workloads import Requests, engine_parser
 
 from compiled_llm import CompiledEngine
 from compiled_llm import hardware as machine
@@ -56,7 +56,7 @@ TITLES = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = arguments.bench_parser((__doc__ or "").split("\n")[0])
+    parser = engine_parser(__doc__)
     arguments.add_request_flags(parser)
     arguments.add_sampling_flags(parser)
     load = parser.add_argument_group("load")

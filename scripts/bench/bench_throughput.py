@@ -24,7 +24,7 @@ import bench_arguments as arguments
 import bench_hf
 import bench_results as results
 import tables
-from workloads import Requests
+from workloads import Requests, engine_parser
 
 from compiled_llm import CompiledEngine
 from compiled_llm import hardware as machine
@@ -35,7 +35,7 @@ _PERCENTILES = (50, 99)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = arguments.bench_parser((__doc__ or "").split("\n")[0])
+    parser = engine_parser(__doc__)
     arguments.add_backend_flag(parser)
     parser.add_argument("--hf-max-batch-size", type=int, help="most requests in a batch of --backend hf")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs; the result is their median (default: 3)")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compiled_llm.command_line import FlagParser, add_engine_arguments
+
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -109,6 +111,15 @@ def add_model_arguments(parser: argparse.ArgumentParser, default: str = "qwen3-0
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--model", metavar="DIR", help="a checkpoint's directory or hub id")
     group.add_argument("--shape", choices=SHAPES, default=default, help=f"random weights (default: {default})")
+
+
+def engine_parser(description: str | None) -> FlagParser:
+    """A parser with a flag for every engine argument, and ``--model`` or ``--shape``."""
+    parser = FlagParser(description=(description or "").split("\n")[0], conflict_handler="resolve")
+    add_engine_arguments(parser)
+    add_model_arguments(parser)  # its --model replaces the engine's
+    parser.conflict_handler = "error"
+    return parser
 
 
 @contextlib.contextmanager

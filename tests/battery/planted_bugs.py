@@ -192,13 +192,13 @@ _PREFIX_CACHE = [
     ),
     (
         "promises of a request that leaves are not withdrawn",
-        "if self._promises.get(digest, (None,))[0] is request:",
+        "if self._pending.get(digest, (None,))[0] is request:",
         "if False:",
     ),
     (
         "a promise of somebody else is withdrawn",
-        "if self._promises.get(digest, (None,))[0] is request:",
-        "if digest in self._promises:",
+        "if self._pending.get(digest, (None,))[0] is request:",
+        "if digest in self._pending:",
     ),
     (
         "who is forgotten is woken all the same",
@@ -320,12 +320,12 @@ _RUNNING_SET = [
     ),
     (
         "who waits for a request that leaves is lost",
-        "self.wait_again(self.prefix_cache.withdraw(request))",
-        "self.prefix_cache.withdraw(request)",
+        "self.wait_again(self.prefix_cache.remove_pending(request))",
+        "self.prefix_cache.remove_pending(request)",
     ),
     (
         "who waits for a request that leaves waits for ever",
-        "self.wait_again(self.prefix_cache.withdraw(request))",
+        "self.wait_again(self.prefix_cache.remove_pending(request))",
         "pass",
     ),
     (
@@ -440,7 +440,7 @@ _RUNNING_SET = [
     ),
     (
         "a promised block that is shared counts as published",
-        "request.num_published_blocks = next(promised, len(shared))",
+        "request.num_published_blocks = next(pending, len(shared))",
         "request.num_published_blocks = len(shared)",
     ),
     (
@@ -564,6 +564,21 @@ _BATCH = [
         "a row's random numbers depend on its chunk",
         'fields["position"][:num_rows] = next_positions',
         'fields["position"][:num_rows] = counts',
+    ),
+    (
+        "logits of drafts are those of the last token",
+        "indices[places] - distances, seq_lens",
+        "indices[places], seq_lens",
+    ),
+    (
+        "random numbers of drafts are those of the last token",
+        "seq_lens[places] - distances",
+        "seq_lens[places]",
+    ),
+    (
+        "a request that samples nothing has no row",
+        "np.array(output.num_samples, dtype=np.int64), 1)",
+        "np.array(output.num_samples, dtype=np.int64), 0)",
     ),
     (
         "tables are taken by place in the step, not by row",
@@ -747,7 +762,7 @@ _ACCEPTANCE = [
 _DRAFTS_PLANNED = [
     (
         "a token is fed back from a row of the drafts before it",
-        "                request.last_row = row\n",
+        "            request.last_row = row\n",
         "",
     ),
     (

@@ -127,7 +127,7 @@ class World:
             if name not in self.published and name not in self.promised:
                 self.promised[name] = (named, index)
                 self.counts["promises"] += 1
-        self.cache.promise(request)
+        self.cache.add_pending(request)
 
     def compute(self, named: Named, count: int) -> None:
         """A step fills the next ``count`` tokens, or as many as are known."""
@@ -137,7 +137,7 @@ class World:
         names = [named.name(index) for index in range(start // self.size, named.num_computed // self.size)]
         named.request.num_computed_tokens = named.num_computed
         promised = [name for name in names if name in self.promised and self.promised[name][0] is named]
-        self._check_woken(self.cache.filled(named.request, start), promised, names)
+        self._check_woken(self.cache.take_waiting(named.request, start), promised, names)
 
     def publish(self, named: Named) -> None:
         """The results of the oldest step in flight are in."""
@@ -173,7 +173,7 @@ class World:
         names = [name for name, (owner, _) in self.promised.items() if owner is named]
         for name in names:
             del self.promised[name]
-        self._check_woken(self.cache.withdraw(named.request), names)
+        self._check_woken(self.cache.remove_pending(named.request), names)
         self.running.remove(named)
         table, named.table = named.table, []
         findable = set(self.published.values())

@@ -126,7 +126,7 @@ class Watch:
         self.num_forked += bool(child.block_ids)
         self._follow(child)
 
-    def let_go(self, request: Request) -> None:
+    def end_forking(self, request: Request) -> None:
         del self.keeping[request]
         self.engine.scheduler.end_forking(request)
         assert request not in self.engine.scheduler.forks.kept
@@ -163,7 +163,7 @@ class Watch:
         """Every request has come to one end, which nothing has changed since, and nothing is left behind."""
         scheduler = self.engine.scheduler
         for request in list(self.keeping):
-            self.let_go(request)
+            self.end_forking(request)
         assert not self.unfinished, "requests are stuck"
         assert not scheduler.has_unfinished_requests()
         assert (scheduler.pool.num_used, scheduler.swap_pool.num_used) == (0, 0), "blocks are leaked"
@@ -214,9 +214,9 @@ def fork_at_random(rng: random.Random, watch: Watch, name: str) -> list[Request]
     return children
 
 
-def let_go_at_random(rng: random.Random, watch: Watch) -> None:
+def end_forking_at_random(rng: random.Random, watch: Watch) -> None:
     for request in [request for request in watch.keeping if rng.random() < 0.1]:
-        watch.let_go(request)
+        watch.end_forking(request)
 
 
 def run_schedule(seed: int, counts: Counter[str]) -> None:
@@ -240,7 +240,7 @@ def run_schedule(seed: int, counts: Counter[str]) -> None:
             for child in fork_at_random(rng, watch, f"{seed}/{num_forks}"):
                 if rng.random() < 0.1:
                     to_abort[child] = rng.randint(0, 5)
-        let_go_at_random(rng, watch)
+        end_forking_at_random(rng, watch)
         if watch.unfinished:
             watch.step()
         elif not queue:
@@ -353,8 +353,8 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.watch.keeping)
     @rule(data=st.data())
-    def let_go(self, data: st.DataObject) -> None:
-        self.watch.let_go(data.draw(st.sampled_from(list(self.watch.keeping))))
+    def end_forking(self, data: st.DataObject) -> None:
+        self.watch.end_forking(data.draw(st.sampled_from(list(self.watch.keeping))))
 
     @precondition(lambda self: self.watch.unfinished)
     @rule(count=st.integers(1, 5))
@@ -389,7 +389,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
 @pytest.mark.parametrize(
     "num_examples",
-    [pytest.param(40, id="small"), pytest.param(1_000, id="full", marks=pytest.mark.battery)],
+    [pytest.param(60, id="small"), pytest.param(1_000, id="full", marks=pytest.mark.battery)],
 )
 def test_state_machine(num_examples: int, battery_counts: Counter[str]) -> None:
     machine = type("CountingScheduleMachine", (ScheduleMachine,), {"counts": battery_counts})

@@ -8,6 +8,7 @@ keys and values, it writes tags, and where it would attend, it reads them back.
 import dataclasses
 import random
 from collections import Counter, deque
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -31,8 +32,8 @@ from compiled_llm.worker.step_buffers import StepBuffers
 from tests.battery.test_schedules import (
     MAX_LEN,
     Watch,
+    end_forking_at_random,
     fork_at_random,
-    let_go_at_random,
     random_request,
     random_scheduler,
 )
@@ -51,16 +52,16 @@ class Truth:
     def __init__(self, request: Request) -> None:
         count = request.max_num_tokens - len(request.prompt_token_ids)
         self.tokens = request.prompt_token_ids + expected_tokens(request.prompt_token_ids, count)
-        context, tags = 0, []
-        for position, token_id in enumerate(self.tokens):
-            context = Context.after(context, token_id)
-            tags.append([0, token_id, position, context])
-        self.tags = torch.tensor(tags)
+        self.tags = tags_of(self.tokens)
 
-    def tags_in(self, layer: int, num_tokens: int) -> Tensor:
-        tags = self.tags[:num_tokens].clone()
-        tags[:, LAYER] = layer
-        return tags
+
+def tags_of(tokens: Sequence[int]) -> Tensor:
+    """What should be in the slots of ``tokens``, in the first layer: ``[T, 4]``."""
+    context, tags = 0, []
+    for position, token_id in enumerate(tokens):
+        context = Context.after(context, token_id)
+        tags.append([0, token_id, position, context])
+    return torch.tensor(tags)
 
 
 class TagModel:
@@ -132,8 +133,8 @@ class TagRunner:
         self.kv_cache: KVCache = tuple(layers)
         self.caches = tensors(self.kv_cache)
         self.swap_space = swap.host_pool(self.caches, scheduler.swap_pool.num_blocks)
-        self.last_tokens = torch.full((self.limits.decode_bucket_sizes[-1],), POISON, dtype=torch.int64)
-        self.hidden = torch.zeros(self.limits.token_bucket_sizes[-1], 4, dtype=torch.int64)
+        self.last_tokens = torch.full((self.buckets[-1].num_rows,), POISON, dtype=torch.int64)
+        self.hidden = torch.zeros(max(bucket.num_tokens for bucket in self.buckets), 4, dtype=torch.int64)
         config = SimpleNamespace(architecture="tags")
         self.steps = {bucket: step_function(config, bucket.max_query_len) for bucket in self.buckets}
         self.truths: dict[str, Truth] = {}
@@ -162,7 +163,8 @@ class TagRunner:
         self.counts["blocks swapped out"] += len(output.swapped_out)
         self.counts["blocks swapped in"] += len(output.swapped_in)
         self.counts["blocks copied"] += len(output.copies)
-        return result_of(self.last_tokens[: len(rows)].tolist())
+        self.counts["rows of drafts"] += sum(max(0, count - 1) for count in output.num_samples)
+        return result_of(self.last_tokens[: sum(max(1, count) for count in output.num_samples)].tolist())
 
     def _check_writes(self, step_input: StepInput, output: SchedulerOutput, before: list[Tensor]) -> None:
         """Padding went to the sink alone, tokens to different slots outside of it, and nothing else has changed."""
@@ -179,22 +181,29 @@ class TagRunner:
 
     def _check_reads(self, buffers: StepBuffers, output: SchedulerOutput) -> None:
         """What each row sees, by its own length and block table, is its request's, in every layer."""
-        s, size = buffers.step_input, self.limits.block_size
-        for row, request_id in enumerate(output.request_ids):
-            truth = self.truths[request_id]
-            length = int(s.seq_lens[row])
-            assert length == output.num_computed_tokens[row] + output.num_scheduled_tokens[row]
+        s, size, num_tokens, first_rows = buffers.step_input, self.limits.block_size, 0, output.first_rows()
+        for index, request_id in enumerate(output.request_ids):
+            length, num_samples = int(s.seq_lens[index]), output.num_samples[index]
+            assert length == output.num_computed_tokens[index] + output.num_scheduled_tokens[index]
+            num_tokens += output.num_scheduled_tokens[index]
+            tags, num_drafts = self.truths[request_id].tags[:length].clone(), max(0, num_samples - 1)
+            if num_drafts:
+                drafts = output.token_ids[num_tokens - num_drafts : num_tokens]
+                tags = tags_of([*tags[: length - num_drafts, TOKEN].tolist(), *drafts])
             positions = torch.arange(length)
-            blocks, offsets = s.block_table[row].long()[positions // size], positions % size
+            blocks, offsets = s.block_table[index].long()[positions // size], positions % size
             for layer, cache in enumerate(self.kv_cache):
-                expected = truth.tags_in(layer, length)
+                expected = tags.clone()
+                expected[:, LAYER] = layer
                 assert torch.equal(cache.k[blocks, 0, offsets], expected), f"a foreign tag in {request_id}"
                 assert torch.equal(cache.v[blocks, 0, offsets], -expected), f"a foreign tag in {request_id}"
                 if cache.k_scale is not None:
                     assert torch.equal(cache.k_scale[blocks, 0, offsets].long(), positions), "a foreign scale"
-            if output.num_samples[row]:
-                assert int(self.last_tokens[row]) == truth.tokens[length]
-            assert int(buffers.sampling_input.position[row]) == length
+            for place in range(num_drafts + 1):
+                row, position = first_rows[index] + place, length - num_drafts + place
+                if num_samples:
+                    assert int(self.last_tokens[row]) == Context.next_token(int(tags[position - 1, CONTEXT]))
+                assert int(buffers.sampling_input.position[row]) == position
             self.counts["tags checked"] += length * len(self.caches)
         assert not s.seq_lens[len(output.request_ids) :].any()
 
@@ -242,7 +251,7 @@ def with_buckets(scheduler: Scheduler) -> EngineLimits:
 
 def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
-    scheduler = random_scheduler(rng)
+    scheduler = random_scheduler(rng, drafts=True)
     scheduler.limits = with_buckets(scheduler)
     model = TagModel(scheduler.limits.block_size)
     monkeypatch.setattr("compiled_llm.step.step.family", lambda architecture: model)
@@ -261,7 +270,7 @@ def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatc
             num_forks -= 1
             for child in fork_at_random(rng, watch, f"{seed}/{num_forks}"):
                 runner.truths[child.request_id] = Truth(child)
-        let_go_at_random(rng, watch)
+        end_forking_at_random(rng, watch)
         if watch.unfinished:
             watch.step()
         elif not queue:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_llm.config import EngineConfig
 from compiled_llm.engine.admission import Admission
-from compiled_llm.engine.completions import ServedRequest
+from compiled_llm.engine.completions import UserRequest
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config_file import read_config
 from compiled_llm.sampling_params import SamplingParams
@@ -66,11 +66,11 @@ def make_admission(tokenizer: Tokenizer | None, max_model_len: int = CAPACITY, *
     return Admission(config, MODEL, tokenizer, [Steer(), Window()], CAPACITY, max_model_len)
 
 
-def make(admission: Admission, prompt: Prompt = (5, 6, 7), order: int = 0, **params: Any) -> ServedRequest:
+def make(admission: Admission, prompt: Prompt = (5, 6, 7), order: int = 0, **params: Any) -> UserRequest:
     return admission.admit("me", admission.prepare(prompt, SamplingParams(**params)), 0, order)
 
 
-def allowed(entry: ServedRequest, *output: int) -> set[int]:
+def allowed(entry: UserRequest, *output: int) -> set[int]:
     mask = entry.completions[0].mask
     assert mask is not None
     words = mask.words(list(output), len(output))

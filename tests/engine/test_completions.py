@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.engine.completions import Completion, LogprobReader, ServedRequest
+from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest
 from compiled_llm.outputs import Logprob, RequestOutput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.request import Request, Status
@@ -59,7 +59,7 @@ def serve(output_kind: str, num_tokens: int, num_idle: int = 0) -> tuple[list[Re
         text: Any = Characters()
         completions.append(Completion(index, request, text, None))
         completions[-1].logprobs = Counting()
-    entry = ServedRequest("mine", None, [5], params, completions, output_kind=output_kind)
+    entry = UserRequest("mine", None, [5], params, completions, output_kind=output_kind)
     outputs = []
     for count in range(1, num_tokens + 1):
         for completion in completions[: 2 if count == 1 else 1]:

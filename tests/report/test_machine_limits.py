@@ -1,4 +1,4 @@
-"""The machine's limits: measured once, found again, measured anew when asked, doubted, or when the file is broken."""
+"""The machine's limits: measured once, kept, and measured again if asked, doubted or damaged on disk."""
 
 import errno
 import itertools
@@ -59,7 +59,7 @@ def test_measured_once_and_kept_for_this_hardware_and_dtype(monkeypatch: pytest.
     assert str(limits.measured_at) in str(limits)
 
 
-def test_kept_for_later_processes_until_it_is_to_be_measured_anew(
+def test_kept_for_later_processes_until_it_is_to_be_measured_again(
     monkeypatch: pytest.MonkeyPatch, measure: Callable[..., None]
 ) -> None:
     limits = machine_limits.measured(CPU, torch.bfloat16)
@@ -166,7 +166,7 @@ def test_tries_that_agree_on_half_a_processor_do_not_count() -> None:
 
 
 def test_one_slow_try_at_the_start_makes_the_others_no_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that takes a second to begin, as on a busy machine, among tries that each take a millisecond to begin."""
+    """A step that takes a second to start, as on a busy machine, among tries that each take a millisecond to start."""
     delays = itertools.chain([1.0], itertools.repeat(0.001))
 
     def run_peak(name: str, rounds: int, threads: int) -> tuple[float, float]:
@@ -205,7 +205,7 @@ def test_too_little_memory_says_what_to_do() -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_without_a_compiler_torch_is_the_yardstick(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_torch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_limits.native, "load", lambda name: None)
     limits = machine_limits.measured(CPU, torch.float32)
     assert isinstance(limits, MachineLimits)

@@ -13,11 +13,12 @@ from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs, windows
 from compiled_llm.step.kv_cache import bytes_per_layer
 from tests.families import CONFIGS, checkpoint, transformers_model
 
-KV_BYTES = 1000  # of both layers
+KV_BYTES = 1000  # of all layers
 
 
 def model_work(name: str) -> ModelWork:
-    return ModelWork.of(read_config(checkpoint(name)), torch.float32, (400, 600))
+    config = read_config(checkpoint(name))
+    return ModelWork.of(config, torch.float32, [KV_BYTES] + [0] * (config.num_layers - 1))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -27,7 +28,8 @@ def test_bytes_and_operations_of_one_token_are_those_of_the_model(name: str) -> 
     parameters = dict(model.named_parameters())
     embedding = parameters.pop("model.embed_tokens.weight")
     head = embedding if config["tie_word_embeddings"] else parameters.pop("lm_head.weight")
-    work, step = model_work(name), StepWork.of([(0, 1)])
+    work = model_work(name)
+    step = StepWork.of([(0, 1)], work.windows)
     weights = sum(parameter.nbytes for parameter in parameters.values()) + head.nbytes
     assert work.bytes(step) == weights + embedding[0].nbytes + 2 * KV_BYTES  # a key is written, and read
 

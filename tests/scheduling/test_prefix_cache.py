@@ -27,19 +27,19 @@ def admit(cache: PrefixCache, request: Request) -> int:
     request.block_ids = shared + blocks
     request.num_published_blocks = next((i for i, b in enumerate(shared) if cache.pool.digest(b) is None), len(shared))
     request.num_computed_tokens = len(shared) * SIZE
-    cache.promise(request)
+    cache.add_pending(request)
     return len(shared)
 
 
 def compute(cache: PrefixCache, request: Request, num_tokens: int) -> list[Request]:
     """A step computes the tokens up to ``num_tokens``; returns who is woken."""
     start, request.num_computed_tokens = request.num_computed_tokens, num_tokens
-    woken = cache.filled(request, start)
+    woken = cache.take_waiting(request, start)
     return woken + cache.publish(request, num_tokens)
 
 
 def release(cache: PrefixCache, request: Request) -> list[Request]:
-    woken = cache.withdraw(request)
+    woken = cache.remove_pending(request)
     cache.pool.free(request.block_ids)
     request.block_ids, request.num_published_blocks = [], 0
     return woken
@@ -192,7 +192,7 @@ def test_a_promise_is_made_once(cache: PrefixCache) -> None:
     first, second = prompt_of("first", PROMPT[:8]), prompt_of("second", PROMPT)
     admit(cache, first)
     second.block_ids = cache.pool.allocate(5) or []
-    cache.promise(second)
+    cache.add_pending(second)
     third = prompt_of("third")
     _, awaited = cache.find(third)
     assert awaited == second.block_digests[3]
@@ -272,11 +272,11 @@ def test_invariants_see_who_waits_in_vain(cache: PrefixCache) -> None:
     first, second = prompt_of("first"), prompt_of("second")
     admit(cache, first)
     cache.hold_back(second, hashlib.sha256(b"nobody's").digest())
-    with pytest.raises(AssertionError, match="nobody promised"):
+    with pytest.raises(AssertionError, match="not pending"):
         cache.check_invariants([first])
     cache.forget(second)
     cache.hold_back(second, first.block_digests[1])
     cache.check_invariants([first])
     first.num_computed_tokens = 8
-    with pytest.raises(AssertionError, match="waits for what is there"):
+    with pytest.raises(AssertionError, match="a block that is there"):
         cache.check_invariants([first])

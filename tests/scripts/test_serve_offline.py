@@ -38,7 +38,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 def rows(path: Path) -> dict[int, dict]:
     parsed = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    assert len({row["index"] for row in parsed}) == len(parsed), "a row stands twice"
+    assert len({row["index"] for row in parsed}) == len(parsed), "a row is there twice"
     return {row["index"]: row for row in parsed}
 
 
@@ -101,7 +101,7 @@ def test_a_report_and_a_trace(
     assert (report / "report.html").stat().st_size > 10_000
 
 
-def test_limits_are_measured_anew_when_asked(
+def test_limits_are_measured_again_when_asked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
@@ -628,7 +628,7 @@ def test_a_terminal_without_utf_8_gets_escapes(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_help_and_bad_arguments_need_neither_docstrings_nor_torch() -> None:
-    """With -OO docstrings are None; and torch takes seconds to load, which nobody need wait for to be refused."""
+    """With -OO docstrings are None; and torch takes seconds to load, and bad arguments are refused without that."""
     command = [sys.executable, "-OO", "-X", "importtime", str(SCRIPT)]
     for argument, status, words in (("--help", 0, "--output FILE.jsonl"), ("--resume", 2, "needs --output")):
         done = subprocess.run([*command, argument], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""tune_buckets: no set of buckets does better than the proposal, and an engine has the padding that it foretells."""
+"""tune_buckets: no set of buckets does better than the proposal, and an engine has the padding that it predicts."""
 
 import importlib.util
 import itertools
@@ -65,7 +65,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def cost(work: Any, chosen: tuple[int, ...], runs_per_start: float) -> float:
-    """Written anew: each step in the smallest bucket that holds it, and each bucket compiled."""
+    """Computed in another way: each step in the smallest bucket that holds it, and each bucket compiled."""
     step_time = work.step_time()
     steps = sum(count * step_time(min(s for s in chosen if s >= size)) for size, count in work.counts.items())
     return runs_per_start * steps + len(chosen) * work.compile_seconds
@@ -105,7 +105,7 @@ def test_no_set_of_sizes_costs_less(
         for subset in itertools.combinations(below, number)
     )
     assert found == pytest.approx(best)
-    for size in range(1, capacity):  # a size that nobody met never helps
+    for size in range(1, capacity):  # a size without a step never helps
         others = sorted({*chosen, size} - {capacity})
         for subset in itertools.combinations(others, min(len(others), max_buckets - 1)):
             assert cost(work, (*subset, capacity), runs_per_start) >= found - 1e-9

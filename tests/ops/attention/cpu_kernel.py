@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 Attend = Callable[..., Tensor]
-every_set = pytest.mark.parametrize(
-    "attend", ["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"], indirect=True
-)
+INSTRUCTION_SETS = ["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"]
+every_set = pytest.mark.parametrize("attend", INSTRUCTION_SETS, indirect=True)
 
 
 def reordered(cache: Tensor, is_key: bool, to_cpu: bool) -> Tensor:

@@ -1,5 +1,6 @@
 """Paged attention: the reference against plain attention, and the CPU kernel against the reference."""
 
+import itertools
 import math
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -12,8 +13,9 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
+from tests.drawn import cases
 from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, check, grid, make_case
-from tests.ops.attention.cpu_kernel import Attend, every_set
+from tests.ops.attention.cpu_kernel import INSTRUCTION_SETS, Attend, every_set
 
 CASES = dict(grid())
 MIXED = {"query_lens": [1, 40, 1], "context_lens": [700, 33, 0], "num_heads": 8, "padding_query_lens": [1, 2]}
@@ -92,10 +94,15 @@ def test_quantised_cache(attend: Attend, name: str, kv_dtype: str) -> None:
     check(make_case(**CASES[name], dtype=torch.bfloat16, kv_dtype=KV_DTYPES[kv_dtype]), attend)
 
 
-@pytest.mark.parametrize("kv_dtype", ALL_KV_DTYPES)
-@every_set
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", EVERY_SET)
+_SETS = {
+    "-".join(map(str, arguments)): arguments
+    for arguments in itertools.product(EVERY_SET, TOLERANCE, INSTRUCTION_SETS, ALL_KV_DTYPES)
+}
+# Each shape, and each instruction set with each pair of dtypes.
+_SET_VALUES = {key: (name, f"{dtype} {kind} {kv}") for key, (name, dtype, kind, kv) in _SETS.items()}
+
+
+@pytest.mark.parametrize(("name", "dtype", "attend", "kv_dtype"), cases(_SET_VALUES, 200, _SETS), indirect=["attend"])
 def test_every_instruction_set(attend: Attend, name: str, dtype: torch.dtype, kv_dtype: str) -> None:
     check(make_case(**CASES[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend)
 

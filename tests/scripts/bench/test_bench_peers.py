@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
-# Stands in for the Python of a peer: speaks the protocol at the speed that its options name.
+# Replaces the Python of a peer: answers as a worker does, at the speed of its options.
 FAKE = """#!{python}
 import json, os, sys
 worker, name, directory, options = sys.argv[1:]
@@ -227,7 +227,7 @@ def test_all_get_the_same_requests_in_turns(
         assert sorted(name for name, _ in turn) == sorted(names)
         assert all(requests == turn[0][1] for _, requests in turn)
     assert not measured
-    assert lines[9][0] != lines[9 + 9][0], "the rounds begin with different engines"
+    assert lines[9][0] != lines[9 + 9][0], "the rounds start with different engines"
     assert len({requests[0][0][0] for _, requests in lines}) == 6, "two workloads, a warm-up and two rounds: none alike"
 
     out = capsys.readouterr().out.splitlines()

@@ -100,7 +100,7 @@ def test_times_count_from_the_arrival_and_not_from_the_step_after_it(load: Modul
     engine, served, duration = drive(load, [0.5, 0.75, 7.0], [3, 2, 1])
     first, second, third = served
     assert (first.sent, first.added, first.token_times) == (100.5, 100.5, [101.5, 102.5, 103.5])
-    assert (second.sent, second.added) == (100.75, 101.5), "the engine is told when its step is over"
+    assert (second.sent, second.added) == (100.75, 101.5), "it is added when the step is over"
     assert (second.ttft, second.e2el, second.itls, second.tpot) == (1.75, 2.75, [1.0], 1.0)
     assert (third.ttft, third.e2el, third.itls, third.tpot) == (1.0, 1.0, [], 0.0)
     assert engine.slept == pytest.approx(0.5 + (7 - 3.5)), "it sleeps only when there is nothing to do"

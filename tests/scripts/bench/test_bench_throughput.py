@@ -73,7 +73,7 @@ def test_keys_of_vllm_and_ours(run: Any, capsys: pytest.CaptureFixture[str], tmp
     assert result["engine"]["bucket_sizes"] == [1, 4]
 
 
-def test_a_workload_is_computed_anew_in_each_run(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workload_is_computed_again_in_each_run(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """W3: 512 tokens that 16 requests share. Those of the last run were not found in what an earlier one left."""
     assert run(*TINY, "--workload", "W3", "--repeats", "2", "--token-bucket-sizes", "512") == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
