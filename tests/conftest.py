@@ -77,8 +77,9 @@ class _Summary:
             terminalreporter.section("battery counts")
         for name, counts in self.counts.items():
             terminalreporter.write_line(f"{name}: " + ", ".join(f"{what} {count:,}" for what, count in counts.items()))
-        slowest = [f"{name} {seconds:.0f} s" for name, seconds in self.seconds.most_common(_MOST_FILES)]
-        terminalreporter.write_line(f"slowest files, of {sum(self.seconds.values()):.0f} s: " + ", ".join(slowest))
+        if self.seconds:
+            slowest = [f"{name} {seconds:.0f} s" for name, seconds in self.seconds.most_common(_MOST_FILES)]
+            terminalreporter.write_line(f"slowest files, of {sum(self.seconds.values()):.0f} s: " + ", ".join(slowest))
 
 
 @pytest.fixture

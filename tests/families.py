@@ -54,6 +54,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Of compiled engines of the demo model in float32. Tests that need no other sizes take these, so that each graph is
+# compiled once: the cache of compiled graphs is shared by all.
+COMPILED_SIZES: dict[str, Any] = {"bucket_sizes": (8,), "token_bucket_sizes": (32,), "max_model_len": 304}
+
+
 def transformers_model(name: str) -> transformers.PreTrainedModel:
     """transformers' model of a config, float32, seeded random weights (biases and norms too)."""
     class_name, fields = CONFIGS[name]

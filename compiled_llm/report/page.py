@@ -56,7 +56,7 @@ def page(report: dict[str, Any], texts: Mapping[str, str]) -> str:
         f"<h1>{_text(report['model'])}</h1>",
         _summary(report),
         missing,
-        "<h2>Where the time went</h2>",
+        "<h2>How the time was spent</h2>",
         picture("time"),
         _time_table(report),
         "<h2>Share of the limits</h2>",

@@ -13,6 +13,7 @@ import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
 from tests.battery.reference import LENGTHS, NUM_TOKENS, expected_tokens, model_directory, prompts
+from tests.families import COMPILED_SIZES
 
 COUNTS = (14, 1, 8, 4, 20)  # requests of a schedule, in turns
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -87,8 +88,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         "demo",
         {
             "enforce_eager": False,
-            "bucket_sizes": (8,),
-            "token_bucket_sizes": (32,),
+            **COMPILED_SIZES,
             "num_kv_blocks": 14,
             "preemption_mode": "swap",
             "swap_space_bytes": 2**22,

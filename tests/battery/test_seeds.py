@@ -11,6 +11,7 @@ import pytest
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from tests.battery.reference import LENGTHS, NUM_TOKENS, prompts
+from tests.families import COMPILED_SIZES
 
 MOST_TOKENS = 24
 
@@ -130,8 +131,7 @@ def in_a_warm_cache(requests: list[Seeded], counts: Counter[str]) -> list[Reques
 
 
 def compiled(requests: list[Seeded], counts: Counter[str]) -> list[RequestOutput]:
-    """In graphs that other batteries compile too."""
-    sizes = {"bucket_sizes": (8,), "token_bucket_sizes": (32,), "num_kv_blocks": 14, "swap_space_bytes": 2**22}
+    sizes = {**COMPILED_SIZES, "num_kv_blocks": 14, "swap_space_bytes": 2**22}
     return all_at_once(requests, counts, **sizes, enforce_eager=False, async_scheduling=True)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,7 @@ from tests.families import CONFIGS, checkpoint
 
 NUM_BLOCKS = 4092  # and the sink: so that even a cache's scales hold more than any other tensor of these models
 
-ENGINE = {
-    "bucket_sizes": (1, 4),
-    "token_bucket_sizes": (8, 32),
+ENGINE: dict[str, Any] = {
     "num_kv_blocks": NUM_BLOCKS,
     "block_size": 8,
     "max_model_len": 64,
@@ -35,14 +34,49 @@ def largest_allocation(codes: list[str]) -> int:
     return max(torch.Size(int(n) for n in size.replace(" ", "").strip(",").split(",")).numel() for size in sizes)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: str) -> None:
-    # A cached artifact would bypass the compiler, and there would be no code to look at.
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        engine, codes = run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE))
+ALL_BUCKETS = ["decode_1", "decode_4", "tokens_8", "tokens_32"]
+TWO_BUCKETS = ["decode_4", "tokens_8"]
+
+
+def engine_and_codes(
+    name: str, buckets: list[str], samples: bool, **arguments: Any
+) -> tuple[CompiledEngine, list[str]]:
+    """An engine of these buckets and the code that the compiler made for it.
+
+    ``samples=False``: only the steps are compiled. What samples from their logits depends on no family and no cache.
+    """
+    sizes = {
+        field: tuple(int(bucket.removeprefix(kind)) for bucket in buckets if bucket.startswith(kind))
+        for field, kind in (("bucket_sizes", "decode_"), ("token_bucket_sizes", "tokens_"))
+    }
+    initialise = CompiledFunction.__init__
+
+    def init(
+        self: CompiledFunction, function: Any, name: str, device: Any, enforce_eager: bool, **options: Any
+    ) -> None:
+        initialise(self, function, name, device, enforce_eager or not (samples or name in buckets), **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CompiledFunction, "__init__", init)
+        # A cached artifact would bypass the compiler, and there would be no code to look at.
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            return run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE, **sizes, **arguments))
+
+
+@pytest.mark.parametrize(
+    ("name", "buckets", "samples"),
+    [
+        pytest.param("llama", ALL_BUCKETS, False, id="llama"),
+        *(pytest.param(name, TWO_BUCKETS, name == "qwen3", id=name) for name in CONFIGS if name != "llama"),
+        *(pytest.param(name, ALL_BUCKETS, True, id=f"{name}-all", marks=pytest.mark.battery) for name in CONFIGS),
+    ],
+)
+def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(
+    name: str, buckets: list[str], samples: bool
+) -> None:
+    engine, codes = engine_and_codes(name, buckets, samples)
     runner = engine.runner
-    buckets = [bucket.name for bucket in runner.steps.buckets]
-    assert buckets == ["decode_1", "decode_4", "tokens_8", "tokens_32"]
+    assert [bucket.name for bucket in runner.steps.buckets] == buckets
 
     # A run that visits every bucket, greedy and sampled.
     visited = set()
@@ -59,45 +93,46 @@ def test_one_graph_a_bucket_no_breaks_no_recompiles_no_copy_of_the_cache(name: s
             engine.generate(prompts, SamplingParams(temperature=temperature, max_tokens=4), use_tqdm=False)
     assert visited == set(buckets)
     report = engine.compile_report()
-    behind = {f"{kind}_{rows}" for kind in ("sample", "sample_changed", "logprobs") for rows in (1, 4)}
-    assert {r.name for r in report.reports} == {*buckets, *behind, "prompt_logprobs"}
-    for r in report.reports:
+    sizes = {bucket.num_requests for bucket in runner.steps.buckets}
+    after_steps = {f"{kind}_{rows}" for kind in ("sample", "sample_changed", "logprobs") for rows in sizes}
+    assert {r.name for r in report.reports} == {*buckets, *after_steps, "prompt_logprobs"}
+    compiled = [r for r in report.reports if samples or r.name in buckets]
+    for r in compiled:
         assert (r.name, r.graphs, r.graph_breaks, r.recompiles) == (r.name, 1, 0, 0)
         assert r.compile_seconds > 0
 
-    assert len(codes) == len(report.reports)
+    assert len(codes) == len(compiled)
     assert largest_allocation(codes) < runner.steps.kv_cache[0].k.numel(), "the generated code copies a KV cache"
 
     # And as Dynamo explains it. Last, since explain() throws away what is compiled.
-    for bucket in runner.steps.buckets:
+    for bucket in runner.steps.buckets if buckets == ALL_BUCKETS else ():
         step = step_function(engine.model_config, bucket.max_query_len)
         explained = torch._dynamo.explain(step)(*runner.steps.step_arguments(bucket))
         assert (explained.graph_count, explained.graph_break_count) == (1, 0), explained.break_reasons
     engine.close()
 
 
+@pytest.mark.parametrize("samples", [False, pytest.param(True, marks=pytest.mark.battery)])
 @pytest.mark.parametrize(("name", "kv_cache_dtype"), [("llama", "int8"), ("qwen3-untied", "fp8")])
-def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(name: str, kv_cache_dtype: str) -> None:
-    sizes = {"bucket_sizes": (4,), "token_bucket_sizes": (8,)}
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        engine, codes = run_and_get_code(
-            lambda: CompiledEngine(str(checkpoint(name)), **ENGINE | sizes, kv_cache_dtype=kv_cache_dtype)
-        )
+def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(
+    name: str, kv_cache_dtype: str, samples: bool
+) -> None:
+    engine, codes = engine_and_codes(name, TWO_BUCKETS, samples, kv_cache_dtype=kv_cache_dtype)
     prompts = [[5] * length for length in (30, 9, 2)]
     engine.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     reports = engine.compile_report().reports
     assert [(r.name, r.graphs, r.graph_breaks, r.recompiles) for r in reports] == [
         ("decode_4", 1, 0, 0),
         ("tokens_8", 1, 0, 0),
-        ("sample_4", 1, 0, 0),
-        ("sample_changed_4", 1, 0, 0),
-        ("logprobs_4", 1, 0, 0),
-        ("prompt_logprobs", 1, 0, 0),
+        ("sample_4", int(samples), 0, 0),
+        ("sample_changed_4", int(samples), 0, 0),
+        ("logprobs_4", int(samples), 0, 0),
+        ("prompt_logprobs", int(samples), 0, 0),
     ]
     scales = [t for layer in engine.runner.steps.kv_cache for t in (layer.k_scale, layer.v_scale) if t is not None]
     assert len(scales) == 2 * engine.model_config.num_layers
     assert all((scale > 0).any() for scale in scales)
-    assert len(codes) == 6
+    assert len(codes) == (6 if samples else 2)
     assert largest_allocation(codes) < scales[0].numel(), "the generated code copies a KV cache or its scales"
     engine.close()
 

@@ -1,6 +1,7 @@
 """Greedy tokens of the demo model in float32 equal transformers', whatever the batch, the chunk or the preemptions."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import transformers
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
+from tests.families import COMPILED_SIZES
 
 NUM_PROMPTS, NUM_TOKENS = 50, 64
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -44,8 +46,18 @@ def tokens_of(
     return [output.outputs[0].token_ids for output in engine.generate(prompts, sampling_params, use_tqdm=False)]
 
 
-def test_buckets_1_8_and_32(prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with CompiledEngine(dtype="float32", bucket_sizes=(1, 8, 32), num_kv_blocks=500, check_invariants=True) as engine:
+SIZES: dict[str, Any] = COMPILED_SIZES | {"bucket_sizes": (1, 8)}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(SIZES, id="1 and 8"),
+        pytest.param({"bucket_sizes": (1, 8, 32)}, id="1, 8 and 32", marks=pytest.mark.battery),
+    ],
+)
+def test_buckets_of_several_sizes(sizes: dict[str, Any], prompts: list[list[int]], expected: list[list[int]]) -> None:
+    with CompiledEngine(dtype="float32", **sizes, num_kv_blocks=500, check_invariants=True) as engine:
         assert tokens_of(engine, prompts) == expected
         assert tokens_of(engine, prompts[:8]) == expected[:8]
         assert tokens_of(engine, prompts[8:9]) == expected[8:9]
@@ -60,9 +72,8 @@ def test_chunks_of_16_tokens_and_a_pool_so_small_that_requests_are_preempted(
     longest = max(map(len, prompts)) + NUM_TOKENS
     with CompiledEngine(
         dtype="float32",
-        bucket_sizes=(1, 8),
+        **SIZES,
         max_num_batched_tokens=16,
-        max_model_len=longest,
         num_kv_blocks=-(-longest // 16) + 6,
         check_invariants=True,
     ) as engine:

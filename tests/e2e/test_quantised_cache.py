@@ -12,6 +12,7 @@ import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
+from tests.families import COMPILED_SIZES
 
 NUM_PROMPTS, NUM_TOKENS = 16, 32
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -47,10 +48,9 @@ def test_the_cache_is_quantised_and_mostly_right(expected: dict[str, list[list[i
     assert expected["int8"] != expected["fp8"]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.battery)])
 def test_compiled_in_chunks_of_16_with_preemptions(kv_cache_dtype: str, expected: dict[str, list[list[int]]]) -> None:
-    sizes = {"bucket_sizes": (8,), "token_bucket_sizes": (16,), "num_kv_blocks": 16 + 4}
-    with engine(kv_cache_dtype, **sizes) as small:
+    with engine(kv_cache_dtype, **COMPILED_SIZES, max_num_batched_tokens=16, num_kv_blocks=16 + 4) as small:
         alone = [tokens_of(small, [prompt])[0] for prompt in PROMPTS]
         assert small.stats().num_preemptions == 0
         assert tokens_of(small) == alone

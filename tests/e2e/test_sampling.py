@@ -16,6 +16,7 @@ from compiled_llm.constraints.grammars import GrammarState
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.outputs import CompletionOutput, Logprob
 from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
+from tests.families import COMPILED_SIZES
 
 PROMPT = "def read(path):\n    with"
 LONG = (
@@ -636,12 +637,11 @@ def test_a_grammar_whose_tokens_take_too_long_ends_its_request_alone(
 
 
 def test_compiled_all_of_it_is_the_same_without_a_recompile(alone: list[RequestOutput]) -> None:
-    arguments = {"bucket_sizes": (1,), "max_model_len": 64, "max_num_batched_tokens": 32, "token_bucket_sizes": (32,)}
-    with CompiledEngine(**arguments, **ARGUMENTS) as engine:
+    with CompiledEngine(**COMPILED_SIZES, **ARGUMENTS) as engine:
         prompts, params = requests(engine)
         check_same(engine.generate(prompts, params, use_tqdm=False), alone)
         report = engine.compile_report()
         assert (report.graph_breaks, report.recompiles) == (0, 0)
         names = {graph.name for graph in report.reports}
-        assert names == {"decode_1", "tokens_32", "sample_1", "sample_changed_1", "logprobs_1", "prompt_logprobs"}
+        assert names == {"decode_8", "tokens_32", "sample_8", "sample_changed_8", "logprobs_8", "prompt_logprobs"}
         assert all(graph.graphs == 1 for graph in report.reports)

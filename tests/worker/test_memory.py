@@ -14,7 +14,7 @@ from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import bytes_per_token
 from compiled_llm.worker import memory
 from compiled_llm.worker.memory import StartMemory
-from tests.families import checkpoint
+from tests.families import COMPILED_SIZES
 
 MIB = 2**20
 BLOCK = 64 << 10
@@ -251,15 +251,7 @@ def test_one_compiled_graph_serves_pools_of_any_size() -> None:
     """With a quantised cache, which has all four kinds of tensors."""
 
     def start(num_kv_blocks: int) -> CompiledEngine:
-        return CompiledEngine(
-            str(checkpoint("llama")),
-            bucket_sizes=(2,),
-            token_bucket_sizes=(8,),
-            block_size=8,
-            max_model_len=64,
-            kv_cache_dtype="int8",
-            num_kv_blocks=num_kv_blocks,
-        )
+        return CompiledEngine(dtype="float32", kv_cache_dtype="int8", num_kv_blocks=num_kv_blocks, **COMPILED_SIZES)
 
     prompts = [[5, 6, 7], [9] * 12]
     with start(40) as engine:

@@ -1,7 +1,8 @@
 """The sampling kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
 
 As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
-TRITON_INTERPRET=1. It prints one JSON object, name of a case -> its traceback, or an empty string.
+TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
+or an empty string.
 """
 
 import json
@@ -18,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.drawn import cases, ids_in_this_run, parts_of
 from tests.ops.sampling.sampling_cases import DTYPES, OFF, SamplingCase, check, extreme_case, grid, make_case
 
 triton = pytest.importorskip("triton")
@@ -159,16 +161,20 @@ def run_interpreted() -> None:
         return ""
 
     torch.set_num_threads(1)
-    print(json.dumps({name: outcome(function, **kwargs) for name, (function, kwargs) in INTERPRETED.items()}))
+    names = json.loads(sys.stdin.readline())
+    print(json.dumps({name: outcome(INTERPRETED[name][0], **INTERPRETED[name][1]) for name in names}))
 
 
 @pytest.fixture(scope="module")
-def child() -> Iterator[subprocess.Popen]:
+def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
     """The process that interprets, started before anything is compiled so that both run at once."""
     command = [sys.executable, "-m", "tests.ops.sampling.test_triton_sampling"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(ids_in_this_run(request, "test_interpreted")) + "\n")
+        process.stdin.flush()
         yield process
         process.kill()
 
@@ -258,7 +264,7 @@ def test_refuses_wrong_inputs() -> None:
 # ---- the outcomes of the interpreter --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", cases(parts_of(INTERPRETED), 25, {name: (name,) for name in INTERPRETED}))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
