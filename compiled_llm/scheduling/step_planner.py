@@ -106,8 +106,7 @@ class StepPlanner:
                     most_drafts -= count
             if request.num_sent_blocks < len(request.block_ids):
                 running_set.send_blocks(request, output)
-        counts = [1] * len(requests)
-        row = 0
+        counts, row = [1] * len(requests), 0
         for place, request in enumerate(requests if num_drafts else ()):
             request.last_row = row
             counts[place] += num_drafts.get(place, 0)
