@@ -11,9 +11,10 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from compiled_llm.report.roofline import StepWork, num_pairs, work_in_window
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 
@@ -21,19 +22,6 @@ _MOST_ROWS = 8192  # shapes of steps
 _MOST_VALUES = 1 << 16  # of a sample
 _MOST_POINTS = 2048  # of a series over time
 _RECENT_STEPS = 1024  # of each bucket, for the median
-
-
-class BucketSize(Protocol):
-    """The part of ``step_buffers.Bucket`` that is read here; that module needs torch."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def num_requests(self) -> int: ...
 
 
 class Sample:
@@ -107,7 +95,7 @@ class StepRow:
         total_requests, total_tokens, num_logits, num_keys, num_pairs: sums over the steps; see ``StepWork``.
     """
 
-    bucket: BucketSize
+    bucket: Bucket
     num_requests: int
     num_tokens: int
     recent: deque[float]
@@ -201,7 +189,7 @@ class StepLog:
 
     # -- Steps
 
-    def record_step(self, bucket: BucketSize, output: SchedulerOutput, seconds: float) -> None:
+    def record_step(self, bucket: Bucket, output: SchedulerOutput, seconds: float) -> None:
         """A step ran in ``bucket`` and took ``seconds`` on the device. Time before the log's start is left out."""
         if self.started is not None:
             # Steps run on the device one after the other. With overlap, one is recorded when the next one runs already.
@@ -235,7 +223,7 @@ class StepLog:
         seconds = time.perf_counter() - (self.started or self.created) - self.paused_seconds
         self.series.add(Point(seconds, used_blocks, cached_blocks, num_running, num_waiting))
 
-    def _new_row(self, bucket: BucketSize, requests: int, tokens: int) -> StepRow:
+    def _new_row(self, bucket: Bucket, requests: int, tokens: int) -> StepRow:
         if len(self._rows) >= _MOST_ROWS:
             self.rounded_steps += 1
             requests, tokens = bucket.num_requests, bucket.num_tokens

@@ -28,6 +28,8 @@ STATE = [
     "engine/step_engine",
     "engine/core",
     "scheduling/scheduler",
+    "scheduling/step_planner",
+    "scheduling/running_set",
     "scheduling/forks",
     "scheduling/block_pool",
     "scheduling/prefix_cache",
@@ -40,7 +42,15 @@ STATE = [
     "constraints/token_masks",
 ]
 # What else runs inside a step.
-DEVICE = ["worker/runner", "worker/step_buffers", "worker/sampling_stage", "worker/field_buffers"]
+DEVICE = [
+    "worker/runner",
+    "worker/compiled_steps",
+    "worker/block_copies",
+    "worker/request_rows",
+    "worker/step_buffers",
+    "worker/sampling_stage",
+    "worker/field_buffers",
+]
 FILES = {str(PACKAGE / f"{name}.py") for name in STATE + DEVICE}
 SIGNAL_FILES = {str(PACKAGE / f"{name}.py") for name in STATE}
 

@@ -15,6 +15,7 @@ from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, grap
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import EngineConfig
 from compiled_llm.worker import runner
+from tests.drafting import RecordedDrafter, check_equal, serve, work_of
 
 CPU = torch.device("cpu")
 REAL_GRAPH = inspect.signature(torch.cuda.graph)
@@ -200,6 +201,24 @@ def test_an_engine_on_replayed_graphs_gives_the_same_tokens(events: list[str], m
         steps = engine.stats().num_steps - steps
     assert set(events) == {"replay"}
     assert steps < len(events) < 2 * steps, "one replay a step, and one more where some request samples"
+
+
+def test_drafts_on_replayed_graphs(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"bucket_sizes": (1, 4), "token_bucket_sizes": (32,), "max_model_len": 64, "num_kv_blocks": 24}
+    with CompiledEngine(enforce_eager=True, **sizes) as engine:
+        work, vocab_size = work_of(engine)[:12], engine.model_config.vocab_size
+        plain = serve(engine, work)
+    drafter = RecordedDrafter(3, vocab_size)
+    drafter.kind = "half right"
+    drafter.record(plain)
+    monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
+    monkeypatch.setattr(runner, "graph_pool", lambda _, device: GraphPool(device))
+    with CompiledEngine(check_invariants=True, drafter=drafter, **sizes) as engine:
+        assert [bucket.name for bucket in engine.runner.steps.buckets] == ["decode_1x4", "decode_4x4", "tokens_32x4"]
+        events.clear()
+        check_equal(work, plain, serve(engine, work))
+        assert engine.stats().num_accepted_draft_tokens > 0
+    assert set(events) == {"replay"}
 
 
 def test_a_cpu_refuses_manual_graphs() -> None:

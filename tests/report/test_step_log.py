@@ -1,6 +1,5 @@
 """StepLog: rows by shape, bounded tables, latencies without the pauses for profiling."""
 
-import dataclasses
 import itertools
 import statistics
 
@@ -9,20 +8,9 @@ import pytest
 from compiled_llm.report import step_log
 from compiled_llm.report.roofline import StepWork
 from compiled_llm.report.step_log import Point, Sample, Series, StepLog, overlap
+from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from tests.fake_engine import make_request
-
-
-@dataclasses.dataclass(frozen=True)
-class Bucket:
-    kind: str
-    num_tokens: int
-    num_requests: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}_{self.num_tokens}"
-
 
 DECODE, TOKENS = Bucket("decode", 8, 8), Bucket("tokens", 64, 8)
 
