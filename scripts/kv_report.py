@@ -36,12 +36,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench import tables
-from bench.workloads import integers
 from torch import Tensor
 from tqdm import tqdm
 
 from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.command_line import FlagParser, errors_end, integers
 from compiled_llm.config import QUANTISED_DTYPES, EngineConfig
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
@@ -285,12 +284,9 @@ def read_windows(args: argparse.Namespace, model: Model) -> tuple[str, list[Wind
 
 def main() -> int:
     args = parse_arguments()
-    try:
+    with errors_end("kv_report"):
         model, dtypes = load_model(args)
         text, windows = read_windows(args, model)
-    except (ValueError, OSError) as error:
-        print(f"kv_report: error: {error}", file=sys.stderr)
-        return 2
 
     def alone(layer: int) -> list[torch.dtype]:
         return [dtype if i == layer else model.dtype for i, dtype in enumerate(dtypes)]

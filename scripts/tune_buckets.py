@@ -44,7 +44,7 @@ from bench import tables
 from tune_buckets_choice import best_buckets, bucket_of, interpolated, never_falling
 
 from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.command_line import FlagParser, errors_end
 
 FORMAT = 1
 KINDS = ("decode", "tokens")
@@ -234,11 +234,6 @@ def share(padding: int, tokens: int) -> float:
     return padding / max(1, padding + tokens)
 
 
-def rounded_steps(traces: Sequence[dict[str, Any]]) -> int:
-    """Steps that the traces have with their bucket's size, because an engine records a limited number of shapes."""
-    return sum(trace.get("rounded_steps", 0) for trace in traces)
-
-
 def remarks(part: dict[str, Any], kind: str) -> list[str]:
     """Where the times of a kind differ from the measured ones, and whether they add up."""
     work, lines = part["work"], []
@@ -340,14 +335,13 @@ def main() -> int:
     args = parser.parse_checked(max_buckets=1)
     if not args.runs_per_start > 0:
         parser.error(f"--runs-per-start must be above 0, given {args.runs_per_start}")
-    try:
+    with errors_end("tune_buckets"):
         traces = [read_trace(path) for path in args.trace]
         result = tune(traces, args.max_buckets, args.runs_per_start, args.shrink)
-    except (ValueError, OSError) as error:
-        print(f"tune_buckets: error: {error}", file=sys.stderr)
-        return 2
-    print_result(result, args.runs_per_start, rounded_steps(traces))
-    tables.finish(to_json(result, args) | {"rounded_steps": rounded_steps(traces)}, args.json)
+    # They have their bucket's size in the traces, because an engine records a limited number of shapes.
+    rounded = sum(trace.get("rounded_steps", 0) for trace in traces)
+    print_result(result, args.runs_per_start, rounded)
+    tables.finish(to_json(result, args) | {"rounded_steps": rounded}, args.json)
     return 0
 
 

@@ -246,7 +246,7 @@ class StartMemory:
 
     def _now(self) -> "_Use":
         if not self._on_gpu:
-            return _Use(resident_bytes(), 0)
+            return _Use(psutil.Process().memory_info().rss, 0)
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return _Use(total - free, torch.cuda.memory_reserved(self._device))
@@ -295,11 +295,6 @@ def host_free_bytes() -> int:
     limit = _control_group()
     free = psutil.virtual_memory().available
     return max(0, min(free, limit[0] - limit[1])) if limit else free
-
-
-def resident_bytes() -> int:
-    """Host memory that this process holds."""
-    return psutil.Process().memory_info().rss
 
 
 def _control_group(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:

@@ -336,12 +336,7 @@ def hf_paged(step: Step) -> Attend:
     return attend
 
 
-ALTERNATIVES: dict[str, Callable[[Step], Attend]] = {
-    "gather": gather,
-    "sdpa": sdpa,
-    "flex": flex,
-    "hf-paged": hf_paged,
-}
+ALTERNATIVES = {"gather": gather, "sdpa": sdpa, "flex": flex, "hf-paged": hf_paged}
 
 
 def check(name: str, output: Tensor, right: Tensor) -> None:

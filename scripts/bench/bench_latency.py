@@ -27,7 +27,7 @@ from workloads import Requests, WorkloadRequest, engine_parser, random_tokens
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.command_line import FlagParser, errors_end
 from compiled_llm.worker.device import resolve_device
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -126,7 +126,7 @@ def bench_engine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_hf_model(args: argparse.Namespace) -> dict[str, Any]:
-    with arguments.bad_arguments_end("bench_latency"), arguments.described_model(args) as model:
+    with errors_end("bench_latency"), arguments.described_model(args) as model:
         requests = requests_of(args, model)
         hf, facts = arguments.load_hf(model, requests, args)
     return {"model": model.name, **measure(lambda: run_hf(hf, requests), args), "engine": facts}
