@@ -140,16 +140,14 @@ def start_engine(
         return model, requests, engine, time.perf_counter() - started
 
 
-def load_hf(
-    model: Model, requests: Requests, args: argparse.Namespace
-) -> tuple[bench_hf.HuggingFaceModel, dict[str, Any]]:
+def load_hf(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The model in transformers, and its ``start_seconds`` and ``dtype``. ``ValueError`` as ``config_for``."""
     config_for(model, requests)
     started, device = time.perf_counter(), resolve_device(args.device)
     random_weights = model.config.load_format == "dummy"
     hf = bench_hf.load(model.directory, model.config.dtype, device, args.seed, random_weights=random_weights)
     start_seconds = time.perf_counter() - started
-    return hf, {"start_seconds": start_seconds, "dtype": str(hf.module.dtype).removeprefix("torch.")}
+    return hf, {"start_seconds": start_seconds, "dtype": str(hf.dtype).removeprefix("torch.")}
 
 
 def config_for(model: Model, requests: Requests) -> EngineConfig:

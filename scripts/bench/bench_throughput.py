@@ -153,9 +153,8 @@ def main() -> int:
         **facts,
         "machine": machine.describe(resolve_device(args.device)),
     }
-    tables.print_table(
-        f"{args.backend}, {model.name}, {result['engine']['dtype']}: {len(requests)} requests", rows_of(result)
-    )
+    title = f"{args.backend}, {model.name}, {result['engine']['dtype']}: {len(requests)} requests"
+    tables.print_table(title, rows_of(result))
     tables.finish(result, args.output_json)
     return 0
 
