@@ -150,9 +150,8 @@ def run_part(name: str, output: Path, seconds_left: float) -> dict[str, Any]:
         record["result"] = next((json.loads(line) for line in reversed(lines) if line.startswith("{")), lines[-1:])
     record["command"] = f"python {command}"
     json_path.write_text(json.dumps(record, indent=1) + "\n")
-    print(
-        f"{name:<12} {'passed' if status == 0 else f'FAILED ({status})':<13} {record['seconds']:>6.1f} s   {log_path}"
-    )
+    outcome = "passed" if status == 0 else f"FAILED ({status})"
+    print(f"{name:<12} {outcome:<13} {record['seconds']:>6.1f} s   {log_path}")
     tail = lines[-12:] if status == 0 else lines[-60:]
     print("\n".join(f"    {line[:220]}" for line in tail if not line.startswith("{")), flush=True)
     return record

@@ -145,7 +145,7 @@ def transformers_generate(directory: Path, threads: int, repeats: int) -> Peer:
 
 def vllm(python: str, directory: Path, options: dict[str, Any], threads: int, preload: str | None) -> Peer:
     """vLLM, its threads bound to cores, in one process. Environment variables that are set already are kept."""
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
@@ -211,10 +211,6 @@ def write_checkpoint(shape: str, directory: Path) -> None:
     unfinished = directory.with_suffix(".unfinished")
     model.save_pretrained(unfinished)
     unfinished.rename(directory)
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _threads(threads: int) -> dict[str, str]:
