@@ -57,6 +57,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             **_SMALL,
             **_heads(7, 1, 24),
             "vocab_size": 409,
+            "tie_word_embeddings": False,  # random scaled embeddings that are the head too repeat each token
             "attention_bias": True,
             "query_pre_attn_scalar": 40,
             "sliding_window": 6,

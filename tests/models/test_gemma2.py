@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_llm.models.config_file import parse_config
-from compiled_llm.models.gemma2 import _rounded
+from compiled_llm.models.gemma2 import FAMILY, _rounded
 from tests.families import CONFIGS
 
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], **CONFIGS["gemma2"][1]}
@@ -35,6 +35,14 @@ def test_rounded_is_what_a_tensor_holds(dtype: torch.dtype) -> None:
 def test_refused_by_name(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"config.json: .*{words}"):
         parse_config({**GEMMA2, **change})
+
+
+def test_head_and_embedding_are_tied_by_default() -> None:
+    """Not in ``CONFIGS``, where greedy tokens would not vary."""
+    config = parse_config({name: value for name, value in GEMMA2.items() if name != "tie_word_embeddings"})
+    description = FAMILY.describe(config)
+    assert description.weights.embedding is description.weights.head
+    assert description.may_repeat == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_soft_caps_may_be_off_and_a_window_unused() -> None:
