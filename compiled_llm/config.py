@@ -228,14 +228,12 @@ class EngineLimits:
         decode.append(min(size for size in config.bucket_sizes if size >= max_num_seqs))
 
         batched = config.max_num_batched_tokens
-        if batched is None:
-            if config.token_bucket_sizes:
-                batched = config.token_bucket_sizes[-1]
-            else:
-                batched = max(default_batched_tokens, max_num_seqs)
-                batched = min(batched, max_model_len * max_num_seqs)
-                if not config.enable_chunked_prefill:
-                    batched = max(batched, max_model_len)
+        if batched is None and config.token_bucket_sizes:
+            batched = config.token_bucket_sizes[-1]
+        elif batched is None:
+            batched = min(max(default_batched_tokens, max_num_seqs), max_model_len * max_num_seqs)
+            if not config.enable_chunked_prefill:
+                batched = max(batched, max_model_len)
         if batched < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs} (a token for each running "

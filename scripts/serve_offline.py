@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 import psutil
 from offline_input import InputRow, read_rows
 from offline_output import OutputFile, failure_of
-from offline_process import GuardedStream, stop_on_signals
+from offline_process import GuardedStream, naming, stop_on_signals
 from tqdm import tqdm
 
 import compiled_llm
@@ -106,12 +106,11 @@ def check_files(args: argparse.Namespace) -> None:
         if is_same_file(path, other_path):
             raise ValueError(f"{flag} and {other_flag} must be different files, given {path} and {other_path}")
     if args.report is not None:
-        try:
-            args.report.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise ValueError(f"--report must be a directory, given {args.report}") from None
-        except OSError as error:
-            raise OSError(f"--report {args.report}: {error.strerror}") from error
+        with naming(f"--report {args.report}"):
+            try:
+                args.report.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:
+                raise ValueError(f"--report must be a directory, given {args.report}") from None
     for flag, path in (reports | ({} if args.trace is None else {"--trace": args.trace})).items():
         check_writable(flag, path)
 
@@ -126,7 +125,7 @@ def is_same_file(path: Path, other: Path) -> bool:
 def check_writable(flag: str, path: Path) -> None:
     """``ValueError`` or ``OSError`` unless a regular file can be written there. A file that is there is kept."""
     target = os.path.realpath(path)
-    try:
+    with naming(f"{flag} {path}"):
         try:
             os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             os.unlink(target)
@@ -136,8 +135,6 @@ def check_writable(flag: str, path: Path) -> None:
             os.close(descriptor)
             if not is_regular:
                 raise ValueError(f"{flag} must be a regular file, given {path}") from None
-    except OSError as error:
-        raise OSError(f"{flag} {path}: {error.strerror}") from error
 
 
 # -- Serving

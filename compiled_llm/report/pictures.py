@@ -91,14 +91,11 @@ def _draw_latency(figure: Figure, report: dict[str, Any]) -> None:
     """From p50 to p99 of each latency, on a logarithmic scale."""
     axes = figure.subplots()
     shown = [name for name in ("ttft", "itl", "tpot", "e2e") if report["latencies"][name] is not None]
-    for place, name in enumerate(shown):
-        summary = report["latencies"][name] or {}
-        values = [max(1e-3, summary[column] * 1e3) for column in ("p50", "p90", "p99")]
-        axes.plot([values[0], values[-1]], [place, place], color=_GREY, linewidth=2, zorder=1)
-        for value, marker, colour in zip(values, ("o", "s", "D"), (_BLUE, _ORANGE, _PINK), strict=True):
-            axes.scatter(value, place, marker=marker, color=colour, s=45, zorder=2)
-    for label, marker, colour in zip(("p50", "p90", "p99"), ("o", "s", "D"), (_BLUE, _ORANGE, _PINK), strict=True):
-        axes.scatter([], [], marker=marker, color=colour, label=label)
+    marks = {"p50": ("o", _BLUE), "p90": ("s", _ORANGE), "p99": ("D", _PINK)}
+    values = [[max(1e-3, report["latencies"][name][column] * 1e3) for name in shown] for column in marks]
+    axes.hlines(range(len(shown)), values[0], values[-1], color=_GREY, linewidth=2, zorder=1)
+    for (label, (marker, colour)), places in zip(marks.items(), values, strict=True):
+        axes.scatter(places, range(len(shown)), marker=marker, color=colour, s=45, zorder=2, label=label)
     axes.set_yticks(range(len(shown)), [{"e2e": "whole request"}.get(name, name.upper()) for name in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xscale("log")

@@ -20,15 +20,10 @@ from workloads import SHAPES, Requests
 
 WORKER = Path(__file__).with_name("bench_peers_worker.py")
 ENGINE = {"max_model_len": 2304, "bucket_sizes": [1, 8, 16, 32], "dtype": "bfloat16"}
-VLLM = {
-    "max_model_len": 2304,
-    "max_num_seqs": 32,
-    "max_num_batched_tokens": 2048,
-    "enable_prefix_caching": True,
-    "dtype": "bfloat16",
-}
+_SCHEDULER = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": True}
+VLLM = {"max_model_len": 2304, "dtype": "bfloat16", **_SCHEDULER}
 OPENVINO: dict[str, dict[str, Any]] = {
-    "scheduler": {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": True, "cache_size": 2},
+    "scheduler": _SCHEDULER | {"cache_size": 2},
     "properties": {"INFERENCE_PRECISION_HINT": "bf16"},
 }
 TRANSFORMERS = {"dtype": "bfloat16"}

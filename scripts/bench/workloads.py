@@ -21,32 +21,11 @@ _QWEN3 = {
     "vocab_size": 151936,
     "rms_norm_eps": 1e-6,
 }
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _QWEN3
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": _QWEN3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "tiny": _QWEN3
-    | {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "vocab_size": 1000,
-        "tie_word_embeddings": True,
-    },
+    "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
+    "qwen3-8b": _QWEN3 | dict(zip(_SIZES, (4096, 12288, 36, 32, False), strict=True)),
+    "tiny": _QWEN3 | dict(zip(_SIZES, (128, 256, 2, 8, True), strict=True)) | {"vocab_size": 1000},
 }
 
 
