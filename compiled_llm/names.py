@@ -64,7 +64,7 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "there is none: nothing is logged; stats() and report() tell": "disable_log_stats",
         "there is none: each device has one attention kernel": "attention_backend",
         "there is none: close() frees the memory": "enable_sleep_mode",
-        "there is none: models with a sliding window are refused": "disable_sliding_window",
+        "there is none: sliding windows are part of a model": "disable_sliding_window",
     }
 )
 

@@ -32,5 +32,5 @@ def test_the_size_of_each_part() -> None:
     said = README[README.index("About ") : README.index("lines of tests")]
     whole, *parts = (int(number.replace(",", "")) for number in re.findall(r"\d+,\d+", said))
     for lines, counts in zip(parts, counted, strict=True):
-        assert abs(lines - counts) <= max(100, 0.05 * counts), (said, counted)
+        assert abs(lines - counts) <= max(200, 0.05 * counts), (said, counted)
     assert abs(whole - sum(counted[:-1])) <= 0.03 * whole
