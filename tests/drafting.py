@@ -20,7 +20,7 @@ class RecordedDrafter:
     """Knows what plain decoding gave.
 
     Attributes:
-        kind: one of ``KINDS``: how much of a proposal is right.
+        kind: one of ``KINDS``: how much of a proposal is right; or "none", which proposes nothing.
         answers: request id of the scheduler -> prompt and output.
     """
 
@@ -38,6 +38,8 @@ class RecordedDrafter:
         }
 
     def propose(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+        if self.kind == "none":
+            return []
         answer, start = self.answers[request_id], len(token_ids)
         assert list(token_ids) == answer[:start], "what was accepted is not what plain decoding gives"
         # Past the end of the answer, which stop strings and stop tokens cut, anything may be proposed.
@@ -97,6 +99,10 @@ def facts(output: RequestOutput) -> tuple:
     """All of an output that decoding decides."""
     completions = [dataclasses.replace(completion) for completion in output.outputs]
     return output.prompt_token_ids, output.prompt_logprobs, completions
+
+
+def tokens_of(outputs: dict[str, RequestOutput]) -> dict[str, list[list[int]]]:
+    return {name: [completion.token_ids for completion in output.outputs] for name, output in outputs.items()}
 
 
 def check_equal(work: Work, plain: dict[str, RequestOutput], drafted: dict[str, RequestOutput]) -> None:
