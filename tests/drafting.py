@@ -46,14 +46,17 @@ class RecordedDrafter:
         return [*tokens[:right], *((token + 1) % self.vocab_size for token in tokens[right:])]
 
 
-def work_of(engine: CompiledEngine) -> Work:
-    """Requests of every kind, for the demo model. Some end by a stop token or a stop string in mid-output."""
+def work_of(engine: CompiledEngine, most_prompts: int = 5) -> Work:
+    """Requests of every kind, for the demo model. Some end by a stop token or a stop string in mid-output.
+
+    ``most_prompts``: with stop tokens and stop strings.
+    """
     greedy = SamplingParams(temperature=0, logprobs=3, **_PARAMS)
     sampled = SamplingParams(temperature=0.9, top_p=0.95, seed=7, logprobs=2, **_PARAMS)
     prompts = [_TEXT, _TEXT[:40], _TEXT[:7], "import os", _TEXT + " file]\n    return rows\n\n\ndef"]
     plain = engine.generate(prompts, greedy, use_tqdm=False)
     work: Work = [(prompt, params) for prompt in prompts for params in (greedy, sampled)]
-    for prompt, output in zip(prompts, plain, strict=True):
+    for prompt, output in list(zip(prompts, plain, strict=True))[:most_prompts]:
         completion = output.outputs[0]
         for place in (2, 5, 8):
             stop = dataclasses.replace(greedy, stop_token_ids=[completion.token_ids[place]])

@@ -131,6 +131,12 @@ def test_torch_compile_is_called_in_one_file() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_files_are_short(path: Path) -> None:
-    if path.name == "scheduler.py":
-        pytest.skip("still to be split")
     assert len(path.read_text().splitlines()) < 400, path
+
+
+def test_functions_of_the_engine_are_short() -> None:
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    for path in (ROOT / "compiled_llm").glob("[!mo]*/*.py"):  # models/ and ops/ are links
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, functions) and node.end_lineno is not None:
+                assert node.end_lineno - node.lineno < 60, f"{path}: {node.name} has more than 60 lines"

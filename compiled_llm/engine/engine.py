@@ -101,8 +101,9 @@ class CompiledEngine(StepEngine):
             sampling_params: None: ``get_default_sampling_params()``, which the first such call shows on stderr.
             chat_template: a Jinja template instead of the model's own.
             add_generation_prompt: end with what makes the model answer as the assistant.
-            continue_final_message: end within the last message instead, for the model to go on with.
-            tools, documents: for a template that uses them.
+            continue_final_message: end within the last message instead, for the model to go on with; needs
+                ``add_generation_prompt=False``.
+            tools, documents: JSON schemas of functions, and dicts, for a template that uses them.
             chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
 
         Raises:
@@ -239,6 +240,12 @@ class CompiledEngine(StepEngine):
         self._check_room(len(items))
         request_ids = [self._unused_id("beam_search") for _ in items]
         outputs = self._for_each(zip(request_ids, items, strict=True), prepare, raise_on_error)
+        self._run_beams(groups, outputs)
+        warn_if_all_failed(list(outputs.values()), stacklevel=2)
+        return [outputs[request_id] for request_id in request_ids]
+
+    def _run_beams(self, groups: dict[str, BeamGroup], outputs: dict[str, RequestOutput]) -> None:
+        """Serve beam searches until all have ended, and take their outputs."""
         with self._interrupts:
             try:
                 for group in groups.values():
@@ -254,8 +261,6 @@ class CompiledEngine(StepEngine):
             finally:
                 for group in groups.values():
                     self._core.end_beams(group)
-        warn_if_all_failed(list(outputs.values()), stacklevel=2)
-        return [outputs[request_id] for request_id in request_ids]
 
     # -- What the model brings
 

@@ -106,8 +106,7 @@ class StepPlanner:
                     most_drafts -= count
             if request.num_sent_blocks < len(request.block_ids):
                 running_set.send_blocks(request, output)
-        counts = [1] * len(requests)
-        row = 0
+        counts, row = [1] * len(requests), 0
         for place, request in enumerate(requests if num_drafts else ()):
             request.last_row = row
             counts[place] += num_drafts.get(place, 0)
@@ -117,11 +116,17 @@ class StepPlanner:
         return deque(request for request in lacking if request.status is Status.RUNNING)
 
     def _room_for_drafts(self) -> int:
-        """Most drafts of a step: what the running requests leave, or half of that where prompts wait."""
+        """Most drafts of a step: what the running requests leave.
+
+        Where prompts wait: half of that, or without chunks as much as the first prompt leaves.
+        """
         left = self.budget(len(self.running)) - len(self.running)
         if not self.waiting and all(request.num_tokens - request.num_computed_tokens == 1 for request in self.running):
             return left
-        return left // 2 if self.limits.chunked_prefill else 0
+        first = self.waiting.first()
+        if self.limits.chunked_prefill or first is None:
+            return left // 2
+        return left - (first.num_tokens - first.num_computed_tokens)
 
     def _add_drafts(self, request: Request, most: int, output: SchedulerOutputBuilder) -> int:
         """Let the step compute drafts of the tokens after the one that it samples of ``request``. Returns how many."""

@@ -61,13 +61,7 @@ class ChatEncoder:
                 What else a message has is passed to the template.
             max_tokens: a chat of more text than these could hold is refused. How many tokens come out is for the caller
                 to check.
-            chat_template: a Jinja template as ``transformers`` defines them, instead of the model's own.
-            add_generation_prompt: end with what makes the model answer as the assistant.
-            continue_final_message: end within the last message, for the model to continue it; needs
-                ``add_generation_prompt=False``.
-            tools: JSON schemas of functions, for a template that uses tools.
-            documents: dicts, for a template that uses documents.
-            chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+            others: as in ``CompiledEngine.chat``.
 
         Raises:
             ValueError: the model has no tokenizer or no template, an argument has another form or means nothing to the

@@ -430,9 +430,9 @@ def test_the_event_loop_runs_while_the_engine_is_made(monkeypatch: pytest.Monkey
     may_go_on, made = threading.Event(), []
     from_config = CompiledEngine.from_config
 
-    def slow(config: EngineConfig) -> CompiledEngine:
+    def slow(config: EngineConfig, **options: Any) -> CompiledEngine:
         assert may_go_on.wait(60)
-        made.append(from_config(config))
+        made.append(from_config(config, **options))
         return made[-1]
 
     monkeypatch.setattr(CompiledEngine, "from_config", slow)
@@ -562,6 +562,8 @@ def test_a_request_that_takes_long_to_prepare_stalls_no_stream(
             (last,) = await aborted
             assert (last.request_id, reason(last), last.outputs[0].token_ids) == ("aborted", "abort", [])
             cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
             assert not task.done()
             gate.open.set()
             assert reason((await task)[-1]) in ("length", "stop")

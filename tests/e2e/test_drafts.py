@@ -30,7 +30,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 def test_the_same_as_plain_decoding(name: str) -> None:
     arguments = EAGER | ENGINES[name]
     with CompiledEngine(**arguments) as engine:
-        work = work_of(engine)
+        work = work_of(engine, most_prompts=2)
         plain = serve(engine, work)
         vocab_size, preemptions = engine.model_config.vocab_size, engine.stats().num_preemptions
     assert preemptions > 0

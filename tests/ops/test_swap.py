@@ -230,7 +230,7 @@ def test_pageable_memory_is_refused_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-def test_blocks_behind_2_to_the_32_bytes() -> None:
+def test_blocks_past_2_to_the_32_bytes() -> None:
     caches = [torch.zeros(70_000, 8, 64, 128, dtype=torch.int8, device="cuda")]  # 4.6e9 bytes
     last = noise((2, 8, 64, 128), torch.int8, "cuda")
     caches[0][-2:] = last
@@ -244,7 +244,7 @@ def test_blocks_behind_2_to_the_32_bytes() -> None:
 
 @pytest.mark.gpu
 def test_the_order_of_another_stream_is_kept_without_waiting() -> None:
-    """Blocks go out, are overwritten, and come back, all queued behind slow work on a stream of its own."""
+    """Blocks go out, are overwritten, and come back, all queued after slow work on a stream of its own."""
     caches = gpu_caches(["bfloat16", "int8"], 64, (8, 16, 128))
     expected = rows_of(caches)
     host = swap.host_pool(caches, 64)

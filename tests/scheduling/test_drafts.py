@@ -3,11 +3,14 @@
 ``LIMITS`` of the fake engine: 4 requests, 16 tokens a step, blocks of 4 tokens, requests of up to 64 tokens.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
-from compiled_llm.scheduling.drafter import CheckedDrafter
+from compiled_llm.scheduling.drafter import CheckedDrafter, draft_length
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.step_result import StepResult
@@ -185,13 +188,14 @@ def test_drafts_leave_half_of_the_step_to_prompts() -> None:
     assert work_of(engine.step()) == {"a": 6, "b": 3, "long": 7}, "of 14 tokens that a and b leave, half"
 
 
-def test_without_chunks_drafts_wait_until_no_prompt_does() -> None:
+def test_without_chunks_drafts_leave_a_prompt_all_that_it_lacks() -> None:
     scheduler = drafting(60, "wrong", 5, chunked_prefill=False, max_num_batched_tokens=64)
     engine = FakeEngine(scheduler)
     add(scheduler, make_request("a", 3, 20))
     engine.step()
-    add(scheduler, make_request("long", 62, 2))
-    assert work_of(engine.step()) == {"a": 1, "long": 62}
+    assert work_of(engine.step()) == {"a": 6}
+    add(scheduler, make_request("long", 60, 2))
+    assert work_of(engine.step()) == {"a": 4, "long": 60}
 
 
 def test_the_token_after_drafts_is_fed_back_from_its_row() -> None:
@@ -253,6 +257,20 @@ def test_a_bad_proposal_is_refused_by_name(proposal: list) -> None:
     drafter.propose = lambda request_id, token_ids: proposal  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="the drafter must propose"):
         CheckedDrafter(drafter, VOCABULARY).propose("x", [1])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 16, True, 2.0, None])
+def test_a_drafter_of_a_wrong_length_is_refused_by_name(num_tokens: Any) -> None:
+    with pytest.raises(ValueError, match="drafter must have num_tokens, an integer from 1 to 15"):
+        draft_length(FakeDrafter(num_tokens, lambda: 0))
+
+
+def test_what_is_no_drafter_is_refused_by_name() -> None:
+    no_drafter: Any = SimpleNamespace(num_tokens=3)
+    with pytest.raises(ValueError, match=r"propose\(request_id, token_ids\), given SimpleNamespace without it"):
+        draft_length(no_drafter)
+    assert draft_length(None) == 0
+    assert draft_length(FakeDrafter(15, lambda: 0)) == 15
 
 
 def test_a_request_of_one_token_takes_no_drafts() -> None:

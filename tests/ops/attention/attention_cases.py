@@ -81,7 +81,7 @@ def make_case(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: bool = False,
-    poison_behind_window: bool = True,
+    poison_before_window: bool = True,
     max_query_len: int | None = None,
     padding_query_lens: Sequence[int] = (),
     trailing_rows: int = 0,
@@ -99,12 +99,12 @@ def make_case(
         sm_scale: ``head_dim ** -0.5`` if not given.
         window, soft_cap: of the op.
         sinks: whether the heads have attention sinks.
-        poison_behind_window: whether the keys that no query sees any more are poison too.
+        poison_before_window: whether the keys that no query sees any more are poison too.
         max_query_len: the longest of the queries if not given.
         padding_query_lens: rows of requests with ``seq_lens`` 0, which follow the real ones.
         trailing_rows: rows after ``query_start_loc[R]``.
         fused_qkv: ``q``, ``k``, ``v`` are views of one ``[T, (N + 2K) * H]`` tensor.
-        unused_table_entry: what stands in ``block_table`` past a request's length: a poisoned block if not given.
+        unused_table_entry: the entries of ``block_table`` past a request's length: a poisoned block if not given.
         seed: everything is drawn on the CPU from this seed, so a case is the same on every device.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -136,7 +136,7 @@ def make_case(
         slots = poison[torch.randint(3, (num_blocks * block_size, 1, 1), generator=generator)]
         slots = slots.repeat(1, num_kv_heads, head_dim)
         for request, context_len in enumerate(context_lens):
-            first = max(context_len - window + 1, 0) if window and poison_behind_window else 0
+            first = max(context_len - window + 1, 0) if window and poison_before_window else 0
             old = slot_of[request][first:context_len]
             slots[old] = torch.randn(len(old), num_kv_heads, head_dim, generator=generator)
             if row_size:
@@ -284,7 +284,7 @@ def check(case: AttentionCase, op: Callable[..., Tensor]) -> Tensor:
         written, wanted = args[names.index(name)], expected_args[names.index(name)]
         if written is None:
             continue
-        # Bit for bit, so that the poison compares too. What stands in the padding block is nobody's business.
+        # Bit for bit, so that the poison compares too. The padding block may have anything.
         integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}[written.itemsize]
         assert torch.equal(written[1:].view(integer), wanted[1:].view(integer)), f"{name} differs"
     return out

@@ -94,7 +94,7 @@ def with_lengths(case: AttentionCase, query_lens: Sequence[int], seq_lens: Seque
 
 
 def at_the_end_of(small: AttentionCase, num_elements: int) -> AttentionCase:
-    """The same call with its blocks behind ``num_elements`` elements of larger caches, whose others are zero."""
+    """The same call with its blocks after ``num_elements`` elements of larger caches, whose others are zero."""
     _, num_kv_heads, block_size, head_dim = small.k_cache.shape
     shift = num_elements // (num_kv_heads * block_size * head_dim) + 1
     caches = {}

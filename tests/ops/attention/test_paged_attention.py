@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
@@ -13,10 +12,10 @@ from torch import Tensor
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
-from compiled_llm.ops import native
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from tests.drawn import cases
-from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, alone, check, grid, make_case
+from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, check, grid, make_case
+from tests.ops.attention.cpu_kernel import INSTRUCTION_SETS, Attend, every_set
 
 CASES = dict(grid())
 MIXED = {"query_lens": [1, 40, 1], "context_lens": [700, 33, 0], "num_heads": 8, "padding_query_lens": [1, 2]}
@@ -37,68 +36,7 @@ EVERY_SET = [
     "window-soft-cap-sinks-h128",
     "short-queries",
 ]
-INSTRUCTION_SETS = ["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"]
 ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
-
-
-def reordered(cache: Tensor, is_key: bool, to_cpu: bool) -> Tensor:
-    """A cache of the reference's order, ``[S, H]`` in each block and KV head, in the CPU kernel's; or the other way."""
-    blocks, kv_heads, size, head_dim = cache.shape
-    width = {torch.bfloat16: 2, torch.int8: 4, torch.float8_e4m3fn: 2}.get(cache.dtype, 1)
-    split = head_dim if is_key else size
-    parts = (split // width, width) if split % width == 0 else (split, 1)
-    x = cache.view(torch.uint8) if cache.itemsize == 1 else cache
-    if is_key:  # [S, H / W, W] <-> [H / W, S, W]
-        x = x.view(blocks, kv_heads, *((size, *parts) if to_cpu else (parts[0], size, parts[1]))).transpose(2, 3)
-    else:  # [S / W, W, H] <-> [S / W, H, W]
-        x = x.view(blocks, kv_heads, parts[0], *((parts[1], head_dim) if to_cpu else (head_dim, parts[1])))
-        x = x.transpose(3, 4)
-    return x.clone(memory_format=torch.contiguous_format).view(cache.shape).view(cache.dtype)
-
-
-Attend = Callable[..., Tensor]
-
-
-@pytest.fixture(scope="module")
-def kernels() -> ModuleType:
-    module = native.load("attention_cpu")
-    if module is None:
-        pytest.skip("no C++ compiler")
-    return module
-
-
-def attend_on(kernels: ModuleType, *isa: str) -> Attend:
-    """The CPU kernel for caches in the reference's order: of the best instruction set, or the one named."""
-
-    def op(*args) -> Tensor:
-        k_cache, v_cache = args[3:5]
-        ordered = reordered(k_cache, True, True), reordered(v_cache, False, True)
-        out = kernels.paged_attention(*args[:3], *ordered, *args[5:], *isa)
-        k_cache.copy_(reordered(ordered[0], True, False))
-        v_cache.copy_(reordered(ordered[1], False, False))
-        return out
-
-    return op
-
-
-@pytest.fixture
-def attend(kernels: ModuleType, request: pytest.FixtureRequest) -> Attend:
-    """As ``attend_on``; tests that are parametrised with ``every_set`` give it each instruction set."""
-    isas = [request.param] if hasattr(request, "param") else []
-    if not {*isas} <= {*kernels.supported_isas()}:
-        pytest.skip(f"this machine has no {request.param}")
-    return attend_on(kernels, *isas)
-
-
-every_set = pytest.mark.parametrize("attend", INSTRUCTION_SETS, indirect=True)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def plain_attention(case: AttentionCase) -> Tensor:
@@ -139,7 +77,7 @@ def plain_attention(case: AttentionCase) -> Tensor:
 
 @pytest.mark.parametrize("name", [name for name in CASES if "cap-sinks" not in name])
 def test_reference_is_attention(name: str) -> None:
-    case = make_case(**CASES[name], poison_behind_window=False)
+    case = make_case(**CASES[name], poison_before_window=False)
     expected = plain_attention(case)
     torch.testing.assert_close(paged_attention_reference(*case.args()).double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -261,111 +199,12 @@ def test_unused_table_entries_are_not_read(attend: Attend) -> None:
     check(make_case(**MIXED, unused_table_entry=2**30), attend)
 
 
-# The dtypes of queries and cache, and a window, for what must not change a bit.
-EXACT_OPTIONS: list[dict] = [
-    {"dtype": torch.float32},
-    {"dtype": torch.bfloat16},
-    {"dtype": torch.float16},
-    {"dtype": torch.bfloat16, "window": 100, "soft_cap": 5.0, "sinks": True},
-    {"dtype": torch.bfloat16, "kv_dtype": torch.int8},
-    {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
-    {"dtype": torch.float32, "kv_dtype": torch.int8, "window": 600},
-]
-
-
-def exact(options: list[dict]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize(
-        "options", options, ids=lambda one: "-".join(str(value).removeprefix("torch.") for value in one.values())
-    )
-
-
-EXACT = exact(EXACT_OPTIONS)
-
-
-@EXACT
-@pytest.mark.parametrize("kind", ["decode", "mixed"])
-def test_neighbours_change_no_bit(attend: Attend, kind: str, options: dict) -> None:
-    query_lens, context_lens = (
-        ([1] * 4, [1300, 5, 511, 60]) if kind == "decode" else ([1, 70, 1, 9], [1300, 513, 64, 0])
-    )
-    case = make_case(query_lens, context_lens, num_heads=8, head_dim=128, trailing_rows=3, **options)
-    together = attend(*case.args())
-    for request in range(len(query_lens)):
-        assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
-
-
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
-def test_software_tiles_are_those_of_the_cpu(kernels: ModuleType, kv_dtype: torch.dtype | None) -> None:
-    """Bit for bit, so what holds for the one holds for the other."""
-    if "amx" not in kernels.supported_isas():
-        pytest.skip("this machine has no AMX")
-    case = make_case(**MIXED, dtype=torch.bfloat16, kv_dtype=kv_dtype)
-    of_the_cpu, in_software = (attend_on(kernels, isa)(*case.args()) for isa in ("amx", "amx_in_software"))
-    assert torch.equal(of_the_cpu, in_software)
-
-
 @pytest.mark.parametrize("query_lens", [[1], [20]])
 def test_scores_of_minus_infinity_leave_all_weight_to_the_sink(attend: Attend, query_lens: list[int]) -> None:
     case = make_case(query_lens, [1200], dtype=torch.bfloat16, num_heads=8, sinks=True)
     case = replace(case, q=case.q.abs() + 0.1, k=torch.full_like(case.k, -torch.inf))
     case.k_cache.fill_(-torch.inf)
     assert torch.equal(attend(*case.args()), torch.zeros_like(case.q))
-
-
-# A window hides the beginning, so nothing is shared.
-@exact([{**options, "window": 0} for options in EXACT_OPTIONS])
-@every_set
-@pytest.mark.usefixtures("two_threads")
-def test_a_shared_prefix_changes_no_bit(attend: Attend, options: dict) -> None:
-    """The first two requests share three partitions, the next two one and a half; the last, less than it pays for."""
-    query_lens, context_lens = [1, 3, 1, 2, 1], [1700, 1690, 800, 1100, 600]
-    case = make_case(query_lens, context_lens, num_heads=8, head_dim=64, **options)
-    block_size = case.k_cache.shape[2]
-    table = case.block_table.clone()
-    for request, other, tokens in ((1, 0, 1536), (3, 2, 768), (4, 0, 512)):
-        table[request, : tokens // block_size] = table[other, : tokens // block_size]
-    case = replace(case, block_table=table)
-    together = attend(*case.args())
-    for request in range(len(query_lens)):
-        assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
-    check(case, attend)
-
-
-@EXACT
-@pytest.mark.parametrize("group", [1, 2, 5])
-@every_set
-def test_chunking_changes_no_bit(attend: Attend, group: int, options: dict) -> None:
-    """A prompt in one step, in chunks, or token by token at its end: the same output for every token."""
-    case = make_case([700], [0], num_heads=2 * group, head_dim=64, **options)
-    whole = attend(*case.args())
-    caches = case.args()[3:7]
-    start, parts = 0, []
-    for length in (1, 510, 65, 120, 1, 1, 2):
-        rows = slice(start, start + length)
-        chunk = replace(
-            case,
-            q=case.q[rows],
-            k=case.k[rows],
-            v=case.v[rows],
-            slot_mapping=case.slot_mapping[rows],
-            query_start_loc=torch.tensor([0, length], dtype=torch.int32),
-            seq_lens=torch.tensor([start + length], dtype=torch.int32),
-        )
-        args = list(chunk.args())
-        args[3:7] = caches
-        parts.append(attend(*args))
-        start += length
-    assert torch.equal(torch.cat(parts), whole)
-
-
-@pytest.mark.usefixtures("two_threads")
-@EXACT
-@pytest.mark.parametrize("name", ["decode-block16", "decode-fused-padding", "everything", "prompt2000-block16"])
-def test_threads_change_no_bit(attend: Attend, name: str, options: dict) -> None:
-    case = make_case(**CASES[name], **options)
-    with_two = attend(*case.args())
-    torch.set_num_threads(1)
-    assert torch.equal(attend(*case.args()), with_two)
 
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)  # opcheck itself cannot compare fp8

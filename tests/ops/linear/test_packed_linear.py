@@ -163,7 +163,7 @@ def test_unpack_rows(dtype: torch.dtype) -> None:
     assert torch.equal(linear.unpack_rows(linear.pack_weight(weight), rows.to(dtype)), weight[rows])
 
 
-def test_loading_the_kernels_puts_them_behind_the_op(kernels: ModuleType) -> None:
+def test_loading_the_kernels_registers_them_for_the_op(kernels: ModuleType) -> None:
     """C++ for the CPU, in place of the Python function that loads it."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key("compiled_llm::packed_linear", "CPU")
 

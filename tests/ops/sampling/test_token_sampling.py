@@ -245,7 +245,7 @@ def test_fullgraph_compile() -> None:
     assert torch.equal(compiled(*case), expected(case) + 1)
 
 
-def test_loading_the_kernels_puts_them_behind_the_ops(kernels: ModuleType) -> None:
+def test_loading_the_kernels_registers_them_for_the_ops(kernels: ModuleType) -> None:
     for name in ("sample_tokens", "greedy_tokens"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"compiled_llm::{name}", "CPU")
 

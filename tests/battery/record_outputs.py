@@ -1,8 +1,8 @@
 """What the engine gives for a fixed set of requests, recorded to compare two commits bit for bit, on CPUs.
 
-    python scripts/bench/record_outputs.py --write before.json
-    python scripts/bench/record_outputs.py --compare before.json
-    python scripts/bench/record_outputs.py --compare before.json --only qwen3-float16   # some of the engines
+    python -m tests.battery.record_outputs --write before.json
+    python -m tests.battery.record_outputs --compare before.json
+    python -m tests.battery.record_outputs --compare before.json --only qwen3-float16   # some of the engines
 
 Tiny checkpoints of each family with seeded random weights, in every dtype and KV cache dtype, run eagerly, and the demo
 model compiled. A recording has token ids, texts, log-probabilities as exact hexadecimal floats, reasons of the ends,
@@ -11,6 +11,7 @@ or 1 if something differs; the first differences of each case are printed. It us
 the same file runs on both commits. Both must run with the same torch, on the same kind of machine.
 """
 
+import argparse
 import asyncio
 import contextlib
 import itertools
@@ -26,7 +27,6 @@ import transformers
 
 import compiled_llm
 from compiled_llm import AsyncCompiledEngine, CompiledEngine, Field, LogitsTransform, SamplingParams
-from compiled_llm.command_line import FlagParser
 
 DEMO_MODEL = Path(compiled_llm.__file__).parent / "demo_model"
 # Vocabulary and end-of-text token are the demo model's, whose tokenizer they all have.
@@ -359,7 +359,7 @@ def compare(before: dict[str, Any], after: dict[str, Any], most: int = 4) -> int
 
 
 def main() -> int:
-    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], allow_abbrev=False)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the recording there")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="compare with a recording, exit 1 if they differ")
     parser.add_argument("--only", default="", metavar="TEXT", help="only the engines whose names contain this")

@@ -1,30 +1,22 @@
 """record_outputs: an engine recorded twice gives the same, and a recording that was changed is reported."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-BENCH = Path(__file__).parents[3] / "scripts" / "bench"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCH))
-    return importlib.import_module("record_outputs")
+from tests.battery import record_outputs
 
 
 def test_a_changed_recording_is_reported(
-    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "before.json"
 
     def main(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["record_outputs.py", "--only", "dummy-bfloat16", *arguments])
-        return script.main()
+        return record_outputs.main()
 
     assert main("--write", str(path)) == 0
     recording = json.loads(path.read_text())
@@ -41,11 +33,11 @@ def test_a_changed_recording_is_reported(
     assert "3 cases, 1 differ" in printed  # the others came out the same
 
 
-def test_every_kind_of_difference(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_difference(capsys: pytest.CaptureFixture[str]) -> None:
     before = {"a/x": [{"n": 1, "text": "one"}], "a/y": [1, 2], "b/z": [None, 1, "t"], "c": 0}
-    assert script.compare(before, before) == 0
+    assert record_outputs.compare(before, before) == 0
     after = {"a/x": [{"n": 1, "text": "two"}], "a/y": [1, 2, 3], "b/z": [None, 1.0, "t"], "d": 0}
-    assert script.compare(before, after) == 5
+    assert record_outputs.compare(before, after) == 5
     assert capsys.readouterr().out.splitlines()[1:] == [
         "a/x[0].text: 'one' -> 'two'",
         "a/y: '[1, 2]' -> '[1, 2, 3]'",
@@ -56,8 +48,8 @@ def test_every_kind_of_difference(script: Any, capsys: pytest.CaptureFixture[str
     ]
 
 
-def test_the_set_has_every_family_dtype_and_cache_dtype(script: Any) -> None:
-    names = {name for name, *_ in script.engines()}
+def test_the_set_has_every_family_dtype_and_cache_dtype() -> None:
+    names = {name for name, *_ in record_outputs.engines()}
     for model in ("llama", "qwen3"):
         for dtype in ("float32", "bfloat16", "float16"):
             for cache in ("auto", "int8", "fp8"):

@@ -1,0 +1,35 @@
+"""Fixtures of the tests of the CPU's attention kernel."""
+
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+
+from compiled_llm.ops import native
+from tests.ops.attention.cpu_kernel import Attend, attend_on
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    module = native.load("attention_cpu")
+    if module is None:
+        pytest.skip("no C++ compiler")
+    return module
+
+
+@pytest.fixture
+def attend(kernels: ModuleType, request: pytest.FixtureRequest) -> Attend:
+    """As ``attend_on``; tests that are parametrised with ``every_set`` give it each instruction set."""
+    isas = [request.param] if hasattr(request, "param") else []
+    if not {*isas} <= {*kernels.supported_isas()}:
+        pytest.skip(f"this machine has no {request.param}")
+    return attend_on(kernels, *isas)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

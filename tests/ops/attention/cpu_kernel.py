@@ -1,0 +1,41 @@
+"""The CPU's attention kernel on caches in the reference's order, for tests that compare both."""
+
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+Attend = Callable[..., Tensor]
+INSTRUCTION_SETS = ["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"]
+every_set = pytest.mark.parametrize("attend", INSTRUCTION_SETS, indirect=True)
+
+
+def reordered(cache: Tensor, is_key: bool, to_cpu: bool) -> Tensor:
+    """A cache of the reference's order, ``[S, H]`` in each block and KV head, in the CPU kernel's; or the other way."""
+    blocks, kv_heads, size, head_dim = cache.shape
+    width = {torch.bfloat16: 2, torch.int8: 4, torch.float8_e4m3fn: 2}.get(cache.dtype, 1)
+    split = head_dim if is_key else size
+    parts = (split // width, width) if split % width == 0 else (split, 1)
+    x = cache.view(torch.uint8) if cache.itemsize == 1 else cache
+    if is_key:  # [S, H / W, W] <-> [H / W, S, W]
+        x = x.view(blocks, kv_heads, *((size, *parts) if to_cpu else (parts[0], size, parts[1]))).transpose(2, 3)
+    else:  # [S / W, W, H] <-> [S / W, H, W]
+        x = x.view(blocks, kv_heads, parts[0], *((parts[1], head_dim) if to_cpu else (head_dim, parts[1])))
+        x = x.transpose(3, 4)
+    return x.clone(memory_format=torch.contiguous_format).view(cache.shape).view(cache.dtype)
+
+
+def attend_on(kernels: ModuleType, *isa: str) -> Attend:
+    """The CPU kernel for caches in the reference's order: of the best instruction set, or the one named."""
+
+    def op(*args) -> Tensor:
+        k_cache, v_cache = args[3:5]
+        ordered = reordered(k_cache, True, True), reordered(v_cache, False, True)
+        out = kernels.paged_attention(*args[:3], *ordered, *args[5:], *isa)
+        k_cache.copy_(reordered(ordered[0], True, False))
+        v_cache.copy_(reordered(ordered[1], False, False))
+        return out
+
+    return op
