@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from compiled_llm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
     from compiled_llm.report.report import RunReport
     from compiled_llm.sampling_params import SamplingParams
+    from compiled_llm.scheduling.drafter import Drafter
     from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
     from compiled_llm.structured_outputs import StructuredOutputsParams
     from compiled_llm.worker.memory import MemoryLedger, MemoryRow
@@ -26,6 +27,7 @@ _HOMES = {
     "CompiledEngine": "engine.engine",
     "CompileReport": "compiling.report",
     "CompletionOutput": "outputs",
+    "Drafter": "scheduling.drafter",
     "EngineConfig": "config",
     "EngineStats": "outputs",
     "Field": "step.logits_transforms",
@@ -48,6 +50,7 @@ __all__ = [
     "CompileReport",
     "CompiledEngine",
     "CompletionOutput",
+    "Drafter",
     "EngineConfig",
     "EngineStats",
     "Field",

@@ -4,13 +4,15 @@
 """
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import json
 import re
+import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from compiled_llm.config import EngineConfig
@@ -67,6 +69,18 @@ def check_least(args: argparse.Namespace, **least: float) -> None:
         given = getattr(args, name)
         if given is not None and not min(given if isinstance(given, tuple | list) else [given]) >= low:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {low}, given {given}")
+
+
+@contextlib.contextmanager
+def errors_end(
+    program: str, errors: tuple[type[Exception], ...] = (ValueError, OSError), status: int = 2
+) -> Iterator[None]:
+    """One of ``errors`` in it ends the program with its message and status."""
+    try:
+        yield
+    except errors as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        raise SystemExit(status) from error
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +153,7 @@ def _options(hint: Any) -> dict[str, Any]:
     if typing.get_origin(kind) is typing.Literal:
         return {"choices": typing.get_args(kind)}
     if kind == tuple[int, ...]:
-        return {"type": _integers, "metavar": "INT[,INT...]"}
+        return {"type": integers, "metavar": "INT[,INT...]"}
     if kind == tuple[str, ...]:
         return {"action": "append", "metavar": "STR"}
     if kind == tuple[Any, ...]:
@@ -157,7 +171,8 @@ def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
-def _integers(text: str) -> tuple[int, ...]:
+def integers(text: str) -> tuple[int, ...]:
+    """``"1,8,32"`` -> ``(1, 8, 32)``, for argparse."""
     try:
         return tuple(int(item) for item in text.split(","))
     except ValueError:

@@ -147,14 +147,11 @@ class EngineConfig:
 
     def _check_sources(self) -> None:
         """Where model and tokenizer come from."""
-        for name in ("model", "tokenizer"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"{name} must be a directory or a hub id as a non-empty str, given {value!r}")
-        for name, of in (("revision", "model"), ("tokenizer_revision", "tokenizer")):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"{name} must be a branch, tag or commit as a non-empty str, given {value!r}")
+        for of, name in (("model", "revision"), ("tokenizer", "tokenizer_revision")):
+            for field, what in ((of, "a directory or a hub id"), (name, "a branch, tag or commit")):
+                value = getattr(self, field)
+                if value is not None and (not isinstance(value, str) or not value):
+                    raise ValueError(f"{field} must be {what} as a non-empty str, given {value!r}")
             if value is not None and getattr(self, of) is None:
                 raise ValueError(f"{name} must be None without {of}, the hub id that it belongs to, given {value!r}")
 
@@ -231,14 +228,12 @@ class EngineLimits:
         decode.append(min(size for size in config.bucket_sizes if size >= max_num_seqs))
 
         batched = config.max_num_batched_tokens
-        if batched is None:
-            if config.token_bucket_sizes:
-                batched = config.token_bucket_sizes[-1]
-            else:
-                batched = max(default_batched_tokens, max_num_seqs)
-                batched = min(batched, max_model_len * max_num_seqs)
-                if not config.enable_chunked_prefill:
-                    batched = max(batched, max_model_len)
+        if batched is None and config.token_bucket_sizes:
+            batched = config.token_bucket_sizes[-1]
+        elif batched is None:
+            batched = min(max(default_batched_tokens, max_num_seqs), max_model_len * max_num_seqs)
+            if not config.enable_chunked_prefill:
+                batched = max(batched, max_model_len)
         if batched < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs} (a token for each running "

@@ -65,6 +65,6 @@ def _cpu_facts() -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    names = _cpu_facts()
-    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in names.get("flags", "").split()]
-    return " ".join([names.get("model name", platform.machine()), *known])
+    facts = _cpu_facts()
+    known = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_tile") if flag in facts.get("flags", "").split()]
+    return " ".join([facts.get("model name", platform.machine()), *known])

@@ -37,7 +37,7 @@ class Stage:
         self._last_change = self._started
 
     def begin(self, item: str) -> None:
-        """Work on ``item`` starts. An item that is begun while others are unfinished runs beside them."""
+        """Work on ``item`` starts, beside the items that are unfinished."""
         self._running = [*self._running, item]
 
     def finish(self, item: str) -> None:

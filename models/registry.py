@@ -10,6 +10,7 @@ from compiled_llm.models.family import Family
 ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
+    "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
 }
 # For messages.
 SUPPORTED = "Supported are {}; docs/models.md lists them".format(

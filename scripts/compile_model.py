@@ -26,7 +26,7 @@ from bench import tables
 from bench.workloads import engine_parser, model_of
 
 from compiled_llm import CompiledEngine
-from compiled_llm.command_line import engine_config
+from compiled_llm.command_line import engine_config, errors_end
 from compiled_llm.compiling.bundle import export_bundle, import_bundle
 
 
@@ -86,11 +86,8 @@ def compile_model(args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     args = parse_arguments()
-    try:
+    with errors_end("compile_model"):
         result = compile_model(args)
-    except (ValueError, OSError) as error:
-        print(f"compile_model: error: {error}", file=sys.stderr)
-        return 2
     tables.finish(result, args.json)
     return 1 if args.imported is not None and result["misses"] else 0
 

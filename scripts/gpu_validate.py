@@ -54,59 +54,38 @@ from compiled_llm.report import machine_limits  # noqa: E402
 _PARALLEL = "-n 12" if importlib.util.find_spec("xdist") else ""
 _PYTEST = "-m pytest -v -W default -p no:benchmark -p no:cacheprovider"
 
+_LATENCY = "scripts/bench/bench_latency.py --device cuda --output-json {json}"
+_THROUGHPUT = "scripts/bench/bench_throughput.py --device cuda --output-json {json}"
+_W2 = "--shape qwen3-0.6b --workload W2"
+_BUCKETS = "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048"
+_GPU_TESTS = "-m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py"
+_DECODES = f"{_LATENCY} --input-len 32 --output-len 128 --num-iters 5 --bucket-sizes 1,32"
+
 # Part -> (maximum seconds, arguments of Python). {json} is a file for its result, {folder} a folder for more.
 PARTS = {
     "limits": (60, "scripts/gpu_validate.py --measure-limits {json}"),
-    "e2e": (
-        300,
-        f"{_PYTEST} -m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py",
-    ),
+    "e2e": (300, f"{_PYTEST} {_GPU_TESTS}"),
     **{
-        f"{mode}-{batch_size}": (
-            120,
-            f"scripts/bench/bench_latency.py --device cuda --cuda-graphs {mode} --batch-size {batch_size} "
-            "--input-len 32 --output-len 128 --num-iters 5 --bucket-sizes 1,32 --output-json {json}",
-        )
+        f"{mode}-{batch_size}": (120, f"{_DECODES} --cuda-graphs {mode} --batch-size {batch_size}")
         for batch_size in (1, 32)
         for mode in ("trees", "manual")
     },
-    "latency": (
-        240,
-        "scripts/bench/bench_throughput.py --backend compiled-llm --device cuda --shape qwen3-8b --workload W1 "
-        "--bucket-sizes 1 --token-bucket-sizes 128 --output-json {json}",
-    ),
-    "throughput": (
-        240,
-        "scripts/bench/bench_throughput.py --backend compiled-llm --device cuda --shape qwen3-0.6b --workload W2 "
-        "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048 --output-json {json}",
-    ),
-    "transformers": (
-        120,
-        "scripts/bench/bench_throughput.py --backend hf --device cuda --shape qwen3-0.6b --workload W2 "
-        "--hf-max-batch-size 32 --output-json {json}",
-    ),
+    "latency": (240, f"{_THROUGHPUT} --shape qwen3-8b --workload W1 --bucket-sizes 1 --token-bucket-sizes 128"),
+    "throughput": (240, f"{_THROUGHPUT} {_W2} {_BUCKETS}"),
+    "transformers": (120, f"{_THROUGHPUT} --backend hf {_W2} --hf-max-batch-size 32"),
     "attention": (240, "scripts/bench/bench_attention.py --device cuda --seconds 1 --json {json}"),
     "sampling": (240, "scripts/bench/bench_sampling.py --batch-size 32 --json {json}"),
     "serve": (
         240,
-        "scripts/bench/bench_serve.py --device cuda --shape qwen3-0.6b --workload W2 --request-rate 16 "
-        "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048 --goodput ttft:200 tpot:20",
+        f"scripts/bench/bench_serve.py --device cuda {_W2} {_BUCKETS} --request-rate 16 --goodput ttft:200 tpot:20",
     ),
     "report": (120, "scripts/serve_offline.py --device cuda --quiet --report {folder}"),
     **{
-        f"phases-{backend}": (
-            150,
-            f"scripts/bench/bench_latency.py --device cuda --backend {backend} --input-len 2048 --batch-size 8 "
-            "--num-iters 3 --output-json {json}",
-        )
+        f"phases-{backend}": (150, f"{_LATENCY} --backend {backend} --input-len 2048 --batch-size 8 --num-iters 3")
         for backend in ("compiled-llm", "hf")
     },
     **{
-        f"prefix-{name}": (
-            120,
-            "scripts/bench/bench_throughput.py --device cuda --workload W3 --bucket-sizes 16 --token-bucket-sizes 512 "
-            f"--{flag} --output-json {{json}}",
-        )
+        f"prefix-{name}": (120, f"{_THROUGHPUT} --workload W3 --bucket-sizes 16 --token-bucket-sizes 512 --{flag}")
         for name, flag in (("on", "enable-prefix-caching"), ("off", "no-enable-prefix-caching"))
     },
     "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/attention/test_attention_gpu.py"),
@@ -150,9 +129,8 @@ def run_part(name: str, output: Path, seconds_left: float) -> dict[str, Any]:
         record["result"] = next((json.loads(line) for line in reversed(lines) if line.startswith("{")), lines[-1:])
     record["command"] = f"python {command}"
     json_path.write_text(json.dumps(record, indent=1) + "\n")
-    print(
-        f"{name:<12} {'passed' if status == 0 else f'FAILED ({status})':<13} {record['seconds']:>6.1f} s   {log_path}"
-    )
+    outcome = "passed" if status == 0 else f"FAILED ({status})"
+    print(f"{name:<12} {outcome:<13} {record['seconds']:>6.1f} s   {log_path}")
     tail = lines[-12:] if status == 0 else lines[-60:]
     print("\n".join(f"    {line[:220]}" for line in tail if not line.startswith("{")), flush=True)
     return record

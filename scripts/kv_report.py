@@ -31,17 +31,16 @@ import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from bench import tables
-from bench.workloads import integers
 from torch import Tensor
 from tqdm import tqdm
 
 from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.command_line import FlagParser, errors_end, integers
 from compiled_llm.config import QUANTISED_DTYPES, EngineConfig
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
@@ -65,20 +64,18 @@ class BadScaleError(Exception):
     """A scale in the cache is zero or not finite."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Model:
+class Model(NamedTuple):
     config: ModelConfig
     weights: Any
     dtype: torch.dtype
     device: torch.device
 
 
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Consecutive tokens, and the token after each of them."""
+class Window(NamedTuple):
+    """Consecutive tokens, and the token after each of them: ``[T]`` each."""
 
-    token_ids: Tensor  # [T]
-    targets: Tensor  # [T]
+    token_ids: Tensor
+    targets: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +161,7 @@ def compare(
     error_squares, norm_squares = (torch.zeros(num_layers, dtype=torch.float64) for _ in range(2))
     for window in tqdm(windows, desc=title, unit="window", disable=None, leave=False):
         for start in range(0, len(window.token_ids), chunk):
-            tokens, targets = window.token_ids[start : start + chunk], window.targets[start : start + chunk]
+            tokens, targets = (part[start : start + chunk] for part in window)
             own_logits, own_outputs = run_chunk(model, own_cache, tokens, start)
             logits, outputs = run_chunk(model, kv_cache, tokens, start)
             check_scales(kv_cache, start, start + len(tokens))
@@ -285,12 +282,9 @@ def read_windows(args: argparse.Namespace, model: Model) -> tuple[str, list[Wind
 
 def main() -> int:
     args = parse_arguments()
-    try:
+    with errors_end("kv_report"):
         model, dtypes = load_model(args)
         text, windows = read_windows(args, model)
-    except (ValueError, OSError) as error:
-        print(f"kv_report: error: {error}", file=sys.stderr)
-        return 2
 
     def alone(layer: int) -> list[torch.dtype]:
         return [dtype if i == layer else model.dtype for i, dtype in enumerate(dtypes)]
@@ -339,10 +333,9 @@ def print_layers(layers: dict[int, dict[str, float]], own: str) -> dict[str, lis
     ]
     print("\n" + tables.text_table(rows))
     keep, ranking = worth_keeping(kl_alone), sorted(kl_alone, key=lambda layer: -kl_alone[layer])
-    if keep:
-        print(f"\nWorth keeping in {own}, as each causes more than twice the mean KL:")
-    else:
-        print(f"\nNo layer is worth keeping in {own}: none causes more than twice the mean KL. The first to keep is")
+    some = f"Worth keeping in {own}, as each causes more than twice the mean KL:"
+    none = f"No layer is worth keeping in {own}: none causes more than twice the mean KL. The first to keep is"
+    print(f"\n{some if keep else none}")
     print(f"  --kv-cache-skip-layers {','.join(map(str, keep or ranking[:1]))}")
     return {"ranking": ranking, "worth_keeping": keep}
 

@@ -43,9 +43,8 @@ def table(cls: type) -> str:
     rows = ["| name | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(cls):
         meaning = docs[field.name].replace("``", "`").replace("|", r"\|").replace("<", "&lt;")
-        rows.append(
-            f"| `{field.name}` | {type_text(hints[field.name])} | `{default_text(field.default)}` | {meaning} |"
-        )
+        default = f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
+        rows.append(f"| `{field.name}` | {type_text(hints[field.name])} | `{default}` | {meaning} |")
     return "\n".join(rows)
 
 
@@ -60,10 +59,6 @@ def type_text(hint: Any) -> str:
         return "list" if items is Any else f"list of {type_text(items)}"
     names = {type(None): "None", StructuredOutputsParams: "`StructuredOutputsParams`", Any: "any"}
     return names.get(hint) or (typing.get_origin(hint) or hint).__name__
-
-
-def default_text(default: Any) -> str:
-    return f'"{default}"' if isinstance(default, str) else repr(default)
 
 
 def pages() -> dict[Path, str]:

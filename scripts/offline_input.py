@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from offline_process import naming
+
 from compiled_llm.config import integer
 
 _ROW_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
@@ -40,13 +42,11 @@ def read_rows(path: Path) -> list[InputRow]:
     """
     if path.suffix not in (".jsonl", ".txt"):
         raise ValueError(f"--input must end in .jsonl or .txt, given {path}")
-    try:
+    with naming(f"--input {path}"):
         path.stat()
         if not path.is_file():
             raise ValueError(f"--input must be a regular file, given {path}")
         content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
-    except OSError as error:
-        raise OSError(f"--input {path}: {error.strerror}") from error
     rows: list[InputRow] = []
     # Not splitlines(), which also splits at line separators that JSON strings may hold.
     for number, line in enumerate(content.split(b"\n"), 1):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from offline_input import InputRow
+from offline_process import naming
 
 from compiled_llm.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -79,10 +80,8 @@ class OutputFile:
     def __init__(self, path: Path, rows: Sequence[InputRow], *, resume: bool) -> None:
         self._path = path
         self.done: set[int] = set()
-        try:
+        with naming(f"--output {path}"):
             self._descriptor, self._is_new = _open(path)
-        except OSError as error:
-            raise OSError(f"--output {path}: {error.strerror}") from error
         try:
             self._lock()
             if not self._is_new and not resume:
@@ -108,23 +107,21 @@ class OutputFile:
         """Append a row. ``OSError`` if it cannot be; then no part of it is left in the file."""
         line = (json.dumps(row_of(index, output), ensure_ascii=False) + "\n").encode()
         written = 0
-        try:
-            while written < len(line):
-                written += os.write(self._descriptor, line[written:])
-        except BaseException as error:
-            os.ftruncate(self._descriptor, self._size)
-            if isinstance(error, OSError):
-                raise OSError(f"--output {self._path}: {error.strerror}") from error
-            raise
+        with naming(f"--output {self._path}"):
+            try:
+                while written < len(line):
+                    written += os.write(self._descriptor, line[written:])
+            except BaseException:
+                os.ftruncate(self._descriptor, self._size)
+                raise
         self._size += len(line)
         self.done.add(index)
 
     def close(self) -> None:
         """Close it and give up the lock. ``OSError`` if the file system could not keep what was written."""
         try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise OSError(f"--output {self._path}: {error.strerror}") from error
+            with naming(f"--output {self._path}"):
+                os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
 

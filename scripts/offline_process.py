@@ -1,4 +1,4 @@
-"""The process of an offline run: signals that end it, and output streams that fail."""
+"""The process of an offline run: signals that end it, output streams that fail, and errors of files."""
 
 import contextlib
 import io
@@ -32,6 +32,15 @@ def stop_on_signals() -> Iterator[None]:
         for number in handled:
             if signal.getsignal(number) is stop:
                 signal.signal(number, handlers[number])
+
+
+@contextlib.contextmanager
+def naming(file: str) -> Iterator[None]:
+    """An ``OSError`` in it gets a message that names ``file``."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{file}: {error.strerror}") from error
 
 
 class GuardedStream:

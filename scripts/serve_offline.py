@@ -30,14 +30,14 @@ import stat
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 from offline_input import InputRow, read_rows
 from offline_output import OutputFile, failure_of
-from offline_process import GuardedStream, stop_on_signals
+from offline_process import GuardedStream, naming, stop_on_signals
 from tqdm import tqdm
 
 import compiled_llm
@@ -46,6 +46,7 @@ from compiled_llm.command_line import (
     add_engine_arguments,
     add_sampling_arguments,
     engine_config,
+    errors_end,
     sampling_arguments,
     sampling_params,
 )
@@ -59,23 +60,6 @@ BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.j
 DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
 QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler
 REPORT_FILES = ("report.html", "report.json", "trace.json")
-
-
-class RunError(Exception):
-    """The run ends here, with this message and exit status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@contextlib.contextmanager
-def bad_arguments_end() -> Iterator[None]:
-    """A ``ValueError`` or ``OSError`` in it ends the run with its message and status 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise RunError(2, str(error)) from error
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -122,12 +106,11 @@ def check_files(args: argparse.Namespace) -> None:
         if is_same_file(path, other_path):
             raise ValueError(f"{flag} and {other_flag} must be different files, given {path} and {other_path}")
     if args.report is not None:
-        try:
-            args.report.mkdir(parents=True, exist_ok=True)
-        except FileExistsError:
-            raise ValueError(f"--report must be a directory, given {args.report}") from None
-        except OSError as error:
-            raise OSError(f"--report {args.report}: {error.strerror}") from error
+        with naming(f"--report {args.report}"):
+            try:
+                args.report.mkdir(parents=True, exist_ok=True)
+            except FileExistsError:
+                raise ValueError(f"--report must be a directory, given {args.report}") from None
     for flag, path in (reports | ({} if args.trace is None else {"--trace": args.trace})).items():
         check_writable(flag, path)
 
@@ -142,7 +125,7 @@ def is_same_file(path: Path, other: Path) -> bool:
 def check_writable(flag: str, path: Path) -> None:
     """``ValueError`` or ``OSError`` unless a regular file can be written there. A file that is there is kept."""
     target = os.path.realpath(path)
-    try:
+    with naming(f"{flag} {path}"):
         try:
             os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             os.unlink(target)
@@ -152,8 +135,6 @@ def check_writable(flag: str, path: Path) -> None:
             os.close(descriptor)
             if not is_regular:
                 raise ValueError(f"{flag} must be a regular file, given {path}") from None
-    except OSError as error:
-        raise OSError(f"{flag} {path}: {error.strerror}") from error
 
 
 # -- Serving
@@ -171,7 +152,8 @@ def serve(
         while waiting and len(queued) < most_queued:
             row = waiting.popleft()
             # From the row's index, not from how many rows came before it: a resumed run gives the same tokens.
-            seed = row_seed(engine.config.seed, row.index) if params.seed is None else params.seed
+            digest = hashlib.sha256(f"{engine.config.seed}/{row.index}".encode()).digest()
+            seed = int.from_bytes(digest[:8], "little", signed=True) if params.seed is None else params.seed
             try:
                 engine.add_request(str(row.index), row.prompt, dataclasses.replace(params, seed=seed), row.priority)
                 queued[str(row.index)] = row
@@ -184,16 +166,12 @@ def serve(
         yield row, ValueError("the engine returned no result")
 
 
-def row_seed(engine_seed: int, index: int) -> int:
-    return int.from_bytes(hashlib.sha256(f"{engine_seed}/{index}".encode()).digest()[:8], "little", signed=True)
-
-
 # -- The run
 
 
 def prepare(args: argparse.Namespace) -> tuple[list[InputRow], OutputFile | None]:
-    """The rows and the output file. ``RunError`` for everything that can be checked without the model."""
-    with bad_arguments_end():
+    """The rows and the output file. Ends the program if an argument is bad, as far as that shows without the model."""
+    with errors_end("serve_offline"):
         engine_config(args)
         sampling_params(args, **DEFAULT_SAMPLING)
         rows = read_rows(args.input or BUNDLED_PROMPTS)
@@ -204,12 +182,12 @@ def prepare(args: argparse.Namespace) -> tuple[list[InputRow], OutputFile | None
 def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tuple[SamplingParams, str]:
     """The parameters and a text of them: those of the flags, else the checkpoint's, else our defaults.
 
-    ``RunError`` where they do not go together, or ``rows`` have text and the model has no tokenizer.
+    Ends the program where they do not go together, or ``rows`` have text and the model has no tokenizer.
     """
     from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
     from compiled_llm.engine.model_files import checkpoint_directory, has_tokenizer
 
-    with bad_arguments_end():
+    with errors_end("serve_offline"):
         config = engine_config(args)
         directory = checkpoint_directory(config)
         texts = [row for row in rows if "prompt" in row.prompt]
@@ -227,22 +205,13 @@ def prepare_sampling(args: argparse.Namespace, rows: Sequence[InputRow]) -> tupl
     return params, "; ".join(filter(None, parts))
 
 
-def start_engine(args: argparse.Namespace) -> "CompiledEngine":
-    from compiled_llm import CompiledEngine
-
-    with bad_arguments_end():
-        return CompiledEngine.from_config(engine_config(args))
-
-
 def prepare_report(engine: "CompiledEngine", args: argparse.Namespace) -> None:
     """Measure the machine's limits and start the engine's log, if the flags ask for them."""
     from compiled_llm.report import machine_limits
 
     if args.report is not None or args.remeasure_limits:
-        try:
+        with errors_end("serve_offline", (RuntimeError,), status=1):
             machine_limits.measured(engine.runner.device, engine.runner.dtype, remeasure=args.remeasure_limits)
-        except RuntimeError as error:
-            raise RunError(1, str(error)) from error
     if args.report is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler writes its stages to the terminal otherwise
         engine.reset_report(profile_steps=4 if args.report_profile_steps is None else args.report_profile_steps)
@@ -272,19 +241,17 @@ def serve_all(
 
 def write_reports(engine: "CompiledEngine", report: "RunReport", args: argparse.Namespace) -> bool:
     """Write what ``--report`` and ``--trace`` ask for; returns whether that worked."""
-    writers: dict[str, Callable[[], object]] = {}
-    if args.report is not None:
-        writers[f"--report {args.report}"] = lambda: report.write(args.report)
-    if args.trace is not None:
-        writers[f"--trace {args.trace}"] = lambda: args.trace.write_text(json.dumps(engine.trace(), indent=1) + "\n")
-    written = 0
-    for name, write in writers.items():
+    failed = False
+    for flag, path in (("--report", args.report), ("--trace", args.trace)):
         try:
-            write()
-            written += 1
+            if path is not None and flag == "--report":
+                report.write(path)
+            elif path is not None:
+                path.write_text(json.dumps(engine.trace(), indent=1) + "\n")
         except OSError as error:
-            print(f"serve_offline: error: {name}: {error}", file=sys.stderr)
-    return written == len(writers)
+            print(f"serve_offline: error: {flag} {path}: {error}", file=sys.stderr)
+            failed = True
+    return not failed
 
 
 def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
@@ -302,7 +269,10 @@ def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
             print("No row is left to serve: the engine did not start, and there is no summary, report or trace.")
             return 0 if len(done) == len(rows) else 1
         params, sampling = prepare_sampling(args, todo)
-        engine = start_engine(args)
+        from compiled_llm import CompiledEngine
+
+        with errors_end("serve_offline"):
+            engine = CompiledEngine.from_config(engine_config(args))
         start_seconds = time.time() - psutil.Process().create_time()  # of the process: imports count
         prepare_report(engine, args)
         if not args.quiet:
@@ -347,9 +317,9 @@ def main() -> int:
             number = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
             print(f"serve_offline: stopped by {number.name}", file=sys.stderr)
             return 128 + number
-        except (RunError, OSError) as error:
+        except OSError as error:
             print(f"serve_offline: error: {error}", file=sys.stderr)
-            return error.status if isinstance(error, RunError) else 1
+            return 1
         finally:
             stdout.flush()  # here, where its failure is dealt with
         if isinstance(stdout.failure, BrokenPipeError):  # as with `| head`: no error, if the rows are in a file

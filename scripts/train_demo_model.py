@@ -97,8 +97,7 @@ def read_source_files(max_files: int | None) -> dict[str, str]:
             ast.parse(text)
         except (SyntaxError, ValueError):
             continue
-        is_stub = len(text) < 200
-        is_table = sum(map(str.isdigit, text)) > 0.12 * len(text)
+        is_stub, is_table = len(text) < 200, sum(map(str.isdigit, text)) > 0.12 * len(text)
         if not is_stub and not is_table:
             files[path] = text
         if len(files) == max_files:
@@ -305,10 +304,8 @@ def main(argv: list[str] | None = None) -> None:
     held_out_documents = encode_files(held_out_files, tokenizer)
     model = build_model(args, tokenizer)
     num_parameters = sum(p.numel() for p in model.parameters())
-    print(
-        f"{len(train_files)} files to learn from, {len(held_out_files)} held out; {num_parameters} parameters",
-        flush=True,
-    )
+    counts = f"{len(train_files)} files to learn from, {len(held_out_files)} held out; {num_parameters} parameters"
+    print(counts, flush=True)
 
     held_out_stream = torch.tensor([token for tokens in held_out_documents.values() for token in tokens])
     held_out_windows = held_out_stream.unfold(0, args.context_length + 1, args.context_length)

@@ -137,9 +137,8 @@ class Step:
     def run(self, layer: int, tiles: TileConfig) -> Tensor:
         from compiled_llm.ops.attention import triton_attention
 
-        return triton_attention.paged_attention(
-            *self.inputs, *self.caches[layer], *self.lengths, *self.options, tiles=tiles
-        )
+        inputs = *self.inputs, *self.caches[layer], *self.lengths, *self.options
+        return triton_attention.paged_attention(*inputs, tiles=tiles)
 
     def seconds(self, tiles: TileConfig) -> float:
         """Median time of one call; infinite if the tiles do not fit, or give another output than the first ones did."""
@@ -199,8 +198,7 @@ def main() -> int:
         return 2
 
     device = torch.device("cuda", torch.cuda.current_device())
-    properties = torch.cuda.get_device_properties(device)
-    capability = (properties.major, properties.minor)
+    properties, capability = torch.cuda.get_device_properties(device), torch.cuda.get_device_capability(device)
     for name in args.kv_cache_dtype:
         kv_quant.check_capability(KV_DTYPES[name], capability)
     path = args.output or attention_tiles.path_of(properties.name)

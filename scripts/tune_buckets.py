@@ -44,7 +44,7 @@ from bench import tables
 from tune_buckets_choice import best_buckets, bucket_of, interpolated, never_falling
 
 from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.command_line import FlagParser, errors_end
 
 FORMAT = 1
 KINDS = ("decode", "tokens")
@@ -84,8 +84,7 @@ class Work:
 
     def candidates(self) -> list[int]:
         """Sizes among which the best set of buckets is."""
-        sizes = {size for size in self.counts if size < self.capacity}
-        return sorted(sizes | {self.capacity})
+        return sorted({size for size in self.counts if size < self.capacity} | {self.capacity})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +180,7 @@ def work_of(traces: Sequence[dict[str, Any]], kind: str, shrink: bool) -> Work:
 
 def outcome(work: Work, buckets: Sequence[tuple[Sequence[int], Counter[int]]]) -> Outcome:
     """What steps cost: ``buckets`` pairs the sizes of a start with the steps that run in them. Of starts, the mean."""
-    step_time = work.step_time()
-    seconds, padding = 0.0, 0
+    step_time, seconds, padding = work.step_time(), 0.0, 0
     for sizes, counts in buckets:
         for num_tokens, count in counts.items():
             size = bucket_of(num_tokens, sizes)
@@ -196,11 +194,9 @@ def histogram(work: Work) -> list[str]:
     sizes = sorted(work.counts)
     rows = np.array_split(np.array(sizes), min(len(sizes), _HISTOGRAM_ROWS))
     counts = [sum(work.counts[int(size)] for size in row) for row in rows]
-    lines = []
-    for row, count in zip(rows, counts, strict=True):
-        name = f"{row[0]}" if row[0] == row[-1] else f"{row[0]}..{row[-1]}"
-        lines.append(f"  {name:>12} {count:>9}  {'#' * -(-40 * count // max(counts))}".rstrip())
-    return lines
+    names = [f"{row[0]}" if row[0] == row[-1] else f"{row[0]}..{row[-1]}" for row in rows]
+    pairs = zip(names, counts, strict=True)
+    return [f"  {name:>12} {count:>9}  {'#' * -(-40 * count // max(counts))}".rstrip() for name, count in pairs]
 
 
 def tune(traces: Sequence[dict[str, Any]], max_buckets: int, runs_per_start: float, shrink: bool) -> dict[str, Any]:
@@ -340,12 +336,9 @@ def main() -> int:
     args = parser.parse_checked(max_buckets=1)
     if not args.runs_per_start > 0:
         parser.error(f"--runs-per-start must be above 0, given {args.runs_per_start}")
-    try:
+    with errors_end("tune_buckets"):
         traces = [read_trace(path) for path in args.trace]
         result = tune(traces, args.max_buckets, args.runs_per_start, args.shrink)
-    except (ValueError, OSError) as error:
-        print(f"tune_buckets: error: {error}", file=sys.stderr)
-        return 2
     print_result(result, args.runs_per_start, rounded_steps(traces))
     tables.finish(to_json(result, args) | {"rounded_steps": rounded_steps(traces)}, args.json)
     return 0

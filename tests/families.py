@@ -51,6 +51,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3ForCausalLM",
         {**_SMALL, **_heads(14, 2, 24), "vocab_size": 409, "tie_word_embeddings": False, "attention_bias": True},
     ),
+    "gemma2": (
+        "Gemma2ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(7, 1, 24),
+            "vocab_size": 409,
+            "tie_word_embeddings": False,  # random scaled embeddings that are the head too repeat each token
+            "attention_bias": True,
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 6,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 8.0,
+        },
+    ),
 }
 
 

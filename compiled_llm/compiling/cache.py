@@ -65,9 +65,7 @@ class CompileCache:
     def key_of(self, name: str, function: FunctionType, args: tuple) -> dict[str, Any]:
         """All fields of one function's key; its own code and the arguments' specs are digests."""
         closed_over = [_text(cell.cell_contents) for cell in function.__closure__ or ()]
-        defaults = [
-            _text(value) for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items())
-        ]
+        defaults = [*map(_text, function.__defaults__ or ()), *map(_text, (function.__kwdefaults__ or {}).items())]
         code = {"code": _code(function.__code__), "closed_over": closed_over, "defaults": defaults}
         return {
             "function": name,
@@ -104,8 +102,7 @@ class CompileCache:
 
         If it cannot be written to disk, this start alone has it, and a warning is given.
         """
-        path = self._path(key)
-        line = json.dumps({"fields": dict(key), "facts": dict(facts)}).encode()
+        path, line = self._path(key), json.dumps({"fields": dict(key), "facts": dict(facts)}).encode()
         rest = line + b"\n" + payload
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -63,7 +63,7 @@ class EngineCore:
         self._logprob_reader = LogprobReader(tokenizer, config.max_logprobs)
 
     def add(self, entry: UserRequest) -> None:
-        """Queue a request whose name nobody has."""
+        """Queue a request whose name is not in use."""
         self._count(entry.completions[0].request)
         self.entries[entry.request_id] = entry
         for completion in entry.completions:

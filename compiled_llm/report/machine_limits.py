@@ -100,17 +100,16 @@ def cached(device: torch.device, dtype: torch.dtype) -> MachineLimits | None:
     try:
         content = json.loads(_path(device, dtype).read_text())
         limits = MachineLimits(**content["limits"])
+        rates = limits.read_bytes_per_second, limits.flops_per_second
         datetime.datetime.fromisoformat(limits.measured_at)
         sound = (
             content["format"] == _FORMAT
             and content["hardware"] == machine.hardware(device)
             and (limits.device, limits.dtype) == _names(device, dtype)
-            and all(0 < rate < math.inf for rate in (limits.read_bytes_per_second, limits.flops_per_second))
+            and all(0 < rate < math.inf for rate in rates)
             and all(0 <= spread <= 1 for spread in (limits.read_spread, limits.flops_spread))
         )
-        doubt = limits.doubt or _implausible(
-            device, limits.instruction, limits.read_bytes_per_second, limits.flops_per_second
-        )
+        doubt = limits.doubt or _implausible(device, limits.instruction, *rates)
         own = content["process"] == _PROCESS
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # missing or damaged: measured again
         return None

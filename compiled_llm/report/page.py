@@ -86,11 +86,8 @@ def _summary(report: dict[str, Any]) -> str:
         f"{report['num_finished']} requests in {report['seconds']:.2f} s: {stats['num_prompt_tokens']} tokens in, "
         f"{stats['num_output_tokens']} out, {rate:.1f} output tokens/s."
     )
-    shares = [
-        f"{phase['name']} {_percent(phase['limit_share'])}"
-        for phase in report["phases"]
-        if phase["limit_share"] is not None
-    ]
+    phases = [phase for phase in report["phases"] if phase["limit_share"] is not None]
+    shares = [f"{phase['name']} {_percent(phase['limit_share'])}" for phase in phases]
     return f"<p>{text}" + (f" Of the machine's limit: {', '.join(shares)}." if shares else "") + "</p>"
 
 
@@ -144,16 +141,10 @@ def _device_table(report: dict[str, Any]) -> str:
     steps = [step for step in (*report["phases"], *report["buckets"]) if step["device_shares"]]
     if not steps:
         return _note("What the device did by kind of work was not profiled (<code>--report-profile-steps</code>).")
-    shares = [step["device_shares"] or {} for step in steps]
-    kinds = list(shares[0])
+    rows = [[step["name"], *map(_percent, step["device_shares"].values())] for step in steps]
     count = sum(report["profiled_steps"].values())
-    rows = [
-        [step["name"], *(_percent(share[kind]) for kind in kinds)] for step, share in zip(steps, shares, strict=True)
-    ]
-    note = _note(
-        f"From {count} steps that were run a second time under torch's profiler. No time on this page includes that."
-    )
-    return "<h3>What the device did</h3>" + _table(["", *kinds], rows) + note
+    note = f"From {count} steps that were run a second time under torch's profiler. No time on this page includes that."
+    return "<h3>What the device did</h3>" + _table(["", *steps[0]["device_shares"]], rows) + _note(note)
 
 
 def _latency_table(report: dict[str, Any]) -> str:
@@ -168,7 +159,7 @@ def _latency_table(report: dict[str, Any]) -> str:
 
 def _counts_table(report: dict[str, Any]) -> str:
     stats = report["stats"]
-    rows: list[list[Any]] = [
+    rows = [
         ["KV blocks", f"{stats['num_kv_blocks']}, at most {stats['peak_used_blocks']} used since the start"],
         ["prefix cache", f"{stats['prefix_hit_tokens']} of {stats['prefix_queried_tokens']} tokens found"],
         ["evictions", stats["num_evictions"]],

@@ -7,7 +7,6 @@ import io
 from collections.abc import Callable
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from compiled_llm.worker.profiler import KINDS
@@ -51,11 +50,8 @@ def _png(draw_on: Callable[[Figure], None], width: float, height: float) -> byte
 def _draw_time(figure: Figure, report: dict[str, Any]) -> None:
     """One bar of the whole time: the device's work by kind where it was profiled, padding, host, waiting."""
     axes = figure.subplots()
-    parts: list[tuple[str, float]] = []
-    if report["device_shares"]:
-        parts += [(kind, report["time"]["device"] * report["device_shares"][kind]) for kind in KINDS]
-    else:
-        parts.append(("device", report["time"]["device"]))
+    shares = {kind: report["device_shares"][kind] for kind in KINDS} if report["device_shares"] else {"device": 1.0}
+    parts = [(kind, report["time"]["device"] * share) for kind, share in shares.items()]
     parts += [(name, report["time"][name]) for name in ("padding", "host", "waiting")]
     left = 0.0
     for name, seconds in parts:
@@ -95,14 +91,11 @@ def _draw_latency(figure: Figure, report: dict[str, Any]) -> None:
     """From p50 to p99 of each latency, on a logarithmic scale."""
     axes = figure.subplots()
     shown = [name for name in ("ttft", "itl", "tpot", "e2e") if report["latencies"][name] is not None]
-    for place, name in enumerate(shown):
-        summary = report["latencies"][name] or {}
-        values = [max(1e-3, summary[column] * 1e3) for column in ("p50", "p90", "p99")]
-        axes.plot([values[0], values[-1]], [place, place], color=_GREY, linewidth=2, zorder=1)
-        for value, marker, colour in zip(values, ("o", "s", "D"), (_BLUE, _ORANGE, _PINK), strict=True):
-            axes.scatter(value, place, marker=marker, color=colour, s=45, zorder=2)
-    for label, marker, colour in zip(("p50", "p90", "p99"), ("o", "s", "D"), (_BLUE, _ORANGE, _PINK), strict=True):
-        axes.scatter([], [], marker=marker, color=colour, label=label)
+    marks = {"p50": ("o", _BLUE), "p90": ("s", _ORANGE), "p99": ("D", _PINK)}
+    values = [[max(1e-3, report["latencies"][name][column] * 1e3) for name in shown] for column in marks]
+    axes.hlines(range(len(shown)), values[0], values[-1], color=_GREY, linewidth=2, zorder=1)
+    for (label, (marker, colour)), places in zip(marks.items(), values, strict=True):
+        axes.scatter(places, range(len(shown)), marker=marker, color=colour, s=45, zorder=2, label=label)
     axes.set_yticks(range(len(shown)), [{"e2e": "whole request"}.get(name, name.upper()) for name in shown])
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xscale("log")
@@ -115,9 +108,7 @@ def _draw_latency(figure: Figure, report: dict[str, Any]) -> None:
 def _draw_series(figure: Figure, report: dict[str, Any]) -> None:
     """Above: blocks of the KV pool over time. Below: numbers of requests."""
     blocks, requests = figure.subplots(2, 1, sharex=True)
-    times = report["series"]["seconds"]
-    used = report["series"]["used_blocks"]
-    cached = report["series"]["cached_blocks"]
+    times, used, cached = (report["series"][name] for name in ("seconds", "used_blocks", "cached_blocks"))
     blocks.stackplot(times, used, cached, colors=[_BLUE, _SKY], labels=["used", "cached"], step="post")
     blocks.axhline(report["stats"]["num_kv_blocks"], color=_GREY, linestyle="--", linewidth=1, label="all")
     blocks.set_ylabel("KV blocks")
@@ -127,10 +118,6 @@ def _draw_series(figure: Figure, report: dict[str, Any]) -> None:
     requests.set_xlabel("seconds since the first arrival")
     requests.set_xlim(0, times[-1])
     for axes in (blocks, requests):
-        _tidy(axes)
-
-
-def _tidy(axes: Axes) -> None:
-    axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)

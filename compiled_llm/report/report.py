@@ -133,9 +133,7 @@ class RunReport:
         for key in ("phases", "buckets"):
             for entry, report in zip(content[key], getattr(self, key), strict=True):
                 entry |= {
-                    "bytes_per_second": report.bytes_per_second,
-                    "flops_per_second": report.flops_per_second,
-                    "limit_share": report.limit_share,
+                    name: getattr(report, name) for name in ("bytes_per_second", "flops_per_second", "limit_share")
                 }
         content["series"] = {name: [point[place] for point in self.series] for place, name in enumerate(Point._fields)}
         return content
@@ -276,12 +274,8 @@ def _surpassed(groups: dict[str, list[StepRow]], work: ModelWork, limits: Machin
     return f"{name} came to {share:.0%} of the limit" if share > _MOST_LIMIT_SHARE else ""
 
 
-def _padding_share(row: StepRow) -> float:
-    return 1 - row.total_tokens / (row.count * row.bucket.num_tokens)
-
-
 def _padding_seconds(row: StepRow) -> float:
-    return row.seconds * _padding_share(row)
+    return row.seconds * (1 - row.total_tokens / (row.count * row.bucket.num_tokens))
 
 
 def _steps_report(
@@ -311,7 +305,6 @@ def _steps_report(
 
 
 def _time(log: StepLog, rows: Sequence[StepRow]) -> dict[str, float]:
-    """Seconds of ``RunReport.time``."""
     device, padding = sum(row.seconds for row in rows), sum(map(_padding_seconds, rows))
     host = max(0.0, log.wall_seconds - device - log.waiting_seconds)
     return {"device": device - padding, "padding": padding, "host": host, "waiting": log.waiting_seconds}

@@ -110,15 +110,8 @@ class StepRow:
     in_windows: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def work(self) -> StepWork:
-        return StepWork(
-            self.count,
-            self.num_head_steps,
-            self.total_tokens,
-            self.num_logits,
-            self.num_keys,
-            self.num_pairs,
-            tuple(self.in_windows),
-        )
+        heads = self.num_head_steps, self.total_tokens, self.num_logits
+        return StepWork(self.count, *heads, self.num_keys, self.num_pairs, tuple(self.in_windows))
 
 
 class StepLog:
@@ -183,9 +176,8 @@ class StepLog:
         """From the first arrival to the end of the last step, without pauses."""
         if self.started is None or self.ended is None:
             return 0.0
-        return max(
-            0.0, self.ended - self.started - self.paused_seconds
-        )  # if a step fails, its pause may have no end yet
+        # If a step fails, its pause may have no end yet.
+        return max(0.0, self.ended - self.started - self.paused_seconds)
 
     # -- Steps
 
@@ -204,9 +196,8 @@ class StepLog:
         row.recent.append(seconds)
         row.total_requests += requests
         row.total_tokens += tokens
-        logits = sum(output.num_samples)
-        row.num_logits += logits
-        row.num_head_steps += logits > 0
+        row.num_logits += sum(output.num_samples)
+        row.num_head_steps += any(output.num_samples)
         computed = sum(output.num_computed_tokens)
         row.num_keys += computed + tokens
         if tokens == requests:
@@ -244,16 +235,8 @@ class StepLog:
 
     def trace_rows(self) -> list[dict[str, Any]]:
         """The rows as ``scripts/tune_buckets.py`` reads them."""
-        return [
-            {
-                "kind": row.bucket.kind,
-                "num_requests": row.num_requests,
-                "num_tokens": row.num_tokens,
-                "count": row.count,
-                "seconds": row.seconds,
-            }
-            for row in self.rows()
-        ]
+        names = ("num_requests", "num_tokens", "count", "seconds")
+        return [{"kind": row.bucket.kind} | {name: getattr(row, name) for name in names} for row in self.rows()]
 
     # -- Requests
 

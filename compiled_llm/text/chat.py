@@ -12,7 +12,7 @@ from typing import Any
 
 from compiled_llm.error_texts import shown
 from compiled_llm.text.chat_template import ChatTemplate
-from compiled_llm.text.prompts import MAX_CHARACTERS_PER_TOKEN
+from compiled_llm.text.prompts import MAX_CHARACTERS_PER_TOKEN, check_unicode
 from compiled_llm.text.template_process import TemplateProcess
 from compiled_llm.text.tokenizer import Tokenizer
 
@@ -89,10 +89,7 @@ class ChatEncoder:
         text, mark = self._render(
             template, marker, chat, variables, max_tokens, add_generation_prompt, continue_final_message
         )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"messages must be valid Unicode: {error}") from error
+        check_unicode("messages", text)
         plain = text.replace(mark, "")
         if excess := self._tokenizer.excess(plain, max_tokens):
             raise ValueError(
@@ -325,9 +322,8 @@ def _unused_characters(texts: Iterator[str]) -> tuple[str, str]:
 
 
 def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(message.get("content"), list):
-        return message
-    return {**message, "content": "".join(part["text"] for part in message["content"])}
+    content = message.get("content")
+    return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
 def _final_text(message: dict[str, Any]) -> str:

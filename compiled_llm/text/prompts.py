@@ -88,7 +88,7 @@ def encode_prompt(
             raise ValueError(
                 f"cache_salt must be a str of at most {_MAX_SALT_CHARACTERS} characters, given {shown(cache_salt)}"
             )
-        _check_unicode("cache_salt", cache_salt)
+        check_unicode("cache_salt", cache_salt)
         key = "prompt" if "prompt" in prompt else "prompt_token_ids"
         prompt = prompt[key]
         if isinstance(prompt, str) != (key == "prompt"):
@@ -103,7 +103,7 @@ def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity, keep: 
         raise ValueError("prompt must not be empty, given ''")
     if tokenizer is None:
         raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
-    _check_unicode("prompt", prompt)
+    check_unicode("prompt", prompt)
     most = capacity.num_tokens
     if keep is not None:
         end = prompt[-MAX_CHARACTERS_PER_TOKEN * most :]  # it holds at least as many tokens
@@ -129,7 +129,8 @@ def _token_list(token_ids: Any, capacity: Capacity, keep: int | None) -> list[in
     return list(itertools.islice(token_ids, length))  # no more than its length
 
 
-def _check_unicode(name: str, text: str) -> None:
+def check_unicode(name: str, text: str) -> None:
+    """``ValueError`` for half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

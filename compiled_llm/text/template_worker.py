@@ -13,7 +13,7 @@ import json
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
@@ -128,14 +128,9 @@ def _answer(environment: ChatEnvironment, compiled: Callable[[str], Template], r
 def _facts(tree: nodes.Template) -> dict[str, list[str]]:
     """The names of the variables that a template reads, and the strings and names of attributes written in it."""
     names = {node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"}
-    return {"names": sorted(names), "literals": sorted(set(_literals(tree)))}
-
-
-def _literals(tree: nodes.Template) -> Iterator[str]:
-    for node in tree.find_all((nodes.Const, nodes.Getattr, nodes.TemplateData)):
-        text = node.attr if isinstance(node, nodes.Getattr) else node.as_const()
-        if isinstance(text, str):
-            yield text
+    written = [node.as_const() for node in tree.find_all((nodes.Const, nodes.TemplateData))]
+    literals = {node.attr for node in tree.find_all(nodes.Getattr)} | {x for x in written if isinstance(x, str)}
+    return {"names": sorted(names), "literals": sorted(literals)}
 
 
 def _render(

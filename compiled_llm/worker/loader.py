@@ -22,17 +22,13 @@ OnTensor = Callable[[str], None]
 """Is called with the name of each tensor that has been read or made."""
 
 
-def _ignore(name: str) -> None:
-    """For a caller that shows no progress."""
-
-
 def load_weights(
     directory: Path,
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
     linears: LinearKind = Dense,
-    on_tensor: OnTensor = _ignore,
+    on_tensor: OnTensor = lambda name: None,
 ) -> Any:
     """The weights of ``directory`` in ``dtype`` on ``device``, its linear layers of the kind ``linears``.
 
@@ -70,7 +66,7 @@ def dummy_weights(
     device: torch.device,
     seed: int,
     linears: LinearKind = Dense,
-    on_tensor: OnTensor = _ignore,
+    on_tensor: OnTensor = lambda name: None,
 ) -> Any:
     """Seeded random weights of the shapes that ``config`` implies: norms near 1, matrices of variance 1 / in_features.
 

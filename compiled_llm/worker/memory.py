@@ -79,15 +79,12 @@ class MemoryLedger:
         return sum(row.bytes for row in self.rows if row.where == self.where)
 
     def __str__(self) -> str:
-        table = [("memory", "MiB", "where", "how")]
-        table += [(row.name, f"{row.bytes / 2**20:.1f}", row.where, row.how) for row in self.rows]
         whole = "total of the GPU" if self.where == "device" else "total of the machine"
-        table.append((whole, f"{self.total / 2**20:.1f}", self.where, ""))
+        rows = [*self.rows, MemoryRow(whole, self.total, self.where, "")]
+        table = [("memory", "MiB", "where", "how")]
+        table += [(row.name, f"{row.bytes / 2**20:.1f}", row.where, row.how) for row in rows]
         names, numbers, places, _ = (max(map(len, column)) for column in zip(*table, strict=True))
-        return "\n".join(
-            f"{name:<{names}}  {number:>{numbers}}  {where:<{places}}  {how}".rstrip()
-            for name, number, where, how in table
-        )
+        return "\n".join(f"{a:<{names}}  {b:>{numbers}}  {c:<{places}}  {d}".rstrip() for a, b, c, d in table)
 
 
 class StartMemory:
@@ -112,16 +109,12 @@ class StartMemory:
         self._block_bytes = block_bytes
         self._rounding = num_cache_tensors * _CUDA_ROUNDING if self._on_gpu else 0
         self._estimate = activation_estimate
-        self._activations = 0
+        self._activations = self._compiled = self._set_aside = self._start_peak = 0
         self._activations_are_measured = True
-        self._compiled = 0
-        self._set_aside = 0
-        self._start_peak = 0
         if self._on_gpu:
             torch.cuda.synchronize(device)  # makes the context, if nothing did before
             torch.cuda.empty_cache()
-        self._at_start = self._now()
-        self._before_compiling = self._at_start
+        self._at_start = self._before_compiling = self._now()
         self._free_for_pool = 0
 
     def check(self) -> None:
@@ -246,7 +239,7 @@ class StartMemory:
 
     def _now(self) -> "_Use":
         if not self._on_gpu:
-            return _Use(resident_bytes(), 0)
+            return _Use(psutil.Process().memory_info().rss, 0)
         torch.cuda.synchronize(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return _Use(total - free, torch.cuda.memory_reserved(self._device))
@@ -295,11 +288,6 @@ def host_free_bytes() -> int:
     limit = _control_group()
     free = psutil.virtual_memory().available
     return max(0, min(free, limit[0] - limit[1])) if limit else free
-
-
-def resident_bytes() -> int:
-    """Host memory that this process holds."""
-    return psutil.Process().memory_info().rss
 
 
 def _control_group(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:

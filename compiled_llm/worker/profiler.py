@@ -120,9 +120,8 @@ def _by_kernels(events: Iterable[FunctionEvent]) -> dict[str, float]:
     for event in kernels:
         start = event.time_range.start
         samples = any(span.start <= start < span.end for span in samplers)
-        seconds["sampling" if samples else kind_of(event.name) or "everything else"] += (
-            event.time_range.elapsed_us() / 1e6
-        )
+        kind = "sampling" if samples else kind_of(event.name) or "everything else"
+        seconds[kind] += event.time_range.elapsed_us() / 1e6
     if kernels:
         first = min(event.time_range.start for event in kernels)
         last = max(event.time_range.end for event in kernels)

@@ -28,7 +28,8 @@ def _splits(seq_len, query_len, WINDOW: tl.constexpr):
     if WINDOW > 0:
         first_key = tl.maximum(seq_len - query_len + 1 - WINDOW, 0)
     keys = seq_len - first_key
-    most = tl.maximum(MAX_SPLITS // tl.maximum(query_len, 1), MIN_MAX_SPLITS)
+    # A tensor, since the interpreter of Triton 3.8 cannot divide a constant by one.
+    most = tl.maximum(tl.full((), MAX_SPLITS, tl.int32) // tl.maximum(query_len, 1), MIN_MAX_SPLITS)
     split_tokens = tl.maximum(SPLIT_TOKENS, tl.cdiv(keys, most * 64) * 64)
     return first_key, split_tokens, tl.maximum(1, tl.cdiv(keys, split_tokens))
 

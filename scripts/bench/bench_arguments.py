@@ -9,7 +9,6 @@ import dataclasses
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ import bench_hf
 from workloads import WORKLOADS, Requests, WorkloadRequest, model_of, random_tokens
 
 from compiled_llm import CompiledEngine, EngineConfig, SamplingParams
-from compiled_llm.command_line import FlagParser, check_least, engine_config
+from compiled_llm.command_line import FlagParser, check_least, engine_config, errors_end
 from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
@@ -130,37 +129,25 @@ def described_model(args: argparse.Namespace) -> Iterator[Model]:
         )
 
 
-@contextlib.contextmanager
-def bad_arguments_end(program: str) -> Iterator[None]:
-    """A ``ValueError`` or ``OSError`` in it ends the program with its message and status 2."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        print(f"{program}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
-
-
 def start_engine(
     program: str, args: argparse.Namespace, make_requests: Callable[[argparse.Namespace, Model], Requests]
 ) -> tuple[Model, Requests, CompiledEngine, float]:
     """(model, requests, an engine that holds them, seconds of its start). Ends ``program`` if an argument is bad."""
-    with bad_arguments_end(program), described_model(args) as model:
+    with errors_end(program), described_model(args) as model:
         requests = make_requests(args, model)
         started = time.perf_counter()
         engine = CompiledEngine.from_config(config_for(model, requests))
         return model, requests, engine, time.perf_counter() - started
 
 
-def load_hf(
-    model: Model, requests: Requests, args: argparse.Namespace
-) -> tuple[bench_hf.HuggingFaceModel, dict[str, Any]]:
+def load_hf(model: Model, requests: Requests, args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
     """The model in transformers, and its ``start_seconds`` and ``dtype``. ``ValueError`` as ``config_for``."""
     config_for(model, requests)
     started, device = time.perf_counter(), resolve_device(args.device)
     random_weights = model.config.load_format == "dummy"
     hf = bench_hf.load(model.directory, model.config.dtype, device, args.seed, random_weights=random_weights)
     start_seconds = time.perf_counter() - started
-    return hf, {"start_seconds": start_seconds, "dtype": str(hf.module.dtype).removeprefix("torch.")}
+    return hf, {"start_seconds": start_seconds, "dtype": str(hf.dtype).removeprefix("torch.")}
 
 
 def config_for(model: Model, requests: Requests) -> EngineConfig:
@@ -264,9 +251,8 @@ def _first_given(*values: int | None) -> int:
 
 
 def _read_requests(path: Path, output_len: int | None, model: Model) -> Requests:
-    lines = path.read_text(encoding="utf-8").split(
-        "\n"
-    )  # not splitlines(): it also splits at characters that JSON strings may hold
+    # Not splitlines(), which also splits at line separators that JSON strings may hold.
+    lines = path.read_text(encoding="utf-8").split("\n")
     requests = [
         _parse_row(f"{path}, line {number}", line, output_len, model.tokenizer, model.model_config.vocab_size)
         for number, line in enumerate(lines, 1)

@@ -85,8 +85,7 @@ def all_layers(attend: Attend, num_layers: int, device: str) -> Run:
     if device == "cpu":
         layers = itertools.cycle(range(num_layers))
         attend(next(layers))
-        calls = int(5e-3 / seconds_of(lambda: attend(next(layers)), device))
-        calls = max(1, min(num_layers, calls))
+        calls = max(1, min(num_layers, int(5e-3 / seconds_of(lambda: attend(next(layers)), device))))
         return lambda: [attend(next(layers)) for _ in range(calls)], calls
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -162,9 +161,8 @@ def measure(case: Case, args: argparse.Namespace, limit_runs: dict[str, tuple[Ru
     variants = list(itertools.product(kv_dtypes, args.block_size))
     num_layers = min(MAX_LAYERS, -(-LAYERS_BYTES[args.device] // case.num_bytes(shape, shape.dtype)))
     even = case.uniform()
-    steps = {"op": Step(case, shape, args.device, num_layers)}
-    if even:
-        steps["uniform"] = Step(even, shape, args.device, num_layers)
+    cases = {"op": case, "uniform": even} if even else {"op": case}
+    steps = {label: Step(some, shape, args.device, num_layers) for label, some in cases.items()}
 
     runs: dict[Any, Run] = {name: run for name, (run, _) in limit_runs.items()}
     outputs: dict[Any, torch.Tensor] = {}
@@ -250,9 +248,8 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     bars(lower, {name: values for name, values in times.items() if values}, 1, 1)
     lower.set_yscale("log")
     lower.yaxis.set_major_formatter("{x:g}")
-    lower.set_ylabel(
-        f"time relative to the op's with {next(iter(shares))}\n(ratio, log scale; above 1 the op is faster)"
-    )
+    op = f"the op's with {next(iter(shares))}"
+    lower.set_ylabel(f"time relative to {op}\n(ratio, log scale; above 1 the op is faster)")
     figure.savefig(path, dpi=150)
 
 

@@ -192,16 +192,14 @@ def op(step: Step, dtype: torch.dtype, block_size: int) -> Attend:
                     k, v, piece = (part[start : start + WRITE_TOKENS] for part in (key, value, row))
                     q = step.q.new_zeros(len(piece), step.heads, step.head_dim)
                     # As padding: the op writes it, and no query attends to it.
-                    paged_attention(
-                        q, k, v, *cache, piece, table[:1, :1], *nothing, sm_scale=scale, max_query_len=1
-                    )  # fmt: skip
+                    lengths = piece, table[:1, :1], *nothing
+                    paged_attention(q, k, v, *cache, *lengths, sm_scale=scale, max_query_len=1)
         caches.append(cache)
     inputs = slot_mapping, table, step.query_start_loc, step.seq_lens
 
     def attend(layer: int) -> Tensor:
-        return paged_attention(
-            step.q, step.k, step.v, *caches[layer], *inputs, sm_scale=scale, max_query_len=max_query_len
-        )  # fmt: skip
+        tensors = step.q, step.k, step.v, *caches[layer], *inputs
+        return paged_attention(*tensors, sm_scale=scale, max_query_len=max_query_len)
 
     return attend
 
@@ -231,9 +229,8 @@ def torch_sdpa(step: Step, keys_of: Callable[[int, int], tuple[Tensor, Tensor]])
 
     def attend(layer: int) -> Tensor:
         inputs = enumerate(zip(step.queries, options, strict=True))
-        return step.by_token(
-            [F.scaled_dot_product_attention(query, *keys_of(layer, i), **kwargs) for i, (query, kwargs) in inputs]
-        )
+        parts = [F.scaled_dot_product_attention(query, *keys_of(layer, i), **kwargs) for i, (query, kwargs) in inputs]
+        return step.by_token(parts)
 
     return attend
 
@@ -245,10 +242,8 @@ def sdpa(step: Step) -> Attend:
 def gather(step: Step) -> Attend:
     size = step.block_size
     table, slots, num_blocks = step.place(size)
-    tables = table.long().split([group.count for group in step.groups])
-    tables = [
-        rows[:, : -(-group.seq_len // size)].contiguous() for rows, group in zip(tables, step.groups, strict=True)
-    ]
+    by_group = zip(table.long().split([group.count for group in step.groups]), step.groups, strict=True)
+    tables = [rows[:, : -(-group.seq_len // size)].contiguous() for rows, group in by_group]
     caches = []
     for layer in step.layers:
         caches.append(zeros((2, num_blocks, step.kv_heads, size, step.head_dim), step.dtype, step.device))
@@ -280,12 +275,8 @@ def flex(step: Step) -> Attend:
     masks = [block_mask(group) for group in step.groups]
 
     def attend(layer: int) -> Tensor:
-        return step.by_token(
-            [
-                compiled(query, *pair, block_mask=mask, enable_gqa=step.heads != step.kv_heads)
-                for query, pair, mask in zip(step.queries, step.layers[layer], masks, strict=True)
-            ]
-        )
+        inputs, gqa = zip(step.queries, step.layers[layer], masks, strict=True), step.heads != step.kv_heads
+        return step.by_token([compiled(q, *pair, block_mask=mask, enable_gqa=gqa) for q, pair, mask in inputs])
 
     return attend
 
@@ -336,12 +327,7 @@ def hf_paged(step: Step) -> Attend:
     return attend
 
 
-ALTERNATIVES: dict[str, Callable[[Step], Attend]] = {
-    "gather": gather,
-    "sdpa": sdpa,
-    "flex": flex,
-    "hf-paged": hf_paged,
-}
+ALTERNATIVES = {"gather": gather, "sdpa": sdpa, "flex": flex, "hf-paged": hf_paged}
 
 
 def check(name: str, output: Tensor, right: Tensor) -> None:

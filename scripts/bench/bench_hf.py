@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -11,15 +11,8 @@ import transformers
 Batch = Sequence[tuple[list[int], int]]  # token ids of the prompt, tokens to generate
 
 
-class HuggingFaceModel(NamedTuple):
-    """A model of transformers on a device."""
-
-    module: Any
-    device: torch.device
-
-
-def load(directory: Path, dtype: str, device: torch.device, seed: int, *, random_weights: bool) -> HuggingFaceModel:
-    """The checkpoint, or its config's shape with random weights. ``dtype`` "auto" is the checkpoint's own."""
+def load(directory: Path, dtype: str, device: torch.device, seed: int, *, random_weights: bool) -> Any:
+    """transformers' model of a checkpoint, or random weights of its shape. ``dtype`` "auto" is the checkpoint's."""
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     if random_weights:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
@@ -29,10 +22,10 @@ def load(directory: Path, dtype: str, device: torch.device, seed: int, *, random
     else:
         module = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=kind, local_files_only=True)
     module.generation_config = transformers.GenerationConfig(pad_token_id=0, do_sample=False)  # no end-of-text token
-    return HuggingFaceModel(module.to(device).eval(), device)
+    return module.to(device).eval()
 
 
-def run(model: HuggingFaceModel, requests: Batch, max_batch_size: int) -> float:
+def run(model: Any, requests: Batch, max_batch_size: int) -> float:
     """Seconds that all requests take, ``max_batch_size`` at a time, each batch until its longest request is done."""
     started = time.perf_counter()
     for start in range(0, len(requests), max_batch_size):
@@ -42,14 +35,14 @@ def run(model: HuggingFaceModel, requests: Batch, max_batch_size: int) -> float:
     return time.perf_counter() - started
 
 
-def generate(model: HuggingFaceModel, batch: Batch, **options: Any) -> torch.Tensor:
+def generate(model: Any, batch: Batch, **options: Any) -> torch.Tensor:
     """One batch until its longest request is done: token ids, [requests, longest prompt + longest output] int64.
 
-    ``options``: of ``module.generate``.
+    ``options``: of ``model.generate``.
     """
     longest, new_tokens = max(len(prompt) for prompt, _ in batch), max(count for _, count in batch)
     with torch.inference_mode():
-        output = model.module.generate(
+        output = model.generate(
             torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch], device=model.device),
             attention_mask=torch.tensor(
                 [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch], device=model.device
@@ -62,7 +55,7 @@ def generate(model: HuggingFaceModel, batch: Batch, **options: Any) -> torch.Ten
     return output
 
 
-def token_times(model: HuggingFaceModel, batch: Batch) -> list[float]:
+def token_times(model: Any, batch: Batch) -> list[float]:
     """Seconds from the start at which each new token of the batch was generated."""
     times: list[float] = []
     never = torch.zeros(len(batch), dtype=torch.bool, device=model.device)

@@ -27,7 +27,7 @@ from workloads import Requests, WorkloadRequest, engine_parser, random_tokens
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.command_line import FlagParser, errors_end
 from compiled_llm.worker.device import resolve_device
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -71,7 +71,7 @@ def run(engine: CompiledEngine, requests: Requests, params: list[SamplingParams]
     }
 
 
-def run_hf(hf: bench_hf.HuggingFaceModel, requests: Requests) -> dict[str, float | None]:
+def run_hf(hf: Any, requests: Requests) -> dict[str, float | None]:
     """The same for transformers."""
     times = bench_hf.token_times(hf, requests)
     tpot = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
@@ -103,9 +103,8 @@ def measure(
 
 def requests_of(args: argparse.Namespace, model: arguments.Model) -> Requests:
     rng, vocab_size = random.Random(args.seed), model.model_config.vocab_size
-    return [
-        WorkloadRequest(random_tokens(rng, vocab_size, args.input_len), args.output_len) for _ in range(args.batch_size)
-    ]
+    prompts = [random_tokens(rng, vocab_size, args.input_len) for _ in range(args.batch_size)]
+    return [WorkloadRequest(prompt, args.output_len) for prompt in prompts]
 
 
 def bench_engine(args: argparse.Namespace) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def bench_engine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def bench_hf_model(args: argparse.Namespace) -> dict[str, Any]:
-    with arguments.bad_arguments_end("bench_latency"), arguments.described_model(args) as model:
+    with errors_end("bench_latency"), arguments.described_model(args) as model:
         requests = requests_of(args, model)
         hf, facts = arguments.load_hf(model, requests, args)
     return {"model": model.name, **measure(lambda: run_hf(hf, requests), args), "engine": facts}

@@ -17,6 +17,7 @@ if an engine failed; it is named, and the others are still measured.
 import argparse
 import contextlib
 import json
+import os
 import signal
 import statistics
 import sys
@@ -38,35 +39,19 @@ from compiled_llm.command_line import FlagParser
 class Metric(NamedTuple):
     """A figure of a workload. ``figure`` computes it from (requests, the worker's answer)."""
 
-    name: str
+    workload: str
     higher_is_better: bool
     figure: Callable[[Requests, dict[str, Any]], float]
 
 
-def _decode_speed(requests: Requests, answer: dict[str, Any]) -> float:
-    return (requests[0].output_len - 1) / (answer["seconds"] - answer["ttft"][0])
-
-
-def _output_speed(requests: Requests, answer: dict[str, Any]) -> float:
-    return sum(request.output_len for request in requests) / answer["seconds"]
-
-
-def _prefill_speed(requests: Requests, answer: dict[str, Any]) -> float:
-    return len(requests[0].prompt_token_ids) / answer["ttft"][0]
-
-
-METRICS: dict[str, list[Metric]] = {
-    "W1": [
-        Metric("decode tok/s", True, _decode_speed),
-        Metric("TTFT s", False, lambda requests, answer: answer["ttft"][0]),
-    ],
-    "W2": [Metric("output tok/s", True, _output_speed)],
-    "W3": [Metric("wall s", False, lambda requests, answer: answer["seconds"])],
-    "W4": [Metric("prefill tok/s", True, _prefill_speed)],
-}
-ROWS = [f"{workload} {metric.name}" for workload, metrics in METRICS.items() for metric in metrics]
-HIGHER_IS_BETTER = {
-    f"{w} {metric.name}": metric.higher_is_better for w, metrics in METRICS.items() for metric in metrics
+METRICS = {
+    "W1 decode tok/s": Metric(
+        "W1", True, lambda sent, got: (sent[0].output_len - 1) / (got["seconds"] - got["ttft"][0])
+    ),
+    "W1 TTFT s": Metric("W1", False, lambda sent, got: got["ttft"][0]),
+    "W2 output tok/s": Metric("W2", True, lambda sent, got: sum(one.output_len for one in sent) / got["seconds"]),
+    "W3 wall s": Metric("W3", False, lambda sent, got: got["seconds"]),
+    "W4 prefill tok/s": Metric("W4", True, lambda sent, got: len(sent[0].prompt_token_ids) / got["ttft"][0]),
 }
 WARMUP_OUTPUT_LEN = 8
 Samples = dict[str, dict[int, float]]  # of an engine: row -> round -> figure
@@ -115,11 +100,8 @@ class Rounds:
         """A round, counted from 1: every workload on every engine. A different engine is first each time."""
         for position, workload in enumerate(self._work):
             requests = self._requests(workload, number)
-            workers = [
-                worker
-                for worker in self._workers.values()
-                if workload in self._served_by(worker.peer) and number <= (worker.peer.repeats or number)
-            ]
+            workers = [worker for worker in self._workers.values() if workload in self._served_by(worker.peer)]
+            workers = [worker for worker in workers if number <= (worker.peer.repeats or number)]
             first = (number + position) % max(1, len(workers))
             for worker in workers[first:] + workers[:first]:
                 name = worker.peer.name
@@ -129,9 +111,8 @@ class Rounds:
                 except PeerFailed as error:
                     self.fail(name, error)
                     continue
-                for metric in METRICS[workload]:
-                    row = f"{workload} {metric.name}"
-                    figure = self.samples[name].setdefault(row, {})[number] = metric.figure(requests, answer)
+                for row in [row for row, metric in METRICS.items() if metric.workload == workload]:
+                    figure = self.samples[name].setdefault(row, {})[number] = METRICS[row].figure(requests, answer)
                     print(f"round {number}: {row:18} {name:18} {figure:10.3f}", file=sys.stderr)
 
     def close(self) -> None:
@@ -142,9 +123,8 @@ class Rounds:
         return [name for name, requests in self._work.items() if len(requests) == 1 or not peer.single_requests_only]
 
     def _requests(self, workload: str, number: int) -> Requests:
-        return shifted(
-            self._work[workload], number * len(WORKLOADS) + list(WORKLOADS).index(workload), self._vocab_size
-        )
+        offset = number * len(WORKLOADS) + list(WORKLOADS).index(workload)
+        return shifted(self._work[workload], offset, self._vocab_size)
 
 
 def shifted(requests: Requests, offset: int, vocab_size: int) -> Requests:
@@ -158,7 +138,7 @@ def compared(samples: dict[str, Samples]) -> dict[str, dict[str, Any]]:
     ``best_peer`` names the peer with the best median, None without peers.
     """
     rows: dict[str, dict[str, Any]] = {}
-    for row in ROWS:
+    for row, metric in METRICS.items():
         engines: dict[str, Any] = {}
         for name, rounds in ((name, of[row]) for name, of in samples.items() if row in of):
             figures = list(rounds.values())
@@ -167,13 +147,10 @@ def compared(samples: dict[str, Samples]) -> dict[str, dict[str, Any]]:
             ours = samples.get("engine", {}).get(row, {})
             pairs = [(ours[number], theirs) for number, theirs in rounds.items() if number in ours]
             if name != "engine" and pairs:
-                ratios = [ours / theirs if HIGHER_IS_BETTER[row] else theirs / ours for ours, theirs in pairs]
-                engines[name] |= {
-                    "ratio": statistics.median(ratios),
-                    "ratio_min": min(ratios),
-                    "ratio_max": max(ratios),
-                }
-        best = max if HIGHER_IS_BETTER[row] else min
+                ratios = [ours / theirs if metric.higher_is_better else theirs / ours for ours, theirs in pairs]
+                engines[name] |= {"ratio_min": min(ratios), "ratio_max": max(ratios)}
+                engines[name]["ratio"] = statistics.median(ratios)
+        best = max if metric.higher_is_better else min
         others = {name: of["median"] for name, of in engines.items() if name != "engine"}
         if engines:
             rows[row] = {"best_peer": best(others, key=others.__getitem__) if others else None, "engines": engines}
@@ -231,6 +208,7 @@ def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdi
 
 
 def arguments() -> argparse.Namespace:
+    cores = len(os.sched_getaffinity(0))
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     add_model_arguments(parser)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W")
@@ -246,15 +224,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.VLLM}")
     parser.add_argument("--openvino-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.OPENVINO}")
     parser.add_argument("--vllm-preload", metavar="LIBS", help="LD_PRELOAD for vLLM (default: tcmalloc and libiomp5)")
-    parser.add_argument("--threads", type=int, default=peers.usable_cores(), help="of each engine (default: all cores)")
+    parser.add_argument("--threads", type=int, default=cores, help="of each engine (default: all cores)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a start or a run (default: 900)")
     parser.add_argument(
         "--workdir", type=Path, help="keeps the checkpoint, its export and the logs (default: a temporary)"
     )
     parser.add_argument("--json", type=Path, help="write the result there, after every round")
     args = parser.parse_checked(repeats=1, slow_repeats=1, timeout=0)
-    if not 1 <= args.threads <= peers.usable_cores():
-        parser.error(f"--threads must be from 1 to {peers.usable_cores()}, the cores there are, given {args.threads}")
+    if not 1 <= args.threads <= cores:
+        parser.error(f"--threads must be from 1 to {cores}, the cores there are, given {args.threads}")
     return args
 
 

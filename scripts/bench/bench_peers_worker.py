@@ -9,6 +9,7 @@ exactly that length. The answer to a line is a JSON line on stdout: ``seconds`` 
 model is loaded. The output of the libraries goes to stderr.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -206,10 +207,8 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
     """Of those of ``packages`` that are installed."""
     found = {}
     for name in packages:
-        try:
+        with contextlib.suppress(ImportError):
             found[name] = version(name)
-        except ImportError:
-            continue
     return found
 
 

@@ -68,16 +68,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--enforce-eager", action="store_true", help="do not compile, for a quick test")
     tables.add_json_flag(parser)
-    return parser.parse_checked(
-        lambda args: tables.check_target("--json", args.json), batch_size=1, context=2, rounds=1
-    )
+    least = {"batch_size": 1, "context": 2, "rounds": 1}
+    return parser.parse_checked(lambda args: tables.check_target("--json", args.json), **least)
 
 
 def decoding_engine(arguments: Params, batch_size: int, context: int, params: Params) -> tuple[CompiledEngine, Bucket]:
     """An engine whose decode bucket holds a step of ``batch_size`` requests with ``context`` tokens each."""
-    engine = CompiledEngine(
-        bucket_sizes=(batch_size,), max_model_len=context + 16, enable_prefix_caching=False, **arguments
-    )
+    sizes: Params = {"bucket_sizes": (batch_size,), "max_model_len": context + 16}
+    engine = CompiledEngine(enable_prefix_caching=False, **sizes, **arguments)
     rng = np.random.default_rng(0)
     for i in range(batch_size):
         prompt = rng.integers(0, engine.model_config.vocab_size, context - 1).tolist()

@@ -167,9 +167,8 @@ class Bench:
         before = engine.stats()
         arrivals = arrival_times(len(self.requests), rate, args.burstiness, args.seed)
         with tqdm(total=len(self.requests), desc=f"rate {rate:g}", disable=None) as bar:
-            served, duration = drive(
-                engine, self.requests, self.params, arrivals, args.max_concurrency, progress=bar.update
-            )
+            load = self.requests, self.params, arrivals, args.max_concurrency
+            served, duration = drive(engine, *load, progress=bar.update)
         metrics = metrics_of(served, duration, args.goodput, args.percentile_metrics, args.metric_percentiles)
         metrics["steps"] = results.steps_between(before, engine.stats())
         return metrics, served

@@ -92,11 +92,8 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
     """
     if math.isinf(rate):
         return [0.0] * count
-    if math.isinf(burstiness):
-        intervals = np.ones(count)
-    else:
-        intervals = np.random.default_rng(seed).gamma(shape=burstiness, size=count)
-    times = np.cumsum(intervals)
+    even = math.isinf(burstiness)
+    times = np.cumsum(np.ones(count) if even else np.random.default_rng(seed).gamma(shape=burstiness, size=count))
     # With a very small shape all intervals can be zero: then all arrive at once, at the end.
     return (times * (count / rate / times[-1])).tolist() if times[-1] > 0 else [count / rate] * count
 
@@ -218,9 +215,7 @@ def highest_rate(passes: Callable[[float], bool], start: float, steps: int) -> f
 
     At most 16 times ``start``. None if not even 1/16 of ``start`` passes; lower rates would take very long.
     """
-    low: float | None = None
-    high: float | None = None
-    rate = start
+    low, high, rate = None, None, start
     while (low is None or high is None) and start / 16 <= rate <= start * 16:
         if passes(rate):
             low, rate = rate, rate * 2

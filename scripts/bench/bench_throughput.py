@@ -28,7 +28,7 @@ from workloads import Requests, engine_parser
 
 from compiled_llm import CompiledEngine
 from compiled_llm import hardware as machine
-from compiled_llm.command_line import FlagParser
+from compiled_llm.command_line import FlagParser, errors_end
 from compiled_llm.worker.device import resolve_device
 
 _PERCENTILES = (50, 99)
@@ -130,7 +130,7 @@ def rows_of(result: dict[str, Any]) -> dict[str, str]:
 def main() -> int:
     args = parse_arguments()
     bench = bench_engine if args.backend == "compiled-llm" else bench_hf_model
-    with arguments.bad_arguments_end("bench_throughput"), arguments.described_model(args) as model:
+    with errors_end("bench_throughput"), arguments.described_model(args) as model:
         requests = arguments.requests_of(args, model)
         elapsed, facts = bench(model, requests, args)
     seconds = statistics.median(elapsed)
@@ -153,9 +153,8 @@ def main() -> int:
         **facts,
         "machine": machine.describe(resolve_device(args.device)),
     }
-    tables.print_table(
-        f"{args.backend}, {model.name}, {result['engine']['dtype']}: {len(requests)} requests", rows_of(result)
-    )
+    title = f"{args.backend}, {model.name}, {result['engine']['dtype']}: {len(requests)} requests"
+    tables.print_table(title, rows_of(result))
     tables.finish(result, args.output_json)
     return 0
 

@@ -20,15 +20,10 @@ from workloads import SHAPES, Requests
 
 WORKER = Path(__file__).with_name("bench_peers_worker.py")
 ENGINE = {"max_model_len": 2304, "bucket_sizes": [1, 8, 16, 32], "dtype": "bfloat16"}
-VLLM = {
-    "max_model_len": 2304,
-    "max_num_seqs": 32,
-    "max_num_batched_tokens": 2048,
-    "enable_prefix_caching": True,
-    "dtype": "bfloat16",
-}
+_SCHEDULER = {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": True}
+VLLM = {"max_model_len": 2304, "dtype": "bfloat16", **_SCHEDULER}
 OPENVINO: dict[str, dict[str, Any]] = {
-    "scheduler": {"max_num_seqs": 32, "max_num_batched_tokens": 2048, "enable_prefix_caching": True, "cache_size": 2},
+    "scheduler": _SCHEDULER | {"cache_size": 2},
     "properties": {"INFERENCE_PRECISION_HINT": "bf16"},
 }
 TRANSFORMERS = {"dtype": "bfloat16"}
@@ -145,7 +140,7 @@ def transformers_generate(directory: Path, threads: int, repeats: int) -> Peer:
 
 def vllm(python: str, directory: Path, options: dict[str, Any], threads: int, preload: str | None) -> Peer:
     """vLLM, its threads bound to cores, in one process. Environment variables that are set already are kept."""
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:threads])
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     env = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": cores,
@@ -211,10 +206,6 @@ def write_checkpoint(shape: str, directory: Path) -> None:
     unfinished = directory.with_suffix(".unfinished")
     model.save_pretrained(unfinished)
     unfinished.rename(directory)
-
-
-def usable_cores() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _threads(threads: int) -> dict[str, str]:

@@ -21,32 +21,11 @@ _QWEN3 = {
     "vocab_size": 151936,
     "rms_norm_eps": 1e-6,
 }
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _QWEN3
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": _QWEN3
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-    "tiny": _QWEN3
-    | {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "vocab_size": 1000,
-        "tie_word_embeddings": True,
-    },
+    "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
+    "qwen3-8b": _QWEN3 | dict(zip(_SIZES, (4096, 12288, 36, 32, False), strict=True)),
+    "tiny": _QWEN3 | dict(zip(_SIZES, (128, 256, 2, 8, True), strict=True)) | {"vocab_size": 1000},
 }
 
 
@@ -64,38 +43,28 @@ def random_tokens(rng: random.Random, vocab_size: int, count: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(count)]
 
 
-def one_stream(vocab_size: int, seed: int = 0, *, input_len: int = 128, output_len: int = 128) -> Requests:
+def one_stream(vocab_size: int, seed: int, *, input_len: int = 128, output_len: int = 128) -> Requests:
     """W1: a single request."""
     return [WorkloadRequest(random_tokens(random.Random(seed), vocab_size, input_len), output_len)]
 
 
-def mixed(vocab_size: int, seed: int = 0, *, num_requests: int = 32) -> Requests:
-    """W2: requests of mixed lengths at once, 32..512 tokens in, 32..128 out."""
+def mixed(vocab_size: int, seed: int) -> Requests:
+    """W2: 32 requests of mixed lengths at once, 32..512 tokens in, 32..128 out."""
     rng = random.Random(seed)
-    lengths = [(rng.randint(32, 512), rng.randint(32, 128)) for _ in range(num_requests)]
+    lengths = [(rng.randint(32, 512), rng.randint(32, 128)) for _ in range(32)]
     return [WorkloadRequest(random_tokens(rng, vocab_size, i), o) for i, o in lengths]
 
 
-def shared_prefix(
-    vocab_size: int,
-    seed: int = 0,
-    *,
-    num_requests: int = 16,
-    prefix_len: int = 512,
-    suffix_len: int = 32,
-    output_len: int = 32,
-) -> Requests:
-    """W3: requests with a common prefix, submitted at once."""
+def shared_prefix(vocab_size: int, seed: int) -> Requests:
+    """W3: 16 requests at once, with 512 common tokens and 32 of their own in, 32 out."""
     rng = random.Random(seed)
-    prefix = random_tokens(rng, vocab_size, prefix_len)
-    return [
-        WorkloadRequest(prefix + random_tokens(rng, vocab_size, suffix_len), output_len) for _ in range(num_requests)
-    ]
+    prefix = random_tokens(rng, vocab_size, 512)
+    return [WorkloadRequest(prefix + random_tokens(rng, vocab_size, 32), 32) for _ in range(16)]
 
 
-def long_prompt(vocab_size: int, seed: int = 0, *, input_len: int = 2048) -> Requests:
-    """W4: prefill alone, one token out."""
-    return one_stream(vocab_size, seed, input_len=input_len, output_len=1)
+def long_prompt(vocab_size: int, seed: int) -> Requests:
+    """W4: prefill alone, 2048 tokens in, one out."""
+    return one_stream(vocab_size, seed, input_len=2048, output_len=1)
 
 
 WORKLOADS: dict[str, Callable[[int, int], Requests]] = {
@@ -106,11 +75,11 @@ WORKLOADS: dict[str, Callable[[int, int], Requests]] = {
 }
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, default: str = "qwen3-0.6b") -> None:
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """``--model DIR``, a checkpoint, or ``--shape NAME``, random weights of a known shape."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--model", metavar="DIR", help="a checkpoint's directory or hub id")
-    group.add_argument("--shape", choices=SHAPES, default=default, help=f"random weights (default: {default})")
+    group.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights (default: qwen3-0.6b)")
 
 
 def engine_parser(description: str | None) -> FlagParser:
@@ -129,15 +98,6 @@ def model_of(args: argparse.Namespace) -> Iterator[dict[str, str]]:
         yield {"model": args.model, "load_format": "auto"}
         return
     with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory:
-        write_config(args.shape, Path(directory))
+        # All that load_format="dummy" needs.
+        Path(directory, "config.json").write_text(json.dumps(SHAPES[args.shape]))
         yield {"model": directory, "load_format": "dummy"}
-
-
-def write_config(shape: str, directory: Path) -> None:
-    """``config.json`` of a shape, which is all that ``load_format="dummy"`` needs."""
-    (directory / "config.json").write_text(json.dumps(SHAPES[shape]))
-
-
-def integers(text: str) -> tuple[int, ...]:
-    """``"1,8,32"`` -> ``(1, 8, 32)``, for argparse."""
-    return tuple(int(item) for item in text.split(","))

@@ -106,7 +106,7 @@ def memory() -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("num_requests", "num_kv_blocks", "enforce_eager", "async_scheduling"),
     [
-        pytest.param(300, 60, True, True, id="small"),
+        pytest.param(160, 60, True, True, id="small"),
         pytest.param(20_000, 120, False, False, id="full-sync", marks=pytest.mark.battery),
         pytest.param(20_000, 120, False, True, id="full-async", marks=pytest.mark.battery),
     ],

@@ -119,6 +119,36 @@ _QWEN3_8B = {
     "num_hidden_layers": 36,
     "tie_word_embeddings": False,
 }
+_GEMMA2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "bos_token_id": 2,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "pad_token_id": 0,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "torch_dtype": "float32",
+    "transformers_version": "4.42.4",
+    "use_cache": True,
+    "vocab_size": 256000,
+}
 
 # Name -> (config.json, the fields that transformers ignores).
 SUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -289,6 +319,20 @@ SUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
             "transformers_version": "5.0.0",
         },
         [],
+    ),
+    "gemma-2-2b": (_GEMMA2_2B, ["cache_implementation", "hidden_act"]),
+    "gemma-2-9b": (
+        {
+            **_GEMMA2_2B,
+            "hidden_size": 3584,
+            "intermediate_size": 14336,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 8,
+            "sliding_window_size": 4096,
+            "torch_dtype": "bfloat16",
+        },
+        ["cache_implementation", "hidden_act", "sliding_window_size"],
     ),
 }
 

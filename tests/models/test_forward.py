@@ -9,6 +9,7 @@ from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.layers.rope import inverse_frequencies, rope_cos_sin, rope_table
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import tensors
 from compiled_llm.worker import loader
@@ -18,10 +19,11 @@ BLOCK_SIZE = 4
 BLOCKS = 64
 
 
-def empty_cache(config: ModelConfig) -> KVCache:
+def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32) -> KVCache:
     shape = (BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     # Poison: what was never written must never be read.
-    return tuple(LayerCache(*(torch.full(shape, float("nan")) for _ in range(2))) for _ in range(config.num_layers))
+    poison = torch.full(shape, float("nan"), dtype=dtype)
+    return tuple(LayerCache(poison.clone(), poison.clone()) for _ in range(config.num_layers))
 
 
 def step_input(chunks: list[tuple[list[int], int]], tables: list[list[int]], padding: int = 0) -> StepInput:
@@ -62,6 +64,25 @@ def test_logits_equal_transformers_through_chunks_and_decodes(name: str) -> None
             logits = model.head(weights, hidden[inputs.logits_indices], config)
         for r in range(2):
             torch.testing.assert_close(logits[r], expected[r, after[r] - 1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [Dense, Packed])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bfloat16_is_as_close_as_transformers_is(name: str, kind: LinearKind) -> None:
+    """To the float32 logits of the weights that bfloat16 rounded."""
+    config, dtype = read_config(checkpoint(name)), torch.bfloat16
+    weights = loader.load_weights(checkpoint(name), config, dtype, torch.device("cpu"), kind)
+    model = family(config.architecture)
+    prompt = torch.arange(5, 26)
+    theirs = transformers_model(name).to(dtype)
+    step = step_input([(prompt.tolist(), 0)], [list(range(1, 7))])
+    with torch.no_grad():
+        rounded = theirs(prompt[None]).logits[0].float()
+        exact = theirs.float()(prompt[None]).logits[0]
+        hidden = model.forward(weights, step, empty_cache(config, dtype), config, model.layers(config), len(prompt))
+        own = model.head(weights, hidden, config).float()
+    error, allowed = (x.sub(exact).square().mean().sqrt() for x in (own, rounded))
+    assert error <= 1.2 * allowed
 
 
 def test_dummy_weights_are_seeded_and_shaped_like_a_checkpoint() -> None:

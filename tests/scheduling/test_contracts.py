@@ -17,6 +17,7 @@ from compiled_llm.scheduling.request import Request
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, SchedulerOutputBuilder
 from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
 
+METHODS = {"end", "add_drafts", "cancel_drafts"}  # of a request, that change it
 PACKAGE = Path(__file__).parents[2] / "compiled_llm"
 COLUMNS = LogprobColumns((-0.5, -1.0), (1, 2), ((-0.5, -1.0), (-0.75, -1.0)), ((4, 7), (5, 7)))
 CONTRACTS = [
@@ -98,6 +99,8 @@ def writes_to_requests(source: str) -> Iterator[str]:
             targets = [node.target]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
             targets = [node.func.value]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
+            targets = [ast.Attribute(node.func.value, "seed")]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
             targets = [ast.Attribute(node.args[0], "seed")]
         for target in flat(targets):
@@ -139,6 +142,7 @@ def test_only_the_scheduling_room_writes_to_a_request() -> None:
         "self.completions[0].request.reads_cache = True",
         "entry.requests[0].num_computed_tokens -= 1",
         "setattr(request, name, 1)",
+        "completion.request.end('stop', None)",
     ],
 )
 def test_a_write_to_a_request_is_seen(source: str) -> None:

@@ -358,7 +358,7 @@ def test_fp8_is_refused_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) 
 _NAMES = [*(name for name, _ in interpreted()), *MORE]
 
 
-@pytest.mark.parametrize("name", cases(parts_of(_NAMES), 60, {name: (name,) for name in _NAMES}))
+@pytest.mark.parametrize("name", cases(parts_of(_NAMES), 50, {name: (name,) for name in _NAMES}))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

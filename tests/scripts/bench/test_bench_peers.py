@@ -183,13 +183,13 @@ def test_ratios_are_of_the_same_rounds_and_above_one_where_this_engine_leads(ben
 def test_figures(bench: ModuleType) -> None:
     answer = {"seconds": 4.0, "ttft": [0.5], "output_lens": []}
     request = bench.WorkloadRequest([0] * 100, 8)
-    figures = {m.name: m.figure([request, request], answer) for metrics in bench.METRICS.values() for m in metrics}
+    figures = {row: metric.figure([request, request], answer) for row, metric in bench.METRICS.items()}
     assert figures == {
-        "decode tok/s": 7 / 3.5,
-        "TTFT s": 0.5,
-        "output tok/s": 16 / 4,
-        "wall s": 4.0,
-        "prefill tok/s": 100 / 0.5,
+        "W1 decode tok/s": 7 / 3.5,
+        "W1 TTFT s": 0.5,
+        "W2 output tok/s": 16 / 4,
+        "W3 wall s": 4.0,
+        "W4 prefill tok/s": 100 / 0.5,
     }
 
 

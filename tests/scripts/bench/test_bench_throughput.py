@@ -102,8 +102,8 @@ def test_transformers_continues_a_padded_prompt_as_if_alone(bench: ModuleType, m
     """The mask and the padding are right: the demo model's greedy tokens are those of each prompt by itself."""
     hf = bench.bench_hf.load(DEMO_MODEL, "float32", bench.resolve_device("cpu"), 0, random_weights=False)
     outputs = []
-    generate = hf.module.generate
-    monkeypatch.setattr(hf.module, "generate", lambda *a, **k: outputs.append(generate(*a, **k)) or outputs[-1])
+    generate = hf.generate
+    monkeypatch.setattr(hf, "generate", lambda *a, **k: outputs.append(generate(*a, **k)) or outputs[-1])
     request = importlib.import_module("workloads").WorkloadRequest
     batch = [request(list(range(50, 57)), 6), request(list(range(90, 110)), 6)]
     bench.bench_hf.run(hf, batch, 2)

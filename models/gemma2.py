@@ -1,0 +1,154 @@
+"""Gemma 2 (Gemma team, 2024, arXiv:2408.00118).
+
+Windows in some layers, soft caps of scores and logits, norms by ``1 + w`` before and after each block, GeGLU.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.norm import rms_norm
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.weights import Source
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma2Config(ModelConfig):
+    attention_bias: bool
+    query_pre_attn_scalar: float
+    sliding_window: int | None
+    layer_types: tuple[str, ...]
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.layer_types) != self.num_layers or not {_SLIDING, _FULL}.issuperset(self.layer_types):
+            raise ValueError(
+                f"config.json: layer_types must be {_SLIDING!r} or {_FULL!r} for each of the {self.num_layers} layers, "
+                f"given {self.layer_types!r:.200}"
+            )
+        if _SLIDING in self.layer_types and not (self.sliding_window and self.sliding_window > 0):
+            raise ValueError(f"config.json: sliding_window must be at least 1, given {self.sliding_window}")
+        for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
+            value = getattr(self, name)
+            if value is None and name != "query_pre_attn_scalar":
+                continue
+            if not 0 < value < math.inf:
+                raise ValueError(f"config.json: {name} must be a positive number, given {value}")
+
+
+class LayerWeights(NamedTuple):
+    input_norm: Tensor  # [D] float32, as all norms here
+    attention: AttentionWeights
+    attention_norm: Tensor  # [D], of what attention gave
+    mlp_norm: Tensor  # [D]
+    mlp: MlpWeights
+    output_norm: Tensor  # [D], of what the MLP gave
+
+
+class Weights(NamedTuple):
+    embedding: Linear  # [V, D]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [D] float32
+    head: Linear  # [V, D]
+    ropes: tuple[Tensor]  # [max_position_embeddings, H] float32
+
+
+def _take_layer(config: Gemma2Config, source: Source, name: str) -> LayerWeights:
+    d, intermediate, bias = config.hidden_size, config.intermediate_size, config.attention_bias
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    heads = {"q": q_size, "k": kv_size, "v": kv_size}
+    qkv = source.linear(*(Part(f"{name}.self_attn.{x}_proj", size, d, bias) for x, size in heads.items()))
+    gate_up = source.linear(*(Part(f"{name}.mlp.{x}_proj", intermediate, d) for x in ("gate", "up")))
+    return LayerWeights(
+        input_norm=source.norm_plus_one(f"{name}.input_layernorm", d),
+        attention=AttentionWeights(qkv, source.linear(Part(f"{name}.self_attn.o_proj", d, q_size, bias))),
+        attention_norm=source.norm_plus_one(f"{name}.post_attention_layernorm", d),
+        mlp_norm=source.norm_plus_one(f"{name}.pre_feedforward_layernorm", d),
+        mlp=MlpWeights(gate_up, source.linear(Part(f"{name}.mlp.down_proj", d, intermediate))),
+        output_norm=source.norm_plus_one(f"{name}.post_feedforward_layernorm", d),
+    )
+
+
+def take(config: Gemma2Config, source: Source) -> Weights:
+    """The weights."""
+    embedding, head = source.embedding_and_head(
+        "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
+    return Weights(
+        embedding=embedding,
+        layers=tuple(_take_layer(config, source, f"model.layers.{i}") for i in range(config.num_layers)),
+        final_norm=source.norm_plus_one("model.norm", config.hidden_size),
+        head=head,
+        ropes=(source.rope(config.ropes[0], config.head_dim, config.max_position_embeddings),),
+    )
+
+
+def layers(config: Gemma2Config) -> Layers:
+    """Those of ``layer_types``: with the window and without."""
+    full = AttentionSpec(
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        scale=config.query_pre_attn_scalar**-0.5,
+        soft_cap=config.attn_logit_softcapping or 0.0,
+    )
+    sliding = dataclasses.replace(full, window=config.sliding_window or 0)
+    return tuple(sliding if kind == _SLIDING else full for kind in config.layer_types)
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """The positive ``value`` in the precision of ``dtype``, as a number: a compiler may skip the rounding."""
+    unit = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(value))
+    return round(value / unit) * unit
+
+
+_gelu = functools.partial(F.gelu, approximate="tanh")
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma2Config, layers: Layers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    eps = config.rms_norm_eps
+    x = weights.embedding.rows(step.input_ids)
+    x = x * _rounded(config.hidden_size**0.5, x.dtype)
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
+        normed = rms_norm(x, w.input_norm, eps)
+        attended = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
+        x = x + rms_norm(attended, w.attention_norm, eps)
+        x = x + rms_norm(gated_mlp(rms_norm(x, w.mlp_norm, eps), w.mlp, _gelu), w.output_norm, eps)
+    return x
+
+
+def head(weights: Weights, rows: Tensor, config: Gemma2Config) -> Tensor:
+    """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
+    logits = weights.head.apply(rms_norm(rows, weights.final_norm, config.rms_norm_eps))
+    cap = config.final_logit_softcapping
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+FAMILY = Family(
+    "Gemma2Config",
+    Gemma2Config,
+    take,
+    layers,
+    forward,
+    head,
+    requires={"hidden_activation": ("gelu_pytorch_tanh",), "use_bidirectional_attention": (None, False)},
+)
