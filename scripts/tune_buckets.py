@@ -239,13 +239,13 @@ def remarks(part: dict[str, Any], kind: str) -> list[str]:
     """Where the times of a kind differ from the measured ones, and whether they add up."""
     work, lines = part["work"], []
     times = work.times()
-    fallen = [size for size in sorted(times) if times[size] != work.medians[size]]
+    fallen = [
+        f"{kind}_{size} {work.medians[size]:.3g} (weight {work.weights[size]}) as {times[size]:.3g}"
+        for size in sorted(times)
+        if times[size] != work.medians[size]
+    ]
     if fallen:
-        found = ", ".join(
-            f"{kind}_{size} {work.medians[size]:.3g} (weight {work.weights[size]}) as {times[size]:.3g}"
-            for size in fallen
-        )
-        lines.append(f"larger buckets took less, so that means are taken, in seconds: {found}")
+        lines.append(f"larger buckets took less, so that means are taken, in seconds: {', '.join(fallen)}")
     if len(times) == 1:
         lines.append(
             f"only {kind}_{min(times)} ran: its time is used for all sizes. A trace with more buckets would be better"

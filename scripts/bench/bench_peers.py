@@ -15,14 +15,13 @@ if an engine failed; it is named, and the others are still measured.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,16 +176,6 @@ def table(rows: dict[str, dict[str, Any]], facts: dict[str, dict[str, Any]]) -> 
     return tables.text_table([{column: line.get(column, "") for column in columns} for line in lines])
 
 
-@contextlib.contextmanager
-def work_directory(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-        yield given
-    else:
-        with tempfile.TemporaryDirectory(prefix="compiled-llm-peers-") as directory:
-            yield Path(directory)
-
-
 def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdir: Path) -> None:
     """One after another: this engine and the peers that the flags name."""
     rounds.start(peers.engine(checkpoint, args.engine_args, args.threads))
@@ -245,7 +234,9 @@ def json_object(text: str) -> dict[str, Any]:
 
 def main() -> int:
     args = arguments()
-    with work_directory(args.workdir) as workdir:
+    with tempfile.TemporaryDirectory(prefix="compiled-llm-peers-") as temporary:
+        workdir = args.workdir or Path(temporary)
+        workdir.mkdir(parents=True, exist_ok=True)
         checkpoint = Path(args.model) if args.model else workdir / args.shape
         if not args.model:
             peers.write_checkpoint(args.shape, checkpoint)

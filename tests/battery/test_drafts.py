@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompiledEngine
-from tests.drafting import KINDS, RecordedDrafter, check_equal, serve, tokens_of, work_of
+from tests.drafting import KINDS, RecordedDrafter, check_equal, serve, work_of
 from tests.e2e.test_drafts import EAGER
 
 SWAP: dict[str, Any] = {"preemption_mode": "swap", "swap_space_bytes": 2**24}
@@ -24,6 +24,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "latency target": {"preemption_mode": "auto", "swap_space_bytes": 2**24, "target_itl_ms": 500.0},
     "int8 cache": {**SWAP, "kv_cache_dtype": "int8", "async_scheduling": True},
     "bfloat16": {**SWAP, "dtype": "bfloat16"},
+    # Compiled code may round a row differently with its place in the bucket: in float32 that decides no token.
     "compiled": {**SWAP, "enforce_eager": False, "async_scheduling": True, "dtype": "float32"},
 }
 
@@ -39,13 +40,8 @@ def test_the_same_as_plain_decoding(name: str, num_tokens: int, battery_counts: 
         drafter = RecordedDrafter(num_tokens, engine.model_config.vocab_size)
     drafter.record(plain)
     with CompiledEngine(**arguments, drafter=drafter) as engine:
-        if name == "compiled":  # the compiler rounds differently in graphs of other sizes: last bits of scores differ
-            drafter.kind = "none"
-            same_graphs = serve(engine, work)
-            assert tokens_of(same_graphs) == tokens_of(plain)
-            plain = same_graphs
         for drafter.kind in KINDS:
-            check_equal(work, plain, serve(engine, work))
+            check_equal(work, plain, serve(engine, work), logprobs=arguments["enforce_eager"])
         stats = engine.stats()
     assert stats.num_kv_blocks == EAGER["num_kv_blocks"] or "num_kv_blocks" in ENGINES[name]
     battery_counts["requests"] += stats.num_requests
