@@ -7,18 +7,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compiled_llm.compiling.report import CompileReport, GraphReport
-    from compiled_llm.config import EngineConfig
-    from compiled_llm.engine.async_engine import AsyncCompiledEngine
-    from compiled_llm.engine.engine import CompiledEngine
-    from compiled_llm.engine.failures import RequestsFailedWarning
-    from compiled_llm.outputs import CompletionOutput, EngineStats, Logprob, RequestMetrics, RequestOutput
-    from compiled_llm.report.report import RunReport
-    from compiled_llm.sampling_params import SamplingParams
-    from compiled_llm.scheduling.drafter import Drafter
-    from compiled_llm.step.logits_transforms import Field, LogitsContext, LogitsTransform
-    from compiled_llm.structured_outputs import StructuredOutputsParams
-    from compiled_llm.worker.memory import MemoryLedger, MemoryRow
+    from compiled_llm.compiling.report import CompileReport as CompileReport
+    from compiled_llm.compiling.report import GraphReport as GraphReport
+    from compiled_llm.config import EngineConfig as EngineConfig
+    from compiled_llm.engine.async_engine import AsyncCompiledEngine as AsyncCompiledEngine
+    from compiled_llm.engine.engine import CompiledEngine as CompiledEngine
+    from compiled_llm.engine.failures import RequestsFailedWarning as RequestsFailedWarning
+    from compiled_llm.outputs import CompletionOutput as CompletionOutput
+    from compiled_llm.outputs import EngineStats as EngineStats
+    from compiled_llm.outputs import Logprob as Logprob
+    from compiled_llm.outputs import RequestMetrics as RequestMetrics
+    from compiled_llm.outputs import RequestOutput as RequestOutput
+    from compiled_llm.report.report import RunReport as RunReport
+    from compiled_llm.sampling_params import SamplingParams as SamplingParams
+    from compiled_llm.scheduling.drafter import Drafter as Drafter
+    from compiled_llm.step.logits_transforms import Field as Field
+    from compiled_llm.step.logits_transforms import LogitsContext as LogitsContext
+    from compiled_llm.step.logits_transforms import LogitsTransform as LogitsTransform
+    from compiled_llm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+    from compiled_llm.worker.memory import MemoryLedger as MemoryLedger
+    from compiled_llm.worker.memory import MemoryRow as MemoryRow
 
 __version__ = "0.1.0"
 
@@ -45,29 +53,7 @@ _HOMES = {
     "StructuredOutputsParams": "structured_outputs",
 }
 
-__all__ = [
-    "AsyncCompiledEngine",
-    "CompileReport",
-    "CompiledEngine",
-    "CompletionOutput",
-    "Drafter",
-    "EngineConfig",
-    "EngineStats",
-    "Field",
-    "GraphReport",
-    "LogitsContext",
-    "LogitsTransform",
-    "Logprob",
-    "MemoryLedger",
-    "MemoryRow",
-    "RequestMetrics",
-    "RequestOutput",
-    "RequestsFailedWarning",
-    "RunReport",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "__version__",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

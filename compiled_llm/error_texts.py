@@ -14,17 +14,14 @@ class _Brief(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = _MAX_CHARACTERS
         self.maxtuple = self.maxlist = self.maxdict = self.maxset = self.maxfrozenset = self.maxdeque = 20
 
-    def repr_str(self, x: str, level: int) -> str:
+    def repr_str(self, x: Any, level: int) -> str:
         return repr(x) if len(x) <= _MAX_CHARACTERS else f"{x[:_MAX_CHARACTERS]!r}..."
 
     def repr_int(self, x: int, level: int) -> str:
         # Python refuses to write integers of more than 4300 digits, and takes long for those below.
         return repr(x) if x.bit_length() <= 512 else f"an integer of {x.bit_length()} bits"
 
-    def repr_bytes(self, x: bytes, level: int) -> str:
-        return repr(x) if len(x) <= _MAX_CHARACTERS else f"{x[:_MAX_CHARACTERS]!r}..."
-
-    repr_bytearray = repr_bytes
+    repr_bytes = repr_bytearray = repr_str
 
 
 _BRIEF = _Brief()

@@ -79,9 +79,8 @@ class Stage:
 
     def state(self) -> str:
         left = self.remaining()
-        parts = [", ".join(self._running[:3]), f"{self.elapsed:.0f} s"]
-        parts += [f"about {left:.0f} s left"] if left is not None and left >= 1 else []
-        return ", ".join(filter(None, parts))
+        about = f"about {left:.0f} s left" if left is not None and left >= 1 else ""
+        return ", ".join(filter(None, [*self._running[:3], f"{self.elapsed:.0f} s", about]))
 
 
 class StartProgress:

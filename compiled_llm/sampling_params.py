@@ -149,15 +149,12 @@ class SamplingParams:
                 raise ValueError(f"structured_outputs: {error}") from error
             object.__setattr__(self, "structured_outputs", wanted)
         if not isinstance(wanted, StructuredOutputsParams):
-            raise ValueError(
-                f"structured_outputs must be a StructuredOutputsParams or a dict, given {type(wanted).__name__}"
-            )
+            kind = type(wanted).__name__
+            raise ValueError(f"structured_outputs must be a StructuredOutputsParams or a dict, given {kind}")
         # Each could leave the grammar without a token to go on with.
         for name, off in (("min_tokens", 0), ("allowed_token_ids", None), ("bad_words", ()), ("ignore_eos", False)):
-            if getattr(self, name) != off:
-                raise ValueError(
-                    f"{name} must be {shown(off)} with structured_outputs, given {shown(getattr(self, name))}"
-                )
+            if (value := getattr(self, name)) != off:
+                raise ValueError(f"{name} must be {shown(off)} with structured_outputs, given {shown(value)}")
 
     @property
     def greedy(self) -> bool:

@@ -66,9 +66,8 @@ class StructuredOutputsParams:
         if self.json_object is not None and self.json_object is not True:
             raise ValueError(f"json_object must be True or None, given {shown(self.json_object)}")
         if not isinstance(self.disable_any_whitespace, bool):
-            raise ValueError(
-                f"disable_any_whitespace must be True or False, given {shown(self.disable_any_whitespace)}"
-            )
+            given_flag = shown(self.disable_any_whitespace)
+            raise ValueError(f"disable_any_whitespace must be True or False, given {given_flag}")
         if self.whitespace_pattern is not None:
             _check_text("whitespace_pattern", self.whitespace_pattern, _MAX_WHITESPACE_PATTERN)
             if self.disable_any_whitespace:

@@ -123,10 +123,8 @@ def run_part(name: str, output: Path, seconds_left: float) -> dict[str, Any]:
                 process.wait()
     record: dict[str, Any] = {"part": name, "status": status, "seconds": round(time.perf_counter() - started, 1)}
     lines = log_path.read_text(errors="replace").splitlines()
-    if json_path.is_file():
-        record["result"] = json.loads(json_path.read_text())
-    else:
-        record["result"] = next((json.loads(line) for line in reversed(lines) if line.startswith("{")), lines[-1:])
+    printed = (json.loads(line) for line in reversed(lines) if line.startswith("{"))
+    record["result"] = json.loads(json_path.read_text()) if json_path.is_file() else next(printed, lines[-1:])
     record["command"] = f"python {command}"
     json_path.write_text(json.dumps(record, indent=1) + "\n")
     outcome = "passed" if status == 0 else f"FAILED ({status})"

@@ -236,9 +236,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, default=DEMO_MODEL, metavar="DIR", help="default: the bundled demo model")
     parser.add_argument("--kv-cache-dtype", choices=QUANTISED_DTYPES, required=True)
     parser.add_argument("--skip-layers", type=integers, default=(), metavar="INT[,INT...]", help="not quantised")
-    parser.add_argument(
-        "--dtype", default="auto", help="of the model: auto (the checkpoint's), float32, bfloat16, float16"
-    )
+    dtypes = "of the model: auto (the checkpoint's), float32, bfloat16, float16"
+    parser.add_argument("--dtype", default="auto", help=dtypes)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: the demo model's held-out files)")
     parser.add_argument("--max-tokens", type=int, help="tokens of the text to use (default: all)")
@@ -250,12 +249,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def load_model(args: argparse.Namespace) -> tuple[Model, tuple[torch.dtype, ...]]:
     """The model, and the dtype of each layer's cache. ``ValueError`` for what the engine would refuse."""
-    engine_config = EngineConfig(
-        dtype=args.dtype,
-        device=args.device,
-        kv_cache_dtype=args.kv_cache_dtype,
-        kv_cache_skip_layers=args.skip_layers,
-    )
+    cache = {"kv_cache_dtype": args.kv_cache_dtype, "kv_cache_skip_layers": args.skip_layers}
+    engine_config = EngineConfig(dtype=args.dtype, device=args.device, **cache)
     config, device = read_config(args.model), resolve_device(args.device)
     dtype = getattr(torch, config.dtype if args.dtype == "auto" else args.dtype)
     dtypes = layer_dtypes(engine_config, dtype, config.num_layers)

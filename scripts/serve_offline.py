@@ -76,9 +76,8 @@ def parse_arguments() -> argparse.Namespace:
         help="for the report, run N steps of each bucket a second time under torch's profiler (default: 4)",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the shapes of all steps, for tune_buckets.py")
-    parser.add_argument(
-        "--remeasure-limits", action="store_true", help="measure the machine's limits even if they are known"
-    )
+    remeasure = "measure the machine's limits even if they are known"
+    parser.add_argument("--remeasure-limits", action="store_true", help=remeasure)
     add_engine_arguments(parser)
     add_sampling_arguments(parser, **DEFAULT_SAMPLING)
     args = parser.parse_args()
@@ -117,9 +116,8 @@ def check_files(args: argparse.Namespace) -> None:
 
 def is_same_file(path: Path, other: Path) -> bool:
     """Whether two names, links followed, are of one file; it need not be there."""
-    if os.path.exists(path) and os.path.exists(other):
-        return os.path.samefile(path, other)
-    return os.path.realpath(path) == os.path.realpath(other)
+    both_exist = os.path.exists(path) and os.path.exists(other)
+    return os.path.samefile(path, other) if both_exist else os.path.realpath(path) == os.path.realpath(other)
 
 
 def check_writable(flag: str, path: Path) -> None:

@@ -112,8 +112,7 @@ def path_hash(path: str) -> int:
 def split_files(files: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """(train, held out). A file's side depends on nothing but its path, so it is the same on every machine."""
     held_out = {path: text for path, text in files.items() if path_hash(path) % HELD_OUT_ONE_IN == 0}
-    if not held_out:  # a very small try
-        held_out = dict(list(files.items())[:1])
+    held_out = held_out or dict(list(files.items())[:1])  # none: a very small try
     return {path: text for path, text in files.items() if path not in held_out}, held_out
 
 

@@ -239,24 +239,22 @@ def remarks(part: dict[str, Any], kind: str) -> list[str]:
     """Where the times of a kind differ from the measured ones, and whether they add up."""
     work, lines = part["work"], []
     times = work.times()
-    fallen = [size for size in sorted(times) if times[size] != work.medians[size]]
+    fallen = [
+        f"{kind}_{size} {work.medians[size]:.3g} (weight {work.weights[size]}) as {times[size]:.3g}"
+        for size in sorted(times)
+        if times[size] != work.medians[size]
+    ]
     if fallen:
-        found = ", ".join(
-            f"{kind}_{size} {work.medians[size]:.3g} (weight {work.weights[size]}) as {times[size]:.3g}"
-            for size in fallen
-        )
-        lines.append(f"larger buckets took less, so that means are taken, in seconds: {found}")
+        lines.append(f"larger buckets took less, so that means are taken, in seconds: {', '.join(fallen)}")
     if len(times) == 1:
-        lines.append(
-            f"only {kind}_{min(times)} ran: its time is used for all sizes. A trace with more buckets would be better"
-        )
+        better = "A trace with more buckets would be better"
+        lines.append(f"only {kind}_{min(times)} ran: its time is used for all sizes. {better}")
     outside = [size for size in part["proposed"] if size < min(times) or size > max(times)]
     if outside and len(times) > 1:
         lines.append(f"the time of {outside} is extended from sizes that ran: {sorted(times)}")
     off = disagreement(part)
-    lines.append(
-        f"by their buckets' times these steps take {part['before'].step_seconds:.3f} s, {off:+.0%} of measured"
-    )
+    seconds = part["before"].step_seconds
+    lines.append(f"by their buckets' times these steps take {seconds:.3f} s, {off:+.0%} of measured")
     if abs(off) > _MOST_DISAGREEMENT:
         lines.append(
             f"WARNING: more than {_MOST_DISAGREEMENT:.0%} off. Do not rely on this proposal: the trace holds steps "

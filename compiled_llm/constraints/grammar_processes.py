@@ -295,18 +295,16 @@ class _Process:
         return time.monotonic() + self._patience
 
     def _receive(self) -> None:
-        reply: bytes | None = None
         try:
             reply = self._channel.receive(self._deadline())
         except (EOFError, OSError):
-            pass
+            self._fail()
         except BaseException:  # an interrupt may come in the middle of a reply
             self.close()
             raise
-        if reply is None:
-            self._fail()
-        elif state := self._unanswered.popleft()():
-            state.reply = reply
+        else:
+            if state := self._unanswered.popleft()():
+                state.reply = reply
 
     def _fail(self) -> None:
         """It has ended, by what it was asked first and has not answered; the others go on in another process."""

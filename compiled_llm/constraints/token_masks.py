@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from compiled_llm.constraints.grammars import GrammarState
+from compiled_llm.constraints.grammar_processes import GrammarState, bits
 
 _BITS = 32
 
@@ -39,11 +39,9 @@ class TokenMask:
         stop_token_ids: Collection[int] = (),
         grammar: GrammarState | None = None,
     ) -> None:
-        self._always = np.zeros(num_mask_words(vocab_size), dtype=np.uint32)
-        if allowed_token_ids is None:
-            self._always[:] = 0xFFFFFFFF
-        else:
-            _set(self._always, allowed_token_ids)
+        self._always = np.full(num_mask_words(vocab_size), 0xFFFFFFFF, dtype=np.uint32)
+        if allowed_token_ids is not None:
+            self._always = bits(allowed_token_ids, vocab_size).view(np.uint32)
         _clear(self._always, [word[0] for word in bad_words if len(word) == 1])
         # By the token before the last one.
         self._sequences: dict[int, list[tuple[int, ...]]] = {}
@@ -106,11 +104,6 @@ def allows_any(words: np.ndarray, vocab_size: int) -> bool:
     """Whether a mask leaves a token of the vocabulary."""
     whole, rest = divmod(vocab_size, _BITS)
     return bool(words[:whole].any() or (rest and int(words[whole]) & ((1 << rest) - 1)))
-
-
-def _set(words: np.ndarray, token_ids: Collection[int]) -> None:
-    ids = np.fromiter(token_ids, dtype=np.int64)
-    np.bitwise_or.at(words, ids // _BITS, np.uint32(1) << (ids % _BITS).astype(np.uint32))
 
 
 def _clear(words: np.ndarray, token_ids: Collection[int]) -> None:

@@ -203,9 +203,8 @@ def _agreed(run: Callable[[], tuple[float, float]], threads: int) -> _Rate:
         fastest = sorted(alone, reverse=True)[:_AGREEING_TRIES]
         spread = 1 - fastest[-1] / best if len(fastest) == _AGREEING_TRIES else 1.0
         passed = time.perf_counter() - started
-        if count >= _AGREEING_TRIES and (
-            passed > _MOST_SECONDS or (passed > _LEAST_SECONDS and spread <= _MOST_SPREAD)
-        ):
+        is_long_enough = passed > _MOST_SECONDS or (passed > _LEAST_SECONDS and spread <= _MOST_SPREAD)
+        if is_long_enough and count >= _AGREEING_TRIES:
             return _Rate(best, spread)
 
 

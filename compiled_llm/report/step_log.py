@@ -255,8 +255,7 @@ class StepLog:
         if first is None or finished is None or request.finish_reason in ("abort", "error"):
             return
         count = len(request.output_token_ids)
-        whole = self._without_pauses(arrived, finished)
-        to_first = self._without_pauses(arrived, first)
+        whole, to_first = self._without_pauses(arrived, finished), self._without_pauses(arrived, first)
         self.e2e.add(whole)
         self.ttft.add(to_first)
         if count > 1:

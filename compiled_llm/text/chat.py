@@ -120,8 +120,7 @@ class ChatEncoder:
         variables = {name: value if name in named else marker.mark(value, mark) for name, value in variables.items()}
         variables = {**named, **variables, "messages": chat, "add_generation_prompt": add_generation_prompt}
         if continue_final_message:
-            final = _final_text(chat[-1])
-            chat[-1] = _with_final_text(chat[-1], final + end + " ")
+            chat[-1], final = _with_end(chat[-1], end + " ")
         try:
             text = template.render(variables, most, unescaped=mark + end)
         except ValueError as error:  # its text may be from a message
@@ -278,11 +277,7 @@ def _check_kwargs(kwargs: Any) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any, depth: int = 0) -> Any:
-    """A copy of the values of JSON alone, so that a template gets at no object's methods.
-
-    Raises:
-        ValueError: there are others, or they are too deep.
-    """
+    """A copy of the values of JSON alone, so that a template gets at no object's methods. ``ValueError`` for others."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"{name} must not be more than {_MAX_DEPTH} lists and dicts deep")
     if value is None or isinstance(value, bool):
@@ -311,8 +306,8 @@ def _texts(value: Any) -> Iterator[str]:
 def _unused_characters(texts: Iterator[str]) -> tuple[str, str]:
     """Two that are in none of them, which are no spaces, and which Python and JSON write without escapes."""
     used: set[str] = set().union(*texts)
-    unused = (character for character in map(chr, range(0x2801, 0xD800)) if character.isprintable())
-    found = tuple(itertools.islice((character for character in unused if character not in used), 2))
+    unused = (sign for sign in map(chr, range(0x2801, 0xD800)) if sign.isprintable() and sign not in used)
+    found = tuple(itertools.islice(unused, 2))
     if len(found) < 2:
         raise ValueError("messages must leave two of the signs of Unicode unused, given all of them")
     return found[0], found[1]
@@ -326,20 +321,14 @@ def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
-def _final_text(message: dict[str, Any]) -> str:
-    """The last text in the content of ``message``."""
-    content = message.get("content")
+def _with_end(message: dict[str, Any], end: str) -> tuple[dict[str, Any], str]:
+    """``message`` with ``end`` after the last text in its content, and that text."""
+    content: Any = message.get("content")
     text = content[-1]["text"] if isinstance(content, list) and content else content
     if not isinstance(text, str):
         raise ValueError("continue_final_message needs a text as the last message's content, given none")
-    return text
-
-
-def _with_final_text(message: dict[str, Any], text: str) -> dict[str, Any]:
-    content = message["content"]
-    if isinstance(content, str):
-        return {**message, "content": text}
-    return {**message, "content": [*content[:-1], {**content[-1], "text": text}]}
+    ended = text + end if isinstance(content, str) else [*content[:-1], {**content[-1], "text": text + end}]
+    return {**message, "content": ended}, text
 
 
 def _until(end: str, text: str, final: str) -> str:

@@ -153,9 +153,8 @@ def pair_sampling_params(sampling_params: Any, count: int) -> list[Any]:
     if not isinstance(sampling_params, Sequence):
         raise ValueError(f"sampling_params must be a SamplingParams or a list, given {type(sampling_params).__name__}")
     if len(sampling_params) != count:
-        raise ValueError(
-            f"sampling_params must be one or as many as the prompts, {count}, given {len(sampling_params)}"
-        )
+        given = len(sampling_params)
+        raise ValueError(f"sampling_params must be one or as many as the prompts, {count}, given {given}")
     return list(sampling_params)
 
 

@@ -28,9 +28,8 @@ class TemplateProcess:
     def __init__(self, seconds: float = SECONDS, memory_bytes: int = MEMORY_BYTES) -> None:
         self._seconds, self._memory_bytes = seconds, memory_bytes
         self._lock = Lock()
-        settings = seconds, memory_bytes
         module = "compiled_llm.text.template_worker"
-        self._child = ChildProcess("the process for chat templates", module, _PACKAGES, settings)
+        self._child = ChildProcess("the process for chat templates", module, _PACKAGES, (seconds, memory_bytes))
         self._owes_answer = False
 
     def ask(self, request: Mapping[str, Any], most_bytes: int) -> dict[str, Any]:

@@ -39,7 +39,8 @@ def read_tokenizer(directory: Path) -> Any:
             str(directory), config=config, trust_remote_code=False, local_files_only=True
         )
     except BaseException as error:  # transformers raises whatever the first unreadable file leads to
-        if not isinstance(error, Exception) and not is_panic(error):
+        # A panic of the tokenizers library is no Exception, and cannot be imported by name.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ValueError(
             f"{directory}: tokenizer.json, or a file beside it, is no readable tokenizer: "
@@ -48,11 +49,6 @@ def read_tokenizer(directory: Path) -> Any:
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{directory}: the tokenizer needs a tokenizer.json; save it again with transformers")
     return tokenizer
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether the tokenizers library ended in a panic, which is no ``Exception`` and cannot be imported by name."""
-    return type(error).__name__ == "PanicException"
 
 
 def _check_files(directory: Path) -> None:

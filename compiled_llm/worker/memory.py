@@ -278,15 +278,13 @@ def total_bytes(device: torch.device) -> int:
     """All memory where the model runs, used or free; on a host, what the container may use of it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    limit = _control_group()
-    total = psutil.virtual_memory().total
+    limit, total = _control_group(), psutil.virtual_memory().total
     return min(total, limit[0]) if limit else total
 
 
 def host_free_bytes() -> int:
     """Host memory free: the machine's, or what is left of the container's if that is less."""
-    limit = _control_group()
-    free = psutil.virtual_memory().available
+    limit, free = _control_group(), psutil.virtual_memory().available
     return max(0, min(free, limit[0] - limit[1])) if limit else free
 
 

@@ -76,6 +76,14 @@ class ModelRunner(Worker):
     Args:
         num_draft_tokens: most tokens that a drafter proposes for a request and step.
 
+    Attributes:
+        dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
+        linears: the kind of linear layer that the weights are kept in.
+        swap_space: ``[swap blocks, bytes of a block]`` uint8, in host memory.
+        rows: what is known of the running requests.
+        profiler: set from outside while steps are to be profiled.
+        memory_ledger, weight_bytes, start_times, times: for reports.
+
     Raises:
         ValueError: an argument, the checkpoint or the memory does not allow it; the message says what would.
     """
@@ -101,7 +109,7 @@ class ModelRunner(Worker):
         )
         self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)
         self.start_times, self.times = StartTimes(), RunnerTimes()
-        self.profiler: StepProfiler | None = None  # set from outside, for a report
+        self.profiler: StepProfiler | None = None
 
         use_own_cache_directory()
         enforce_eager = self._load_kernels(config.enforce_eager, progress)

@@ -104,11 +104,7 @@ class Model(NamedTuple):
 
 @contextlib.contextmanager
 def described_model(args: argparse.Namespace) -> Iterator[Model]:
-    """The model and the engine's config of the flags. A shape is in bfloat16 by default.
-
-    Raises:
-        ValueError: the config refuses a value, or ``--load-format`` needs weights and a shape has none.
-    """
+    """The model and the engine's config of the flags; ``ValueError`` for bad ones. Shapes are bfloat16 by default."""
     changes: dict[str, Any] = {}
     if args.model is None:
         if args.load_format not in ("auto", "dummy"):
@@ -154,9 +150,7 @@ def config_for(model: Model, requests: Requests) -> EngineConfig:
     """The config, with a ``max_model_len`` that the requests fit in if the flags give none.
 
     It is 1024 or the next larger power of two, so that workloads of about the same length share compiled code.
-
-    Raises:
-        ValueError: a request is longer than ``max_model_len`` or than the model allows.
+    ``ValueError``: a request is longer than ``max_model_len`` or than the model allows.
     """
     longest = max(len(request.prompt_token_ids) + request.output_len for request in requests)
     most = model.model_config.max_position_embeddings
@@ -193,11 +187,7 @@ def check_sampling(args: argparse.Namespace) -> None:
 
 
 def requests_of(args: argparse.Namespace, model: Model) -> Requests:
-    """The requests of the flags. Text is encoded here, so no measured time includes the encoding.
-
-    Raises:
-        ValueError: flags exclude each other, a number is out of range, or a row is not valid.
-    """
+    """The requests of the flags; ``ValueError`` for bad ones. Text is encoded here: no measured time includes it."""
     if args.workload is not None:
         _refuse(args, _LENGTH_FLAGS, "--workload, which defines its requests")
         return WORKLOADS[args.workload](model.model_config.vocab_size, args.seed)

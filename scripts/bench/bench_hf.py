@@ -36,17 +36,16 @@ def run(model: Any, requests: Batch, max_batch_size: int) -> float:
 
 
 def generate(model: Any, batch: Batch, **options: Any) -> torch.Tensor:
-    """One batch until its longest request is done: token ids, [requests, longest prompt + longest output] int64.
-
-    ``options``: of ``model.generate``.
-    """
+    """One batch until its longest request is done: token ids, [requests, longest prompt + longest output] int64."""
     longest, new_tokens = max(len(prompt) for prompt, _ in batch), max(count for _, count in batch)
+
+    def padded(rows: list[list[int]]) -> torch.Tensor:
+        return torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=model.device)
+
     with torch.inference_mode():
         output = model.generate(
-            torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in batch], device=model.device),
-            attention_mask=torch.tensor(
-                [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt, _ in batch], device=model.device
-            ),
+            padded([prompt for prompt, _ in batch]),
+            attention_mask=padded([[1] * len(prompt) for prompt, _ in batch]),
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             **options,

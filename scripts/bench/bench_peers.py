@@ -15,14 +15,13 @@ if an engine failed; it is named, and the others are still measured.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,16 +176,6 @@ def table(rows: dict[str, dict[str, Any]], facts: dict[str, dict[str, Any]]) -> 
     return tables.text_table([{column: line.get(column, "") for column in columns} for line in lines])
 
 
-@contextlib.contextmanager
-def work_directory(given: Path | None) -> Iterator[Path]:
-    if given is not None:
-        given.mkdir(parents=True, exist_ok=True)
-        yield given
-    else:
-        with tempfile.TemporaryDirectory(prefix="compiled-llm-peers-") as directory:
-            yield Path(directory)
-
-
 def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdir: Path) -> None:
     """One after another: this engine and the peers that the flags name."""
     rounds.start(peers.engine(checkpoint, args.engine_args, args.threads))
@@ -217,18 +206,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs")
     parser.add_argument("--openvino-python", metavar="PATH", help="the same with openvino-genai and optimum-intel")
     parser.add_argument("--transformers", action="store_true", help="transformers.generate too (slow)")
-    parser.add_argument(
-        "--slow-repeats", type=int, default=1, help="rounds that transformers takes part in (default: 1)"
-    )
+    slow = "rounds that transformers takes part in (default: 1)"
+    parser.add_argument("--slow-repeats", type=int, default=1, help=slow)
     parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.ENGINE}")
     parser.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.VLLM}")
     parser.add_argument("--openvino-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.OPENVINO}")
     parser.add_argument("--vllm-preload", metavar="LIBS", help="LD_PRELOAD for vLLM (default: tcmalloc and libiomp5)")
     parser.add_argument("--threads", type=int, default=cores, help="of each engine (default: all cores)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a start or a run (default: 900)")
-    parser.add_argument(
-        "--workdir", type=Path, help="keeps the checkpoint, its export and the logs (default: a temporary)"
-    )
+    kept = "keeps the checkpoint, its export and the logs (default: a temporary)"
+    parser.add_argument("--workdir", type=Path, help=kept)
     parser.add_argument("--json", type=Path, help="write the result there, after every round")
     args = parser.parse_checked(repeats=1, slow_repeats=1, timeout=0)
     if not 1 <= args.threads <= cores:
@@ -245,7 +232,9 @@ def json_object(text: str) -> dict[str, Any]:
 
 def main() -> int:
     args = arguments()
-    with work_directory(args.workdir) as workdir:
+    with tempfile.TemporaryDirectory(prefix="compiled-llm-peers-") as temporary:
+        workdir = args.workdir or Path(temporary)
+        workdir.mkdir(parents=True, exist_ok=True)
         checkpoint = Path(args.model) if args.model else workdir / args.shape
         if not args.model:
             peers.write_checkpoint(args.shape, checkpoint)

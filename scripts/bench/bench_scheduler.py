@@ -109,10 +109,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     sizes = itertools.product(map(int, args.running.split(",")), map(int, args.waiting.split(",")))
-    rows = [
-        {"running": running, "waiting": waiting, **bench(running, waiting, args)}
-        for running, waiting in tqdm(list(sizes), disable=None, leave=False)
-    ]
+    cases = tqdm(list(sizes), disable=None, leave=False)
+    rows = [{"running": running, "waiting": waiting, **bench(running, waiting, args)} for running, waiting in cases]
     print(f"microseconds a step\n{tables.text_table(rows)}")
     tables.finish({"results": rows, "machine": machine.describe(torch.device("cpu"))}, None)
 

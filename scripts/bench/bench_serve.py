@@ -61,9 +61,8 @@ def parse_arguments() -> argparse.Namespace:
     arguments.add_sampling_flags(parser)
     load = parser.add_argument_group("load")
     load.add_argument("--request-rate", type=float, help="requests a second; inf: all at once (default: inf)")
-    load.add_argument(
-        "--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly; inf is allowed"
-    )
+    burstiness = "1: Poisson; less: in bursts; more: evenly; inf is allowed"
+    load.add_argument("--burstiness", type=float, default=1.0, help=burstiness)
     load.add_argument("--max-concurrency", type=int, help="most requests in the engine at once (default: any number)")
     load.add_argument("--num-warmups", type=int, default=1, help="requests served before the measurement (default: 1)")
     load.add_argument("--ignore-eos", action="store_true", help="generate exactly output_len; for --dataset-path")
@@ -223,9 +222,8 @@ def rows_of(result: dict[str, Any], args: argparse.Namespace) -> dict[str, str]:
         tail = [f"p{p:g} {result[f'p{p:g}_{metric}_ms']:.2f} ms" for p in args.metric_percentiles]
         middle = [f"{kind} {result[f'{kind}_{metric}_ms']:.2f} ms" for kind in ("mean", "median", "std")]
         rows[TITLES[metric]] = ", ".join([*middle, *tail])
-    rows["of TTFT, until added"] = (
-        f"mean {result['mean_submit_delay_ms']:.2f} ms, max {result['max_submit_delay_ms']:.2f} ms"
-    )
+    delays = f"mean {result['mean_submit_delay_ms']:.2f} ms, max {result['max_submit_delay_ms']:.2f} ms"
+    rows["of TTFT, until added"] = delays
     rows["steps"] = results.steps_line(result["steps"])
     rows["compiled"] = results.compiled_line(result["engine"])
     return rows

@@ -7,25 +7,17 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from bench_results import summary
 from workloads import Requests
 
-from compiled_llm import RequestOutput, SamplingParams
+from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")  # with --max-concurrency
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-
-
-class Engine(Protocol):
-    """The methods of an engine that the loop calls."""
-
-    def add_request(self, request_id: str, prompt: list[int], sampling_params: SamplingParams) -> None: ...
-
-    def step(self) -> list[RequestOutput]: ...
 
 
 @dataclasses.dataclass
@@ -99,7 +91,7 @@ def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> list
 
 
 def drive(
-    engine: Engine,
+    engine: CompiledEngine,
     requests: Requests,
     params: Sequence[SamplingParams],
     arrivals: Sequence[float],
@@ -147,11 +139,6 @@ def drive(
     return served, clock() - start
 
 
-def is_good(request: Served, targets_ms: Mapping[str, float]) -> bool:
-    """Whether a request was served within the targets, milliseconds by name out of ``GOODPUT_METRICS``."""
-    return not request.error and all(getattr(request, name) * 1e3 <= most for name, most in targets_ms.items())
-
-
 def metrics_of(
     served: Sequence[Served],
     duration: float,
@@ -161,7 +148,7 @@ def metrics_of(
 ) -> dict[str, Any]:
     """The keys of ``vllm bench serve``; requests that failed count in ``failed`` alone."""
     done = [request for request in served if not request.error]
-    good = sum(is_good(request, targets_ms) for request in served)
+    good = sum(all(getattr(request, name) * 1e3 <= most for name, most in targets_ms.items()) for request in done)
     prompt_tokens = sum(request.input_len for request in done)
     output_tokens = sum(len(request.token_times) for request in done)
     delays = [request.added - request.sent for request in done]

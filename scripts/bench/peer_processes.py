@@ -156,11 +156,7 @@ def vllm(python: str, directory: Path, options: dict[str, Any], threads: int, pr
 
 
 def vllm_preload(python: str) -> str:
-    """LD_PRELOAD as vLLM's manual recommends it: tcmalloc and Intel's OpenMP.
-
-    Raises:
-        PeerFailed: one of them is not installed.
-    """
+    """LD_PRELOAD as vLLM's manual recommends it: tcmalloc and Intel's OpenMP. ``PeerFailed`` if one is missing."""
     tcmalloc = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
     openmp = next(Path(python).absolute().parents[1].rglob("libiomp5.so"), None)
     if tcmalloc is None or openmp is None:
