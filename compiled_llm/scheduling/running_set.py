@@ -99,8 +99,11 @@ class RunningSet:
             return False
         while not self._has_room(request, shared):
             # While others run, they will leave room.
-            if self.running or not self.take_back(besides=request):
+            if self.running:
                 return False
+            if not self.take_back(besides=request):
+                # It may lack room for a copy of one of its own blocks: without them it computes all its tokens.
+                return self.take_back() and self.admit(request, output)
         self.waiting.remove(request)
         if holds:
             del self.forks.holders[request]

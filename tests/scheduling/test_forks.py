@@ -679,3 +679,22 @@ def test_after_a_broken_step_children_that_waited_are_served(overlap: bool) -> N
     assert parent.finish_reason == other.finish_reason == "error"
     finish_all(engine, *children)
     assert [child.finish_reason for child in children].count("length") == 3
+
+
+def test_a_child_that_lacks_room_for_a_copy_alone_gives_its_blocks_up() -> None:
+    """It has two of three blocks, and the second is published: to write to it, it would need two more."""
+    scheduler = make_scheduler(3, prefix_caching=True, max_num_seqs=1)
+    engine = FakeEngine(scheduler)
+    (parent,) = add(scheduler, make_request("parent", 6, 6))
+    while parent.num_computed_tokens < 9:
+        engine.step()
+    middle = make_child(parent, "middle", 3, num_shared=7)
+    scheduler.fork(parent, middle)
+    child = make_child(middle, "child", 3, own=(1, 2))
+    scheduler.fork(middle, child)
+    for request in (parent, middle):
+        scheduler.finish(request, "abort")
+    assert (len(child.block_ids), scheduler.pool.num_free) == (2, 1)
+    engine.run()
+    check_result(child)
+    assert len(child.output_token_ids) == 3
