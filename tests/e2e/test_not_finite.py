@@ -29,7 +29,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[CompiledEngine]:
 
 def damage(engine: CompiledEngine, value: float) -> None:
     with torch.no_grad():
-        engine.runner.steps.weights.embedding[DAMAGED] = value
+        engine.runner.steps.weights.embedding.weight[DAMAGED] = value
     engine.reset_prefix_cache()
 
 

@@ -600,7 +600,7 @@ def test_a_grammar_that_fails_costs_its_request_alone(
     working = getattr(GrammarState, method)
 
     def failing(self: GrammarState, argument: Any) -> None:
-        if self._num_tokens == 2:
+        if len(self._token_ids) == 2:
             raise ValueError("the library's limits are reached")
         working(self, argument)
 
