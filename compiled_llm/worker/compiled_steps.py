@@ -121,7 +121,7 @@ class CompiledSteps:
         """
         keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
         self.cache = engine_cache(self.model_config, self.limits, self._dtype, cache_dtypes) if keeps else None
-        jobs = [] if enforce_eager else self._jobs()
+        jobs = [] if enforce_eager else self.jobs()
         seconds = {job.name: expected_seconds(job) for job in jobs}  # of what this process has to compile
         if self.cache is not None:
             seconds = build_missing(self.cache, jobs, num_workers, progress)
@@ -147,7 +147,7 @@ class CompiledSteps:
             self.sampling.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)
         self.sampling.warm_up_prompts(self.weights, make)
 
-    def _jobs(self) -> list[Job]:
+    def jobs(self) -> list[Job]:
         """Everything to compile, for other processes. Logits are described, since no step has run yet."""
         threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
         jobs = []

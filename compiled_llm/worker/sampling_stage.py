@@ -86,11 +86,11 @@ class SamplingStage:
         uses_trees: bool = False,
     ) -> None:
         self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
-        self._model_config = model_config
         self._device = device
         self._last_tokens, self._hidden = last_tokens, hidden
         self._transforms = transforms
         self._max_logprobs = max_logprobs
+        self._prompt_recipe = functools.partial(prompt_logprobs_function, model_config, max_logprobs)
         self._functions: dict[str, CompiledFunction] = {}
         # [max_num_seqs + 1, V] float32; the last row is for padding.
         self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
@@ -202,9 +202,6 @@ class SamplingStage:
             return all_arguments[kind][1]
 
         return arguments
-
-    def _prompt_recipe(self) -> Callable:
-        return prompt_logprobs_function(self._model_config, self._max_logprobs)
 
     def _prompt_arguments(self, weights: Any) -> tuple:
         return weights, self._prompt_input, self._hidden
