@@ -40,8 +40,8 @@ class RequestRows:
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(rows - 1, -1, -1))
 
-    def update(self, output: SchedulerOutput) -> list[int]:
-        """Apply a step's releases, admissions and new blocks. Returns the row of each scheduled request."""
+    def update(self, output: SchedulerOutput) -> np.ndarray:
+        """Apply a step's releases, admissions and new blocks. Returns the row of each scheduled request, [R] int64."""
         row_of = self._row_of
         if output.resets:
             self.clear()
@@ -55,7 +55,7 @@ class RequestRows:
             assert start <= self.num_blocks[row], "a block table has a hole"
             self.block_table[row, start:end] = blocks
             self.num_blocks[row] = end
-        return [row_of[request_id] for request_id in output.request_ids]
+        return np.array([row_of[request_id] for request_id in output.request_ids], dtype=np.int64)
 
     def row_of(self, request_id: str) -> int:
         """The row of a running request."""

@@ -53,9 +53,9 @@ class SamplingNeeds(NamedTuple):
     logprobs: bool
 
     @classmethod
-    def of(cls, rows: Sequence[int], num_samples: Sequence[int], store: RequestRows) -> "SamplingNeeds":
-        """``num_samples``: for each of ``rows``, how many tokens of its request the step samples."""
-        sampled = np.asarray(rows)[np.asarray(num_samples, dtype=bool)]
+    def of(cls, rows: np.ndarray, num_samples: Sequence[int], store: RequestRows) -> "SamplingNeeds":
+        """``num_samples``: for each of ``rows`` [R] int64, how many tokens of its request the step samples."""
+        sampled = rows[np.array(num_samples, dtype=bool)]
         return cls(
             sampling=bool(store.parameters["temperature"][sampled].any()),
             changed_logits=bool(store.changes_logits[sampled].any()),
@@ -218,7 +218,9 @@ class SamplingStage:
                 output = torch.tensor(admission.output_token_ids, dtype=torch.int64, device=self._device)
                 counts.index_add_(0, output, torch.ones(len(output), device=self._device))
 
-    def fill(self, rows: Sequence[int], output: SchedulerOutput, store: RequestRows, num_rows: int) -> None:
+    def fill(
+        self, rows: Sequence[int] | np.ndarray, output: SchedulerOutput, store: RequestRows, num_rows: int
+    ) -> None:
         """Write the parameters that change the logits of a step's rows, for a bucket of ``num_rows``."""
         self._logits_buffers[num_rows].fill(rows, output, store)
 
@@ -276,7 +278,7 @@ class _LogitsBuffers:
         own = {name: views[name] for name in LogitsInput._fields if name != "fields"}
         self.logits_input = LogitsInput(**own, fields=custom)
 
-    def fill(self, rows: Sequence[int], output: SchedulerOutput, store: RequestRows) -> None:
+    def fill(self, rows: Sequence[int] | np.ndarray, output: SchedulerOutput, store: RequestRows) -> None:
         samples: Sequence[int] = output.num_samples
         first_rows: Sequence[int] = range(len(rows))
         if max(samples, default=0) > 1:

@@ -4,8 +4,6 @@ What stays the same while a request runs (its row of the block table, its sampli
 and is written once. What changes with each step is written into a bucket's ``StepBuffers``.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
@@ -64,8 +62,8 @@ class StepBuffers:
             fields["block_table"][:] = SINK_BLOCK
         self._buffers.copy()
 
-    def fill(self, output: SchedulerOutput, rows: Sequence[int], store: RequestRows) -> int:
-        """Write a step: ``rows[i]`` is the row of ``output.request_ids[i]`` in ``store``. Returns its logits rows."""
+    def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> int:
+        """Write a step. ``rows`` [R] int64: those of its requests in ``store``. Returns the number of logits rows."""
         fields = self._buffers.next_arrays()
         n, total = len(rows), output.num_tokens
         counts = np.array(output.num_scheduled_tokens, dtype=np.int32)
@@ -92,7 +90,7 @@ class StepBuffers:
         fields["positions"][:total] = positions
         fields["slot_mapping"][:total] = block_table[owners, blocks] * self.block_size + offsets
 
-        indices, next_positions, row_owners = ends - 1, seq_lens, np.array(rows)
+        indices, next_positions, row_owners = ends - 1, seq_lens, rows
         if self.bucket.query_len > 1:
             places, distances = logits_rows(output)
             indices, next_positions = indices[places] - distances, seq_lens[places] - distances
