@@ -223,9 +223,8 @@ class EngineThread:
         except _INTERRUPTS:
             raise
         except BaseException:
-            outputs = (
-                engine.step()
-            )  # the requests of that step, which have ended; if this fails too, the engine is broken
+            # The requests of that step have ended, and this gives their outputs. If it fails too, the engine is broken.
+            outputs = engine.step()
         delivered = []
         for output in outputs:
             reader = self._readers.get(output.request_id)
