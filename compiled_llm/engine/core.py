@@ -1,6 +1,5 @@
 """EngineCore: the loop below CompiledEngine. It takes the scheduler and the worker from one step to the next."""
 
-import dataclasses
 import time
 from collections import deque
 from typing import Any
@@ -202,7 +201,7 @@ class EngineCore:
                     targets.append((index, tuple(wanted)))
         if not masks and not targets:
             return output
-        return dataclasses.replace(output, masks=tuple(masks), prompt_targets=tuple(targets))
+        return output._replace(masks=tuple(masks), prompt_targets=tuple(targets))
 
     def _mask_words(self, completion: Completion) -> np.ndarray | None:
         """The mask of its next token: int32 ``[ceil(V / 32)]``. None: it fails once the step is done."""

@@ -1,6 +1,5 @@
 """SchedulerOutput: what the worker is to do in a step, as frozen plain data that can be pickled."""
 
-import dataclasses
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,8 +19,7 @@ class Admission(NamedTuple):
     output_token_ids: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SchedulerOutput:
+class SchedulerOutput(NamedTuple):
     """The work of a step, in columns: entry i of each of the first five belongs to request ``request_ids[i]``.
 
     A step has logits rows: ``max(1, num_samples[i])`` for request i, one request after another. The last row of a

@@ -46,10 +46,11 @@ MUTATORS = {"append", "extend", "insert", "remove", "pop", "clear", "sort", "rev
 @pytest.mark.parametrize("contract", CONTRACTS, ids=lambda contract: type(contract).__name__)
 def test_contracts_are_frozen_and_go_through_a_pipe(contract: Any) -> None:
     assert pickle.loads(pickle.dumps(contract)) == contract
-    for field in dataclasses.fields(contract):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(contract, field.name, getattr(contract, field.name))
-        assert is_plain(getattr(contract, field.name)), field.name
+    names = contract._fields if isinstance(contract, tuple) else [field.name for field in dataclasses.fields(contract)]
+    for name in names:
+        with pytest.raises(AttributeError):
+            setattr(contract, name, getattr(contract, name))
+        assert is_plain(getattr(contract, name)), name
 
 
 def is_plain(value: Any) -> bool:
@@ -67,13 +68,12 @@ def test_no_column_can_be_changed_through_the_builder() -> None:
     builder.request_ids.append("b")
     assert built == SchedulerOutput(request_ids=("a",), resets=True)
     of_the_engine = {"resets", "masks", "prompt_targets"}
-    names = [field.name for field in dataclasses.fields(SchedulerOutput)]
-    assert list(vars(builder)) == [name for name in names if name not in of_the_engine]
+    assert list(vars(builder)) == [name for name in SchedulerOutput._fields if name not in of_the_engine]
 
 
 def test_masks_and_targets_are_added_to_a_copy() -> None:
     step = CONTRACTS[0]
-    with_mask = dataclasses.replace(step, masks=((0, np.ones(3, dtype=np.int32)),))
+    with_mask = step._replace(masks=((0, np.ones(3, dtype=np.int32)),))
     assert step.masks == ()
     assert pickle.loads(pickle.dumps(with_mask)).masks[0][1].tolist() == [1, 1, 1]
 

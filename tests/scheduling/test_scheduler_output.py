@@ -1,6 +1,5 @@
 """SchedulerOutput goes to another process as it is, one day; what it counts follows from its columns."""
 
-import dataclasses
 import pickle
 
 import numpy as np
@@ -17,9 +16,7 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
         scheduler.add(make_request(f"{i}", 5, 15))
     engine = FakeEngine(scheduler)
     engine.run()
-    filled = dataclasses.replace(
-        engine.outputs[0], masks=((0, np.ones(3, dtype=np.int32)),), prompt_targets=((0, (5,)),)
-    )
+    filled = engine.outputs[0]._replace(masks=((0, np.ones(3, dtype=np.int32)),), prompt_targets=((0, (5,)),))
     copied = pickle.loads(pickle.dumps(filled))
     assert copied.masks[0][1].tolist() == [1, 1, 1]
     assert copied.prompt_targets == ((0, (5,)),)
@@ -30,7 +27,7 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
     scheduler.fork(parent, child)
     engine.run()
     of_the_engine = {"masks", "prompt_targets"}
-    for field in set(SchedulerOutput.__slots__) - of_the_engine:
+    for field in set(SchedulerOutput._fields) - of_the_engine:
         assert any(getattr(output, field) for output in engine.outputs), f"no step has {field}"
     for output in engine.outputs:
         assert pickle.loads(pickle.dumps(output)) == output
