@@ -132,10 +132,10 @@ class EngineThread:
         hand_out(ended)
 
     def _enter(self, engine: CompiledEngine, reader: OutputReader, request_id: str | None, priority: int) -> None:
-        names = ChainMap(self._preparing, self._readers)
         if request_id is None:
+            names = ChainMap(self._preparing, self._readers)
             request_id = next(name for n in self._ids if (name := f"async-{n}") not in names)
-        engine.check_request(request_id, priority, names)
+        engine.check_request(request_id, priority, self._preparing)
         reader.request_id = request_id
         self._preparing[request_id] = reader
 

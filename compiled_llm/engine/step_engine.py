@@ -3,7 +3,7 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Self
 
 from compiled_llm.config import EngineConfig, integer
@@ -114,18 +114,18 @@ class StepEngine:
         """
         self._add(request_id, prompt, sampling_params, priority)
 
-    def check_request(self, request_id: str, priority: int, names: Container[str] = ()) -> None:
-        """Raise what ``add_request`` raises whatever the prompt is. ``names``: other ids that are in use."""
+    def check_request(self, request_id: str, priority: int, preparing: Collection[str] = ()) -> None:
+        """Raise what ``add_request`` raises whatever the prompt is. ``preparing``: ids that will be added before it."""
         if self._closed:
             raise RuntimeError("the engine is closed")
         longest = self.config.max_request_id_length
         is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
-        if not is_name or request_id in self._core.entries or request_id in names:
+        if not is_name or request_id in self._core.entries or request_id in preparing:
             raise ValueError(
                 f"request_id must be a non-empty str without NUL of at most {longest} characters (the engine's "
                 f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
             )
-        self._check_room(1)
+        self._check_room(1, len(preparing))
         integer("priority", priority, -(2**31), 2**31 - 1)
         if priority != 0 and self.config.scheduling_policy != "priority":
             raise ValueError(
@@ -218,9 +218,9 @@ class StepEngine:
         with self._interrupts:
             self._core.add(entry)
 
-    def _check_room(self, count: int) -> None:
+    def _check_room(self, count: int, num_preparing: int = 0) -> None:
         """``ValueError`` if ``count`` more requests were too many."""
-        unfinished, most = len(self._core.entries), self.config.max_queued_requests
+        unfinished, most = len(self._core.entries) + num_preparing, self.config.max_queued_requests
         if unfinished + count > most:
             raise ValueError(
                 f"at most {most} requests may be unfinished at once (the engine's max_queued_requests), given {count} "

@@ -531,6 +531,23 @@ SLOW: dict[str, tuple[Callable[[CompiledEngine], tuple[Any, str]], dict[str, Any
 }
 
 
+def test_requests_that_are_being_prepared_count_as_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync_engine = CompiledEngine(**EAGER | {"max_queued_requests": 2})
+    gate = Gate(monkeypatch, sync_engine.tokenizer, "encode", "slow")
+
+    async def main() -> None:
+        async with AsyncCompiledEngine.from_engine(sync_engine) as engine:
+            tasks = [asyncio.create_task(collect(engine.generate("slow", GREEDY))) for _ in range(2)]
+            await gate.reached()
+            await engine.stats()  # both have their names by then
+            with pytest.raises(ValueError, match=r"at most 2 requests may be unfinished at once .* given 1 beside 2"):
+                await anext(engine.generate([5], GREEDY))
+            gate.open.set()
+            assert all(outputs[-1].finished for outputs in await asyncio.gather(*tasks))
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("what", SLOW)
 def test_a_request_that_takes_long_to_prepare_stalls_no_stream(
     sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, what: str
