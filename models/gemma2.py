@@ -19,7 +19,7 @@ from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
 from compiled_llm.models.layers.norm import rms_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.weights import Source
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -69,17 +69,13 @@ class Weights(NamedTuple):
 
 
 def _take_layer(config: Gemma2Config, source: Source, name: str) -> LayerWeights:
-    d, intermediate, bias = config.hidden_size, config.intermediate_size, config.attention_bias
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    heads = {"q": q_size, "k": kv_size, "v": kv_size}
-    qkv = source.linear(*(Part(f"{name}.self_attn.{x}_proj", size, d, bias) for x, size in heads.items()))
-    gate_up = source.linear(*(Part(f"{name}.mlp.{x}_proj", intermediate, d) for x in ("gate", "up")))
+    d = config.hidden_size
     return LayerWeights(
         input_norm=source.norm_plus_one(f"{name}.input_layernorm", d),
-        attention=AttentionWeights(qkv, source.linear(Part(f"{name}.self_attn.o_proj", d, q_size, bias))),
+        attention=source.attention(f"{name}.self_attn", config, bias=config.attention_bias),
         attention_norm=source.norm_plus_one(f"{name}.post_attention_layernorm", d),
         mlp_norm=source.norm_plus_one(f"{name}.pre_feedforward_layernorm", d),
-        mlp=MlpWeights(gate_up, source.linear(Part(f"{name}.mlp.down_proj", d, intermediate))),
+        mlp=source.mlp(f"{name}.mlp", config),
         output_norm=source.norm_plus_one(f"{name}.post_feedforward_layernorm", d),
     )
 

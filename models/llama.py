@@ -16,7 +16,7 @@ from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
 from compiled_llm.models.layers.norm import rms_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.weights import Source
 
 
@@ -43,16 +43,11 @@ class Weights(NamedTuple):
 
 def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:
     """The layer whose tensors' names begin with ``name``."""
-    d, intermediate, biases = config.hidden_size, config.intermediate_size, (config.attention_bias, config.mlp_bias)
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    heads = {"q": q_size, "k": kv_size, "v": kv_size}
-    qkv = source.linear(*(Part(f"{name}.self_attn.{x}_proj", size, d, biases[0]) for x, size in heads.items()))
-    gate_up = source.linear(*(Part(f"{name}.mlp.{x}_proj", intermediate, d, biases[1]) for x in ("gate", "up")))
     return LayerWeights(
-        input_norm=source.norm(f"{name}.input_layernorm", d),
-        attention=AttentionWeights(qkv, source.linear(Part(f"{name}.self_attn.o_proj", d, q_size, biases[0]))),
-        mlp_norm=source.norm(f"{name}.post_attention_layernorm", d),
-        mlp=MlpWeights(gate_up, source.linear(Part(f"{name}.mlp.down_proj", d, intermediate, biases[1]))),
+        input_norm=source.norm(f"{name}.input_layernorm", config.hidden_size),
+        attention=source.attention(f"{name}.self_attn", config, bias=config.attention_bias),
+        mlp_norm=source.norm(f"{name}.post_attention_layernorm", config.hidden_size),
+        mlp=source.mlp(f"{name}.mlp", config, bias=config.mlp_bias),
     )
 
 

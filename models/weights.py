@@ -6,6 +6,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.layers.attention import AttentionWeights
+from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.rope import rope_table
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Linear, LinearKind, Part
@@ -75,6 +78,19 @@ class Source:
     def linear(self, *parts: Part) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input."""
         return self._linears.take(self.tensor, parts)
+
+    def attention(self, name: str, config: ModelConfig, *, bias: bool = False) -> AttentionWeights:
+        """A layer's projections as most checkpoints name them: queries, keys and values in one, and the output."""
+        d, h, q_size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
+        heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+        qkv = self.linear(*(Part(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()))
+        return AttentionWeights(qkv, self.linear(Part(f"{name}.o_proj", d, q_size, bias)))
+
+    def mlp(self, name: str, config: ModelConfig, *, bias: bool = False) -> MlpWeights:
+        """A layer's gated MLP as most checkpoints name it: gate and up in one, and down."""
+        d, intermediate = config.hidden_size, config.intermediate_size
+        gate_up = self.linear(*(Part(f"{name}.{x}_proj", intermediate, d, bias) for x in ("gate", "up")))
+        return MlpWeights(gate_up, self.linear(Part(f"{name}.down_proj", d, intermediate, bias)))
 
     def embedding_and_head(
         self, embedding: str, head: str, vocab_size: int, hidden_size: int, *, tied: bool

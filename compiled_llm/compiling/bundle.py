@@ -49,7 +49,7 @@ def export_bundle(path: Path, entries: Iterable[Path]) -> int:
     root = _root()
     files = {file.resolve() for file in [*entries, *loaded_libraries(root)]}
     names = {file.relative_to(root).as_posix(): file for file in sorted(files)}
-    digests = {name: _sha256(file) for name, file in names.items()}
+    digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in names.items()}
     manifest = {"format": _FORMAT, "machine": machine_fields(), "files": digests}
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as bundle:
         bundle.writestr(_MANIFEST, json.dumps(manifest, indent=1))
@@ -58,11 +58,6 @@ def export_bundle(path: Path, entries: Iterable[Path]) -> int:
     with _reading(path):
         _check_index(path)
     return len(names)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def import_bundle(path: Path) -> int:

@@ -62,13 +62,9 @@ def build_missing(
             cache.built[job.name] = (reason, time.perf_counter() - started)
         stage.finish(job.name)
 
+    title, seconds = f"compiling graphs in {workers} processes", sum(left.values()) / workers
     try:
-        with (
-            progress.stage(
-                f"compiling graphs in {workers} processes", left, seconds=sum(left.values()) / workers
-            ) as stage,
-            ThreadPoolExecutor(workers) as pool,
-        ):
+        with progress.stage(title, left, seconds=seconds) as stage, ThreadPoolExecutor(workers) as pool:
             list(pool.map(build, missing))
     finally:
         for process in processes:
