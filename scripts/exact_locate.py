@@ -127,7 +127,7 @@ class OpTrace(TorchDispatchMode):
         for name, pointer in _pointers(steps.weights):
             self._names.setdefault(pointer, name)  # a head that is tied to the embedding has its name
         for layer, cache in enumerate(steps.kv_cache):
-            for tensor in filter(None.__ne__, cache):
+            for tensor in _tensors(cache):
                 self._names.setdefault(tensor.data_ptr(), f"layers.{layer}.attention")
         self._skipped = {*self._names, steps.hidden.data_ptr()}  # it holds what the step before left
         engine.runner.watch = self

@@ -90,3 +90,85 @@ def test_qwen3_of_600_million(script: ModuleType, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
     words = ["--quick", "--model", str(tmp_path), "--load-format", "dummy", "--dtype", "bfloat16"]
     check_equal(script, plan_of(script, monkeypatch, *words, "--requests", "12", "--tokens", "12"), 500, 5000)
+
+
+# -- Planted differences
+
+
+@contextlib.contextmanager
+def replaced(op: str, implementation: Callable) -> Iterator[None]:
+    """An op with another implementation on CPUs, for compiled code too."""
+    for name in ("attention_cpu", "linear_cpu"):  # whose own must be there, to be replaced
+        kernels(name)
+    with torch.library._scoped_library("compiled_llm", "IMPL") as library:
+        library.impl(op, implementation, "CPU", allow_override=True)
+        yield
+
+
+def kernels(name: str) -> Any:
+    module = native.load(name)
+    if module is None:
+        pytest.skip("needs a C++ compiler")
+    return module
+
+
+def _truncated(x: Tensor) -> Tensor:
+    """bfloat16 without its last bit."""
+    return (x.view(torch.int16) & -2).view(torch.bfloat16)
+
+
+def rounded_in_chunks(*args: Any) -> Tensor:
+    """Attention of layers without a window that rounds otherwise where a request has several tokens in a step."""
+    max_query_len, window = args[-3:-1]
+    attended = kernels("attention_cpu").paged_attention(*args)
+    return _truncated(attended) if max_query_len > 1 and window == 0 else attended
+
+
+def summed_otherwise_for_many_rows(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+    """A linear layer of 160 inputs that adds two halves up, each rounded, where there are more than 8 rows."""
+    if x.shape[0] <= 8 or x.shape[1] != 160:
+        return kernels("linear_cpu").packed_linear(x, packed, bias, out_features)
+    weight = packed.transpose(1, 2).reshape(-1, 160)[:out_features]
+    halves = [(x[:, part].float() @ weight[:, part].float().T).to(x.dtype) for part in (slice(80), slice(80, 160))]
+    return halves[0] + halves[1] if bias is None else halves[0] + halves[1] + bias
+
+
+def summed_one_by_one_for_a_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """A norm that adds its squares up one after another in a step of a single row."""
+    if x.shape[0] > 1:
+        return kernels("rowwise_cpu").rms_norm(x, weight, eps)
+    squares = x.float().square().cumsum(-1)[..., -1:] / x.shape[-1]
+    y = x.float() * torch.rsqrt(squares + eps)
+    return weight * y.to(x.dtype) if weight.dtype == x.dtype else (y * weight).to(x.dtype)
+
+
+# name -> (op, what takes its place, where the settings part)
+PLANTED: dict[str, tuple[str, Callable, str]] = {
+    "a rounding in chunks": ("paged_attention", rounded_in_chunks, "layers.1.attention"),
+    "an order of sums by rows": ("packed_linear", summed_otherwise_for_many_rows, "layers.0.mlp.down"),
+    "a reduction by bucket": ("rms_norm", summed_one_by_one_for_a_row, "layers.0.input_norm"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_difference_is_found_and_named(
+    name: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    op, implementation, where = PLANTED[name]
+    words = ["--quick", "--model", str(checkpoint("gemma2")), "--dtype", "bfloat16", "--requests", "9", "--tokens", "10"]
+    words += ["--kv-cache-dtypes", "auto", "--json", str(tmp_path / "result.json")]
+    plan = plan_of(script, monkeypatch, *words)
+    eager = keep(plan, lambda setting: not setting.compiled)
+    monkeypatch.setattr(script, "make_plan", lambda args: eager)
+    with replaced(op, implementation):
+        assert script.main() == 1
+    result = json.loads((tmp_path / "result.json").read_text())
+    begins = result["first_difference"]["begins"]
+    assert (result["verdict"], begins["where"], begins["op"]) == ("different", where, f"compiled_llm::{op}")
+    assert begins["is_result"]
+    assert begins["only_compiled"] is None
+    assert begins["position"] <= result["first_difference"]["position"]
+    assert "elements differ, the most by" in begins["difference"]
+    said = capsys.readouterr().out
+    assert f"{where}: compiled_llm::{op}: its result differs, and all that goes into it is equal" in said
+    assert "DIFFERENT" in said
