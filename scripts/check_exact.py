@@ -108,7 +108,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     on_gpu = resolve_device(args.device).type == "cuda"
     modes = (True,) if on_gpu else (True, False)
     settings = settings_of(args.kv_cache_dtypes, QUICK_SIZES if args.quick else tuple(SIZES), modes)
-    return Plan(settings, requests, arguments | {"progress": "off", "max_logprobs": 3})
+    return Plan(settings, requests, arguments | {"progress": "off"})
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from compiled_llm.ops import native
 from tests.families import CONFIGS, checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
-IN_CI = ("gemma2", "llama-biases")  # of CONFIGS: windows, soft caps and odd heads; biases and another head size
+# Of CONFIGS: windows, soft caps and heads of 24 elements; biases and one KV head for each query head.
+IN_CI = {"gemma2": "fp8", "llama-biases": "int8"}
+FEW_GRAPHS = {"bucket_sizes": (8,), "token_bucket_sizes": (64,)}
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +69,13 @@ def test_the_demo_model(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("name", IN_CI)
 def test_odd_models(name: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = str(checkpoint(name))
-    words = ["--quick", "--model", model, "--dtype", "bfloat16", "--requests", "9", "--tokens", "10"]
-    check_equal(script, keep(plan_of(script, monkeypatch, *words), lambda s: s.kv_cache == "int8"), 80, 800)
+    """Compiled with few buckets, and compared with many uncompiled ones."""
+    monkeypatch.setitem(sys.modules["exact_matrix"].SIZES, "few", FEW_GRAPHS)
+    words = ["--dtype", "bfloat16", "--kv-cache-dtypes", IN_CI[name], "--requests", "9", "--tokens", "10"]
+    plan = plan_of(script, monkeypatch, "--model", str(checkpoint(name)), *words)
+    settings = sys.modules["exact_matrix"].settings_of([IN_CI[name]], ["few"], [True])
+    settings += keep(plan, lambda setting: not setting.compiled and setting.sizes != "default").settings
+    check_equal(script, dataclasses.replace(plan, settings=settings), 150, 1500)
 
 
 @pytest.mark.battery
@@ -98,7 +104,7 @@ def test_qwen3_of_600_million(script: ModuleType, monkeypatch: pytest.MonkeyPatc
 @contextlib.contextmanager
 def replaced(op: str, implementation: Callable) -> Iterator[None]:
     """An op with another implementation on CPUs, for compiled code too."""
-    for name in ("attention_cpu", "linear_cpu"):  # whose own must be there, to be replaced
+    for name in ("attention_cpu", "linear_cpu", "rowwise_cpu"):  # whose own must be there, to be replaced
         kernels(name)
     with torch.library._scoped_library("compiled_llm", "IMPL") as library:
         library.impl(op, implementation, "CPU", allow_override=True)
@@ -133,12 +139,13 @@ def summed_otherwise_for_many_rows(x: Tensor, packed: Tensor, bias: Tensor | Non
     return halves[0] + halves[1] if bias is None else halves[0] + halves[1] + bias
 
 
-def summed_one_by_one_for_a_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """A norm that adds its squares up one after another in a step of a single row."""
+def summed_in_halves_for_a_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """A norm that adds its squares up in two halves, the first of them rounded, in a step of a single row."""
     if x.shape[0] > 1:
         return kernels("rowwise_cpu").rms_norm(x, weight, eps)
-    squares = x.float().square().cumsum(-1)[..., -1:] / x.shape[-1]
-    y = x.float() * torch.rsqrt(squares + eps)
+    first, second = x.float().square().chunk(2, dim=-1)
+    total = first.sum(-1, keepdim=True).to(x.dtype) + second.sum(-1, keepdim=True)
+    y = x.float() * torch.rsqrt(total / x.shape[-1] + eps)
     return weight * y.to(x.dtype) if weight.dtype == x.dtype else (y * weight).to(x.dtype)
 
 
@@ -146,7 +153,7 @@ def summed_one_by_one_for_a_row(x: Tensor, weight: Tensor, eps: float) -> Tensor
 PLANTED: dict[str, tuple[str, Callable, str]] = {
     "a rounding in chunks": ("paged_attention", rounded_in_chunks, "layers.1.attention"),
     "an order of sums by rows": ("packed_linear", summed_otherwise_for_many_rows, "layers.0.mlp.down"),
-    "a reduction by bucket": ("rms_norm", summed_one_by_one_for_a_row, "layers.0.input_norm"),
+    "a reduction by bucket": ("rms_norm", summed_in_halves_for_a_row, "layers.0.input_norm"),
 }
 
 
