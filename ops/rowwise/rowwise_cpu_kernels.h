@@ -16,6 +16,8 @@ template <class T>
 INLINE Vec rounded(Vec x) {
   if constexpr (std::is_same_v<T, float>) {
     return x;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return reinterpret_cast<Vec>(rounded_to_bf16(x));
   } else {
     T stored[kLanes];
     store_as(stored, x, kLanes);
