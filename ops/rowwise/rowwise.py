@@ -122,13 +122,8 @@ def _register(name: str) -> None:
         """Until rowwise_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
         return (getattr(_OPS, name) if native.load("rowwise_cpu") else plain)(*args)
 
-    def cuda(*args):
-        from compiled_llm.ops.rowwise import triton_rowwise  # the first call on a GPU loads Triton, not the import
-
-        return getattr(triton_rowwise, name)(*args)
-
     LIBRARY.impl(name, without_kernels, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, cuda, "CUDA")
+    LIBRARY.impl(name, plain, "CUDA")
 
 
 for _name in ("rms_norm", "add_rms_norm", "rope", "gated_activation", "soft_cap", "log_sum_exp"):
