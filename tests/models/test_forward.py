@@ -1,5 +1,7 @@
 """Every family's forward against transformers, with odd shapes and random weights."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -94,6 +96,15 @@ def test_dummy_weights_are_seeded_and_shaped_like_a_checkpoint() -> None:
     assert one.layers[1].mlp.gate_up.weight.shape == real.layers[1].mlp.gate_up.weight.shape
 
 
+def test_a_dummy_tensor_depends_on_its_name_alone() -> None:
+    config = read_config(checkpoint("llama"))
+    less = dataclasses.replace(config, num_layers=1)
+    many, one = (loader.dummy_weights(c, torch.float32, torch.device("cpu"), 1) for c in (config, less))
+    assert torch.equal(one.head.weight, many.head.weight)
+    assert torch.equal(one.layers[0].mlp.down.weight, many.layers[0].mlp.down.weight)
+    assert not torch.equal(many.layers[0].mlp.down.weight, many.layers[1].mlp.down.weight)
+
+
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-untied"])
 def test_tied_weights_are_one_tensor_packed_or_not(name: str) -> None:
     config = read_config(checkpoint(name))
@@ -116,6 +127,6 @@ def test_rope_table_holds_the_angles_of_every_position() -> None:
     table = rope_table(rope, config.head_dim, 256, torch.device("cpu"))
     assert table.shape == (256, config.head_dim)
     cos, sin = rope_cos_sin(positions, table).chunk(2, dim=-1)
-    angles = positions[:, None, None].double() * inverse_frequencies(rope, config.head_dim).double()
+    angles = positions[:, None].double() * inverse_frequencies(rope, config.head_dim).double()
     torch.testing.assert_close(cos.double(), angles.cos(), atol=2e-5, rtol=0)  # of float32 angles up to 255
     torch.testing.assert_close(sin.double(), angles.sin(), atol=2e-5, rtol=0)
