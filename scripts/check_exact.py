@@ -17,20 +17,30 @@ Compared with the first setting of the same KV cache, bit for bit, are
 For the first request that differs, the two settings are run once more with every op watched, and the first layer and op
 are named at which they part. On a GPU uncompiled settings are left out: there, compiled code may round otherwise.
 
-Ends in one JSON line. Exit status: 0 if all is equal, 1 on a difference, 2 for bad arguments.
+Ends in one JSON line. Exit status: 0 if all is equal; 1 on a difference, or if a setting did not come about, such as a
+preemption; 2 for bad arguments.
 """
 
 import argparse
 import dataclasses
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from bench import tables
 from exact_locate import Departure, locate
-from exact_matrix import KV_CACHES, QUICK_SIZES, SIZES, Outcome, Request, Setting, make_requests, run_matrix, settings_of
+from exact_matrix import (
+    KINDS,
+    KV_CACHES,
+    QUICK_SIZES,
+    SIZES,
+    Outcome,
+    Request,
+    Setting,
+    make_requests,
+    run_matrix,
+    settings_of,
+)
 from tqdm import tqdm
 
 from compiled_llm import CompiledEngine
@@ -53,6 +63,7 @@ class Plan:
     settings: list[Setting]
     requests: list[Request]
     arguments: dict[str, Any]
+    device: torch.device
 
     def engine(self, setting: Setting) -> CompiledEngine:
         return CompiledEngine(**self.arguments, **setting.arguments(self.requests))
@@ -100,15 +111,18 @@ def make_plan(args: argparse.Namespace) -> Plan:
         config = EngineConfig(**arguments, kv_cache_dtype=name)
     directory = checkpoint_directory(config)
     model = read_config(directory)
-    count, tokens = (given or default for given, default in zip((args.requests, args.tokens), QUICK if args.quick else FULL, strict=True))
+    count, tokens = (
+        given or default
+        for given, default in zip((args.requests, args.tokens), QUICK if args.quick else FULL, strict=True)
+    )
     most = min(model.max_position_embeddings, MOST_TOKENS)
     if tokens >= most:
         raise ValueError(f"--tokens must be below {most}, given {tokens}")
     requests = make_requests(load_tokenizer(config, directory), model.vocab_size, count, tokens, most, args.seed)
-    on_gpu = resolve_device(args.device).type == "cuda"
-    modes = (True,) if on_gpu else (True, False)
+    device = resolve_device(args.device)
+    modes = (True,) if device.type == "cuda" else (True, False)
     settings = settings_of(args.kv_cache_dtypes, QUICK_SIZES if args.quick else tuple(SIZES), modes)
-    return Plan(settings, requests, arguments | {"progress": "off"})
+    return Plan(settings, requests, arguments | {"progress": "off"}, device)
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:
@@ -145,44 +159,48 @@ def check(plan: Plan, disable_bar: bool | None = None) -> tuple[list[Outcome], F
     return outcomes, First(worst, request, departure)
 
 
+def result_of(rows: list[dict[str, Any]], verdict: str, first: First | None) -> dict[str, Any]:
+    """The JSON line, without the machine."""
+    total = {name: sum(row[name] for row in rows) for name in ("requests", "preempted", "logits", "all compared")}
+    result = {"verdict": verdict, "settings": len(rows)}
+    result |= {name.replace(" ", "_"): value for name, value in total.items()}
+    result["first_difference"] = None
+    if first is not None:
+        place = first.outcome.differing[first.request]
+        result["first_difference"] = {
+            "request": first.request,
+            "position": place.position,
+            "what": KINDS[place.kind],
+            "setting": str(first.outcome.setting),
+            "reference": str(first.outcome.reference),
+            "begins": first.departure and first.departure.as_json(),
+        }
+    return result
+
+
 def main() -> int:
     args, started = parse_arguments(), time.perf_counter()
     with errors_end("check_exact"):
         plan = make_plan(args)
         outcomes, first = check(plan)
     rows = [row_of(outcome) for outcome in outcomes]
+    unproven = [outcome for outcome in outcomes if outcome.missing]
+    verdict = "different" if first is not None else "not proven" if unproven else "equal"
+    result = result_of(rows, verdict, first)
     print(tables.text_table(rows))
-    total = {name: sum(row[name] for row in rows) for name in ("requests", "logits", "all compared", "preempted")}
-    failed = [outcome for outcome in outcomes if outcome.differing]
-    unproven = [outcome for outcome in outcomes if outcome.missing and not outcome.differing]
     print(
-        f"\n{os.path.relpath(args.model) if Path(args.model).exists() else args.model}: {total['requests']:,} requests in "
-        f"{len(outcomes)} settings, {total['preempted']:,} preemptions; compared {total['logits']:,} rows of logits, "
-        f"{total['all compared']:,} values in all"
+        f"\n{args.model}: {result['requests']:,} requests in {len(rows)} settings, "
+        f"{result['preempted']:,} preemptions, "
+        f"compared {result['logits']:,} rows of logits, {result['all_compared']:,} values in all"
     )
     for outcome in unproven:
         print(f"not proven, {outcome.missing}: {outcome.setting}")
     if first is not None:
         print(first)
-    print("DIFFERENT" if failed else "equal in every setting, but not all is proven" if unproven else "EQUAL")
-    result = {
-        "verdict": "different" if failed else "unproven" if unproven else "equal",
-        **{name.replace(" ", "_"): value for name, value in total.items()},
-        "settings": len(outcomes),
-        "differing_settings": len(failed),
-        "first_difference": first and {
-            "request": first.request,
-            "position": first.outcome.differing[first.request].position,
-            "what": str(first.outcome.differing[first.request]),
-            "setting": str(first.outcome.setting),
-            "reference": str(first.outcome.reference),
-            "begins": first.departure and first.departure.as_json(),
-        },
-        "seconds": round(time.perf_counter() - started, 1),
-        **machine.describe(resolve_device(args.device)),
-    }
+    print(verdict.upper())
+    result |= {"seconds": round(time.perf_counter() - started, 1), "machine": machine.describe(plan.device)}
     tables.finish(result, args.json, {"table": rows})
-    return 1 if failed or unproven else 0
+    return 0 if verdict == "equal" else 1
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from exact_matrix import Request, Setting, batches, row_digests, serve
 from torch import Tensor
 

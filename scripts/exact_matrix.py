@@ -137,7 +137,10 @@ class Outcome:
 def settings_of(
     kv_caches: Sequence[str] = KV_CACHES, sizes: Sequence[str] = tuple(SIZES), modes: Sequence[bool] = (True, False)
 ) -> list[Setting]:
-    """All settings, those of an engine side by side. ``modes``: compiled, or not. The first of a cache is the reference."""
+    """All settings, those of an engine side by side; the first of a KV cache is the reference.
+
+    ``modes``: whether compiled.
+    """
     return [
         Setting(kv_cache, size, way, compiled, company, warm)
         for kv_cache, compiled, size, way in itertools.product(kv_caches, modes, sizes, WAYS)
@@ -220,9 +223,7 @@ class StepRecorder:
         logits = run()
         hidden = iter(row_digests(self._steps.hidden[: output.num_tokens]))
         rows = row_digests(logits[: len(output.request_ids)])
-        columns = zip(
-            output.request_ids, output.num_computed_tokens, output.num_scheduled_tokens, rows, strict=True
-        )
+        columns = zip(output.request_ids, output.num_computed_tokens, output.num_scheduled_tokens, rows, strict=True)
         for request_id, start, count, row in columns:
             record = self.records[request_id]
             for position, digest in zip(range(start, start + count), hidden, strict=False):

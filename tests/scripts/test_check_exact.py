@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.ops import native
 from tests.families import CONFIGS, checkpoint
@@ -81,9 +79,7 @@ def test_odd_models(name: str, script: ModuleType, monkeypatch: pytest.MonkeyPat
 @pytest.mark.battery
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["demo", *CONFIGS])
-def test_every_family_in_full(
-    name: str, dtype: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_family_in_full(name: str, dtype: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(DEMO_MODEL if name == "demo" else checkpoint(name))
     check_equal(script, plan_of(script, monkeypatch, "--model", model, "--dtype", dtype), 500, 5000)
 
@@ -162,7 +158,17 @@ def test_a_planted_difference_is_found_and_named(
     name: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     op, implementation, where = PLANTED[name]
-    words = ["--quick", "--model", str(checkpoint("gemma2")), "--dtype", "bfloat16", "--requests", "9", "--tokens", "10"]
+    words = [
+        "--quick",
+        "--model",
+        str(checkpoint("gemma2")),
+        "--dtype",
+        "bfloat16",
+        "--requests",
+        "9",
+        "--tokens",
+        "10",
+    ]
     words += ["--kv-cache-dtypes", "auto", "--json", str(tmp_path / "result.json")]
     plan = plan_of(script, monkeypatch, *words)
     eager = keep(plan, lambda setting: not setting.compiled)
