@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from compiled_llm import CompiledEngine, progress
 from compiled_llm.compiling.cache import CompileCache
@@ -144,9 +143,9 @@ def test_kernels_that_must_be_built_are_counted_first(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "load", loaded.append)
     stream = io.StringIO()
     load_kernels(StartProgress("lines", stream))
-    assert sorted(loaded) == ["attention_cpu", "linear_cpu", "sampling_cpu"]
+    assert sorted(loaded) == ["attention_cpu", "linear_cpu", "rowwise_cpu", "sampling_cpu"]
     assert stream.getvalue().startswith(
-        "compiled-llm: building C++ kernels: 2 (attention_cpu, linear_cpu), about 38 s\n"
+        "compiled-llm: building C++ kernels: 3 (attention_cpu, linear_cpu, rowwise_cpu), about 38 s\n"
     )
 
 

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t TILE = 16;  // columns in a tile: a 512-bit register of float32, or of bfloat16 pairs
 // At most: column tiles of a micro kernel, and sums of a block of rows.
-constexpr int64_t MAX_COLS = 3, MAX_SUMS = 768 * TILE;
+constexpr int64_t MAX_COLS = 3, MAX_SUMS = 1536 * TILE;
 
 // How a layer of dtype T is packed, word by word: a pair of inputs of bfloat16 (even k in the low half, odd k in the high
 // half), or one of float32 or float16. A word of activations is 32 bits, so those of float16 become float32 first.

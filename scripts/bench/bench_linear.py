@@ -83,7 +83,8 @@ def main() -> None:
     kernels = native.load("linear_cpu")
     path = kernels.supported_isas()[0] if kernels else "plain torch"
     facts = machine.describe(torch.device("cpu"))
-    print(f"{facts['cpu']}, {args.threads} threads, {args.dtype}, kernels: {path}, {args.statistic} of up to {args.rounds} calls")
+    calls = f"{args.statistic} of up to {args.rounds} calls"
+    print(f"{facts['cpu']}, {args.threads} threads, {args.dtype}, kernels: {path}, {calls}")
     rows = []
     cases = [(shape, rows) for shape in SHAPES if shape[0] in args.shapes for rows in args.rows]
     for (name, out_features, in_features), num_rows in tqdm(cases, disable=None, leave=False):
@@ -99,7 +100,14 @@ def main() -> None:
         row["read_gb_per_s"] = round(footprint / read / 1e9, 2)
         rows.append(row | {"of_read": nbytes / op / (footprint / read), "faster": linear / op})
     print(tables.text_table(rows))
-    result = {"benchmark": "linear", "dtype": args.dtype, "kernels": path, "statistic": args.statistic, "results": rows, "machine": facts}
+    result = {
+        "benchmark": "linear",
+        "dtype": args.dtype,
+        "kernels": path,
+        "statistic": args.statistic,
+        "results": rows,
+        "machine": facts,
+    }
     tables.finish(result, None)
 
 
