@@ -6,8 +6,8 @@ the weights in the order in which the kernel reads them, word by word:
 
     packed[n, p, j, i] = W[n * TILE + j, I * p + i]        [ceil(N / TILE), ceil(K / I), TILE, I]
 
-with rows past N and columns past K zero. N out_features, K in_features, TILE = 16 (sums of a 512-bit register), I inputs
-of a word: 2 in bfloat16, the pairs that its dot-product instructions take, and else 1.
+with rows past N and columns past K zero. N out_features, K in_features, TILE = 16 (sums of a 512-bit register), I
+inputs of a word: 2 in bfloat16, the pairs that its dot-product instructions take, and else 1.
 """
 
 import torch
