@@ -16,7 +16,9 @@ def load_kernels(progress: StartProgress) -> None:
 
         def load(name: str) -> None:
             stage.begin(name)
-            native.load(name)
+            module = native.load(name)
+            if module is not None:
+                module.supported_isas()  # refuses a COMPILED_LLM_ISA that it does not know
             stage.finish(name)
 
         with ThreadPoolExecutor() as pool:  # all at once: each waits for a compiler
