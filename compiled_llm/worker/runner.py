@@ -272,7 +272,7 @@ class ModelRunner(Worker):
         """Load the C++ kernels of a CPU. Returns whether steps run uncompiled."""
         started = time.perf_counter()
         if self.device.type == "cpu":
-            load_kernels(self.dtype, progress)
+            load_kernels(progress)
             # Without a compiler none was loaded and a warning said so; Inductor cannot compile for a CPU either.
             enforce_eager = enforce_eager or native.compiler() is None
         self.start_times.kernels = time.perf_counter() - started
