@@ -286,14 +286,30 @@ def test_a_difference_after_the_step_is_none_of_its_ops(
     assert "it is what runs after the step" in str(first)
 
 
+def test_an_op_is_found_in_compiled_code(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the graphs of ``test_odd_models``: compiled code calls the op, whatever takes its place."""
+    matrix, name = sys.modules["exact_matrix"], "llama-biases"
+    monkeypatch.setitem(matrix.SIZES, "few", FEW_GRAPHS)
+    words = ["--model", str(checkpoint(name)), "--dtype", "bfloat16", "--requests", "9", "--tokens", "10"]
+    settings = matrix.settings_of([IN_CI[name]], ["few"], [True])
+    plan = dataclasses.replace(plan_of(script, monkeypatch, *words), settings=settings)
+    with replaced("packed_linear", summed_otherwise_for_many_rows):
+        _, first = script.check(plan, disable_bar=True)
+    assert str(first.departure.seen.call) == "layers.0.mlp.down: compiled_llm::packed_linear"
+    assert first.departure.seen.is_result
+    assert str(first).endswith("; uncompiled too")
+
+
+@pytest.mark.battery
 def test_what_only_the_compiler_does_is_said(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Norms in plain torch: the compiler sums a step of one row in another order."""
-    matrix = sys.modules["exact_matrix"]
+    """Norms in plain torch, which compiled steps of one row, and no others, sum up otherwise."""
 
     def plain(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x = x if delta is None else x + delta
+        if torch.compiler.is_compiling() and x.shape[0] == 1:
+            return x, summed_in_halves_for_a_row(x, weight, eps)
         return x, rms_norm_reference(x, weight, eps)
 
     def own_cache(*args: Any) -> Any:
@@ -303,12 +319,10 @@ def test_what_only_the_compiler_does_is_said(
 
     monkeypatch.setattr(llama, "add_rms_norm", plain)
     monkeypatch.setattr(compiled_steps, "engine_cache", own_cache)
-    monkeypatch.setitem(matrix.SIZES, "a row", {"bucket_sizes": (1,), "token_bucket_sizes": (64,)})
     words = ["--model", str(checkpoint("llama-biases")), "--dtype", "bfloat16", "--requests", "9", "--tokens", "4"]
-    plan = plan_of(script, monkeypatch, *words)
-    settings = [setting for setting in matrix.settings_of(["auto"], ["a row"]) if setting.company == "alone"]
-    outcomes, first = script.check(dataclasses.replace(plan, settings=settings), disable_bar=True)
-    assert outcomes[0].differing
+    plan = plan_of(script, monkeypatch, *words, "--kv-cache-dtypes", "auto")
+    compiled = keep(plan, lambda setting: setting.compiled and setting.sizes == "1 row, 512 tokens")
+    _, first = script.check(compiled, disable_bar=True)
     departure = first.departure
     assert not departure.seen.is_result
     assert departure.only_compiled
