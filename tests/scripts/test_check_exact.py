@@ -106,7 +106,7 @@ def test_qwen3_of_600_million(script: ModuleType, monkeypatch: pytest.MonkeyPatc
         from bench.workloads import SHAPES
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["qwen3-0.6b"]))
     words = ["--quick", "--model", str(tmp_path), "--load-format", "dummy", "--dtype", "bfloat16"]
-    check_equal(script, plan_of(script, monkeypatch, *words, "--requests", "12", "--tokens", "12"), 500, 5000)
+    check_equal(script, plan_of(script, monkeypatch, *words, "--requests", "16", "--tokens", "10"), 500, 5000)
 
 
 @pytest.mark.battery
