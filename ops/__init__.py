@@ -6,10 +6,12 @@ when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 """
 
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
+from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens
 
 __all__ = [
+    "exact_linear",
     "greedy_tokens",
     "pack_weight",
     "packed_linear",
