@@ -4,12 +4,10 @@ Windows in some layers, soft caps of scores and logits, norms by ``1 + w`` befor
 """
 
 import dataclasses
-import functools
 import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
@@ -17,10 +15,11 @@ from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
-from compiled_llm.models.layers.norm import rms_norm
+from compiled_llm.models.layers.norm import add_rms_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.weights import Source
+from compiled_llm.ops import rms_norm, soft_cap
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
@@ -113,9 +112,6 @@ def _rounded(value: float, dtype: torch.dtype) -> float:
     return round(value / unit) * unit
 
 
-_gelu = functools.partial(F.gelu, approximate="tanh")
-
-
 def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma2Config, layers: Layers, max_query_len: int
 ) -> Tensor:
@@ -123,20 +119,22 @@ def forward(
     eps = config.rms_norm_eps
     x = weights.embedding.rows(step.input_ids)
     x = x * _rounded(config.hidden_size**0.5, x.dtype)
+    delta: Tensor | None = None
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
-        normed = rms_norm(x, w.input_norm, eps)
+        x, normed = add_rms_norm(x, delta, w.input_norm, eps)
         attended = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
-        x = x + rms_norm(attended, w.attention_norm, eps)
-        x = x + rms_norm(gated_mlp(rms_norm(x, w.mlp_norm, eps), w.mlp, _gelu), w.output_norm, eps)
-    return x
+        x, normed = add_rms_norm(x, rms_norm(attended, w.attention_norm, eps), w.mlp_norm, eps)
+        delta = rms_norm(gated_mlp(normed, w.mlp, "gelu_tanh"), w.output_norm, eps)
+    assert delta is not None
+    return x + delta
 
 
 def head(weights: Weights, rows: Tensor, config: Gemma2Config) -> Tensor:
     """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
     logits = weights.head.apply(rms_norm(rows, weights.final_norm, config.rms_norm_eps))
     cap = config.final_logit_softcapping
-    return logits if cap is None else torch.tanh(logits / cap) * cap
+    return logits if cap is None else soft_cap(logits, cap)
 
 
 FAMILY = Family(

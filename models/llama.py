@@ -14,10 +14,11 @@ from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
-from compiled_llm.models.layers.norm import rms_norm
+from compiled_llm.models.layers.norm import add_rms_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.weights import Source
+from compiled_llm.ops import rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +82,15 @@ def forward(
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
     eps = config.rms_norm_eps
     x = weights.embedding.rows(step.input_ids)
+    delta: Tensor | None = None  # what the last block adds to x
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
-        normed = rms_norm(x, w.input_norm, eps)
-        x = x + attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
-        x = x + gated_mlp(rms_norm(x, w.mlp_norm, eps), w.mlp)
-    return x
+        x, normed = add_rms_norm(x, delta, w.input_norm, eps)
+        delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
+        x, normed = add_rms_norm(x, delta, w.mlp_norm, eps)
+        delta = gated_mlp(normed, w.mlp)
+    assert delta is not None
+    return x + delta
 
 
 def head(weights: Weights, rows: Tensor, config: LlamaConfig) -> Tensor:

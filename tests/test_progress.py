@@ -144,13 +144,13 @@ def test_kernels_that_must_be_built_are_counted_first(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "load", loaded.append)
     stream = io.StringIO()
     load_kernels(torch.bfloat16, StartProgress("lines", stream))
-    assert sorted(loaded) == ["attention_cpu", "linear_cpu", "sampling_cpu"]
+    assert sorted(loaded) == ["attention_cpu", "linear_cpu", "rowwise_cpu", "sampling_cpu"]
     assert stream.getvalue().startswith(
-        "compiled-llm: building C++ kernels: 2 (attention_cpu, linear_cpu), about 38 s\n"
+        "compiled-llm: building C++ kernels: 3 (attention_cpu, linear_cpu, rowwise_cpu), about 38 s\n"
     )
     loaded.clear()
     load_kernels(torch.float32, StartProgress("off"))
-    assert sorted(loaded) == ["attention_cpu", "sampling_cpu"], "float32 has no packed linear layers"
+    assert sorted(loaded) == ["attention_cpu", "rowwise_cpu", "sampling_cpu"], "float32 has no packed linear layers"
 
 
 def test_a_kernel_must_be_built_until_it_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

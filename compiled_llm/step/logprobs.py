@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.ops import log_sum_exp
+
 _CHUNK = 256  # tokens
 
 
@@ -23,8 +25,7 @@ class LogprobRows(NamedTuple):
 def logprob_rows(logits: Tensor, token_ids: Tensor, count: int) -> LogprobRows:
     """Of ``token_ids`` ``[R]`` int64 and the ``count`` most likely tokens under logits ``[R, V]``, any float dtype."""
     logits = logits.float()
-    own, peak = logits.gather(-1, token_ids[:, None]), logits.amax(dim=-1, keepdim=True)
-    total = (logits - peak).exp().sum(dim=-1, keepdim=True).log()  # no overflow: each is at most 1
+    own, (peak, total) = logits.gather(-1, token_ids[:, None]), (x[:, None] for x in log_sum_exp(logits))
     values, ids = largest(logits, min(count, logits.shape[-1]))
     rank = (logits > own).sum(dim=-1) + 1
     return LogprobRows((own - peak - total).squeeze(-1), rank, values - peak - total, ids)

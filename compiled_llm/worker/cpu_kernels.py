@@ -8,7 +8,7 @@ from compiled_llm.ops import native
 from compiled_llm.progress import StartProgress
 
 # About what one core takes to build each: so a first start can say how long it will take.
-_BUILD_SECONDS = {"attention_cpu": 38.0, "linear_cpu": 14.0, "sampling_cpu": 10.0}
+_BUILD_SECONDS = {"attention_cpu": 38.0, "linear_cpu": 14.0, "rowwise_cpu": 10.0, "sampling_cpu": 10.0}
 
 
 def load_kernels(dtype: torch.dtype, progress: StartProgress) -> None:

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.inputs import LayerCache, StepInput
-from compiled_llm.models.layers.norm import rms_norm
-from compiled_llm.models.layers.rope import apply_rope
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import paged_attention
+from compiled_llm.ops import paged_attention, rope
 from compiled_llm.ops.attention import kv_quant
 
 
@@ -26,6 +24,7 @@ class AttentionSpec:
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay as they are.
         shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own. The
             op writes before it reads, so such a layer gives it the step's keys and values of that earlier one.
+        exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
     """
 
     num_heads: int
@@ -35,6 +34,7 @@ class AttentionSpec:
     window: int = 0
     soft_cap: float = 0.0
     shares_cache_of: int | None = None
+    exact: bool = False
 
     def cache_tensors(
         self, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -74,20 +74,16 @@ def attention(
     """Self-attention block on ``x`` ``[T, D]``, which also writes this step's keys and values to the cache.
 
     Args:
-        cos_sin: ``[T, 1, H]`` float32, see ``rope_cos_sin``.
+        cos_sin: ``[T, H]`` float32, see ``rope_cos_sin``.
         eps: of the norms of queries and keys, where there are some.
         max_query_len: an upper bound of the tokens of a request in this step.
     """
-    q, k, v = (
-        w.qkv.apply(x)
-        .unflatten(-1, (-1, spec.head_dim))
-        .split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-    )
-    if w.q_norm is not None and w.k_norm is not None:
-        q, k = rms_norm(q, w.q_norm, eps), rms_norm(k, w.k_norm, eps)
+    qkv = w.qkv.apply(x)
+    q, k = rope(qkv, cos_sin, w.q_norm, w.k_norm, spec.num_heads, spec.num_kv_heads, eps)
+    v = qkv.unflatten(-1, (-1, spec.head_dim))[:, spec.num_heads + spec.num_kv_heads :]
     out = paged_attention(
-        apply_rope(q, cos_sin),
-        apply_rope(k, cos_sin),
+        q,
+        k,
         v,
         cache.k,
         cache.v,
@@ -102,5 +98,6 @@ def attention(
         max_query_len=max_query_len,
         window=spec.window,
         soft_cap=spec.soft_cap,
+        exact=spec.exact,
     )
     return w.o.apply(out.flatten(1))

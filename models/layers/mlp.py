@@ -1,12 +1,11 @@
 """Gated MLP."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.ops import gated_activation
 
 
 class MlpWeights(NamedTuple):
@@ -14,7 +13,6 @@ class MlpWeights(NamedTuple):
     down: Linear  # [D, intermediate]
 
 
-def gated_mlp(x: Tensor, w: MlpWeights, activation: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
-    """``down(activation(gate(x)) * up(x))`` on ``x`` ``[T, D]``; SwiGLU by default (Shazeer, 2020)."""
-    gate, up = w.gate_up.apply(x).chunk(2, dim=-1)
-    return w.down.apply(activation(gate) * up)
+def gated_mlp(x: Tensor, w: MlpWeights, activation: str = "silu") -> Tensor:
+    """``down(activation(gate(x)) * up(x))`` on ``x`` ``[T, D]``; SwiGLU by default. See ``ops.gated_activation``."""
+    return w.down.apply(gated_activation(w.gate_up.apply(x), activation))

@@ -1,15 +1,10 @@
-"""Root mean square norm."""
+"""Root mean square norm of a residual stream."""
 
-import torch
 from torch import Tensor
 
+from compiled_llm import ops
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``x / rms(x) * weight`` over the last dimension, in the dtype of ``x`` (Zhang and Sennrich, 2019).
 
-    The norm is computed in float32. A ``weight`` in the dtype of ``x`` multiplies what has been rounded to it, as Llama
-    does; a float32 one multiplies before the rounding, as Gemma does with its ``1 + w``.
-    """
-    y = x.float()
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype) if weight.dtype == x.dtype else (y * weight).to(x.dtype)
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x + delta`` and its norm, two ``[T, D]``; a ``delta`` of None adds nothing. See ``ops.rms_norm``."""
+    return (x, ops.rms_norm(x, weight, eps)) if delta is None else ops.add_rms_norm(x, delta, weight, eps)

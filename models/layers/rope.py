@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., 2021)."""
+"""The angles of rotary position embeddings (Su et al., 2021); ``ops.rope`` rotates by them."""
 
 import math
 
@@ -41,12 +41,5 @@ def rope_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> 
 
 
 def rope_cos_sin(positions: Tensor, table: Tensor) -> Tensor:
-    """Cosines, then sines, for tokens at ``positions`` ``[T]``: ``[T, 1, H]`` float32."""
-    return F.embedding(positions, table)[:, None]
-
-
-def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate ``x`` ``[T, heads, H]``: the first half of each head pairs with the second (Hugging Face's order)."""
-    cos, sin = cos_sin.chunk(2, dim=-1)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)], dim=-1)
+    """Cosines, then sines, for tokens at ``positions`` ``[T]``: ``[T, H]`` float32."""
+    return F.embedding(positions, table)

@@ -39,7 +39,7 @@ class Exact(NamedTuple):
         return device.type == "cuda" and dtype in (torch.float32, torch.bfloat16, torch.float16)
 
     @staticmethod
-    def is_exact(device: torch.device) -> bool:
+    def is_exact() -> bool:
         return True
 
     @classmethod

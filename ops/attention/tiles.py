@@ -37,7 +37,7 @@ class TileConfig:
 
 
 class ExactTile(NamedTuple):
-    """Of ``triton_exact.py``: ``m`` rows and ``n`` keys. The same for every step on a GPU, since numbers follow from it."""
+    """Of ``triton_exact.py``: ``m`` rows and ``n`` keys. Numbers follow from it, so all steps have the same."""
 
     m: int
     n: int
@@ -72,6 +72,7 @@ FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in regist
 }
 # Few registers and little shared memory, for all GPUs. 64 rows: fewer have other instructions on Hopper.
 EXACT = {64: ExactTile(64, 64, 4, 2, 2), 128: ExactTile(64, 32, 4, 2, 2), 256: ExactTile(64, 32, 8, 2, 1)}
+EXACT_QUANTISED = {**EXACT, 128: ExactTile(64, 32, 8, 2, 1)}  # converting codes takes registers
 EXACT_FLOAT32 = {64: ExactTile(16, 32, 4, 2, 2), 128: ExactTile(16, 16, 4, 2, 2), 256: ExactTile(16, 16, 8, 1, 1)}
 
 
@@ -113,10 +114,11 @@ def _check_head_dim(head_dim: int) -> None:
         raise ValueError(f"head_dim {head_dim} is not supported by the GPU kernels: at most {MAX_HEAD_DIM}")
 
 
-def exact_tile(head_dim: int, q_bytes: int) -> ExactTile:
+def exact_tile(head_dim: int, q_bytes: int, cache_bytes: int) -> ExactTile:
     """The tile of the exact kernels. ``ValueError`` if ``head_dim`` is more than ``MAX_HEAD_DIM``."""
     _check_head_dim(head_dim)
-    return (EXACT_FLOAT32 if q_bytes == 4 else EXACT)[padded_head_dim(head_dim)]
+    tiles = EXACT_FLOAT32 if q_bytes == 4 else EXACT if cache_bytes == q_bytes else EXACT_QUANTISED
+    return tiles[padded_head_dim(head_dim)]
 
 
 def default_config(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> TileConfig:

@@ -144,9 +144,7 @@ def exact_kernel(
 
         store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
         target = out + (rows * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-        if WHOLE:
-            _store(target, total, total_max, total_sum, sinks, heads, row_mask, store_mask)
-        elif num_parts == 1:
+        if WHOLE or num_parts == 1:
             _store(target, total, total_max, total_sum, sinks, heads, row_mask, store_mask)
         else:
             place = (request.to(tl.int64) * NUM_HEADS + heads) * partial_rows + tokens * num_parts + index // num_tiles
@@ -178,14 +176,17 @@ def exact_merge_kernel(
             total_sum = tl.zeros([1], tl.float32)
             for begin in range(0, num_parts, MERGED_AT_ONCE):
                 for i in tl.static_range(MERGED_AT_ONCE):
-                    is_part = begin + i < num_parts
-                    place = first + begin + i
-                    acc = tl.load(partial + place[:, None] * HEAD_DIM + dims[None, :], mask=inside & is_part, other=0.0)
-                    part_max = tl.load(partial_max + place, mask=is_part, other=LOWEST)
-                    part_sum = tl.load(partial_sum + place, mask=is_part, other=0.0)
+                    index = begin + i + tl.arange(0, 1)
+                    known = index < num_parts
+                    place = first + index
+                    acc = tl.load(
+                        partial + place[:, None] * HEAD_DIM + dims[None, :], mask=known[:, None] & inside, other=0.0
+                    )
+                    part_max = tl.load(partial_max + place, mask=known, other=LOWEST)
+                    part_sum = tl.load(partial_sum + place, mask=known, other=0.0)
                     total, total_max, total_sum = _fold(total, total_max, total_sum, acc, part_max, part_sum)
             target = out + ((first_row + token).to(tl.int64) * NUM_HEADS + head)[:, None] * HEAD_DIM + dims[None, :]
-            _store(target, total, total_max, total_sum, sinks, head, True, inside)
+            _store(target, total, total_max, total_sum, sinks, head, head < NUM_HEADS, inside)
 
 
 def paged_attention(
@@ -200,7 +201,7 @@ def paged_attention(
     group = num_heads // num_kv_heads
     _, capability, num_sms = device_facts(q.device)
     kv_quant.check_capability(k_cache.dtype, capability)
-    tile = exact_tile(head_dim, q.element_size())
+    tile = exact_tile(head_dim, q.element_size(), k_cache.element_size())
     block_m = max(tile.m, triton.next_power_of_2(group))
     block_h = max(16, triton.next_power_of_2(head_dim))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -137,9 +137,13 @@ def attend(
                 largest = new_largest
             else:
                 weights = probs * scales[None, :]
-                if IN_16_BITS:
-                    weights = weights.to(tl.bfloat16)
-            acc = acc * decay[:, None] + _dot(weights, values)
+            if IN_16_BITS and EXACT:
+                high = weights.to(tl.bfloat16)
+                acc = acc * decay[:, None] + _dot(high, values)
+                if q.dtype == tl.float16:  # whose digits bfloat16 has in two numbers
+                    acc += _dot((weights - high.to(tl.float32)).to(tl.bfloat16), values)
+            else:
+                acc = acc * decay[:, None] + _dot(weights, values)
         positions = next_positions
     if IN_FLOAT16:
         acc = acc * largest

@@ -91,11 +91,12 @@ INLINE Vec load_floats(const T* from, int64_t count) {
   return load_floats(copy);
 }
 
-// To the nearest, ties to even; NaN becomes 0x7fc0, as in torch.
-INLINE HalfVec to_bf16(Vec x) {
-  const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
-  return __builtin_convertvector(x == x ? rounded : UintVec{} + 0x7fc0u, HalfVec);
+// To the nearest, ties to even; NaN becomes 0x7fc0, as in torch. In the upper halves of the lanes, and by themselves.
+INLINE UintVec rounded_to_bf16(Vec x) {
+  const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) & 0xffff0000u;
+  return x == x ? rounded : UintVec{} + 0x7fc00000u;
 }
+INLINE HalfVec to_bf16(Vec x) { return __builtin_convertvector(rounded_to_bf16(x) >> 16, HalfVec); }
 
 #if DOT
 // 32 numbers by the instruction for it, which is faster and takes denormal numbers for zero.
@@ -119,7 +120,12 @@ INLINE void store_as(T* to, Vec x, int64_t count) {
   } else if constexpr (std::is_same_v<T, BFloat16>) {
     *reinterpret_cast<HalfVec*>(all) = to_bf16(x);
   } else {
+#if WIDTH == 512
+    const __m256i halves = _mm512_cvtps_ph(reinterpret_cast<__m512>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(all), halves);
+#else
     for (int64_t i = 0; i < kLanes; ++i) all[i] = static_cast<T>(x[i]);
+#endif
   }
   if (count >= kLanes) std::memcpy(static_cast<void*>(to), all, sizeof(all));
   else std::memcpy(static_cast<void*>(to), all, count * sizeof(T));

@@ -116,6 +116,6 @@ def test_rope_table_holds_the_angles_of_every_position() -> None:
     table = rope_table(rope, config.head_dim, 256, torch.device("cpu"))
     assert table.shape == (256, config.head_dim)
     cos, sin = rope_cos_sin(positions, table).chunk(2, dim=-1)
-    angles = positions[:, None, None].double() * inverse_frequencies(rope, config.head_dim).double()
+    angles = positions[:, None].double() * inverse_frequencies(rope, config.head_dim).double()
     torch.testing.assert_close(cos.double(), angles.cos(), atol=2e-5, rtol=0)  # of float32 angles up to 255
     torch.testing.assert_close(sin.double(), angles.sin(), atol=2e-5, rtol=0)

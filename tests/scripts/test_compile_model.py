@@ -25,7 +25,7 @@ def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_bundle_spares_another_cache_all_compiling(tmp_path: Path) -> None:
-    for name in ("attention_cpu", "linear_cpu", "sampling_cpu"):
+    for name in ("attention_cpu", "linear_cpu", "rowwise_cpu", "sampling_cpu"):
         native.load(name)
     shutil.copytree(native.cache_directory() / "kernels", tmp_path / "from" / "kernels")  # or they are built again
     bundle, report = tmp_path / "bundle", tmp_path / "report.json"

@@ -86,10 +86,11 @@ def neighbours_change_no_bit(**kwargs) -> None:
 
 
 FEATURES = {"window": 290, "soft_cap": 3.0, "sinks": True}
-GRID = {name: kwargs for name, kwargs in grid()}
+GRID = dict(grid())
 AGREES = [
-    "mixed-gqa1-h64", "mixed-gqa5-h128", "mixed-gqa8-h256", "decode-gqa7-h64", "mixed-h40", "mixed-h80", "chunk-after17-block16",
-    "window-of-one", "short-queries", "only-padding", "window-soft-cap-sinks-h96", "decode-loose-max-query-len",
+    "mixed-gqa1-h64", "mixed-gqa5-h128", "mixed-gqa8-h256", "decode-gqa7-h64", "mixed-h40", "mixed-h80",
+    "chunk-after17-block16", "window-of-one", "short-queries", "only-padding",
+    "window-soft-cap-sinks-h96", "decode-loose-max-query-len",
 ]  # fmt: skip
 CASES: dict[str, tuple[Callable, dict]] = {
     **{f"agrees-{name}": (agrees_with_the_reference, {**GRID[name], "dtype": BF16}) for name in AGREES},
@@ -244,7 +245,7 @@ def test_every_launch_adds_up_alike(
 
 def test_a_head_dim_without_tiles_is_refused() -> None:
     with pytest.raises(ValueError, match="head_dim 512"):
-        exact_tile(512, 2)
+        exact_tile(512, 2, 2)
 
 
 # ---- the outcomes of the interpreter ---------------------------------------------------------------------------------

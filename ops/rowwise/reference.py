@@ -1,0 +1,61 @@
+"""What the row-wise ops compute, in plain torch. Every result is rounded where transformers' eager models round it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The op in plain torch, over the last dimension of ``x`` of any shape."""
+    y = x.float()
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return weight * y.to(x.dtype) if weight.dtype == x.dtype else (y * weight).to(x.dtype)
+
+
+def add_rms_norm_reference(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The op in plain torch."""
+    x = x + delta
+    return x, rms_norm_reference(x, weight, eps)
+
+
+def rope_reference(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The op in plain torch."""
+    heads = qkv.unflatten(-1, (-1, cos_sin.shape[1]))
+    q, k, _ = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
+    return _rotated(q, cos_sin), _rotated(k, cos_sin)
+
+
+def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)], dim=-1)
+
+
+def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
+    """The op in plain torch."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def soft_cap_reference(x: Tensor, cap: float) -> Tensor:
+    """The op in plain torch."""
+    return torch.tanh(x / cap) * cap
+
+
+def log_sum_exp_reference(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The op in plain torch."""
+    logits = logits.float()
+    peak = logits.amax(dim=-1)
+    return peak, (logits - peak[:, None]).exp().sum(dim=-1).log()

@@ -1,0 +1,130 @@
+"""The row-wise ops: schemas and registration. ``reference.py`` says what they compute.
+
+A compiler fuses these loops by itself, but cuts them by their sizes: a reduction over one row gets another order than
+the same over eight, and fused code skips roundings that unfused code makes. As ops they have one order for every number
+of rows. So a row's bits depend on nothing but the row, compiled or not.
+
+Shapes: T tokens, D hidden size, N query heads, K KV heads, H head_dim, I intermediate size. Rows may be strided, the
+last stride is 1; dtypes are float32, bfloat16 or float16. All results are fresh, contiguous tensors.
+"""
+
+import torch
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.rowwise import reference
+
+LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
+LIBRARY.define("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "rope(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, float eps)"
+    " -> (Tensor, Tensor)"
+)
+LIBRARY.define("gated_activation(Tensor gate_up, str activation) -> Tensor")
+LIBRARY.define("soft_cap(Tensor x, float cap) -> Tensor")
+LIBRARY.define("log_sum_exp(Tensor logits) -> (Tensor, Tensor)")
+
+_OPS = torch.ops.compiled_llm
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / rms(x) * weight`` (Zhang and Sennrich, 2019, arXiv:1910.07467), ``[T, D]`` -> ``[T, D]``.
+
+    The norm is computed in float32. A ``weight`` ``[D]`` in the dtype of ``x`` multiplies what has been rounded to it,
+    as Llama does; a float32 one multiplies before the rounding, as Gemma does with its ``1 + w``.
+    """
+    return _OPS.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x + delta``, rounded to their dtype, and its ``rms_norm``: two ``[T, D]``."""
+    return _OPS.add_rms_norm(x, delta, weight, eps)
+
+
+def rope(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Rotary position embeddings (Su et al., 2021, arXiv:2104.09864) of queries and keys, after a norm of each head.
+
+    Args:
+        qkv: ``[T, (N + 2 * K) * H]``: queries, keys and values side by side.
+        cos_sin: ``[T, H]`` float32: cosines, then sines. A head's first half pairs with its second. H is even, at most
+            512 on a CPU.
+        q_norm, k_norm: ``[H]``, weights of ``rms_norm`` for each head; None for none.
+        eps: of the norms.
+
+    Returns:
+        Queries ``[T, N, H]`` and keys ``[T, K, H]``.
+    """
+    return _OPS.rope(qkv, cos_sin, q_norm, k_norm, num_heads, num_kv_heads, eps)
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """``activation(gate) * up`` (Shazeer, 2020, arXiv:2002.05202) of ``[T, 2 * I]``, the two side by side: ``[T, I]``.
+
+    ``activation``: "silu", or "gelu_tanh" for GELU with the tanh in the place of the error function.
+    """
+    assert activation in reference.ACTIVATIONS
+    return _OPS.gated_activation(gate_up, activation)
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)`` for a positive ``cap``, ``[T, D]`` -> ``[T, D]`` (Gemma 2, arXiv:2408.00118)."""
+    return _OPS.soft_cap(x, cap)
+
+
+def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest element and ``log(sum(exp(logits - largest)))`` of each row of ``[T, V]``: two ``[T]`` float32."""
+    return _OPS.log_sum_exp(logits)
+
+
+@torch.library.register_fake("compiled_llm::rms_norm", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::soft_cap", lib=LIBRARY)
+def _fake_like(x: Tensor, *args) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.register_fake("compiled_llm::add_rms_norm", lib=LIBRARY)
+def _fake_add_rms_norm(x: Tensor, *args) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
+@torch.library.register_fake("compiled_llm::rope", lib=LIBRARY)
+def _fake_rope(
+    qkv: Tensor, cos_sin: Tensor, q_norm, k_norm, num_heads: int, num_kv_heads: int, eps: float
+) -> tuple[Tensor, Tensor]:
+    rows, head_dim = cos_sin.shape
+    return qkv.new_empty(rows, num_heads, head_dim), qkv.new_empty(rows, num_kv_heads, head_dim)
+
+
+@torch.library.register_fake("compiled_llm::gated_activation", lib=LIBRARY)
+def _fake_gated(gate_up: Tensor, activation: str) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+@torch.library.register_fake("compiled_llm::log_sum_exp", lib=LIBRARY)
+def _fake_log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    rows = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    return rows, torch.empty_like(rows)
+
+
+def _register(name: str) -> None:
+    plain = getattr(reference, f"{name}_reference")
+
+    def without_kernels(*args):
+        """Until rowwise_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
+        return (getattr(_OPS, name) if native.load("rowwise_cpu") else plain)(*args)
+
+    LIBRARY.impl(name, without_kernels, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, plain, "CUDA")
+
+
+for _name in ("rms_norm", "add_rms_norm", "rope", "gated_activation", "soft_cap", "log_sum_exp"):
+    _register(_name)

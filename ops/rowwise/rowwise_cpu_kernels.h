@@ -1,0 +1,180 @@
+// The row-wise kernels for one instruction set: compiled once for each by ../cpu/each_isa.h, which explains the macros.
+// Each function is one row's work, in an order of operations that depends on the row's length alone.
+
+#include <cmath>
+
+#include "../cpu/vectors.h"
+#include "rowwise_cpu_types.h"
+
+namespace {
+namespace ISA {
+
+constexpr int64_t kChains = 4;  // sums that do not wait for each other
+
+// The numbers as they are after they were stored as T.
+template <class T>
+INLINE Vec rounded(Vec x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return reinterpret_cast<Vec>(rounded_to_bf16(x));
+  } else {
+    T stored[kLanes];
+    store_as(stored, x, kLanes);
+    return load_floats(stored);
+  }
+}
+
+// Calls visit(i, count) for each vector of a row of `size`: the `count` elements from i on. All but the last have 16.
+template <class Visit>
+INLINE void for_vectors(int64_t size, const Visit& visit) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) visit(i, kLanes);
+  if (i < size) visit(i, size - i);
+}
+
+// Squares added up: vector after vector, to the sums in turn.
+struct SquareSum {
+  Vec chains[kChains] = {};
+  INLINE void add(int64_t i, Vec x) { chains[i / kLanes % kChains] += x * x; }
+  INLINE float scale(int64_t size, float eps) const {
+    const float sum = sum_of_lanes((chains[0] + chains[1]) + (chains[2] + chains[3]));
+    return 1.f / std::sqrt(sum / static_cast<float>(size) + eps);
+  }
+};
+
+// The normed elements times the weight. A weight in T multiplies what was rounded to T, a float32 one what was not.
+template <class T, class W>
+INLINE Vec weighted(Vec x, float scale, const W* weight, int64_t count) {
+  const Vec y = x * scale;
+  return (std::is_same_v<W, T> ? rounded<T>(y) : y) * load_floats(weight, count);
+}
+
+template <class T, class W>
+TARGET void norm(const NormRow& row) {
+  const T *x = static_cast<const T*>(row.x), *delta = static_cast<const T*>(row.delta);
+  const W* weight = static_cast<const W*>(row.weight);
+  T *sum = static_cast<T*>(row.sum), *out = static_cast<T*>(row.out);
+  SquareSum squares;
+  for_vectors(row.size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    Vec v = load_floats(x + i, count);
+    if (delta != nullptr) {
+      v = rounded<T>(v + load_floats(delta + i, count));
+      store_as(sum + i, v, count);
+    }
+    squares.add(i, v);
+  });
+  const float scale = squares.scale(row.size, row.eps);
+  const T* from = delta != nullptr ? sum : x;
+  for_vectors(row.size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    store_as(out + i, weighted<T>(load_floats(from + i, count), scale, weight + i, count), count);
+  });
+}
+
+// Each head's first half is paired with its second.
+template <class T, class W>
+TARGET void rope(const HeadsRow& row) {
+  const W* weight = static_cast<const W*>(row.weight);
+  const int64_t size = row.size, half = size / 2;
+  for (int64_t head = 0; head < row.heads; ++head) {
+    const T* x = static_cast<const T*>(row.x) + head * size;
+    T* out = static_cast<T*>(row.out) + head * size;
+    T normed[kMaxHeadDim];
+    if (weight != nullptr) {
+      SquareSum squares;
+      for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET { squares.add(i, load_floats(x + i, count)); });
+      const float scale = squares.scale(size, row.eps);
+      for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+        store_as(normed + i, weighted<T>(load_floats(x + i, count), scale, weight + i, count), count);
+      });
+      x = normed;
+    }
+    for_vectors(half, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+      const Vec first = load_floats(x + i, count), second = load_floats(x + half + i, count);
+      const Vec cos = load_floats(row.cos_sin + i, count), sin = load_floats(row.cos_sin + half + i, count);
+      store_as(out + i, first * cos - second * sin, count);
+      store_as(out + half + i, second * cos + first * sin, count);
+    });
+  }
+}
+
+// 1 / (1 + exp(-x)), from the exponential of a number that is not positive.
+INLINE Vec sigmoid(Vec x) {
+  const Vec e = exp2((x > 0 ? -x : x) * kLog2E);
+  return (x > 0 ? broadcast(1) : e) / (1 + e);
+}
+
+INLINE Vec tanh(Vec x) {
+  const Vec size = x > 0 ? x : -x, square = x * x;
+  // x + x^3 times a polynomial of the least largest relative error (7e-10) up to 0.7.
+  Vec p = broadcast(0.00189567f);
+  p = p * square - 0.00788331f;
+  p = p * square + 0.02157106f;
+  p = p * square - 0.05392096f;
+  p = p * square + 0.13332983f;
+  p = p * square - 0.33333325f;
+  const Vec e = exp2(size * (-2 * kLog2E)), large = (1 - e) / (1 + e);
+  return size < 0.7f ? x + x * square * p : x > 0 ? large : -large;
+}
+
+INLINE Vec activated(Activation activation, Vec x) {
+  if (activation == Activation::silu) return x * sigmoid(x);
+  // 0.5 * (1 + tanh(u)) is sigmoid(2 * u).
+  return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
+}
+
+template <class T, Activation activation>
+INLINE void gated_by(const T* gate, const T* up, T* out, int64_t size) {
+  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    const Vec x = rounded<T>(activated(activation, load_floats(gate + i, count)));
+    store_as(out + i, x * load_floats(up + i, count), count);
+  });
+}
+
+template <class T>
+TARGET void gated(Activation activation, const void* gate, const void* up, void* out, int64_t size) {
+  const T *g = static_cast<const T*>(gate), *u = static_cast<const T*>(up);
+  if (activation == Activation::silu) gated_by<T, Activation::silu>(g, u, static_cast<T*>(out), size);
+  else gated_by<T, Activation::gelu_tanh>(g, u, static_cast<T*>(out), size);
+}
+
+template <class T>
+TARGET void soft_cap(const void* x, float cap, void* out, int64_t size) {
+  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    const Vec v = rounded<T>(load_floats(static_cast<const T*>(x) + i, count) / cap);
+    store_as(static_cast<T*>(out) + i, rounded<T>(tanh(v)) * cap, count);
+  });
+}
+
+// Added up by lane within a chunk, and then chunk after chunk in double.
+template <class T>
+TARGET void log_sum_exp(const void* all, int64_t size, float* peak, float* log_total) {
+  constexpr int64_t kChunk = 1024;
+  const T* x = static_cast<const T*>(all);
+  const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const auto elements = [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    return lane < static_cast<int32_t>(count) ? load_floats(x + i, count) : broadcast(-kInfinity);
+  };
+  Vec largest = broadcast(-kInfinity);
+  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET { largest = max(largest, elements(i, count)); });
+  *peak = largest_lane(largest);
+  double total = 0;
+  for (int64_t from = 0; from < size; from += kChunk) {
+    Vec chains[kChains] = {};
+    for_vectors(std::min(kChunk, size - from), [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+      chains[i / kLanes % kChains] += exp2((elements(from + i, count) - *peak) * kLog2E);
+    });
+    total += sum_of_lanes((chains[0] + chains[1]) + (chains[2] + chains[3]));
+  }
+  *log_total = static_cast<float>(std::log(total));
+}
+
+template <class T>
+constexpr RowKernels row_kernels() {
+  return {norm<T, T>, norm<T, float>, rope<T, T>, rope<T, float>, gated<T>, soft_cap<T>, log_sum_exp<T>};
+}
+
+inline Kernels kernels() { return {row_kernels<float>(), row_kernels<BFloat16>(), row_kernels<Half>()}; }
+
+}  // namespace ISA
+}  // namespace

@@ -1,0 +1,45 @@
+// What the row-wise kernels get, for rowwise_cpu.cpp. Pointers are to elements of the dtype that a kernel is for.
+
+#pragma once
+
+#include "../cpu/vector_types.h"
+
+namespace {
+
+constexpr int64_t kMaxHeadDim = 512;
+
+enum class Activation { silu, gelu_tanh };
+
+// One row of a norm. Where there is a `delta`, x + delta is normed, and written to `sum`.
+struct NormRow {
+  const void *x, *delta, *weight;
+  void *sum, *out;
+  int64_t size;
+  float eps;
+};
+
+// The queries or the keys of one token: `heads` heads of `size` elements, `stride` elements apart in `x`.
+struct HeadsRow {
+  const void *x, *weight;  // `weight`: of the norm of each head; null for none
+  const float* cos_sin;    // [size]: cosines, then sines
+  void* out;
+  int64_t heads, size;
+  float eps;
+};
+
+// The kernels for one dtype. Weights of norms are in that dtype or, where the name says so, in float32.
+struct RowKernels {
+  void (*norm)(const NormRow&);
+  void (*norm_float_weight)(const NormRow&);
+  void (*rope)(const HeadsRow&);
+  void (*rope_float_weight)(const HeadsRow&);
+  void (*gated)(Activation, const void* gate, const void* up, void* out, int64_t size);
+  void (*soft_cap)(const void* x, float cap, void* out, int64_t size);
+  void (*log_sum_exp)(const void* x, int64_t size, float* peak, float* log_total);
+};
+
+struct Kernels {
+  RowKernels float32, bfloat16, float16;
+};
+
+}  // namespace

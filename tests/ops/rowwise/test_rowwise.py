@@ -1,0 +1,114 @@
+"""Row-wise ops against their references, and: a row's bits depend on nothing but the row."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from compiled_llm.ops import native
+from compiled_llm.ops.rowwise import reference, rowwise
+from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, check, cut, numbers, outputs, widened
+
+KERNELS = native.load("rowwise_cpu")
+ISAS = KERNELS.supported_isas() if KERNELS else []
+PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "arguments"), PARAMS)
+def test_every_instruction_set_computes_what_the_reference_does(
+    name: str, arguments: Callable, dtype: torch.dtype, isa: str
+) -> None:
+    for size in (2, 24, 64, 1030):
+        if name == "rope" and size > 512:
+            continue
+        given = arguments(dtype, 5, size)
+        got = outputs(getattr(KERNELS, name)(*given, isa))
+        want = getattr(reference, f"{name}_reference")(*(map(widened, given) if dtype == torch.float32 else given))
+        check(got, outputs(want), dtype, is_gelu="gelu_tanh" in given)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "arguments"), PARAMS)
+def test_a_row_has_the_same_bits_alone_and_in_any_company(
+    name: str, arguments: Callable, dtype: torch.dtype, isa: str
+) -> None:
+    rows, size = 67, 200
+    op = getattr(KERNELS, name)
+    given = arguments(dtype, rows, size)
+    whole = outputs(op(*given, isa))
+
+    for part in (slice(0, 1), slice(3, 4), slice(66, 67), slice(0, 8), slice(5, 38)):
+        alone = outputs(op(*[cut(x, part) for x in given], isa))
+        for some, every in zip(alone, whole, strict=True):
+            assert torch.equal(some, every[part])
+
+
+@pytest.mark.parametrize(("name", "arguments"), PARAMS)
+def test_threads_change_no_bit(name: str, arguments: Callable) -> None:
+    given = arguments(torch.bfloat16, 300, 400)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(outputs(getattr(rowwise, name)(*given)))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("name", "arguments"), PARAMS)
+def test_ops_are_registered_as_torch_expects(name: str, arguments: Callable, dtype: torch.dtype) -> None:
+    op = getattr(torch.ops.compiled_llm, name)
+    torch.library.opcheck(op, arguments(dtype, 3, 32), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norms_are_rounded_as_in_transformers(dtype: torch.dtype) -> None:
+    x, own = numbers(5, 48, dtype, 3.0), numbers(1, 48, dtype)[0]
+    for theirs, ours in ((LlamaRMSNorm(48, eps=1e-5), own), (Gemma2RMSNorm(48, eps=1e-5), 1 + own.float())):
+        theirs.weight.data = own
+        got = rowwise.rms_norm(x, ours, 1e-5)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, theirs(x), atol=0, rtol=1e-6 if dtype == torch.float32 else 0)
+
+
+def test_extremes() -> None:
+    x = torch.tensor([[-1e30, -100.0, -0.0, 0.0, 1e-30, 100.0, 1e30, float("inf")]])
+    gated = rowwise.gated_activation(torch.cat([x, torch.ones_like(x)], dim=1), "silu")
+    want = torch.tensor([[0.0, 0.0, 0.0, 0.0, 5e-31, 100.0, 1e30, float("inf")]])
+    torch.testing.assert_close(gated, want, atol=1e-37, rtol=1e-6)  # where the exponential is not a normal number: 0
+    capped = rowwise.soft_cap(x, 30.0)
+    assert capped[0, 0] == -30
+    assert capped[0, -1] == 30
+    assert rowwise.soft_cap(torch.tensor([[float("nan")]]), 30.0).isnan().all()
+    assert rowwise.gated_activation(torch.tensor([[float("nan"), 1.0]]), "silu").isnan().all()
+    peak, log_total = rowwise.log_sum_exp(torch.tensor([[3.0, float("-inf"), 3.0]]))
+    assert peak.item() == 3
+    assert log_total.item() == pytest.approx(0.6931472)
+    assert rowwise.rms_norm(torch.zeros(1, 8), torch.ones(8), 1e-6).eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: rowwise.rms_norm(torch.ones(2, 8), torch.ones(9), 1e-6), r"rms_norm: a weight must be .*\[8\]"),
+        (lambda: rowwise.rms_norm(torch.ones(2, 8).double(), torch.ones(8), 1e-6), "dtype must be float32"),
+        (lambda: rowwise.rms_norm(torch.ones(8, 2).t(), torch.ones(8), 1e-6), "last stride 1"),
+        (lambda: rowwise.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6), "delta must be like x"),
+        (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns, got 64"),
+        (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
+        (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
+        (lambda: rowwise.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
+        (lambda: rowwise.soft_cap(torch.ones(2, 7), 0.0), "cap must be above 0"),
+    ],
+)
+def test_refuses_by_name(call: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
