@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from compiled_llm.outputs import Logprob as Logprob
     from compiled_llm.outputs import RequestMetrics as RequestMetrics
     from compiled_llm.outputs import RequestOutput as RequestOutput
+    from compiled_llm.outputs import ScoreOutput as ScoreOutput
     from compiled_llm.report.report import RunReport as RunReport
     from compiled_llm.sampling_params import SamplingParams as SamplingParams
     from compiled_llm.scheduling.drafter import Drafter as Drafter
@@ -50,6 +51,7 @@ _HOMES = {
     "RequestsFailedWarning": "engine.failures",
     "RunReport": "report.report",
     "SamplingParams": "sampling_params",
+    "ScoreOutput": "outputs",
     "StructuredOutputsParams": "structured_outputs",
 }
 

@@ -1,6 +1,8 @@
 """What the engine hands to its user: outputs, metrics, statistics. All frozen."""
 
 import dataclasses
+import functools
+import operator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Logprob:
     Attributes:
         logprob: natural logarithm of its probability.
         rank: 1 for the most likely token; 1 more for each that is more likely.
-        decoded_token: its text by itself; None without a tokenizer.
+        decoded_token: its text by itself; None without a tokenizer, and with ``detokenize=False``.
     """
 
     logprob: float
@@ -79,6 +81,45 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOutput:
+    """How likely given tokens are: those from ``start`` on, each after all tokens before it.
+
+    Attributes:
+        prompt: the text with its continuation; None when token ids were given.
+        token_ids: all tokens, those that are not scored as well.
+        start: index of the first token that is scored; at least 1, since the first token of all follows nothing.
+        logprobs: for each scored token the natural logarithm of its probability. They are the model's own: of its
+            logits, without temperature and whatever else changes them for sampling.
+        ranks: for each scored token 1 if it is the most likely one, and 1 more for each that is more likely.
+        top_logprobs: for each scored token, by token id: its own ``Logprob`` and those of the most likely tokens; None
+            unless asked for.
+        metrics: times of the request.
+        num_cached_tokens: tokens whose keys and values were found in the prefix cache.
+        error: why nothing could be scored: the lists may be empty then, and ``start`` 0. None: it could.
+    """
+
+    prompt: str | None
+    token_ids: list[int]
+    start: int
+    logprobs: list[float]
+    ranks: list[int]
+    metrics: RequestMetrics
+    top_logprobs: list[dict[int, Logprob]] | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum of ``logprobs``, one after the other, as that of a ``CompletionOutput``; None after an error."""
+        return None if self.error is not None else functools.reduce(operator.add, self.logprobs, 0.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether no token is more likely than the given one, at any place. (Of equally likely tokens, each counts.)"""
+        return self.error is None and all(rank == 1 for rank in self.ranks)
 
 
 @dataclasses.dataclass(frozen=True)

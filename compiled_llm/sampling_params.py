@@ -74,7 +74,7 @@ class SamplingParams:
             one of output. Special tokens are tokens like others: the begin-of-text token, or a chat's system
             message, may be cut off.
         skip_special_tokens: leave special tokens out of the text.
-        detokenize: False leaves the text empty, and saves the time.
+        detokenize: False leaves the text empty, also that of tokens with log-probabilities, and saves the time.
         output_kind: what each output of ``stream``, ``step`` and the async engine holds: "cumulative", all so far;
             "delta", the text, tokens and log-probabilities since the last output alone, so that joined they are the
             whole; "final", all, once the request has ended. ``generate`` and ``chat`` of ``CompiledEngine`` give the

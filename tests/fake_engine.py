@@ -97,19 +97,24 @@ def make_request(
     priority: int = 0,
     cache_salt: str = "",
     keeps_blocks: bool = False,
+    most_cached_tokens: int | None = None,
 ) -> Request:
-    """A request for the fake model. A number as ``prompt`` stands for that many tokens that no other request has."""
+    """A request for the fake model. A number as ``prompt`` stands for that many tokens that no other request has.
+
+    With ``max_tokens=0`` it ends with its prompt.
+    """
     token_ids = [hash_of(f"{name}/{i}") for i in range(prompt)] if isinstance(prompt, int) else prompt
     return Request(
         request_id=name,
         prompt_token_ids=token_ids,
-        sampling_params=SamplingParams(max_tokens=max_tokens),
+        sampling_params=SamplingParams(max_tokens=max(1, max_tokens)),
         seed=0,
         stop_token_ids=stop,
         max_num_tokens=len(token_ids) + max_tokens,
         arrival_time=0.0,
         priority=priority,
         cache_salt=cache_salt,
+        most_cached_tokens=most_cached_tokens,
         keeps_blocks=keeps_blocks,
     )
 

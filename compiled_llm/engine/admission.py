@@ -17,7 +17,15 @@ from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.request import Request
 from compiled_llm.step.logits_transforms import LogitsTransform, field_rows
 from compiled_llm.structured_outputs import StructuredOutputsParams
-from compiled_llm.text.prompts import Capacity, EncodedPrompt, Prompt, check_token_ids, encode_prompt
+from compiled_llm.text.prompts import (
+    Capacity,
+    EncodedPrompt,
+    Prompt,
+    ScoredPrompt,
+    check_token_ids,
+    encode_prompt,
+    encode_scored,
+)
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
 
 _MAX_BAD_WORD_CHARACTERS = 65_536  # of all words of a request together
@@ -33,6 +41,7 @@ class PreparedRequest:
         max_num_tokens: most tokens, prompt and output together.
         masks: one for each completion; None where every token may follow.
         texts: one for each completion; None where nothing is decoded.
+        score_start: index of the first token of the prompt that is scored; None: tokens are generated.
     """
 
     prompt: EncodedPrompt
@@ -41,6 +50,7 @@ class PreparedRequest:
     max_num_tokens: int
     masks: list[TokenMask | None]
     texts: list[OutputText | None]
+    score_start: int | None = None
     is_used: bool = False
 
 
@@ -79,7 +89,8 @@ class Admission:
         """Check and encode a prompt, and compile what its parameters need.
 
         Args:
-            prompt: one that is prepared already stays as it is.
+            prompt: one that is prepared already stays as it is. Of a ``ScoredPrompt``, the parameters count that
+                concern log-probabilities of the prompt.
 
         Raises:
             ValueError: it could not be served, or has been.
@@ -91,6 +102,8 @@ class Admission:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
+        if isinstance(prompt, ScoredPrompt):
+            return self._prepare_score(prompt, params)
         encoded = encode_prompt(prompt, self._tokenizer, self._capacity, params.truncate_prompt_tokens)
         check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
         self._check(params)
@@ -110,6 +123,14 @@ class Admission:
             texts=[self._text(encoded.token_ids, params) for _ in range(params.n)],
         )
 
+    def _prepare_score(self, scored: ScoredPrompt, params: SamplingParams) -> PreparedRequest:
+        """The last token is not computed, since nothing follows it; all before it are the request's prompt."""
+        assert params.prompt_logprobs is not None
+        encoded, start = encode_scored(scored, self._tokenizer, self._capacity)
+        check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
+        self._check(params)
+        return PreparedRequest(encoded, params, frozenset(), len(encoded.token_ids) - 1, [None], [None], start)
+
     def admit(self, request_id: str, prepared: PreparedRequest, priority: int, order: int) -> UserRequest:
         """The request with all its completions.
 
@@ -118,12 +139,14 @@ class Admission:
         """
         prepared.is_used = True
         params, (text, token_ids, cache_salt) = prepared.params, prepared.prompt
+        first_wanted = None if params.prompt_logprobs is None else prepared.score_start or 1
+        computed = token_ids if prepared.score_start is None else token_ids[:-1]
         seed = _derived(f"{self._config.seed}/{order}") if params.seed is None else params.seed
         completions = []
         for index, (mask, output_text) in enumerate(zip(prepared.masks, prepared.texts, strict=True)):
             request = Request(
                 request_id=request_id if index == 0 else f"{request_id}\0{index}",
-                prompt_token_ids=token_ids,
+                prompt_token_ids=computed,
                 sampling_params=params,
                 seed=seed if index == 0 else _derived(f"{seed}/{index}"),
                 stop_token_ids=prepared.stop_token_ids,
@@ -131,12 +154,12 @@ class Admission:
                 arrival_time=time.monotonic(),
                 priority=priority,
                 cache_salt=cache_salt,
-                reads_cache=params.prompt_logprobs is None,
+                most_cached_tokens=first_wanted and first_wanted - 1,
                 waits_for_tokens=mask is not None and mask.needs_last_token,
                 keeps_blocks=index == 0 and params.n > 1,
             )
             completions.append(Completion(index, request, output_text, mask))
-        prompt_logprobs: list | None = None if params.prompt_logprobs is None else [None]
+        prompt_logprobs: list | None = None if first_wanted is None else [None] * first_wanted
         return UserRequest(request_id, text, list(token_ids), params, completions, prompt_logprobs)
 
     def _check(self, params: SamplingParams) -> None:

@@ -14,10 +14,11 @@ from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.engine_thread import EngineThread
 from compiled_llm.engine.output_reader import OutputReader
-from compiled_llm.outputs import EngineStats, RequestOutput
+from compiled_llm.engine.scoring import score_output, scoring_params
+from compiled_llm.outputs import EngineStats, RequestOutput, ScoreOutput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.drafter import Drafter
-from compiled_llm.text.prompts import Prompt
+from compiled_llm.text.prompts import Prompt, ScoredPrompt
 
 # Characters of a prompt that may take long to encode.
 _LONG_PROMPT = 4096
@@ -152,6 +153,32 @@ class AsyncCompiledEngine:
             return engine.prepare(engine.encode_chat(messages, **options), params)
 
         return self._outputs(prepare, "chat", None, sampling_params, request_id, priority)
+
+    async def score(
+        self,
+        prompt: Prompt,
+        continuation: str | Sequence[int] | None = None,
+        *,
+        top_logprobs: int = 0,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> ScoreOutput:
+        """How likely the given ``continuation`` is after its prompt, as ``CompiledEngine.score`` says.
+
+        Cancelling it aborts the request. ``request_id`` and ``priority`` are those of ``generate``.
+
+        Raises:
+            ValueError, RuntimeError: as ``generate``.
+        """
+        scored = ScoredPrompt(prompt, continuation)
+        texts = [part for part in (prompt, continuation) if isinstance(part, str)]
+        kind = "long" if sum(map(len, texts)) > _LONG_PROMPT else "text"
+
+        def prepare(engine: CompiledEngine) -> PreparedRequest:
+            return engine.prepare(scored, scoring_params(top_logprobs, engine.config.max_logprobs))
+
+        outputs = [output async for output in self._outputs(prepare, kind, scored, None, request_id, priority)]
+        return score_output(outputs[-1], has_top_logprobs=top_logprobs != 0)
 
     async def _outputs(
         self,

@@ -101,8 +101,10 @@ class UserRequest:
 
     Attributes:
         prompt: None when token ids were given.
-        prompt_token_ids: a list of the user's own, shared by all outputs of the request.
-        prompt_logprobs: as far as they are computed; None unless asked for, and after a delta that has them.
+        prompt_token_ids: a list of the user's own, shared by all outputs of the request; where tokens are scored, also
+            the last one, which needs no computing.
+        prompt_logprobs: as far as they are computed, and None for tokens at the start whose own are not asked for; None
+            unless asked for, and after a delta that has them.
         is_forked: whether the other completions have been started.
         output_kind: that of the outputs, as in ``SamplingParams``.
     """
@@ -124,19 +126,28 @@ class UserRequest:
     def is_finished(self) -> bool:
         return all(request.status is Status.FINISHED for request in self.requests)
 
-    def wanted_prompt_targets(self, start: int, count: int) -> list[int]:
-        """The prompt's tokens at ``start + 1..start + count``, if their log-probabilities are asked for and unknown."""
+    @property
+    def most_cached_tokens(self) -> int | None:
+        """As that of ``Request``: the tokens before the first one whose log-probability is asked for and unknown."""
         known = self.prompt_logprobs
-        if known is None or len(known) >= min(start + count + 1, len(self.prompt_token_ids)):
-            return []
-        return self.prompt_token_ids[start + 1 : start + count + 1]
+        return None if known is None or len(known) == len(self.prompt_token_ids) else len(known) - 1
 
-    def add_prompt_logprobs(self, start: int, logprobs: Sequence[Logprobs]) -> bool:
-        """Those of the tokens from ``start + 1`` on; those known from before a preemption stay. True: all are known."""
+    def wanted_prompt_targets(self, start: int, count: int) -> tuple[int, list[int]]:
+        """For a step that computes ``count`` tokens from ``start`` on: (place, tokens) of ``prompt_targets``.
+
+        They are the prompt's tokens at ``start + 1..start + count`` whose log-probabilities are asked for and unknown.
+        """
+        known = self.prompt_logprobs
+        if known is None:
+            return 0, []
+        first = max(len(known), start + 1)
+        return first - start - 1, self.prompt_token_ids[first : start + count + 1]
+
+    def add_prompt_logprobs(self, first: int, logprobs: Sequence[Logprobs]) -> None:
+        """Those of the prompt's tokens from ``first`` on; those that became known meanwhile stay."""
         assert self.prompt_logprobs is not None
-        assert start < len(self.prompt_logprobs), "log-probabilities of some tokens of the prompt were left out"
-        self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start - 1 :]
-        return len(self.prompt_logprobs) == len(self.prompt_token_ids)
+        assert first <= len(self.prompt_logprobs), "log-probabilities of some tokens of the prompt were left out"
+        self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - first :]
 
     def output(self) -> RequestOutput:
         """Its state now, or what is new since the last call, as ``output_kind`` asks."""
@@ -175,21 +186,23 @@ class LogprobReader:
         self._tokenizer = tokenizer
         self._max_logprobs = max_logprobs
 
-    def read(self, row: LogprobRow, token_id: int, wanted: int) -> Logprobs:
+    def read(self, row: LogprobRow, token_id: int, wanted: int, has_text: bool = True) -> Logprobs:
         """The token itself first, then the ``wanted`` most likely ones (-1: as many as there are).
 
         Args:
             row: log-probability and rank of the token; log-probabilities and ids of the most likely ones, falling.
+            has_text: whether the tokens are decoded.
         """
         logprob, rank, top_logprobs, top_ids = row
         count = self._max_logprobs if wanted < 0 else wanted
-        found = {token_id: Logprob(logprob, rank, self._text(token_id))}
+        text = self._text if has_text else _no_text
+        found = {token_id: Logprob(logprob, rank, text(token_id))}
         place = 0
         for index, (top_id, top_logprob) in enumerate(zip(top_ids[:count], top_logprobs[:count], strict=True)):
             if index == 0 or top_logprob < top_logprobs[index - 1]:
                 place = index + 1
             if top_id != token_id:
-                found[top_id] = Logprob(top_logprob, place, self._text(top_id))
+                found[top_id] = Logprob(top_logprob, place, text(top_id))
         return found
 
     def _text(self, token_id: int) -> str | None:
@@ -199,6 +212,10 @@ class LogprobReader:
             return self._tokenizer.decode([token_id], skip_special_tokens=False)
         except ValueError:  # the library panics at it: that ends no request, of which this may only be an alternative
             return None
+
+
+def _no_text(token_id: int) -> None:
+    return None
 
 
 def unserved_output(

@@ -1,5 +1,6 @@
 """EngineCore: the loop below CompiledEngine. It takes the scheduler and the worker from one step to the next."""
 
+import math
 import time
 from collections import deque
 from typing import Any
@@ -25,6 +26,12 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.scheduling.worker import Worker, WorkerFacts
 from compiled_llm.text.tokenizer import Tokenizer
+
+# Why a request ends whose log-probabilities are no numbers.
+_NOT_FINITE = (
+    'the model\'s logits are not finite (NaN or infinity): see whether dtype="float32" helps, and whether the '
+    "checkpoint is damaged"
+)
 
 
 class EngineCore:
@@ -170,13 +177,16 @@ class EngineCore:
             return
         started = time.perf_counter()
         advanced = self.scheduler.update(output, result)
-        self._read_logprobs(output, result, advanced)
+        if result.logprobs is not None:
+            self._read_logprobs(output, result, advanced)
+        if result.prompt_logprobs is not None:
+            self._read_prompt_logprobs(output, result)
         self.counts.schedule_seconds += time.perf_counter() - started
         if self.config.check_invariants:
             check_scheduler(self.scheduler)
         self._advanced += advanced
         self.counts.num_steps += 1
-        self.counts.num_output_tokens += len(advanced)
+        self.counts.num_output_tokens += sum(request.generates for request in advanced)
         self.counts.num_computed_tokens += output.num_tokens
         self.log.record_step(result.bucket, output, result.seconds)
         if self.log.series.is_due():
@@ -196,9 +206,9 @@ class EngineCore:
                     masks.append((index, words))
             if entry.prompt_logprobs is not None and completion is entry.completions[0]:
                 start, count = output.num_computed_tokens[index], output.num_scheduled_tokens[index]
-                wanted = entry.wanted_prompt_targets(start, count)
+                place, wanted = entry.wanted_prompt_targets(start, count)
                 if wanted:
-                    targets.append((index, tuple(wanted)))
+                    targets.append((index, place, tuple(wanted)))
         if not masks and not targets:
             return output
         return output._replace(masks=tuple(masks), prompt_targets=tuple(targets))
@@ -220,34 +230,41 @@ class EngineCore:
         return None
 
     def _read_logprobs(self, output: SchedulerOutput, result: StepResult, advanced: list[Request]) -> None:
-        """Hand out the log-probabilities of a step: of sampled tokens, and of prompts."""
-        if result.logprobs is not None:
-            first_row_of = dict(zip(output.request_ids, output.first_rows(), strict=True))
-            for request in advanced:
-                wanted, request_id = request.sampling_params.logprobs, request.request_id
-                if wanted is None or request.finish_reason == "error":
-                    continue
-                row = first_row_of[request_id]
-                if request_id in self._completions:
-                    completion = self._completions[request_id][1]
-                    for token_id in request.output_token_ids[completion.num_logprobs :]:
-                        values = result.logprobs.row(row)
-                        completion.add_logprobs(self._logprob_reader.read(values, token_id, wanted))
-                        row += 1
-                elif request_id in self._beams:
-                    _, _, top_logprobs, top_ids = result.logprobs.row(row)
-                    self._beams[request_id].take(request, top_ids, top_logprobs)
-        if result.prompt_logprobs is not None:
-            rows = zip(*result.prompt_logprobs, strict=True)
-            for index, targets in output.prompt_targets:
-                found = [next(rows) for _ in targets]
-                entry = self._completions.get(output.request_ids[index], (None, None))[0]
-                if entry is not None and entry.params.prompt_logprobs is not None:
-                    count = entry.params.prompt_logprobs
-                    tokens = zip(found, targets, strict=True)
-                    read_all = [self._logprob_reader.read(row, token_id, count) for row, token_id in tokens]
-                    if entry.add_prompt_logprobs(output.num_computed_tokens[index], read_all):
-                        self.scheduler.allow_cache(entry.completions[0].request)
+        """Hand out the log-probabilities of the tokens that a step sampled."""
+        assert result.logprobs is not None
+        first_row_of = dict(zip(output.request_ids, output.first_rows(), strict=True))
+        for request in advanced:
+            wanted, request_id = request.sampling_params.logprobs, request.request_id
+            if wanted is None or request.finish_reason == "error":
+                continue
+            row, has_text = first_row_of[request_id], request.sampling_params.detokenize
+            if request_id in self._completions:
+                completion = self._completions[request_id][1]
+                for token_id in request.output_token_ids[completion.num_logprobs :]:
+                    values = result.logprobs.row(row)
+                    completion.add_logprobs(self._logprob_reader.read(values, token_id, wanted, has_text))
+                    row += 1
+            elif request_id in self._beams:
+                _, _, top_logprobs, top_ids = result.logprobs.row(row)
+                self._beams[request_id].take(request, top_ids, top_logprobs)
+
+    def _read_prompt_logprobs(self, output: SchedulerOutput, result: StepResult) -> None:
+        """Hand out the log-probabilities of a step's ``prompt_targets``."""
+        assert result.prompt_logprobs is not None
+        rows = zip(*result.prompt_logprobs, strict=True)
+        for index, place, targets in output.prompt_targets:
+            found = [next(rows) for _ in targets]
+            entry = self._completions.get(output.request_ids[index], (None, None))[0]
+            if entry is None or entry.params.prompt_logprobs is None:
+                continue
+            count, has_text = entry.params.prompt_logprobs, entry.params.detokenize
+            tokens = zip(found, targets, strict=True)
+            read_all = [self._logprob_reader.read(row, token_id, count, has_text) for row, token_id in tokens]
+            entry.add_prompt_logprobs(output.num_computed_tokens[index] + place + 1, read_all)
+            completion = entry.completions[0]
+            self.scheduler.allow_cache(completion.request, entry.most_cached_tokens)
+            if not completion.request.generates and any(math.isnan(row[0]) for row in found):
+                completion.failure = _NOT_FINITE
 
     def _process(self, request: Request) -> None:
         """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""
@@ -257,9 +274,11 @@ class EngineCore:
         entry, completion = self._completions.get(request.request_id, (None, None))
         if entry is None or completion is None or completion.request is not request:  # aborted meanwhile
             return
-        completion.last_token_time = self.log.record_token(started, completion.last_token_time)
+        if request.generates:
+            completion.last_token_time = self.log.record_token(started, completion.last_token_time)
         if completion.failure is not None and request.finish_reason != "error":
-            self._keep_output(completion, len(request.output_token_ids) - 1)  # the last was chosen without a mask
+            if request.generates:
+                self._keep_output(completion, len(request.output_token_ids) - 1)  # the last was chosen without a mask
             self.scheduler.end(request, "error", completion.failure)
         try:
             stop = completion.read_new_tokens()

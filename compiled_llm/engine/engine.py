@@ -4,19 +4,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, integer
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.failures import warn_if_all_failed
-from compiled_llm.engine.generation_config import default_sampling_params, listed
 from compiled_llm.engine.model_files import DEMO_MODEL as DEMO_MODEL
+from compiled_llm.engine.scoring import score_output, scoring_params
 from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.error_texts import shown
-from compiled_llm.outputs import EngineStats, RequestOutput
-from compiled_llm.progress import StartProgress
+from compiled_llm.outputs import EngineStats, RequestOutput, ScoreOutput
 from compiled_llm.report.report import RunReport, make_report, make_trace
 from compiled_llm.report.roofline import ModelWork, windows_of
 from compiled_llm.report.step_log import StepLog
@@ -24,7 +22,14 @@ from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.drafter import Drafter
 from compiled_llm.step.kv_cache import bytes_per_layer
 from compiled_llm.text.chat import messages_list
-from compiled_llm.text.prompts import EncodedPrompt, Prompt, pair_priorities, pair_sampling_params, prompt_list
+from compiled_llm.text.prompts import (
+    EncodedPrompt,
+    Prompt,
+    pair_priorities,
+    pair_sampling_params,
+    prompt_list,
+    scored_prompts,
+)
 from compiled_llm.worker.memory import MemoryLedger
 from compiled_llm.worker.profiler import StepProfiler
 
@@ -127,6 +132,41 @@ class CompiledEngine(StepEngine):
                 items.append(error)
         params = self.chat_sampling_params() if sampling_params is None else sampling_params
         return self._serve("chat", items, params, use_tqdm, priority, raise_on_error)
+
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None = None,
+        *,
+        top_logprobs: int = 0,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+        raise_on_error: bool = False,
+    ) -> list[ScoreOutput]:
+        """How likely the given ``continuations`` are after their prompts; nothing is generated.
+
+        Without ``continuations`` the tokens of the prompts are scored, from the second on. A text is scored as if it
+        was not cut in two: it is encoded with its prompt. The head of the model runs for scored tokens alone, and
+        prompts that begin alike are computed once, as in ``generate``.
+
+        Args:
+            prompts: as those of ``generate``.
+            continuations: texts or lists of token ids, one for each prompt; a single prompt may have any number.
+            top_logprobs: give so many of the most likely tokens too; -1: as many as the engine's ``max_logprobs``.
+            use_tqdm, priority: as in ``generate``.
+            raise_on_error: as in ``generate``; otherwise the output of a bad prompt has the reason in ``error``.
+
+        Returns:
+            An output for each prompt, or for each continuation of a single one, in their order.
+
+        Raises:
+            ValueError: the arguments do not pair up, or ``raise_on_error`` and a prompt is bad.
+            RuntimeError: requests of ``add_request`` are unfinished; their outputs would be lost.
+        """
+        params = scoring_params(top_logprobs, self.config.max_logprobs)
+        items = scored_prompts(prompts, continuations)
+        outputs = self._serve("score", items, params, use_tqdm, priority, raise_on_error)
+        return [score_output(output, has_top_logprobs=top_logprobs != 0) for output in outputs]
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> EncodedPrompt:
         """The prompt that ``chat`` makes of one conversation, for ``stream``, ``add_request`` and the others.
@@ -261,41 +301,6 @@ class CompiledEngine(StepEngine):
             finally:
                 for group in groups.values():
                     self._core.end_beams(group)
-
-    # -- What the model brings
-
-    def get_tokenizer(self) -> PreTrainedTokenizerFast:
-        """transformers' tokenizer of the model: a new one, which may be changed without changing the engine.
-
-        Two things differ. The engine takes special tokens that a prompt spells for text; this one makes special tokens
-        of them, unless ``split_special_tokens=True``. And ``apply_chat_template`` runs the template without the
-        bounds of ``chat``.
-
-        Raises:
-            ValueError: the model has none.
-        """
-        if self.tokenizer is None:
-            raise ValueError("the model has no tokenizer: give the tokenizer argument")
-        return self.tokenizer.for_users()
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's ``generation_config.json`` suggests; the usual defaults for all that it leaves out.
-
-        ``chat`` follows them unless it is given others. ``generate`` and the others follow ``SamplingParams()`` alone.
-
-        Raises:
-            ValueError: the file suggests what ``SamplingParams`` does not allow.
-        """
-        return default_sampling_params(self._suggested_sampling)
-
-    def chat_sampling_params(self) -> SamplingParams:
-        """``get_default_sampling_params``, for a chat that is given none; the first time they are shown on stderr."""
-        params = self.get_default_sampling_params()
-        if self._suggested_sampling and not self._has_shown_sampling:
-            self._has_shown_sampling = True
-            suggested = listed(self._suggested_sampling)
-            StartProgress(self.config.progress).line(f"chat() samples as generation_config.json suggests: {suggested}")
-        return params
 
     # -- Reports
 

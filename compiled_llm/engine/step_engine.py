@@ -6,10 +6,12 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, Self
 
+from transformers import PreTrainedTokenizerFast
+
 from compiled_llm.config import EngineConfig, integer
 from compiled_llm.engine.admission import Admission, PreparedRequest
 from compiled_llm.engine.core import EngineCore
-from compiled_llm.engine.generation_config import suggested_sampling
+from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
 from compiled_llm.engine.interrupts import Interrupts
 from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
@@ -199,6 +201,41 @@ class StepEngine:
             self._streams[request_id] = stream.outputs
             self._stream_references[request_id] = StreamReference(stream, request_id, self._dropped)
         return stream
+
+    # -- What the model brings
+
+    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+        """transformers' tokenizer of the model: a new one, which may be changed without changing the engine.
+
+        Two things differ. The engine takes special tokens that a prompt spells for text; this one makes special tokens
+        of them, unless ``split_special_tokens=True``. And ``apply_chat_template`` runs the template without the
+        bounds of ``chat``.
+
+        Raises:
+            ValueError: the model has none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give the tokenizer argument")
+        return self.tokenizer.for_users()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's ``generation_config.json`` suggests; the usual defaults for all that it leaves out.
+
+        ``chat`` follows them unless it is given others. ``generate`` and the others follow ``SamplingParams()`` alone.
+
+        Raises:
+            ValueError: the file suggests what ``SamplingParams`` does not allow.
+        """
+        return default_sampling_params(self._suggested_sampling)
+
+    def chat_sampling_params(self) -> SamplingParams:
+        """``get_default_sampling_params``, for a chat that is given none; the first time they are shown on stderr."""
+        params = self.get_default_sampling_params()
+        if self._suggested_sampling and not self._has_shown_sampling:
+            self._has_shown_sampling = True
+            suggested = listed(self._suggested_sampling)
+            StartProgress(self.config.progress).line(f"chat() samples as generation_config.json suggests: {suggested}")
+        return params
 
     # -- Inside
 

@@ -62,7 +62,8 @@ def _check_running(scheduler: Scheduler, request: Request) -> None:
     assert not num_drafts or request.num_in_flight == 1 + num_drafts, "two steps verify drafts of a request"
     known = len(request.prompt_token_ids) + len(request.output_token_ids)
     assert request.num_tokens == known + request.num_in_flight <= request.max_num_tokens
-    assert request.num_computed_tokens < request.num_tokens, "no token is left to compute"
+    # One that generates nothing ends with the results of the step that computes its last token.
+    assert request.num_computed_tokens < request.num_tokens + (not request.generates), "no token is left to compute"
     assert request.num_computed_tokens <= len(request.block_ids) * size, "computed tokens have no block"
     assert len(request.block_ids) <= -(-(request.num_tokens + scheduler.limits.num_draft_tokens) // size)
     assert request.num_sent_blocks <= len(request.block_ids)

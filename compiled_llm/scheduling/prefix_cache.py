@@ -31,11 +31,14 @@ class PrefixCache:
     def find(self, request: Request) -> tuple[list[int], bytes | None]:
         """Blocks that hold the first tokens of ``request``, and the digest that it should wait for to find more.
 
-        Never all of its tokens: the last one has to be computed for its logits.
+        Never all of its tokens: the last one has to be computed for its logits. Nor more than its
+        ``most_cached_tokens``: the others are computed for log-probabilities.
         """
-        if not self.enabled or not request.reads_cache:
+        if not self.enabled:
             return [], None
         most = (request.num_tokens - 1) // self.block_size
+        if request.most_cached_tokens is not None:
+            most = min(most, request.most_cached_tokens // self.block_size)
         digests = self._digests(request, most)
         blocks: list[int] = []
         for index in range(most):

@@ -20,13 +20,15 @@ class Request:
     Attributes:
         seed: decides the random numbers of this request, together with the position alone.
         stop_token_ids: all ids that end it, the model's end-of-text ids included.
-        max_num_tokens: prompt and output together never exceed this.
+        max_num_tokens: prompt and output together never exceed this. As long as the prompt: nothing is generated.
         priority: lower is served first, under the policy that asks for it.
         cache_salt: requests share cached blocks only with those of the same salt.
-        reads_cache: whether it may use blocks that others computed; else all its tokens are computed.
+        most_cached_tokens: how many of its first tokens may be found in blocks that others computed; None: all but the
+            last.
         waits_for_tokens: whether the host has to know the token of its last step before its next one.
         keeps_blocks: whether its blocks stay when it ends, to be forked.
 
+        generates: whether tokens are to follow its prompt; else it ends when the prompt is computed.
         rank: its order among the others, lower first: (priority or 0, order of arrival).
         num_tokens: tokens known, and those that steps in flight will sample.
         num_in_flight: how many of ``num_tokens`` are not known to the host yet.
@@ -54,11 +56,12 @@ class Request:
     arrival_time: float
     priority: int = 0
     cache_salt: str = ""
-    reads_cache: bool = True
+    most_cached_tokens: int | None = None
     waits_for_tokens: bool = False
     keeps_blocks: bool = False
 
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    generates: bool = dataclasses.field(init=False)
     rank: tuple[int, int] = (0, 0)
     num_tokens: int = 0
     num_in_flight: int = 0
@@ -85,6 +88,7 @@ class Request:
     finished_time: float | None = None
 
     def __post_init__(self) -> None:
+        self.generates = self.max_num_tokens > len(self.prompt_token_ids)
         self.num_tokens = len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def add_drafts(self, token_ids: list[int]) -> None:

@@ -91,7 +91,10 @@ class Scheduler:
         return bool(self.running or self.num_waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request whose ``max_num_tokens`` is within ``request_capacity``."""
+        """Queue a request whose ``max_num_tokens`` is within ``request_capacity``.
+
+        One that generates nothing ends, with "length", in the step that computes the last token of its prompt.
+        """
         assert request.status is Status.WAITING
         request.rank = (request.priority if self.policy == "priority" else 0, self._num_added)
         self._num_added += 1
@@ -108,7 +111,7 @@ class Scheduler:
 
     def _queue(self, request: Request) -> None:
         prompt_len = len(request.prompt_token_ids)
-        assert 0 < prompt_len < request.max_num_tokens <= self.request_capacity
+        assert 0 < prompt_len <= request.max_num_tokens <= self.request_capacity
         if self.planner.drafter is not None and not request.sampling_params.changes_logits:
             # The last token is sampled in any case: a draft for it would be of no use.
             request.takes_drafts = request.max_num_tokens - prompt_len > 1
@@ -119,9 +122,9 @@ class Scheduler:
         """``parent`` will not be forked any more: once it has ended, it keeps no blocks."""
         self.forks.end_forking(parent)
 
-    def allow_cache(self, request: Request) -> None:
-        """From now on ``request`` may take blocks that others computed, when it is admitted again."""
-        request.reads_cache = True
+    def allow_cache(self, request: Request, num_tokens: int | None) -> None:
+        """From now on this is the ``most_cached_tokens`` of ``request``, for when it is admitted again."""
+        request.most_cached_tokens = num_tokens
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and give them blocks. An empty step: all that can run is in flight."""
@@ -143,8 +146,9 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: StepResult) -> list[Request]:
         """Enter the results of ``output``, the oldest step in flight.
 
-        Returns the requests that got tokens, or ended since there was none. Those that this ended are finished, and
-        their blocks free. What the step sampled for a request that has ended meanwhile is dropped.
+        Returns the requests that got tokens, or ended since there was none or none was to follow the prompt. Those that
+        this ended are finished, and their blocks free. What the step sampled for a request that has ended meanwhile is
+        dropped.
         """
         requests, sampled = self._in_flight.popleft(), result.sampled_token_ids
         if result.bucket.kind == "tokens":
@@ -172,6 +176,9 @@ class Scheduler:
             if is_full and caching and request.status is Status.RUNNING:  # else it was preempted while the step ran
                 self.running_set.wait_again(self.prefix_cache.publish(request, start + count))
             if not num_samples:
+                if start + count == request.max_num_tokens:
+                    self.finish(request, "length")
+                    advanced.append(request)
                 continue
             token_id = sampled[row]
             request.output_token_ids.append(token_id)

@@ -28,7 +28,8 @@ class SchedulerOutput(NamedTuple):
     Attributes:
         num_scheduled_tokens: tokens to compute; the last ones may be drafts.
         num_computed_tokens: tokens before these, whose keys and values are in the cache.
-        num_samples: tokens to sample: 0 where known tokens remain to be computed; else 1, and 1 more for each draft.
+        num_samples: tokens to sample: 0 where known tokens remain to be computed, or the request generates none; else
+            1, and 1 more for each draft.
         feedback: where the last token is one that the step before samples: its logits row in that step; else -1.
         token_ids: the tokens to compute, one request after another; 0 where ``feedback`` says where the token is.
         admissions: requests that start to run.
@@ -39,8 +40,8 @@ class SchedulerOutput(NamedTuple):
         resets: whether the worker is to forget all requests before this step.
         masks: (i, words): the tokens that request i may have next: bit v % 32 of int32 word v // 32 for token v. The
             engine adds these, and the next.
-        prompt_targets: (i, token ids): the log-probabilities of these tokens are asked for. The first of them follows
-            the first token that the step computes of request i, and so on.
+        prompt_targets: (i, place, token ids): the log-probabilities of these tokens are asked for. Of the tokens that
+            the step computes of request i, the first of them follows the one with index ``place``, and so on.
     """
 
     request_ids: tuple[str, ...] = ()
@@ -57,7 +58,7 @@ class SchedulerOutput(NamedTuple):
     copies: tuple[tuple[int, int], ...] = ()
     resets: bool = False
     masks: tuple[tuple[int, "np.ndarray"], ...] = ()
-    prompt_targets: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -57,7 +57,7 @@ class StepPlanner:
     def _schedule_single_tokens(self, output: SchedulerOutputBuilder, requests: list[Request]) -> deque[Request]:
         """Give each running request that lacks one token that token, and drafts after it.
 
-        Returns those that lack more, by rank.
+        Returns those that lack more, and those that generate nothing, by rank.
         """
         running, block_size, running_set = self.running, self.limits.block_size, self.running_set
         request_ids, token_ids, feedback = output.request_ids, output.token_ids, output.feedback
@@ -69,7 +69,7 @@ class StepPlanner:
         while index < len(running):
             request = running[index]
             computed = request.num_computed_tokens
-            if request.num_tokens - computed > 1:
+            if request.num_tokens - computed > 1 or (not request.generates and request.num_tokens > computed):
                 lacking.append(request)
                 index += 1
                 continue
@@ -184,7 +184,7 @@ class StepPlanner:
         assert request.num_in_flight == 0, "more than one token is lacking, and one of them is not known"
         if request.num_sent_blocks < len(request.block_ids):
             self.running_set.send_blocks(request, output)
-        samples = int(start + count == request.num_tokens)
+        samples = int(start + count == request.num_tokens < request.max_num_tokens)
         output.token_ids.extend(request.tokens(start, start + count))
         output.feedback.append(-1)
         output.request_ids.append(request.request_id)

@@ -17,21 +17,41 @@ class EncodedPrompt(NamedTuple):
     cache_salt: str = ""
 
 
-Prompt = str | Sequence[int] | Mapping[str, Any] | EncodedPrompt
+class ScoredPrompt(NamedTuple):
+    """A prompt whose continuation is given, and is to be scored; None: the prompt itself is, from its second token on.
+
+    ``prompt``: in any of a prompt's forms. ``continuation``: a str or a list of token ids.
+    """
+
+    prompt: Any
+    continuation: Any = None
+
+
+Prompt = str | Sequence[int] | Mapping[str, Any] | EncodedPrompt | ScoredPrompt
 
 
 class Capacity(NamedTuple):
-    """Most tokens that a request can ever have, and what sets that limit."""
+    """Most tokens that a request can ever have, and what sets that limit.
+
+    Attributes:
+        is_scored: whether the prompt has its continuation in it. Else the output needs room for a token.
+    """
 
     num_tokens: int
     limit: str
+    is_scored: bool = False
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Most tokens of a prompt. Of those that are scored, the last one is not computed."""
+        return self.num_tokens + (1 if self.is_scored else -1)
 
     def error(self, given: str) -> ValueError:
-        """For a prompt that leaves no room for the output."""
-        return ValueError(
-            f"prompt must be shorter than {self.num_tokens} tokens (the {self.limit}; the output needs one at least), "
-            f"given {given}"
-        )
+        """For a prompt that is too long."""
+        most = f"shorter than {self.num_tokens} tokens (the {self.limit}; the output needs one at least)"
+        if self.is_scored:
+            most = f"at most {self.num_prompt_tokens} tokens with its continuation (one more than the {self.limit})"
+        return ValueError(f"prompt must be {most}, given {given}")
 
 
 # No token is longer, so a longer text cannot fit, and is refused without being encoded.
@@ -41,11 +61,37 @@ _MAX_SALT_CHARACTERS = 1024
 
 def prompt_list(prompts: Any) -> list[Any]:
     """One prompt or a list of them -> a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | bytes | Mapping | EncodedPrompt) or not isinstance(prompts, Sequence):
+    if isinstance(prompts, str | bytes | Mapping | EncodedPrompt | ScoredPrompt) or not isinstance(prompts, Sequence):
         return [prompts]
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]
     return list(prompts)
+
+
+def scored_prompts(prompts: Any, continuations: Any) -> list[ScoredPrompt | ValueError]:
+    """Each prompt with its continuation, or what is wrong with that; a single prompt goes with all of them.
+
+    ``continuations`` None: each prompt is scored itself.
+    """
+    items = prompt_list(prompts)
+    if continuations is None:
+        return [ScoredPrompt(item) for item in items]
+    parts = prompt_list(continuations)
+    if len(items) == 1 and len(parts) > 1:
+        items *= len(parts)
+    if len(items) != len(parts):
+        raise ValueError(
+            f"continuations must be as many as the prompts, {len(items)} (or any number for one prompt), given "
+            f"{len(parts)}"
+        )
+    return [
+        _no_continuation(part) if part is None else ScoredPrompt(item, part)
+        for item, part in zip(items, parts, strict=True)
+    ]
+
+
+def _no_continuation(given: Any) -> ValueError:
+    return ValueError(f"continuation must be a str or a list of token ids, and not empty, given {shown(given)}")
 
 
 def encode_prompt(
@@ -62,7 +108,7 @@ def encode_prompt(
             more.
 
     Raises:
-        ValueError: it has no such form, is empty, has as many tokens as ``capacity`` or more, or is text for a model
+        ValueError: it has no such form, is empty, has more tokens than ``capacity`` allows, or is text for a model
             without a tokenizer; or ``truncate_prompt_tokens`` leaves no room for an output.
     """
     most = capacity.num_tokens
@@ -72,30 +118,73 @@ def encode_prompt(
             f"truncate_prompt_tokens must be below {most}, the most tokens of a request, given {keep}: -1 keeps as "
             "many as fit"
         )
-    cache_salt = ""
     if isinstance(prompt, EncodedPrompt):
         if isinstance(prompt.token_ids, list) and not prompt.token_ids:
             raise ValueError("prompt must have at least one token, given none by the chat template")
         return EncodedPrompt(prompt.text, _token_list(prompt.token_ids, capacity, keep), prompt.cache_salt)
-    if isinstance(prompt, Mapping):
-        if len(prompt) > 2 or set(prompt) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
-            raise ValueError(
-                "a prompt given as a dict must have one key, 'prompt' or 'prompt_token_ids', beside an optional "
-                f"'cache_salt', given {shown(sorted(map(str, itertools.islice(prompt, 5))))}"
-            )
-        cache_salt = prompt.get("cache_salt", "")
-        if not isinstance(cache_salt, str) or len(cache_salt) > _MAX_SALT_CHARACTERS:
-            raise ValueError(
-                f"cache_salt must be a str of at most {_MAX_SALT_CHARACTERS} characters, given {shown(cache_salt)}"
-            )
-        check_unicode("cache_salt", cache_salt)
-        key = "prompt" if "prompt" in prompt else "prompt_token_ids"
-        prompt = prompt[key]
-        if isinstance(prompt, str) != (key == "prompt"):
-            raise ValueError(f"{key} must be {'a str' if key == 'prompt' else 'a list of token ids'}")
+    prompt, cache_salt = _unpacked(prompt)
     if isinstance(prompt, str):
         return EncodedPrompt(prompt, _encode(prompt, tokenizer, capacity, keep), cache_salt)
     return EncodedPrompt(None, _token_list(prompt, capacity, keep), cache_salt)
+
+
+def encode_scored(scored: ScoredPrompt, tokenizer: Tokenizer | None, capacity: Capacity) -> tuple[EncodedPrompt, int]:
+    """A prompt and its continuation -> both as one prompt, and the index of its first token that is scored.
+
+    Token ids follow those of the prompt. A text is joined to the prompt's and encoded with it, as it would be if it
+    were not cut in two. What is scored then starts with the first token that is none of the prompt's own: where the
+    end of the prompt and the start of the continuation become one token, with that one.
+
+    Raises:
+        ValueError: as ``encode_prompt``; the continuation is neither a str nor a list of token ids, has no tokens, or
+            is text for a prompt of token ids; or nothing is before the first token that is scored.
+    """
+    prompt, continuation = scored
+    capacity = capacity._replace(is_scored=True)
+    if continuation is None:
+        encoded = encode_prompt(prompt, tokenizer, capacity)
+        if len(encoded.token_ids) < 2:
+            raise ValueError("prompt must have at least two tokens to be scored without a continuation, given one")
+        return encoded, 1
+    if isinstance(continuation, bytes) or not isinstance(continuation, str | Sequence) or not continuation:
+        raise _no_continuation(continuation)
+    if not isinstance(continuation, str):
+        encoded = encode_prompt(prompt, tokenizer, capacity)
+        token_ids = encoded.token_ids + _token_list(continuation, capacity, None)
+        return encoded._replace(token_ids=_token_list(token_ids, capacity, None)), len(encoded.token_ids)
+    prompt, cache_salt = (prompt, "") if isinstance(prompt, EncodedPrompt) else _unpacked(prompt)
+    if not isinstance(prompt, str):
+        raise ValueError("continuation must be a list of token ids where the prompt is one, or a chat, given a str")
+    context = _encode(prompt, tokenizer, capacity, None)
+    check_unicode("continuation", continuation)
+    token_ids = _encode(prompt + continuation, tokenizer, capacity, None)
+    start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, token_ids, strict=False)))
+    if start == len(token_ids):
+        raise ValueError(f"continuation must have at least one token after the prompt, given {shown(continuation)}")
+    if start == 0:
+        raise ValueError("the first token of the prompt becomes another one by the continuation: give a longer prompt")
+    return EncodedPrompt(prompt + continuation, token_ids, cache_salt), start
+
+
+def _unpacked(prompt: Any) -> tuple[Any, str]:
+    """A prompt that may be a dict -> its text or token ids, not checked otherwise, and its ``cache_salt``."""
+    if not isinstance(prompt, Mapping):
+        return prompt, ""
+    if len(prompt) > 2 or set(prompt) - {"cache_salt"} not in ({"prompt"}, {"prompt_token_ids"}):
+        raise ValueError(
+            "a prompt given as a dict must have one key, 'prompt' or 'prompt_token_ids', beside an optional "
+            f"'cache_salt', given {shown(sorted(map(str, itertools.islice(prompt, 5))))}"
+        )
+    cache_salt = prompt.get("cache_salt", "")
+    if not isinstance(cache_salt, str) or len(cache_salt) > _MAX_SALT_CHARACTERS:
+        raise ValueError(
+            f"cache_salt must be a str of at most {_MAX_SALT_CHARACTERS} characters, given {shown(cache_salt)}"
+        )
+    check_unicode("cache_salt", cache_salt)
+    key = "prompt" if "prompt" in prompt else "prompt_token_ids"
+    if isinstance(prompt[key], str) != (key == "prompt"):
+        raise ValueError(f"{key} must be {'a str' if key == 'prompt' else 'a list of token ids'}")
+    return prompt[key], cache_salt
 
 
 def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity, keep: int | None) -> list[int]:
@@ -122,7 +211,7 @@ def _token_list(token_ids: Any, capacity: Capacity, keep: int | None) -> list[in
     length = len(token_ids)
     if keep is not None and length > keep:
         return list(token_ids[length - keep :])
-    if length >= capacity.num_tokens:
+    if length > capacity.num_prompt_tokens:
         raise capacity.error(str(length))
     if not token_ids:
         raise ValueError("prompt must have at least one token, given none")

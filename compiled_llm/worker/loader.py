@@ -2,6 +2,7 @@
 
 import math
 import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,13 @@ def dummy_weights(
 ) -> Any:
     """Seeded random weights of the shapes that ``config`` implies: norms near 1, matrices of variance 1 / in_features.
 
-    So activations keep their size through the layers, and the logits are as spread as a model's.
+    So activations keep their size through the layers, and the logits are as spread as a model's. A tensor depends on
+    ``seed`` and its name, not on the order in which a family takes them.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(device)
 
     def read(name: str, shape: tuple[int, ...], mean: float, std: float) -> Tensor:
+        generator.manual_seed(seed + zlib.crc32(name.encode()))
         values = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator).mul_(std)
         on_tensor(name)
         return values.add_(mean) if mean else values

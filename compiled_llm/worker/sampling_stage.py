@@ -239,8 +239,8 @@ class SamplingStage:
     def prompt_logprobs(self, weights: Any, output: SchedulerOutput) -> LogprobRows:
         """Of ``output.prompt_targets``, one after the other, on the host. Runs after the step that computed them."""
         starts = np.concatenate([[0], np.cumsum(output.num_scheduled_tokens)])
-        places = [int(starts[i]) + j for i, targets in output.prompt_targets for j in range(len(targets))]
-        token_ids = [token_id for _, targets in output.prompt_targets for token_id in targets]
+        places = [int(starts[i]) + place + j for i, place, ids in output.prompt_targets for j in range(len(ids))]
+        token_ids = [token_id for _, _, ids in output.prompt_targets for token_id in ids]
         parts = []
         size = self._prompt_rows.tensors["indices"].shape[0]
         for start in range(0, len(places), size):

@@ -91,12 +91,16 @@ INLINE Vec load_floats(const T* from, int64_t count) {
   return load_floats(copy);
 }
 
-// To the nearest, ties to even; NaN becomes 0x7fc0, as in torch. In the upper halves of the lanes, and by themselves.
-INLINE UintVec rounded_to_bf16(Vec x) {
-  const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) & 0xffff0000u;
-  return x == x ? rounded : UintVec{} + 0x7fc00000u;
+// To the nearest, ties to even; NaN becomes 0x7fc0, as in torch.
+INLINE HalfVec to_bf16(Vec x) {
+  const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) >> 16;
+  return __builtin_convertvector(x == x ? rounded : UintVec{} + 0x7fc0u, HalfVec);
 }
-INLINE HalfVec to_bf16(Vec x) { return __builtin_convertvector(rounded_to_bf16(x) >> 16, HalfVec); }
+// The same as floats again.
+INLINE Vec rounded_to_bf16(Vec x) {
+  const UintVec raw = reinterpret_cast<UintVec>(x), rounded = (raw + 0x7fffu + ((raw >> 16) & 1u)) & 0xffff0000u;
+  return x == x ? reinterpret_cast<Vec>(rounded) : x;
+}
 
 #if DOT
 // 32 numbers by the instruction for it, which is faster and takes denormal numbers for zero.

@@ -55,8 +55,7 @@ def rope(
 
     Args:
         qkv: ``[T, (N + 2 * K) * H]``: queries, keys and values side by side.
-        cos_sin: ``[T, H]`` float32: cosines, then sines. A head's first half pairs with its second. H is even, at most
-            512 on a CPU.
+        cos_sin: ``[T, H]`` float32: cosines, then sines. A head's first half pairs with its second. H is even.
         q_norm, k_norm: ``[H]``, weights of ``rms_norm`` for each head; None for none.
         eps: of the norms.
 

@@ -106,9 +106,8 @@ std::tuple<at::Tensor, at::Tensor> rope(const IsaName& isa, const at::Tensor& qk
   const RowKernels& kernels = kernels_for(isa, qkv, "rope");
   const Rows from = rows_of(qkv, "rope", "qkv"), angles = rows_of(cos_sin, "rope", "cos_sin");
   const int64_t rows = qkv.size(0), size = cos_sin.size(1);
-  TORCH_CHECK_VALUE(cos_sin.scalar_type() == at::kFloat && cos_sin.size(0) == rows && size % 2 == 0 && size <= kMaxHeadDim,
-                    "rope: cos_sin must be [", rows, ", head_dim] float32 with an even head_dim up to ", kMaxHeadDim,
-                    ", got ", cos_sin.sizes(), " of ", cos_sin.scalar_type());
+  TORCH_CHECK_VALUE(cos_sin.scalar_type() == at::kFloat && cos_sin.size(0) == rows && size % 2 == 0,
+                    "rope: cos_sin must be [", rows, ", head_dim] float32 with an even head_dim, got ", cos_sin.sizes(), " of ", cos_sin.scalar_type());
   TORCH_CHECK_VALUE(num_heads > 0 && num_kv_heads > 0 && qkv.size(1) == (num_heads + 2 * num_kv_heads) * size,
                     "rope: qkv must have (num_heads + 2 * num_kv_heads) * head_dim columns, got ", qkv.size(1), " for ",
                     num_heads, ", ", num_kv_heads, " and ", size);

@@ -17,7 +17,7 @@ INLINE Vec rounded(Vec x) {
   if constexpr (std::is_same_v<T, float>) {
     return x;
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-    return reinterpret_cast<Vec>(rounded_to_bf16(x));
+    return rounded_to_bf16(x);
   } else {
     T stored[kLanes];
     store_as(stored, x, kLanes);
@@ -71,30 +71,35 @@ TARGET void norm(const NormRow& row) {
   });
 }
 
-// Each head's first half is paired with its second.
+// Each head's first half is paired with its second. All heads are summed up first, so that none waits for its own root.
 template <class T, class W>
 TARGET void rope(const HeadsRow& row) {
+  constexpr int64_t kHeads = 16;  // at once
   const W* weight = static_cast<const W*>(row.weight);
   const int64_t size = row.size, half = size / 2;
-  for (int64_t head = 0; head < row.heads; ++head) {
-    const T* x = static_cast<const T*>(row.x) + head * size;
-    T* out = static_cast<T*>(row.out) + head * size;
-    T normed[kMaxHeadDim];
-    if (weight != nullptr) {
+  for (int64_t from = 0; from < row.heads; from += kHeads) {
+    const int64_t heads = std::min(kHeads, row.heads - from);
+    const T* x = static_cast<const T*>(row.x) + from * size;
+    T* out = static_cast<T*>(row.out) + from * size;
+    float scales[kHeads];
+    for (int64_t head = 0; weight != nullptr && head < heads; ++head) {
       SquareSum squares;
-      for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET { squares.add(i, load_floats(x + i, count)); });
-      const float scale = squares.scale(size, row.eps);
       for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
-        store_as(normed + i, weighted<T>(load_floats(x + i, count), scale, weight + i, count), count);
+        squares.add(i, load_floats(x + head * size + i, count));
       });
-      x = normed;
+      scales[head] = squares.scale(size, row.eps);
     }
-    for_vectors(half, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
-      const Vec first = load_floats(x + i, count), second = load_floats(x + half + i, count);
-      const Vec cos = load_floats(row.cos_sin + i, count), sin = load_floats(row.cos_sin + half + i, count);
-      store_as(out + i, first * cos - second * sin, count);
-      store_as(out + half + i, second * cos + first * sin, count);
-    });
+    for (int64_t head = 0; head < heads; ++head, x += size, out += size)
+      for_vectors(half, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+        const auto element = [&](int64_t j) __attribute__((always_inline)) TARGET {
+          const Vec v = load_floats(x + j, count);
+          return weight == nullptr ? v : rounded<T>(weighted<T>(v, scales[head], weight + j, count));
+        };
+        const Vec first = element(i), second = element(half + i);
+        const Vec cos = load_floats(row.cos_sin + i, count), sin = load_floats(row.cos_sin + half + i, count);
+        store_as(out + i, first * cos - second * sin, count);
+        store_as(out + half + i, second * cos + first * sin, count);
+      });
   }
 }
 

@@ -6,8 +6,6 @@
 
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
-
 enum class Activation { silu, gelu_tanh };
 
 // One row of a norm. Where there is a `delta`, x + delta is normed, and written to `sum`.
@@ -18,7 +16,7 @@ struct NormRow {
   float eps;
 };
 
-// The queries or the keys of one token: `heads` heads of `size` elements, `stride` elements apart in `x`.
+// The queries or the keys of one token: `heads` heads of `size` elements.
 struct HeadsRow {
   const void *x, *weight;  // `weight`: of the norm of each head; null for none
   const float* cos_sin;    // [size]: cosines, then sines

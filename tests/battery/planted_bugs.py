@@ -51,6 +51,7 @@ SCHEDULING = Checks(
         "tests/scheduling/test_scheduler_overlap.py",
         "tests/scheduling/test_scheduler_preemption.py",
         "tests/scheduling/test_scheduler_prefixes.py",
+        "tests/scheduling/test_scheduler_prompts_alone.py",
         "tests/scheduling/test_forks.py",
         "tests/battery/test_planted_bugs_checks.py",
     ),
@@ -58,6 +59,14 @@ SCHEDULING = Checks(
 )
 FORKS = Checks(
     ("tests/battery/test_schedules.py::test_random_schedules", "tests/scheduling/test_forks.py"), load_torch=False
+)
+SCORING = Checks(
+    (
+        "tests/scheduling/test_scheduler_prompts_alone.py",
+        "tests/e2e/test_scoring.py::test_only_what_is_asked_for_is_computed",
+        "tests/e2e/test_scoring.py::test_equal_to_the_bit_to_generating[bfloat16]",
+    ),
+    load_torch=True,
 )
 DRAFTS = Checks(
     ("tests/scheduling/test_drafts.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
@@ -284,6 +293,11 @@ _SCHEDULER = [
         "if token_id in request.stop_token_ids and request.status is Status.RUNNING:",
     ),
     (
+        "a request that generates nothing never ends",
+        "if start + count == request.max_num_tokens:",
+        "if start + count > request.max_num_tokens:",
+    ),
+    (
         "a request gets one token more than its limit",
         "elif request.num_tokens - request.num_in_flight >= request.max_num_tokens:",
         "elif request.num_tokens - request.num_in_flight > request.max_num_tokens:",
@@ -470,7 +484,43 @@ _RUNNING_SET = [
     ),
 ]
 
+_LIMIT_OF_THE_CACHE = [
+    (
+        "log-probabilities are asked for of what is not computed",
+        "most = min(most, request.most_cached_tokens // self.block_size)",
+        "most = min(most, -(-request.most_cached_tokens // self.block_size))",
+    ),
+]
+
+_PROMPT_TARGETS = [
+    (
+        "scored tokens are predicted by the token before the last",
+        "return first - start - 1, self.prompt_token_ids[first : start + count + 1]",
+        "return first - start - 2, self.prompt_token_ids[first : start + count + 1]",
+    ),
+    (
+        "the last token that is scored is left out",
+        "self.prompt_token_ids[first : start + count + 1]",
+        "self.prompt_token_ids[first : start + count]",
+    ),
+    (
+        "the context is scored too",
+        "first = max(len(known), start + 1)",
+        "first = start + 1",
+    ),
+]
+
 _STEP_PLANNER = [
+    (
+        "a request that generates nothing samples a token",
+        "samples = int(start + count == request.num_tokens < request.max_num_tokens)",
+        "samples = int(start + count == request.num_tokens)",
+    ),
+    (
+        "a last token of a prompt by itself is sampled at",
+        "if request.num_tokens - computed > 1 or (not request.generates and request.num_tokens > computed):",
+        "if request.num_tokens - computed > 1:",
+    ),
     (
         "a pool that ran out takes in newcomers",
         "admits = len(self.running_set.preempted) == num_preempted",
@@ -910,6 +960,8 @@ BUGS: dict[Bug, Checks] = {
         ("scheduling.running_set", DRAFTS, _DRAFTS_PREEMPTED),
         ("scheduling.running_set", SCHEDULING, _RUNNING_SET),
         ("scheduling.step_planner", SCHEDULING, _STEP_PLANNER),
+        ("scheduling.prefix_cache", SCORING, _LIMIT_OF_THE_CACHE),
+        ("engine.completions", SCORING, _PROMPT_TARGETS),
         ("worker.step_buffers", TAGS, _BATCH),
         ("worker.request_rows", TAGS, _REQUEST_ROWS),
         ("step.step", TAGS, _STEP),

@@ -73,14 +73,16 @@ def random_request(rng: random.Random, name: str, prefixes: list[list[int]]) -> 
     prompt = rng.choice(prefixes)[: rng.randint(0, length)]
     if rng.random() < 0.7 or not prompt:
         prompt = prompt + [rng.randrange(VOCABULARY) for _ in range(length - len(prompt))]
+    max_tokens = rng.randint(1, MAX_LEN - len(prompt))
     return make_request(
         name,
         prompt or [1],
-        rng.randint(1, MAX_LEN - len(prompt)),
+        0 if length % 8 == 0 else max_tokens,
         frozenset(rng.sample(range(VOCABULARY), 20)),
         priority=rng.randint(0, 2),
         cache_salt=rng.choice(["", "", "x"]),
         keeps_blocks=rng.random() < 0.15,
+        most_cached_tokens=max_tokens if length % 16 == 0 else None,
     )
 
 
@@ -183,6 +185,9 @@ class Watch:
         counts["schedules"] += 1
         counts["steps"] += len(self.engine.outputs)
         counts["requests"] += len(self.ends)
+        counts["ended with the prompt"] += sum(
+            not request.generates and request.finish_reason == "length" for request in self.ends
+        )
         counts["aborted"] += sum(request.finish_reason == "abort" for request in self.ends)
         counts["preemptions by recompute"] += scheduler.counts.num_recompute_preemptions
         counts["preemptions by swap"] += scheduler.counts.num_swap_preemptions
@@ -322,7 +327,7 @@ class ScheduleMachine(RuleBasedStateMachine):
         prefix=st.integers(0, 1),
         num_shared=st.integers(0, MAX_LEN - 1),
         num_own=st.integers(0, 8),
-        max_tokens=st.integers(1, MAX_LEN),
+        max_tokens=st.integers(0, MAX_LEN),
         priority=st.integers(0, 2),
         cache_salt=st.sampled_from(["", "x"]),
         stops=st.booleans(),

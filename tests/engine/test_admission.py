@@ -89,7 +89,7 @@ def test_a_plain_request(admission: Admission, tokenizer: Tokenizer) -> None:
     assert (request.request_id, request.prompt_token_ids, request.seed) == ("me", ids, 4)
     assert request.max_num_tokens == len(ids) + 9
     assert request.stop_token_ids == {EOS}
-    assert (request.reads_cache, request.waits_for_tokens, request.keeps_blocks) == (True, False, False)
+    assert (request.most_cached_tokens, request.waits_for_tokens, request.keeps_blocks) == (None, False, False)
     assert completion.mask is None
     assert completion.text is not None
     assert completion.logprobs is None
@@ -132,8 +132,8 @@ def test_a_request_without_a_seed_gets_one_of_the_engines_and_its_order(tokenize
 def test_log_probabilities(admission: Admission) -> None:
     entry = make(admission, logprobs=0, prompt_logprobs=7)
     assert (entry.completions[0].logprobs, entry.prompt_logprobs) == ([], [None])
-    assert not entry.completions[0].request.reads_cache, "cached blocks have no log-probabilities"
-    assert make(admission, logprobs=7).completions[0].request.reads_cache
+    assert entry.completions[0].request.most_cached_tokens == 0, "cached blocks have no log-probabilities"
+    assert make(admission, logprobs=7).completions[0].request.most_cached_tokens is None
     make(admission, logprobs=-1, prompt_logprobs=-1)
 
 

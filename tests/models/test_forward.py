@@ -1,5 +1,7 @@
 """Every family's forward against transformers, with odd shapes and random weights."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -92,6 +94,15 @@ def test_dummy_weights_are_seeded_and_shaped_like_a_checkpoint() -> None:
     assert torch.equal(one.embedding.weight, same.embedding.weight)
     assert not torch.equal(one.embedding.weight, other.embedding.weight)
     assert one.layers[1].mlp.gate_up.weight.shape == real.layers[1].mlp.gate_up.weight.shape
+
+
+def test_a_dummy_tensor_depends_on_its_name_alone() -> None:
+    config = read_config(checkpoint("llama"))
+    less = dataclasses.replace(config, num_layers=1)
+    many, one = (loader.dummy_weights(c, torch.float32, torch.device("cpu"), 1) for c in (config, less))
+    assert torch.equal(one.head.weight, many.head.weight)
+    assert torch.equal(one.layers[0].mlp.down.weight, many.layers[0].mlp.down.weight)
+    assert not torch.equal(many.layers[0].mlp.down.weight, many.layers[1].mlp.down.weight)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-untied"])

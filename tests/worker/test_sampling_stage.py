@@ -300,20 +300,23 @@ def test_log_probabilities_of_prompts_in_pieces_of_any_size() -> None:
     prompts = CompiledFunction(function, "prompt_logprobs", CPU, enforce_eager=True)
     prompts.warm_up(lambda: served.stage._prompt_arguments(()))
     served.stage._functions["prompt_logprobs"] = prompts
-    steps: list[tuple[list[int], dict[int, int]]] = [
-        ([1], {0: 1}),
-        ([3, 150, 1, 60], {1: 149, 3: 60}),
-        ([64, 64], {0: 64, 1: 64}),
-        ([7, 9], {1: 2}),
+    # Tokens of each request; request -> (place of the first token that is asked for, how many are).
+    steps: list[tuple[list[int], dict[int, tuple[int, int]]]] = [
+        ([1], {0: (0, 1)}),
+        ([3, 150, 1, 60], {1: (1, 149), 3: (0, 60)}),
+        ([64, 64], {0: (0, 64), 1: (0, 64)}),
+        ([7, 9, 5], {1: (6, 2), 2: (4, 1)}),
     ]
     for counts, wanted in steps:
-        targets = tuple((index, tuple(torch.randint(VOCAB, (count,)).tolist())) for index, count in wanted.items())
+        targets = tuple(
+            (index, place, tuple(torch.randint(VOCAB, (count,)).tolist())) for index, (place, count) in wanted.items()
+        )
         seen.clear()
         found = served.stage.prompt_logprobs(
             (), SchedulerOutput(num_scheduled_tokens=tuple(counts), prompt_targets=targets)
         )
-        places = [sum(counts[:index]) + place for index, ids in targets for place in range(len(ids))]
-        ids = torch.tensor([token for _, tokens in targets for token in tokens])
+        places = [sum(counts[:index]) + place + j for index, place, ids in targets for j in range(len(ids))]
+        ids = torch.tensor([token for _, _, tokens in targets for token in tokens])
         assert seen == [64] * -(-len(ids) // 64)
         for column, expected in zip(found, logprob_rows(served.hidden[places] @ head.T, ids, 5), strict=True):
             torch.testing.assert_close(column, expected)
