@@ -11,6 +11,6 @@ KINDS: tuple[LinearKind, ...] = (Packed, Dense, Exact)
 
 
 def linear_kind(device: torch.device, dtype: torch.dtype, exact: bool = False) -> LinearKind:
-    """The kind for models in ``dtype`` on ``device``: the first that serves them, or the first exact one if there is."""
+    """The kind for models in ``dtype`` on ``device``: the first that serves them, the first exact one if asked for."""
     serving = [kind for kind in KINDS if kind.serves(device, dtype)]
     return next((kind for kind in serving if kind.is_exact()), serving[0]) if exact else serving[0]

@@ -12,8 +12,10 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears import kinds
 from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import Linear, LinearKind, Part, Take
+from compiled_llm.models.weights import tensors as tensors_of
 from compiled_llm.report.roofline import ModelWork
 from tests.families import checkpoint
 
@@ -22,7 +24,7 @@ BFLOAT16 = torch.bfloat16
 
 @pytest.mark.parametrize("in_features", [32, 33])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", [Dense, Packed])
+@pytest.mark.parametrize("kind", [Dense, Exact, Packed])
 def test_parts_over_the_same_input_are_one_layer(kind: LinearKind, bias: bool, in_features: int) -> None:
     torch.manual_seed(0)
     parts = [Part(name, size, in_features, bias) for name, size in (("q", 17), ("k", 16), ("v", 5))]
@@ -43,7 +45,7 @@ def test_parts_over_the_same_input_are_one_layer(kind: LinearKind, bias: bool, i
     weight = torch.cat([tensors[f"{part.name}.weight"] for part in parts])
     assert torch.equal(w.rows(ids), weight[ids])
     described = kind.take(lambda name, shape: tensors[name].to("meta"), parts)
-    assert [t.shape for t in described if isinstance(t, Tensor)] == [t.shape for t in w if isinstance(t, Tensor)]
+    assert [t.shape for t in tensors_of(described)] == [t.shape for t in tensors_of(w)]
     assert described.nbytes == w.nbytes
 
 
@@ -52,6 +54,13 @@ def test_the_kind_follows_from_device_and_dtype() -> None:
     assert kinds.linear_kind(cpu, BFLOAT16) is Packed
     for device, dtype in ((cpu, torch.float32), (cpu, torch.float16), (gpu, BFLOAT16)):
         assert kinds.linear_kind(device, dtype) is Dense
+
+
+def test_exact_takes_the_first_kind_with_one_order() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert kinds.linear_kind(cpu, BFLOAT16, exact=True) is Packed
+    for dtype in (BFLOAT16, torch.float32, torch.float16):
+        assert kinds.linear_kind(gpu, dtype, exact=True) is Exact
 
 
 class Int8(NamedTuple):
@@ -83,6 +92,10 @@ class Int8(NamedTuple):
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
+    @staticmethod
+    def is_exact() -> bool:
+        return False
+
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Int8":
         dense = Dense.take(take, parts)
@@ -101,7 +114,9 @@ def test_a_kind_of_ones_own_serves(name: str, monkeypatch: pytest.MonkeyPatch) -
         with CompiledEngine(str(checkpoint(name)), enforce_eager=True, **sizes) as engine:
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             (output,) = engine.generate([[5, 6, 7]], params, use_tqdm=False)
-            assert type(engine.runner.steps.weights.head) is kinds.KINDS[-1]
+            assert type(engine.runner.steps.weights.head) is kinds.linear_kind(
+                engine.runner.device, engine.runner.dtype
+            )
             return list(output.outputs[0].token_ids)
 
     plain = tokens()
