@@ -114,9 +114,8 @@ def test_a_kind_of_ones_own_serves(name: str, monkeypatch: pytest.MonkeyPatch) -
         with CompiledEngine(str(checkpoint(name)), enforce_eager=True, **sizes) as engine:
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             (output,) = engine.generate([[5, 6, 7]], params, use_tqdm=False)
-            assert type(engine.runner.steps.weights.head) is kinds.linear_kind(
-                engine.runner.device, engine.runner.dtype
-            )
+            runner = engine.runner
+            assert type(runner.steps.weights.head) is kinds.linear_kind(runner.device, runner.dtype)
             return list(output.outputs[0].token_ids)
 
     plain = tokens()
