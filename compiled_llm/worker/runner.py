@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from compiled_llm.scheduling.worker import Worker, WorkerFacts
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
-from compiled_llm.worker import loader
+from compiled_llm.worker import exactness, loader
 from compiled_llm.worker.block_copies import copy_blocks, swap_indices
 from compiled_llm.worker.calibration import measure_buckets, measure_swap
 from compiled_llm.worker.compiled_steps import CompiledSteps
@@ -45,6 +46,9 @@ from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 _SWAP_REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
+
+# (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
+StepWatch = Callable[[SchedulerOutput, Bucket, Callable[[], Tensor]], Tensor]
 
 
 @dataclasses.dataclass
@@ -79,9 +83,11 @@ class ModelRunner(Worker):
     Attributes:
         dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
         linears: the kind of linear layer that the weights are kept in.
+        exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
         swap_space: ``[swap blocks, bytes of a block]`` uint8, in host memory.
         rows: what is known of the running requests.
         profiler: set from outside while steps are to be profiled.
+        watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
         memory_ledger, weight_bytes, start_times, times: for reports.
 
     Raises:
@@ -110,10 +116,12 @@ class ModelRunner(Worker):
         self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
+        self.watch: StepWatch | None = None
 
         use_own_cache_directory()
         enforce_eager = self._load_kernels(config.enforce_eager, progress)
-        self.linears = linear_kind(self.device, self.dtype)
+        self.linears = linear_kind(self.device, self.dtype, config.exact)
+        self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears))
         self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
         memory = StartMemory(
             config,
@@ -172,7 +180,8 @@ class ModelRunner(Worker):
         started, ended = self._event(), self._event()
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
         tokens_before = None if profiler is None else steps.last_tokens.clone()
-        logprobs = steps.run(bucket, needs)
+        around = None if self.watch is None else functools.partial(self.watch, output, bucket)
+        logprobs = steps.run(bucket, needs, around)
         prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
         if ended is None:
             tokens = steps.last_tokens[:num_rows].clone()
@@ -242,12 +251,13 @@ class ModelRunner(Worker):
         return self.steps.report()
 
     def describe_start(self) -> str:
-        """What the start did and how long that took, in a line."""
+        """What the start did, how long that took, and whether the engine is exact, in a line."""
         times, report = self.start_times, self.compile_report()
         made, found = report.cache_count("miss") + report.cache_count("off"), report.cache_count("hit")
         graphs = [f"{made} graphs compiled" if made else "", f"{found} graphs from disk" if found else ""]
         compiled = " and ".join(filter(None, graphs)) or "nothing compiled (eager)"
-        return f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
+        took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
+        return f"{took}; exact: {self.exact}"
 
     def compiled_files(self) -> list[Path]:
         """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""
@@ -265,7 +275,7 @@ class ModelRunner(Worker):
         """Load the C++ kernels of a CPU. Returns whether steps run uncompiled."""
         started = time.perf_counter()
         if self.device.type == "cpu":
-            load_kernels(self.dtype, progress)
+            load_kernels(progress)
             # Without a compiler none was loaded and a warning said so; Inductor cannot compile for a CPU either.
             enforce_eager = enforce_eager or native.compiler() is None
         self.start_times.kernels = time.perf_counter() - started

@@ -21,8 +21,8 @@ What a result depends on: a request's splits follow from its own lengths (``_spl
 of the table or the number of programs; a prefill tile starts at its request's first row and walks the keys in steps
 from multiples of the same size. So a request's output is bit for bit the same whatever else is in the batch.
 Nor does the walk of a row depend on the chunks of a prompt, except for chunks so short that the split kernel serves
-them. The price of splits of a fixed size is small, 1 to 6% more bytes for long requests in a batch that would have
-filled the device without splitting.
+them; ``triton_exact.py`` has kernels that make no exception. The price of splits of a fixed size is small, 1 to 6%
+more bytes for long requests in a batch that would have filled the device without splitting.
 
 Balance: the programs are dealt all splits in turn, so of each request's equal splits no program has more than one
 more than another. A split is 256 keys, or a 64th of a request of more than 16384. So a program's work exceeds the

@@ -67,7 +67,7 @@ def _store(target, acc, row_max, row_sum, sinks, heads, row_mask, mask):
 
 
 @triton.jit
-def exact_kernel(
+def exact_attention_kernel(
     q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
     partial, partial_max, partial_sum,
     scale, num_requests, partial_rows, table_stride, q_stride_t, q_stride_n,
@@ -222,7 +222,7 @@ def paged_attention(
             most_tiles = num_tokens // (block_m // group) + min(num_requests, num_tokens // (split_rows + 1))
             launches.append((split_rows + 1, num_tokens, True, most_tiles * num_kv_heads))
         for min_query, max_query, whole, programs in launches:
-            exact_kernel[(programs,)](
+            exact_attention_kernel[(programs,)](
                 q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
                 partial, partial_max, partial_sum,
                 sm_scale, num_requests, parts[2], block_table.stride(0), q.stride(0), q.stride(1),

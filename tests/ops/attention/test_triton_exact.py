@@ -168,7 +168,7 @@ def launches(
     recorded: list = []
     for module, name in (
         (triton_attention, "write_kernel"),
-        (triton_exact, "exact_kernel"),
+        (triton_exact, "exact_attention_kernel"),
         (triton_exact, "exact_merge_kernel"),
     ):
         monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
@@ -236,7 +236,7 @@ def test_every_launch_adds_up_alike(
             print(f"{kernel.__name__}: {usage['REG']} registers, {binary.metadata.shared} bytes of shared memory")
             assert usage["STACK"] == usage["LOCAL"] == 0, kernel.__name__
             assert binary.metadata.shared < 99 * 1024
-            if kernel.__name__ == "exact_kernel":
+            if kernel.__name__ == "exact_attention_kernel":
                 seen.append(how_it_adds_up(binary))
     assert len(seen) == 3
     assert seen[0] == seen[1] == seen[2]
