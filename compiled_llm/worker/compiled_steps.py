@@ -156,9 +156,7 @@ class CompiledSteps:
     def jobs(self) -> list[Job]:
         """Everything to compile, for other processes. Logits are described, since no step has run yet."""
         threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
-        jobs = []
-        for bucket in self.buckets:
-            jobs.append(Job(bucket.name, self._recipe(bucket), self.step_arguments(bucket), threads))
+        jobs = [Job(bucket.name, self._recipe(bucket), self.step_arguments(bucket), threads) for bucket in self.buckets]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self._dtype)
         return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights)
