@@ -23,6 +23,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "triton": triton.__version__,
+        **_isa(),
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -54,7 +55,14 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "cpus": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        **_isa(),
     }
+
+
+def _isa() -> dict[str, str]:
+    """The best instruction set that the C++ kernels may use, if the environment limits it (ops/cpu/features.h)."""
+    limit = os.environ.get("COMPILED_LLM_ISA")
+    return {} if limit is None else {"isa": limit}
 
 
 def _cpu_facts() -> dict[str, str]:

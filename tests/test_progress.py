@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from compiled_llm import CompiledEngine, progress
 from compiled_llm.compiling.cache import CompileCache
@@ -119,7 +118,7 @@ def test_what_is_left_follows_from_experience_then_from_what_is_done(monkeypatch
 
 
 def test_an_engine_says_in_one_line_that_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
-    load_kernels(torch.bfloat16, StartProgress())  # from now on they are on disk
+    load_kernels(StartProgress())  # from now on they are on disk
     with CompiledEngine(**EAGER):
         pass
     (line,) = capsys.readouterr().err.splitlines()
@@ -143,14 +142,11 @@ def test_kernels_that_must_be_built_are_counted_first(monkeypatch: pytest.Monkey
     monkeypatch.setattr(native, "must_be_built", lambda name: name != "sampling_cpu")
     monkeypatch.setattr(native, "load", loaded.append)
     stream = io.StringIO()
-    load_kernels(torch.bfloat16, StartProgress("lines", stream))
+    load_kernels(StartProgress("lines", stream))
     assert sorted(loaded) == ["attention_cpu", "linear_cpu", "rowwise_cpu", "sampling_cpu"]
     assert stream.getvalue().startswith(
         "compiled-llm: building C++ kernels: 3 (attention_cpu, linear_cpu, rowwise_cpu), about 38 s\n"
     )
-    loaded.clear()
-    load_kernels(torch.float32, StartProgress("off"))
-    assert sorted(loaded) == ["attention_cpu", "rowwise_cpu", "sampling_cpu"], "float32 has no packed linear layers"
 
 
 def test_a_kernel_must_be_built_until_it_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

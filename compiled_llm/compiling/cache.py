@@ -176,6 +176,7 @@ def machine_fields() -> dict[str, Any]:
         **code_settings(),
     }
     fields.pop("cpus")  # code depends on the number of threads, not of CPUs
+    fields.pop("isa", None)  # the kernels that it limits are called by compiled code, and are no part of it
     return fields
 
 

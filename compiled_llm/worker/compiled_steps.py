@@ -41,6 +41,7 @@ class CompiledSteps:
         buckets: all, smallest first.
         buffers: the inputs of each bucket.
         last_tokens: ``[R]`` int64 on the device: the tokens that the last step chose.
+        hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
     """
 
@@ -64,15 +65,15 @@ class CompiledSteps:
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        self._hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
-        for tensor in (self.last_tokens, self._hidden):
+        self.hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
+        for tensor in (self.last_tokens, self.hidden):
             mark_static_address(tensor)
         self.sampling = SamplingStage(
             model_config,
             limits,
             device,
             last_tokens=self.last_tokens,
-            hidden=self._hidden,
+            hidden=self.hidden,
             transforms=transforms,
             max_logprobs=config.max_logprobs,
             uses_trees=device.type == "cuda" and graph_pool is None and not config.enforce_eager,
@@ -87,7 +88,7 @@ class CompiledSteps:
     def nbytes(self) -> int:
         """Bytes of all inputs on the device, weights and KV cache left out."""
         pieces = [buffers.nbytes for buffers in self.buffers.values()]
-        return sum(pieces) + self.sampling.nbytes + self.last_tokens.nbytes + self._hidden.nbytes
+        return sum(pieces) + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes
 
     def report(self) -> CompileReport:
         """What compiling each function gave."""
@@ -175,18 +176,25 @@ class CompiledSteps:
     def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         """What the compiled step of ``bucket`` is called with, each time."""
         buffers = self.buffers[bucket]
-        feedback = Feedback(buffers.feedback, self.last_tokens, self._hidden)
+        feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden)
         return self.weights, buffers.step_input, self.kv_cache, feedback
 
     def run_step(self, bucket: Bucket) -> Tensor:
         """Run the model on the step in the bucket's buffers: logits ``[R, V]``; ``last_tokens`` has the likeliest."""
         return self._functions[bucket](*self.step_arguments(bucket))
 
-    def run(self, bucket: Bucket, needs: SamplingNeeds) -> LogprobRows | None:
-        """Run the step in the bucket's buffers. Its tokens are in ``last_tokens`` then; returns log-probabilities."""
+    def run(
+        self, bucket: Bucket, needs: SamplingNeeds, around: Callable[[Callable[[], Tensor]], Tensor] | None = None
+    ) -> LogprobRows | None:
+        """Run the step in the bucket's buffers. Its tokens are in ``last_tokens`` then; returns log-probabilities.
+
+        ``around`` runs the step, if it is given, and returns its logits.
+        """
         if self.device.type == "cuda" and self._graph_pool is None:
             torch.compiler.cudagraph_mark_step_begin()
-        return self.sampling.run(bucket, self.buffers[bucket].sampling_input, self.run_step(bucket), needs)
+        step = functools.partial(self.run_step, bucket)
+        logits = step() if around is None else around(step)
+        return self.sampling.run(bucket, self.buffers[bucket].sampling_input, logits, needs)
 
     def run_largest(self) -> None:
         """Run the largest bucket of each kind, all padding: what a step allocates depends on its bucket alone."""

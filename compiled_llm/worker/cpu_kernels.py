@@ -2,8 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from compiled_llm.ops import native
 from compiled_llm.progress import StartProgress
 
@@ -11,16 +9,17 @@ from compiled_llm.progress import StartProgress
 _BUILD_SECONDS = {"attention_cpu": 38.0, "linear_cpu": 14.0, "rowwise_cpu": 10.0, "sampling_cpu": 10.0}
 
 
-def load_kernels(dtype: torch.dtype, progress: StartProgress) -> None:
-    """Load what a model of ``dtype`` needs. Without a C++ compiler nothing is loaded, and a warning says so."""
-    needed = [name for name in _BUILD_SECONDS if name != "linear_cpu" or dtype == torch.bfloat16]
-    missing = {name: _BUILD_SECONDS[name] for name in needed if native.must_be_built(name)}
+def load_kernels(progress: StartProgress) -> None:
+    """Load all of them. Without a C++ compiler nothing is loaded, and a warning says so."""
+    missing = {name: seconds for name, seconds in _BUILD_SECONDS.items() if native.must_be_built(name)}
     with progress.stage("building C++ kernels", missing, seconds=max(missing.values(), default=None)) as stage:
 
         def load(name: str) -> None:
             stage.begin(name)
-            native.load(name)
+            module = native.load(name)
+            if module is not None:
+                module.supported_isas()  # refuses a COMPILED_LLM_ISA that it does not know
             stage.finish(name)
 
         with ThreadPoolExecutor() as pool:  # all at once: each waits for a compiler
-            list(pool.map(load, needed))
+            list(pool.map(load, _BUILD_SECONDS))

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,9 @@ from compiled_llm.worker.times import RunnerTimes, StartTimes
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 _SWAP_REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
 
+# (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
+StepWatch = Callable[[SchedulerOutput, Bucket, Callable[[], Tensor]], Tensor]
+
 
 @dataclasses.dataclass
 class LaunchedStep:
@@ -82,6 +86,7 @@ class ModelRunner(Worker):
         swap_space: ``[swap blocks, bytes of a block]`` uint8, in host memory.
         rows: what is known of the running requests.
         profiler: set from outside while steps are to be profiled.
+        watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
         memory_ledger, weight_bytes, start_times, times: for reports.
 
     Raises:
@@ -110,6 +115,7 @@ class ModelRunner(Worker):
         self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
+        self.watch: StepWatch | None = None
 
         use_own_cache_directory()
         enforce_eager = self._load_kernels(config.enforce_eager, progress)
@@ -172,7 +178,8 @@ class ModelRunner(Worker):
         started, ended = self._event(), self._event()
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
         tokens_before = None if profiler is None else steps.last_tokens.clone()
-        logprobs = steps.run(bucket, needs)
+        around = None if self.watch is None else functools.partial(self.watch, output, bucket)
+        logprobs = steps.run(bucket, needs, around)
         prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
         if ended is None:
             tokens = steps.last_tokens[:num_rows].clone()
@@ -265,7 +272,7 @@ class ModelRunner(Worker):
         """Load the C++ kernels of a CPU. Returns whether steps run uncompiled."""
         started = time.perf_counter()
         if self.device.type == "cpu":
-            load_kernels(self.dtype, progress)
+            load_kernels(progress)
             # Without a compiler none was loaded and a warning said so; Inductor cannot compile for a CPU either.
             enforce_eager = enforce_eager or native.compiler() is None
         self.start_times.kernels = time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Linear layers in bfloat16 whose weights lie in the order that the CPU kernel reads (ops/linear/packed_linear.py)."""
+"""Linear layers whose weights lie in the order that the CPU kernel reads (ops/linear/packed_linear.py)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from compiled_llm.ops import native, pack_weight, packed_linear, unpack_rows
 class Packed(NamedTuple):
     """A ``Dense`` layer, packed."""
 
-    packed: Tensor  # [ceil(out_features / 16), ceil(in_features / 2), 16, 2] bfloat16
-    bias: Tensor | None  # [out_features] bfloat16
+    packed: Tensor  # what pack_weight makes of [out_features, in_features]
+    bias: Tensor | None  # [out_features]
     out_features: int
     in_features: int
 
@@ -32,7 +32,7 @@ class Packed(NamedTuple):
 
     @staticmethod
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
-        return device.type == "cpu" and dtype == torch.bfloat16 and native.load("linear_cpu") is not None
+        return device.type == "cpu" and native.load("linear_cpu") is not None
 
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Packed":

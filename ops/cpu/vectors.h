@@ -70,13 +70,12 @@ INLINE Vec load_floats(const T* from) {
     return reinterpret_cast<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
 #else
     Vec x;
-    for (int i = 0; i < kLanes; ++i) {
 #if WIDTH == 256
-      x[i] = _cvtsh_ss(from[i].x);
+    for (int i = 0; i < 2; ++i)
+      reinterpret_cast<__m256*>(&x)[i] = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
 #else
-      x[i] = from[i];
+    for (int i = 0; i < kLanes; ++i) x[i] = from[i];
 #endif
-    }
     return x;
 #endif
   }

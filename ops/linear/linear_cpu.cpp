@@ -1,22 +1,24 @@
-// Linear layer on packed bfloat16 weights for CPUs. packed_linear.py has the layout, the reference and the schema.
+// Linear layer on packed weights for CPUs. packed_linear.py has the layout, the reference and the schema.
 //
-//   y[t, n] = bias[n] + sum over pairs p of  x[t, 2p] * W[n, 2p] + x[t, 2p + 1] * W[n, 2p + 1]
+//   y[t, n] = bias[n] + sum over k of  x[t, k] * W[n, k]
+//
+// The inputs are taken word by word: a pair of bfloat16, or one float32 or float16.
 //
 // Three loops around a micro kernel:
 //
 //   threads     each takes pieces of the column tiles (16 outputs each), so that no two read the same weights
 //   columns     `cols` tiles at a time ...
-//   K chunks    ... of which `chunk` pairs are read from memory once for a block of rows, ...
+//   K chunks    ... of which `chunk` words are read from memory once for a block of rows, ...
 //   row groups  ... and used from the caches by every group of `rows` rows
 //
-// The micro kernel holds rows x cols sums of 16 columns in registers and walks through a chunk pair by pair, or with AMX
-// (linear_cpu_amx.h) 16 pairs at a time.
+// The micro kernel holds rows x cols sums of 16 columns in registers and walks through a chunk word by word, or with AMX
+// (linear_cpu_amx.h) 16 words at a time.
 //
 // AMX multiplies faster than L2 delivers: of each product's operands one has to be in L1 (the weights' chunk), the other
 // in L2 (the block of rows), and weights have to be fetched from farther away all the time. So every row group fetches
 // its part of the next weights, and large outputs are written past the caches.
 //
-// Batch invariance: every output has one float32 sum, which takes its pairs in order, whatever the number of rows, the
+// Batch invariance: every output has one float32 sum, which takes its words in order, whatever the number of rows, the
 // place of its row, or the number of threads. Chunks do not change that: between two of them a sum is kept in memory as
 // float32. So a request gets the same tokens alone or in any batch. Kernels of different instruction sets may
 // differ in the last bit (AMX sums 16 even and 16 odd products before it adds them), so one of them serves all shapes: AMX
@@ -50,16 +52,18 @@ constexpr int64_t FEW_ROWS = 4;                  // up to here memory is the lim
 constexpr int64_t GRAIN_FLOPS = 1 << 18;         // for less, waking a thread takes longer than the work
 constexpr int64_t PIECES = 8;                    // of the columns, for each thread
 
-// `rows` rows of K elements -> [pairs, rows]: what a micro kernel reads in a row. Four rows of four pairs at a time.
-void interleave_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t K, uint32_t* to) {
+// `rows` rows of K elements -> [words, rows]: what a micro kernel reads in a row. Four rows of four words at a time.
+template <class Input>
+void interleave_rows(const Input* from, int64_t stride, int64_t rows, int64_t K, uint32_t* to) {
   typedef uint32_t u32 __attribute__((vector_size(16)));
-  const int64_t pairs = K / 2;
+  constexpr int64_t INPUTS = sizeof(uint32_t) / sizeof(Input);  // of a word
+  const int64_t words = K / INPUTS;
   int64_t m = 0;
   for (; m + 4 <= rows; m += 4)
-    for (int64_t p = 0; p < pairs / 4 * 4; p += 4) {
+    for (int64_t p = 0; p < words / 4 * 4; p += 4) {
       u32 a, b, c, d;
       for (auto [row, lanes] : {std::pair(0, &a), {1, &b}, {2, &c}, {3, &d}})
-        std::memcpy(lanes, from + (m + row) * stride + 2 * p, sizeof(u32));
+        std::memcpy(lanes, from + (m + row) * stride + INPUTS * p, sizeof(u32));
       const u32 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab_high = __builtin_shufflevector(a, b, 2, 6, 3, 7);
       const u32 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd_high = __builtin_shufflevector(c, d, 2, 6, 3, 7);
       const u32 columns[4] = {
@@ -67,90 +71,95 @@ void interleave_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t
           __builtin_shufflevector(ab_high, cd_high, 0, 1, 4, 5), __builtin_shufflevector(ab_high, cd_high, 2, 3, 6, 7)};
       for (int64_t i = 0; i < 4; ++i) std::memcpy(to + (p + i) * rows + m, &columns[i], sizeof(u32));
     }
-  const auto copy = [&](int64_t row, int64_t first_pair) {
-    for (int64_t p = first_pair; p < pairs; ++p)
-      std::memcpy(to + p * rows + row, from + row * stride + 2 * p, sizeof(uint32_t));
-    if (K % 2 != 0) to[pairs * rows + row] = from[row * stride + K - 1];
+  const auto copy = [&](int64_t row, int64_t first_word) {
+    for (int64_t p = first_word; p < words; ++p)
+      std::memcpy(to + p * rows + row, from + row * stride + INPUTS * p, sizeof(uint32_t));
+    if (K % INPUTS != 0) to[words * rows + row] = from[row * stride + K - 1];
   };
-  for (int64_t row = 0; row < rows; ++row) copy(row, row < m ? pairs / 4 * 4 : 0);
+  for (int64_t row = 0; row < rows; ++row) copy(row, row < m ? words / 4 * 4 : 0);
 }
 
-// `rows` rows of K elements -> [K tiles, row tiles, TILE rows, TILE pairs], zero where there is no row or no pair.
-void tile_rows(const uint16_t* from, int64_t stride, int64_t rows, int64_t K, uint32_t* to) {
+// `rows` rows of K elements -> [K tiles, row tiles, TILE rows, TILE words], zero where there is no row or no word.
+template <class Input>
+void tile_rows(const Input* from, int64_t stride, int64_t rows, int64_t K, uint32_t* to) {
+  constexpr int64_t INPUTS = TILE * sizeof(uint32_t) / sizeof(Input);  // of a tile's row
   const int64_t row_tiles = (rows + TILE - 1) / TILE;
-  for (int64_t k = 0; k < K; k += 2 * TILE)
+  for (int64_t k = 0; k < K; k += INPUTS)
     for (int64_t row = 0; row < row_tiles * TILE; ++row, to += TILE) {
-      const int64_t count = row < rows ? std::min(2 * TILE, K - k) : 0;
-      if (count != 0) std::memcpy(to, from + row * stride + k, count * sizeof(uint16_t));
-      if (count < 2 * TILE) std::memset(reinterpret_cast<uint16_t*>(to) + count, 0, (2 * TILE - count) * sizeof(uint16_t));
+      const int64_t count = row < rows ? std::min(INPUTS, K - k) : 0;
+      if (count != 0) std::memcpy(to, from + row * stride + k, count * sizeof(Input));
+      if (count < INPUTS) std::memset(reinterpret_cast<Input*>(to) + count, 0, (INPUTS - count) * sizeof(Input));
     }
 }
 
 // Rows of x [T, K] from `first` on -> groups of `group` rows, each as the micro kernel takes it, whatever the strides of x.
-void pack_rows(const Kernels& kernels, const at::Tensor& x, int64_t first, int64_t group, uint32_t* packed) {
+// `align` is that of the kernels; each row takes `words`.
+template <class Input>
+void pack_rows(const at::Tensor& x, int64_t first, int64_t group, int64_t align, int64_t words, uint32_t* packed) {
   const int64_t T = x.size(0), K = x.size(1), stride = x.stride(0);
-  const int64_t pairs = kernels.aligned((K + 1) / 2);
-  const auto* data = static_cast<const uint16_t*>(x.const_data_ptr());
-  const auto pack = kernels.align == 1 ? interleave_rows : tile_rows;
+  const auto* data = static_cast<const Input*>(x.const_data_ptr());
+  const auto pack = align == 1 ? interleave_rows<Input> : tile_rows<Input>;
   const int64_t groups = (T - first + group - 1) / group;
-  at::parallel_for(0, groups, 1 + (1 << 17) / (pairs * group), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, groups, 1 + (1 << 17) / (words * group), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * group; row < std::min(T - first, end * group); row += group)
-      pack(data + (first + row) * stride, stride, std::min(group, T - first - row), K, packed + row * pairs);
+      pack(data + (first + row) * stride, stride, std::min(group, T - first - row), K, packed + row * words);
   });
 }
 
 // The first row that has to be packed, a multiple of `group`, or T: tiles are loaded from x itself where they are whole.
-int64_t first_packed_row(const Kernels& kernels, const at::Tensor& x, int64_t group) {
-  const int64_t T = x.size(0), align = kernels.align;
+int64_t first_packed_row(const at::Tensor& x, int64_t group, int64_t align) {
+  const int64_t T = x.size(0);
   if (align == 1 || x.size(1) % (2 * align) != 0 || x.stride(0) % 2 != 0 || x.stride(0) == 0) return 0;
   return T < align || T % align == 0 ? T : T / group * group;
 }
 
+template <class T>
 struct Problem {
-  int64_t T, N, pairs;
+  int64_t rows, N, words;
   const uint32_t* x;     // the rows before `first_packed`, `x_stride` words apart,
   int64_t x_stride, first_packed;
-  const uint32_t* x_packed;  // and the others as pack_rows made them, with room for `x_pairs` pairs each
-  int64_t x_pairs;
-  const uint32_t* w;     // [tiles, pairs, TILE]
-  const BFloat16* bias;  // or null
-  BFloat16* out;         // [T, N]
-  bool stream;           // past the caches
-  int64_t chunk;         // pairs
-  int64_t rows;          // of a row group
+  const uint32_t* x_packed;  // and the others as pack_rows made them, with room for `x_words` words each
+  int64_t x_words;
+  const typename Packing<T>::Word* w;  // [tiles, words, TILE]
+  const T* bias;   // or null
+  T* out;          // [rows, N]
+  bool stream;     // past the caches
+  int64_t chunk;   // words
+  int64_t group;   // rows of a row group
 };
 
 // Rows [row, row + rows) of column tiles [tile, tile + cols). The thread's next ones start at `next_tile`.
-void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row, int64_t rows, int64_t tile,
+template <class T>
+void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, int64_t row, int64_t rows, int64_t tile,
                     int64_t cols, int64_t next_tile) {
   alignas(64) float sums[MAX_SUMS];
-  const int64_t groups = (rows + problem.rows - 1) / problem.rows, w_stride = problem.pairs * TILE;
-  const uint32_t* w = problem.w + tile * w_stride;
+  const int64_t groups = (rows + problem.group - 1) / problem.group, w_stride = problem.words * TILE;
+  const auto* const w = problem.w + tile * w_stride;
   const int64_t column = tile * TILE, columns = std::min(cols * TILE, problem.N - column);
   float bias[MAX_COLS * TILE] = {};
   if (problem.bias) std::copy_n(problem.bias + column, columns, bias);
-  for (int64_t pair = 0, pairs; pair < problem.pairs; pair += pairs) {
-    pairs = std::min(problem.chunk, problem.pairs - pair);
+  for (int64_t word = 0, words; word < problem.words; word += words) {
+    words = std::min(problem.chunk, problem.words - word);
     // The next weights, of the next chunk or the next tiles: each row group fetches a part.
-    const bool last = pair + pairs == problem.pairs;
-    const uint32_t* later = last ? problem.w + next_tile * w_stride : w + (pair + pairs) * TILE;
-    const int64_t later_pairs = std::min(problem.chunk, last ? problem.pairs : problem.pairs - pair - pairs);
-    const int64_t later_lines = (later_pairs + groups - 1) / groups;
+    const bool last = word + words == problem.words;
+    const auto* later = last ? problem.w + next_tile * w_stride : w + (word + words) * TILE;
+    const int64_t later_words = std::min(problem.chunk, last ? problem.words : problem.words - word - words);
+    const int64_t later_lines = (later_words + groups - 1) / groups;
     for (int64_t g = 0; g < groups; ++g) {
-      const int64_t m = std::min(problem.rows, rows - g * problem.rows), start = row + g * problem.rows;
+      const int64_t m = std::min(problem.group, rows - g * problem.group), start = row + g * problem.group;
       const bool direct = start < problem.first_packed;
-      float* group_sums = sums + g * problem.rows * cols * TILE;
+      float* group_sums = sums + g * problem.group * cols * TILE;
       kernels.multiply[((m - 1) / kernels.align) * kernels.cols + cols - 1]({
-          .x = direct ? problem.x + start * problem.x_stride + pair
-                      : problem.x_packed + (start - problem.first_packed) * problem.x_pairs + pair * kernels.aligned(m),
+          .x = direct ? problem.x + start * problem.x_stride + word
+                      : problem.x_packed + (start - problem.first_packed) * problem.x_words + word * kernels.aligned(m),
           .x_stride = direct ? problem.x_stride : 0,
-          .w = w + pair * TILE,
+          .w = w + word * TILE,
           .w_stride = w_stride,
-          .pairs = pairs,
+          .words = words,
           .sums = group_sums,
-          .first = pair == 0,
-          .prefetch = g == 0 && problem.T > FEW_ROWS,
-          .left = problem.pairs - pair,
+          .first = word == 0,
+          .prefetch = g == 0 && problem.rows > FEW_ROWS,
+          .left = problem.words - word,
           .later = later + g * later_lines * TILE,
           .later_lines = later_lines,
       });
@@ -161,74 +170,90 @@ void multiply_block(const Kernels& kernels, const Problem& problem, int64_t row,
   }
 }
 
+// All of it, with the activations x [T, K] in words of 32 bits.
+template <class T>
+void multiply(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor& packed,
+              const std::optional<at::Tensor>& bias, const at::Tensor& out) {
+  using Input = typename Packing<T>::Input;
+  constexpr int64_t INPUTS = sizeof(uint32_t) / sizeof(Input);
+  const int64_t rows = x.size(0), N = out.size(1), tiles = packed.size(0), words = packed.size(1);
+  const int64_t x_words = kernels.aligned(words);
+  const bool tiled = kernels.align > 1;
+  const int64_t whole_groups = TILED_BLOCK_BYTES / (x_words * 4) / kernels.rows * kernels.rows;
+  const int64_t block = tiled ? std::clamp(whole_groups, kernels.rows, kernels.row_block) : kernels.row_block;
+  // With few rows a single row tile at a time: it waits less for weights that come from memory.
+  const int64_t group = tiled && rows <= 2 * kernels.rows ? kernels.align : kernels.rows;
+  const int64_t first_packed = first_packed_row(x, group, kernels.align);
+  at::Tensor x_packed = at::empty({kernels.aligned(rows - first_packed), x_words, INPUTS}, x.options());
+  auto* const packed_rows = static_cast<uint32_t*>(x_packed.mutable_data_ptr());
+  if (first_packed < rows) pack_rows<Input>(x, first_packed, group, kernels.align, x_words, packed_rows);
+  const Problem<T> problem = {
+      .rows = rows,
+      .N = N,
+      .words = words,
+      .x = static_cast<const uint32_t*>(x.const_data_ptr()),
+      .x_stride = x.stride(0) / INPUTS,
+      .first_packed = first_packed,
+      .x_packed = packed_rows,
+      .x_words = x_words,
+      .w = static_cast<const typename Packing<T>::Word*>(packed.const_data_ptr()),
+      .bias = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
+      .out = static_cast<T*>(out.mutable_data_ptr()),
+      .stream = out.nbytes() > STREAM_BYTES,
+      // One group reads longer runs of memory; with two, the second finds the first one's weights in L1.
+      .chunk = rows <= group ? 2 * kernels.chunk : tiled && rows <= 2 * group ? kernels.chunk / 2 : kernels.chunk,
+      .group = group,
+  };
+  // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
+  // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
+  const int64_t cols = rows <= FEW_ROWS && !tiled ? 1 : kernels.cols;
+  // A thread that is free takes the next piece of the columns and block of rows: cores need not be equally fast.
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), rows * words * tiles * TILE / GRAIN_FLOPS + 1);
+  const int64_t piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols;
+  const int64_t pieces = (tiles + piece - 1) / piece, items = pieces * ((rows + block - 1) / block);
+  std::atomic<int64_t> free = 0;
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    kernels.begin(rows);
+    for (int64_t item = free++, next; item < items; item = next) {
+      next = free++;
+      const int64_t row = item / pieces * block, end = std::min((item % pieces + 1) * piece, tiles);
+      for (int64_t tile = item % pieces * piece; tile < end; tile += cols)
+        multiply_block(kernels, problem, row, std::min(block, rows - row), tile, std::min(cols, end - tile),
+                       tile + cols < end ? tile + cols : next % pieces * piece);
+    }
+    kernels.end();
+  });
+}
+
 void check_inputs(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t N) {
+  const auto dtype = x.scalar_type();
+  TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kHalf,
+                    "packed_linear: x must be bfloat16, float32 or float16, got ", dtype);
+  for (const at::Tensor& tensor : {x, packed, bias.value_or(x)})
+    TORCH_CHECK_VALUE(tensor.scalar_type() == dtype && tensor.device().is_cpu(),
+                      "packed_linear: x, packed and bias must be of one dtype on the CPU, x is ", dtype, ", got ",
+                      tensor.scalar_type(), " on ", tensor.device());
   TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, "packed_linear: x must be [T, K] with K > 0, got ", x.sizes());
   TORCH_CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, "packed_linear: the last stride of x must be 1, got strides ",
                     x.strides());
-  const std::array<int64_t, 4> expected = {(N + TILE - 1) / TILE, (x.size(1) + 1) / 2, TILE, 2};
+  const int64_t inputs = dtype == at::kBFloat16 ? 2 : 1;  // of a word
+  const std::array<int64_t, 4> expected = {(N + TILE - 1) / TILE, (x.size(1) + inputs - 1) / inputs, TILE, inputs};
   TORCH_CHECK_VALUE(N > 0 && packed.sizes() == at::IntArrayRef(expected), "packed_linear: x ", x.sizes(),
                     " and out_features ", N, " take packed ", at::IntArrayRef(expected), ", got ", packed.sizes());
   TORCH_CHECK_VALUE(packed.is_contiguous(), "packed_linear: packed must be contiguous");
   TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == N && bias->is_contiguous()),
                     "packed_linear: bias must be a contiguous [", N, "], got ", bias->sizes());
-  for (const at::Tensor& tensor : {x, packed, bias.value_or(x)})
-    TORCH_CHECK_VALUE(tensor.scalar_type() == at::kBFloat16 && tensor.device().is_cpu(),
-                      "packed_linear: x, packed and bias must be bfloat16 on the CPU, got ", tensor.scalar_type(),
-                      " on ", tensor.device());
 }
 
 at::Tensor packed_linear(const IsaName& isa, const at::Tensor& x, const at::Tensor& packed,
                          const std::optional<at::Tensor>& bias, int64_t out_features) {
   check_inputs(x, packed, bias, out_features);
   const Kernels& kernels = chosen(isa, "packed_linear");
-  const int64_t T = x.size(0), tiles = packed.size(0), pairs = packed.size(1);
-  at::Tensor out = at::empty({T, out_features}, x.options());
-  if (T == 0) return out;
-  const int64_t x_pairs = kernels.aligned(pairs);
-  const bool tiled = kernels.align > 1;
-  const int64_t whole_groups = TILED_BLOCK_BYTES / (x_pairs * 4) / kernels.rows * kernels.rows;
-  const int64_t block = tiled ? std::clamp(whole_groups, kernels.rows, kernels.row_block) : kernels.row_block;
-  // With few rows a single row tile at a time: it waits less for weights that come from memory.
-  const int64_t group = tiled && T <= 2 * kernels.rows ? kernels.align : kernels.rows;
-  const int64_t first_packed = first_packed_row(kernels, x, group);
-  at::Tensor x_packed = at::empty({kernels.aligned(T - first_packed), x_pairs, 2}, x.options());
-  if (first_packed < T) pack_rows(kernels, x, first_packed, group, static_cast<uint32_t*>(x_packed.mutable_data_ptr()));
-  const Problem problem = {
-      .T = T,
-      .N = out_features,
-      .pairs = pairs,
-      .x = static_cast<const uint32_t*>(x.const_data_ptr()),
-      .x_stride = x.stride(0) / 2,
-      .first_packed = first_packed,
-      .x_packed = static_cast<const uint32_t*>(x_packed.const_data_ptr()),
-      .x_pairs = x_pairs,
-      .w = static_cast<const uint32_t*>(packed.const_data_ptr()),
-      .bias = bias ? static_cast<const BFloat16*>(bias->const_data_ptr()) : nullptr,
-      .out = static_cast<BFloat16*>(out.mutable_data_ptr()),
-      .stream = T * out_features * 2 > STREAM_BYTES,
-      // One group reads longer runs of memory; with two, the second finds the first one's weights in L1.
-      .chunk = T <= group ? 2 * kernels.chunk : tiled && T <= 2 * group ? kernels.chunk / 2 : kernels.chunk,
-      .rows = group,
-  };
-  // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
-  // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
-  const int64_t cols = T <= FEW_ROWS && !tiled ? 1 : kernels.cols;
-  // A thread that is free takes the next piece of the columns and block of rows: cores need not be equally fast.
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), T * pairs * tiles * TILE / GRAIN_FLOPS + 1);
-  const int64_t piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols;
-  const int64_t pieces = (tiles + piece - 1) / piece, items = pieces * ((T + block - 1) / block);
-  std::atomic<int64_t> free = 0;
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    kernels.begin(T);
-    for (int64_t item = free++, next; item < items; item = next) {
-      next = free++;
-      const int64_t row = item / pieces * block, end = std::min((item % pieces + 1) * piece, tiles);
-      for (int64_t tile = item % pieces * piece; tile < end; tile += cols)
-        multiply_block(kernels, problem, row, std::min(block, T - row), tile, std::min(cols, end - tile),
-                       tile + cols < end ? tile + cols : next % pieces * piece);
-    }
-    kernels.end();
-  });
+  at::Tensor out = at::empty({x.size(0), out_features}, x.options());
+  if (x.size(0) == 0) return out;
+  if (x.scalar_type() == at::kBFloat16) multiply(std::get<KernelsOf<BFloat16>>(kernels), x, packed, bias, out);
+  else if (x.scalar_type() == at::kFloat) multiply(std::get<KernelsOf<float>>(kernels), x, packed, bias, out);
+  else multiply(std::get<KernelsOf<Half>>(kernels), x.to(at::kFloat), packed, bias, out);
   return out;
 }
 

@@ -11,12 +11,12 @@
 namespace {
 namespace ISA {
 
-constexpr int64_t AHEAD = 64;  // pairs from a product to the prefetch of its weights: more than 100 ns of work
+constexpr int64_t AHEAD = 64;  // words from a product to the prefetch of its weights: more than 100 ns of work
 
 // A prefetch never faults, so it may point past the end of the weights.
-template <int C>
-INLINE void prefetch(const Work& work, int64_t pair) {
-  const uint32_t* ahead = work.w + (pair + AHEAD) * TILE + (pair + AHEAD < work.left ? 0 : (C - 1) * work.w_stride);
+template <int C, class T>
+INLINE void prefetch(const Work<T>& work, int64_t word) {
+  const auto* ahead = work.w + (word + AHEAD) * TILE + (word + AHEAD < work.left ? 0 : (C - 1) * work.w_stride);
   for (int c = 0; c < C; ++c) __builtin_prefetch(ahead + c * work.w_stride, 0, 2);
 }
 
@@ -29,8 +29,8 @@ constexpr int64_t CHUNK = 128, ROW_BLOCK = 384;
 
 // Aligned to a cache line: where it starts in the middle of one, a decode is 4% slower.
 template <int M, int C>
-[[gnu::aligned(64)]] void multiply(const Work& work) {
-  multiply_tiles<TILES, M, C>(work.x, work.x_stride, work.w, work.w_stride, work.pairs, work.sums, work.first, work.later,
+[[gnu::aligned(64)]] void multiply_bf16(const Work<BFloat16>& work) {
+  multiply_tiles<TILES, M, C>(work.x, work.x_stride, work.w, work.w_stride, work.words, work.sums, work.first, work.later,
                               work.later_lines);
 }
 
@@ -45,13 +45,13 @@ constexpr int64_t CHUNK = 256, ROW_BLOCK = 256;
 // 32 registers of 512 bits: 8 x 3 sums, 3 of weights, the others for activations. A pair takes 24 products and 11 loads,
 // so the products hide the loads; a group of 8 rows fits the usual batch sizes.
 template <int M, int C>
-TARGET void multiply(const Work& work) {
+TARGET void multiply_bf16(const Work<BFloat16>& work) {
   Vec sums[M][C];
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
 #pragma GCC unroll 3
     for (int c = 0; c < C; ++c) sums[m][c] = work.first ? Vec{} : load(work.sums + (m * C + c) * TILE);
-  for (int64_t p = 0; p < work.pairs; ++p) {
+  for (int64_t p = 0; p < work.words; ++p) {
     if (work.prefetch) prefetch<C>(work, p);
     Vec w[C];
 #pragma GCC unroll 3
@@ -73,11 +73,11 @@ TARGET void multiply(const Work& work) {
 // Without an instruction for it bfloat16 becomes float32 by a shift. Registers of 512 bits are 32: 8 x 2 sums, 4 of
 // weights, 2 of activations; those of 256 bits are 16: 4 x 1 x 2 sums, 4 of weights, 2 of activations.
 template <int M, int C>
-TARGET void multiply(const Work& work) {
+TARGET void multiply_bf16(const Work<BFloat16>& work) {
   constexpr int LANES = WIDTH / 32, PARTS = TILE / LANES;  // of a tile, one to a register
   Register sums[M][C * PARTS] = {};
   if (!work.first) std::memcpy(sums, work.sums, sizeof(sums));
-  for (int64_t p = 0; p < work.pairs; ++p) {
+  for (int64_t p = 0; p < work.words; ++p) {
     if (work.prefetch) prefetch<C>(work, p);
     Register even[C * PARTS], odd[C * PARTS];
     for (int i = 0; i < C * PARTS; ++i) {
@@ -97,10 +97,67 @@ TARGET void multiply(const Work& work) {
 #endif  // DOT
 #endif  // TILES
 
+#if !DOT
+// Registers of 512 bits: 8 x 3 sums, 3 of weights, one of activations; of 256 bits: 6 x 1 x 2, 2 and one.
+constexpr int FLOAT_ROWS = WIDTH == 512 ? 8 : WIDTH == 256 ? 6 : 4, FLOAT_COLS = WIDTH == 512 ? 3 : 1;
+// A chunk of a row group (16 KiB) stays in L1, that of 3 tiles (96 KiB) in L2. Rows of a block come from L2 or L3, which is
+// fast enough for them; with 256 rows, or chunks of 256, 512 rows are 4% slower each.
+constexpr int64_t FLOAT_CHUNK = 512, FLOAT_ROW_BLOCK = 512 / FLOAT_ROWS * FLOAT_ROWS;
+
+INLINE Register load_register(const float* from) {
+  Register x;
+  std::memcpy(&x, from, sizeof(x));
+  return x;
+}
+
+INLINE Register load_register(const Half* from) {
+#if WIDTH == 512
+  return load_floats(from);
+#elif WIDTH == 256
+  return reinterpret_cast<Register>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  Register x;
+  for (int i = 0; i < WIDTH / 32; ++i) x[i] = from[i];
+  return x;
+#endif
+}
+
+// Weights of float32, or of float16, which are widened as they are loaded. A word is one input.
+template <class T, int M, int C>
+TARGET void multiply_floats(const Work<T>& work) {
+  constexpr int LANES = WIDTH / 32, PARTS = TILE / LANES, REGISTERS = C * PARTS;
+  Register sums[M][REGISTERS];
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int i = 0; i < REGISTERS; ++i)
+      sums[m][i] = work.first ? Register{} : load_register(work.sums + (m * REGISTERS + i) * LANES);
+  for (int64_t k = 0; k < work.words; ++k) {
+    if (work.prefetch) prefetch<C>(work, k);
+    Register w[REGISTERS];
+#pragma GCC unroll 4
+    for (int i = 0; i < REGISTERS; ++i)
+      w[i] = load_register(work.w + i / PARTS * work.w_stride + k * TILE + i % PARTS * LANES);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const Register x = reinterpret_cast<Register>(UintRegister{} + work.x[k * M + m]);
+#pragma GCC unroll 4
+      for (int i = 0; i < REGISTERS; ++i) sums[m][i] += x * w[i];
+    }
+  }
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int i = 0; i < REGISTERS; ++i)
+      std::memcpy(work.sums + (m * REGISTERS + i) * LANES, &sums[m][i], sizeof(Register));
+}
+#endif  // !DOT
+
 // Row by row, since rows of the output are often whole pages apart: a cache line that is left half written would be gone
 // from the caches when its other half comes.
-TARGET void finish(const float* sums, int64_t sums_stride, const float* bias, int64_t rows, int64_t columns,
-                   BFloat16* out, int64_t out_stride, [[maybe_unused]] bool stream) {
+template <class T>
+TARGET void finish(const float* sums, int64_t sums_stride, const float* bias, int64_t rows, int64_t columns, T* out,
+                   int64_t out_stride, [[maybe_unused]] bool stream) {
 #ifdef TILES
   // Two tiles are a cache line of the output. Where it is too large for the caches, lines are written past them, which
   // saves reading them first.
@@ -121,15 +178,15 @@ TARGET void finish(const float* sums, int64_t sums_stride, const float* bias, in
 }
 
 template <size_t... I>
-constexpr std::array<void (*)(const Work&), sizeof...(I)> products(std::index_sequence<I...>) {
-  return {&multiply<I / COLS + 1, I % COLS + 1>...};
+constexpr std::array<void (*)(const Work<BFloat16>&), sizeof...(I)> products(std::index_sequence<I...>) {
+  return {&multiply_bf16<I / COLS + 1, I % COLS + 1>...};
 }
 
-inline Kernels kernels() {
+inline KernelsOf<BFloat16> bf16_kernels() {
   static constexpr auto table = products(std::make_index_sequence<ROWS * COLS>());
   static_assert(COLS <= MAX_COLS && ROW_BLOCK * COLS * TILE <= MAX_SUMS);
   static_assert(ROW_BLOCK % (ROWS * ALIGN) == 0 && CHUNK % ALIGN == 0);
-  Kernels all = {ROWS * ALIGN, COLS, ALIGN, ROW_BLOCK, CHUNK, table.data(), finish, [](int64_t) {}, [] {}};
+  KernelsOf<BFloat16> all = {ROWS * ALIGN, COLS, ALIGN, ROW_BLOCK, CHUNK, table.data(), finish, [](int64_t) {}, [] {}};
 #ifdef TILES
   all.begin = [](int64_t rows) { TILES::begin(std::min(rows, TILE)); };
   all.end = [] {
@@ -139,6 +196,29 @@ inline Kernels kernels() {
 #endif
   return all;
 }
+
+#if DOT
+// These instructions multiply no float32.
+inline Kernels kernels() {
+  Kernels all = avx512::kernels();
+  std::get<KernelsOf<BFloat16>>(all) = bf16_kernels();
+  return all;
+}
+#else
+template <class T, size_t... I>
+constexpr std::array<void (*)(const Work<T>&), sizeof...(I)> float_products(std::index_sequence<I...>) {
+  return {&multiply_floats<T, I / FLOAT_COLS + 1, I % FLOAT_COLS + 1>...};
+}
+
+template <class T>
+KernelsOf<T> float_kernels() {
+  static constexpr auto table = float_products<T>(std::make_index_sequence<FLOAT_ROWS * FLOAT_COLS>());
+  static_assert(FLOAT_COLS <= MAX_COLS && FLOAT_ROW_BLOCK * FLOAT_COLS * TILE <= MAX_SUMS);
+  return {FLOAT_ROWS, FLOAT_COLS, 1, FLOAT_ROW_BLOCK, FLOAT_CHUNK, table.data(), finish, [](int64_t) {}, [] {}};
+}
+
+inline Kernels kernels() { return {bf16_kernels(), float_kernels<float>(), float_kernels<Half>()}; }
+#endif
 
 }  // namespace ISA
 }  // namespace

@@ -1,10 +1,10 @@
-"""Times the packed bfloat16 linear of the CPU against ``F.linear``.
+"""Times the packed linear of the CPU against ``F.linear``.
 
 Every round reads a large tensor, runs the op, then ``F.linear``, so that other load on the machine affects all three.
 Each call uses a different copy of the weights, as the layers of a model do, so that they come from memory and not from
 a cache. GB/s counts only the weights. With few rows, reading them is most of the work, and the read rate is the limit.
 
-    python scripts/bench/bench_linear.py --rows 1 8 32 --threads 4
+    python scripts/bench/bench_linear.py --dtype float32 --rows 1 8 32 --threads 4
 """
 
 import argparse
@@ -40,13 +40,13 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def measure(
-    out_features: int, in_features: int, rows: int, rounds: int, budget: float, footprint: int
+    out_features: int, in_features: int, dtype: torch.dtype, rows: int, rounds: int, budget: float, footprint: int
 ) -> dict[str, list[float]]:
     """Seconds of every round: 'op', 'linear', and 'read' for ``footprint`` bytes."""
-    copies = max(1, footprint // (out_features * in_features * 2))
-    weights = [torch.randn(out_features, in_features).bfloat16() for _ in range(copies)]
+    copies = max(1, footprint // (out_features * in_features * dtype.itemsize))
+    weights = [torch.randn(out_features, in_features).to(dtype) for _ in range(copies)]
     packed = [pack_weight(weight) for weight in weights]
-    x = torch.randn(rows, in_features).bfloat16()
+    x = torch.randn(rows, in_features).to(dtype)
     big = native.huge_zeros([footprint // 4], torch.float32).fill_(1.0)  # as pack_weight allocates
     times: dict[str, list[float]] = {"op": [], "linear": [], "read": []}
     packed_linear(x, packed[0], None, out_features)
@@ -65,6 +65,7 @@ def measure(
 def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=[name for name, _, _ in SHAPES], metavar="NAME")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 8, 32, 128, 512], metavar="T")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=200, help="calls of each, at most")
@@ -77,27 +78,36 @@ def main() -> None:
 
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
+    dtype = getattr(torch, args.dtype)
     statistic = statistics.median if args.statistic == "median" else min
     kernels = native.load("linear_cpu")
     path = kernels.supported_isas()[0] if kernels else "plain torch"
     facts = machine.describe(torch.device("cpu"))
-    print(f"{facts['cpu']}, {args.threads} threads, kernels: {path}, {args.statistic} of up to {args.rounds} calls")
+    calls = f"{args.statistic} of up to {args.rounds} calls"
+    print(f"{facts['cpu']}, {args.threads} threads, {args.dtype}, kernels: {path}, {calls}")
     rows = []
     cases = [(shape, rows) for shape in SHAPES if shape[0] in args.shapes for rows in args.rows]
     for (name, out_features, in_features), num_rows in tqdm(cases, disable=None, leave=False):
-        nbytes = out_features * in_features * 2
+        nbytes = out_features * in_features * dtype.itemsize
         footprint = max(256 << 20, nbytes)
-        times = measure(out_features, in_features, num_rows, args.rounds, args.budget, footprint)
+        times = measure(out_features, in_features, dtype, num_rows, args.rounds, args.budget, footprint)
         op, linear, read = (statistic(times[key]) for key in ("op", "linear", "read"))
         row = {"shape": name, "N": out_features, "K": in_features, "rows": num_rows}
         for kind, seconds in (("op", op), ("linear", linear)):
             row[f"{kind}_ms"] = round(seconds * 1e3, 4)
             row[f"{kind}_gb_per_s"] = round(nbytes / seconds / 1e9, 2)
-            row[f"{kind}_tflop_per_s"] = round(nbytes * num_rows / seconds / 1e12, 4)
+            row[f"{kind}_tflop_per_s"] = round(2 * out_features * in_features * num_rows / seconds / 1e12, 4)
         row["read_gb_per_s"] = round(footprint / read / 1e9, 2)
         rows.append(row | {"of_read": nbytes / op / (footprint / read), "faster": linear / op})
     print(tables.text_table(rows))
-    result = {"benchmark": "linear", "kernels": path, "statistic": args.statistic, "results": rows, "machine": facts}
+    result = {
+        "benchmark": "linear",
+        "dtype": args.dtype,
+        "kernels": path,
+        "statistic": args.statistic,
+        "results": rows,
+        "machine": facts,
+    }
     tables.finish(result, None)
 
 

@@ -130,6 +130,7 @@ NOT_RUN = (
 )  # fmt: skip
 # Run with -m battery; else checked only.
 EXPENSIVE = (
+    _PYTHON + r" scripts/check_exact\.py\b.*",
     _PYTHON + r" scripts/compile_model\.py\b.*",
     _PYTHON + r" scripts/serve_offline\.py\b.* --(report|trace) .*",
     _PYTHON + r" scripts/tune_buckets\.py\b.*",

@@ -44,10 +44,11 @@ def step_input(chunks: list[tuple[list[int], int]], tables: list[list[int]], pad
     return StepInput(*(torch.tensor(c, dtype=torch.int32) for c in columns), torch.tensor(tables, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("kind", [Dense, Packed])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_transformers_through_chunks_and_decodes(name: str) -> None:
+def test_logits_equal_transformers_through_chunks_and_decodes(name: str, kind: LinearKind) -> None:
     config = read_config(checkpoint(name))
-    weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"))
+    weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"), kind)
     model = family(config.architecture)
     prompts = torch.randint(0, config.vocab_size, (2, 21)).tolist()
     with torch.no_grad():
@@ -105,12 +106,12 @@ def test_a_dummy_tensor_depends_on_its_name_alone() -> None:
     assert not torch.equal(many.layers[0].mlp.down.weight, many.layers[1].mlp.down.weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-untied"])
-def test_tied_weights_are_one_tensor_packed_or_not(name: str) -> None:
+def test_tied_weights_are_one_tensor_packed_or_not(name: str, dtype: torch.dtype) -> None:
     config = read_config(checkpoint(name))
     plain, packed = (
-        loader.load_weights(checkpoint(name), config, torch.bfloat16, torch.device("cpu"), kind)
-        for kind in (Dense, Packed)
+        loader.load_weights(checkpoint(name), config, dtype, torch.device("cpu"), kind) for kind in (Dense, Packed)
     )
     assert isinstance(packed.head, Packed)
     for weights in (plain, packed):

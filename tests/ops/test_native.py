@@ -129,3 +129,22 @@ def test_a_broken_source_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     (tmp_path / "broken.cpp").write_text("this is no C++")
     with pytest.raises(RuntimeError, match="broken"):
         native.load_source(tmp_path / "broken.cpp")
+
+
+def test_the_environment_limits_the_instruction_set() -> None:
+    """Read when a library is first used, so in a process of its own."""
+    code = """
+import os
+from compiled_llm.ops import native
+os.environ["COMPILED_LLM_ISA"] = "portable"
+print(native.load("sampling_cpu").supported_isas())
+os.environ["COMPILED_LLM_ISA"] = "sse9"
+try:
+    native.load("linear_cpu").supported_isas()
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()[:2]
+    assert first == "['portable']"
+    assert second.startswith("COMPILED_LLM_ISA must be amx, avx512_bf16, avx512, avx2 or portable, given 'sse9'")

@@ -1,7 +1,8 @@
-"""The packed linear: every instruction set of this machine against float32, batch invariance, the op's registration."""
+"""The packed linear: every instruction set of this machine against float64, batch invariance, the op's registration."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from compiled_llm.ops.linear import packed_linear as linear
 ROWS = [0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 32, 33, 64, 100, 513]
 # (out_features, in_features): one of each, whole tiles, cut tiles, odd K, several chunks of K
 SHAPES = [(1, 1), (48, 64), (50, 65), (17, 513), (100, 700), (208, 256)]
+BFLOAT16, FLOAT32, FLOAT16 = torch.bfloat16, torch.float32, torch.float16
+DTYPES = [BFLOAT16, FLOAT32, FLOAT16]
+SETS = ["avx512", "avx2", "portable"]  # and those that have products of bfloat16 of their own
+KERNELS = [(isa, BFLOAT16) for isa in ("amx", "amx_in_software", "avx512_bf16", *SETS)]
+KERNELS += [(isa, dtype) for dtype in (FLOAT32, FLOAT16) for isa in SETS]
 
 
 @pytest.fixture(scope="module")
@@ -32,34 +38,48 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(params=["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"])
-def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Callable[..., Tensor]:
-    """``packed_linear`` on one instruction set; AMX also as a model of it in software, for CPUs without."""
-    if request.param not in kernels.supported_isas():
-        pytest.skip(f"this CPU has no {request.param}")
-    return lambda x, packed, bias, n: kernels.packed_linear(x, packed, bias, n, request.param)
+class Runner(NamedTuple):
+    """``packed_linear`` on one instruction set, and problems in one dtype."""
+
+    isa: str
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor, packed: Tensor, bias: Tensor | None, n: int) -> Tensor:
+        return native.load("linear_cpu").packed_linear(x, packed, bias, n, self.isa)
+
+    def problem(self, rows: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        return problem(rows, n, k, self.dtype)
 
 
-def problem(rows: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(rows, k).bfloat16(), torch.randn(n, k).bfloat16(), torch.randn(n).bfloat16()
+@pytest.fixture(params=KERNELS, ids=lambda param: f"{param[0]}-{str(param[1]).removeprefix('torch.')}")
+def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Runner:
+    """Each kernel there is; AMX also as a model of it in software, for CPUs without."""
+    isa, dtype = request.param
+    if isa not in kernels.supported_isas():
+        pytest.skip(f"this CPU has no {isa}")
+    return Runner(isa, dtype)
+
+
+def problem(rows: int, n: int, k: int, dtype: torch.dtype = BFLOAT16) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(rows, k).to(dtype), torch.randn(n, k).to(dtype), torch.randn(n).to(dtype)
 
 
 def assert_rounded_once(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Half a bfloat16 step of the exact result, and float32's error in the sum."""
+    """Half a step of the dtype from the exact result, and float32's error in the sum."""
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     magnitude = x.double().abs() @ weight.double().abs().T
     error = (actual.double() - exact).abs()
-    assert actual.dtype == torch.bfloat16
+    assert actual.dtype == x.dtype
     assert actual.is_contiguous()
     assert actual.shape == exact.shape
-    assert (error <= exact.abs() * 2**-8 + magnitude * 2**-18 + 1e-30).all()
+    assert (error <= exact.abs() * torch.finfo(x.dtype).eps / 2 + magnitude * 2**-20 + 1e-30).all()
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_matches_float(run: Callable[..., Tensor], n: int, k: int, with_bias: bool) -> None:
+def test_matches_float(run: Runner, n: int, k: int, with_bias: bool) -> None:
     for rows in ROWS:
-        x, weight, bias = problem(rows, n, k)
+        x, weight, bias = run.problem(rows, n, k)
         offset = bias if with_bias else None
         assert_rounded_once(run(x, linear.pack_weight(weight), offset, n), x, weight, offset)
 
@@ -77,8 +97,8 @@ def test_software_tiles_are_those_of_the_cpu(t: int, n: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("k", [64, 65])
-def test_strided_rows(run: Callable[..., Tensor], k: int) -> None:
-    wide, weight, bias = torch.randn(20, 150).bfloat16(), torch.randn(33, k).bfloat16(), torch.randn(33).bfloat16()
+def test_strided_rows(run: Runner, k: int) -> None:
+    wide, (_, weight, bias) = torch.randn(20, 150).to(run.dtype), run.problem(0, 33, k)
     packed = linear.pack_weight(weight)
     for x in (wide[:, 3 : 3 + k], wide[::2, 7 : 7 + k], wide[4:5, 1 : 1 + k], wide[:1, :k].expand(9, k)):
         assert torch.equal(run(x, packed, bias, 33), run(x.contiguous(), packed, bias, 33))
@@ -86,21 +106,31 @@ def test_strided_rows(run: Callable[..., Tensor], k: int) -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(100, 700), (48, 65)])
-def test_batch_invariance(run: Callable[..., Tensor], n: int, k: int) -> None:
+def test_batch_invariance(run: Runner, n: int, k: int) -> None:
     """A row's result has the same bits in every batch, at every place, with any number of threads."""
-    x, weight, bias = problem(513, n, k)
+    check_batch_invariance(run, n, k, (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 20, 33, 65, 512, 513))
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize(("n", "k"), [(100, 700), (48, 65), (304, 1024)])
+def test_batch_invariance_for_every_number_of_rows(run: Runner, n: int, k: int) -> None:
+    check_batch_invariance(run, n, k, range(1, 514))
+
+
+def check_batch_invariance(run: Runner, n: int, k: int, numbers: Iterable[int]) -> None:
+    x, weight, bias = run.problem(513, n, k)
     packed = linear.pack_weight(weight)
     torch.set_num_threads(1)
     alone = torch.cat([run(row, packed, bias, n) for row in x.split(1)])
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 20, 33, 65, 512, 513):
+        for rows in numbers:
             assert torch.equal(run(x[:rows], packed, bias, n), alone[:rows])
             assert torch.equal(run(x[-rows:], packed, bias, n), alone[-rows:])
 
 
-def test_threads_share_large_work(run: Callable[..., Tensor]) -> None:
-    x, weight, bias = problem(33, 1000, 512)
+def test_threads_share_large_work(run: Runner) -> None:
+    x, weight, bias = run.problem(33, 1000, 512)
     packed = linear.pack_weight(weight)
     torch.set_num_threads(1)
     expected = run(x, packed, bias, 1000)
@@ -109,16 +139,25 @@ def test_threads_share_large_work(run: Callable[..., Tensor]) -> None:
         assert torch.equal(run(x, packed, bias, 1000), expected)
 
 
-def test_special_values(run: Callable[..., Tensor]) -> None:
+def test_special_values(run: Runner) -> None:
     """Infinity, NaN and overflow arrive; a row or column of them leaves the others alone."""
-    x, weight, _ = problem(9, 20, 33)
+    x, weight, _ = run.problem(9, 20, 33)
     packed, clean = linear.pack_weight(weight), x.clone()
-    x[3, 32], x[5, 0], x[7, 1] = float("inf"), float("nan"), 3e38
+    x[3, 32], x[5, 0], x[7, 1] = float("inf"), float("nan"), torch.finfo(run.dtype).max * 0.9
     actual, rows = run(x, packed, None, 20), [0, 1, 2, 4, 6, 8]
     assert torch.equal(actual[rows], run(clean, packed, None, 20)[rows])
     assert actual[3].isinf().all()
     assert actual[5].isnan().all()
     assert torch.equal(actual[7].isinf(), linear.packed_linear_reference(x, packed, None, 20)[7].isinf())
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16])
+def test_sets_with_products_of_bfloat16_multiply_others_as_avx512(kernels: ModuleType, dtype: torch.dtype) -> None:
+    x, weight, bias = problem(33, 100, 700, dtype)
+    args = (x, linear.pack_weight(weight), bias, 100)
+    sets = [isa for isa in kernels.supported_isas() if isa.startswith("a") and isa != "avx2"]
+    for isa in sets:
+        assert torch.equal(kernels.packed_linear(*args, isa), kernels.packed_linear(*args, "avx512"))
 
 
 def test_pack_weight_layout() -> None:
@@ -132,8 +171,18 @@ def test_pack_weight_layout() -> None:
     assert (packed[1, :, 2:] == 0).all()
 
 
-def test_pack_weight_in_huge_pages() -> None:
-    weight = torch.randn(1000, 2050).bfloat16()
+@pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16])
+def test_pack_weight_layout_by_single_inputs(dtype: torch.dtype) -> None:
+    weight = torch.arange(18 * 5).view(18, 5).to(dtype)
+    packed = linear.pack_weight(weight)
+    assert packed.shape == (2, 5, 16, 1)
+    assert packed.is_contiguous()
+    assert torch.equal(packed.transpose(1, 2).reshape(32, 5), F.pad(weight, (0, 0, 0, 14)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pack_weight_in_huge_pages(dtype: torch.dtype) -> None:
+    weight = torch.randn(1000, 2050).to(dtype)
     packed = linear.pack_weight(weight)
     assert packed.is_contiguous()
     unpacked = packed.transpose(1, 2).reshape(-1, 2050)
@@ -141,10 +190,11 @@ def test_pack_weight_in_huge_pages() -> None:
     assert (unpacked[1000:] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_op(rows: int, with_bias: bool) -> None:
-    x, weight, bias = problem(rows, 50, 65)
+def test_op(rows: int, with_bias: bool, dtype: torch.dtype) -> None:
+    x, weight, bias = problem(rows, 50, 65, dtype)
     args = (x, linear.pack_weight(weight), bias if with_bias else None, 50)
     torch.library.opcheck(torch.ops.compiled_llm.packed_linear.default, args)
     assert_rounded_once(linear.packed_linear(*args), x, weight, args[2])
@@ -157,10 +207,11 @@ def test_fullgraph_compile() -> None:
     assert torch.equal(compiled(x), linear.packed_linear(x, packed, bias, 50) + 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_unpack_rows(dtype: torch.dtype) -> None:
-    weight, rows = torch.randn(50, 64).bfloat16(), torch.tensor([49, 0, 17, 17, 32])
-    assert torch.equal(linear.unpack_rows(linear.pack_weight(weight), rows.to(dtype)), weight[rows])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_unpack_rows(index: torch.dtype, dtype: torch.dtype) -> None:
+    weight, rows = torch.randn(50, 64).to(dtype), torch.tensor([49, 0, 17, 17, 32])
+    assert torch.equal(linear.unpack_rows(linear.pack_weight(weight), rows.to(index)), weight[rows])
 
 
 def test_loading_the_kernels_registers_them_for_the_op(kernels: ModuleType) -> None:
@@ -168,9 +219,10 @@ def test_loading_the_kernels_registers_them_for_the_op(kernels: ModuleType) -> N
     assert torch._C._dispatch_has_kernel_for_dispatch_key("compiled_llm::packed_linear", "CPU")
 
 
-def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(native, "load", lambda name: None)
-    x, weight, bias = problem(7, 50, 65)
+    x, weight, bias = problem(7, 50, 65, dtype)
     packed = linear.pack_weight(weight)
     actual = linear._without_kernels(x, packed, bias, 50)
     assert torch.equal(actual, linear.packed_linear_reference(x, packed, bias, 50))
@@ -181,10 +233,12 @@ def test_refuses_wrong_inputs(kernels: ModuleType) -> None:
     x, weight, bias = problem(4, 50, 64)
     packed = linear.pack_weight(weight)
     wrong = [
-        ((x.float(), packed, bias, 50), "must be bfloat16 on the CPU"),
-        ((x, packed.float(), bias, 50), "must be bfloat16 on the CPU"),
-        ((x, packed, bias.float(), 50), "must be bfloat16 on the CPU"),
-        ((x.to("meta"), packed, bias, 50), "must be bfloat16 on the CPU"),
+        ((x.float(), packed, bias, 50), "must be of one dtype on the CPU"),
+        ((x, packed.float(), bias, 50), "must be of one dtype on the CPU"),
+        ((x, packed, bias.float(), 50), "must be of one dtype on the CPU"),
+        ((x.to("meta"), packed, bias, 50), "must be of one dtype on the CPU"),
+        ((x.double(), packed.double(), bias.double(), 50), "x must be bfloat16, float32 or float16"),
+        ((x.float(), packed.float(), bias.float(), 50), "take packed"),
         ((x[0], packed, bias, 50), r"x must be \[T, K\]"),
         ((x[:, :0], packed, bias, 50), r"x must be \[T, K\]"),
         ((x.T.contiguous().T, packed, bias, 50), "last stride of x must be 1"),
