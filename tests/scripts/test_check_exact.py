@@ -3,7 +3,10 @@
 import contextlib
 import dataclasses
 import json
+import os
+import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.compiling.cache import engine_cache
 from compiled_llm.engine.engine import DEMO_MODEL
-from compiled_llm.ops import native
+from compiled_llm.models import llama
+from compiled_llm.ops import native, swap
+from compiled_llm.ops.rowwise.reference import rms_norm_reference
+from compiled_llm.worker import compiled_steps
 from tests.families import CONFIGS, checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -50,6 +58,13 @@ def check_equal(script: ModuleType, plan: Any, requests: int, comparisons: int) 
     assert len(outcomes) == len(plan.settings) - len({setting.kv_cache for setting in plan.settings})
     assert sum(outcome.requests for outcome in outcomes) >= requests
     assert sum(outcome.compared["logits"] for outcome in outcomes) >= comparisons
+
+
+def kernels(name: str) -> Any:
+    module = native.load(name)
+    if module is None:
+        pytest.skip("needs a C++ compiler")
+    return module
 
 
 # -- Equal
@@ -94,6 +109,59 @@ def test_qwen3_of_600_million(script: ModuleType, monkeypatch: pytest.MonkeyPatc
     check_equal(script, plan_of(script, monkeypatch, *words, "--requests", "12", "--tokens", "12"), 500, 5000)
 
 
+@pytest.mark.battery
+@pytest.mark.parametrize("name", ["demo", "gemma2"])
+@pytest.mark.parametrize("isa", ["avx512_bf16", "avx512", "avx2", "portable"])
+def test_every_instruction_set(isa: str, name: str, tmp_path: Path) -> None:
+    """The C++ kernels limited to it, and torch's own code without any; read once, so in a process of its own."""
+    if isa not in kernels("linear_cpu").supported_isas():
+        pytest.skip("not of this CPU")
+    model = str(DEMO_MODEL if name == "demo" else checkpoint(name))
+    command = [sys.executable, str(SCRIPTS / "check_exact.py"), "--quick", "--model", model, "--dtype", "bfloat16"]
+    environment = (
+        os.environ | {"COMPILED_LLM_ISA": isa} | ({"ATEN_CPU_CAPABILITY": "default"} if isa == "portable" else {})
+    )
+    command += ["--requests", "16", "--json", str(tmp_path / "result.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["verdict"], result["machine"]["isa"]) == ("equal", isa)
+    assert result["requests"] >= 500
+    assert result["logits"] >= 5000
+
+
+# name -> what is unlike ``bucket_sizes=(1, 8)`` and chunks of 64 tokens
+CASE: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "40 KV blocks": {"num_kv_blocks": 40},
+    "one bucket of 1": {"bucket_sizes": (1,)},
+    "chunks of 512": {"token_bucket_sizes": (512,)},
+    "eager": {"enforce_eager": True},
+}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("is_eager", [True, pytest.param(False, marks=pytest.mark.battery)])
+def test_20_prompts_of_700_characters(kv_cache_dtype: str, is_eager: bool, script: ModuleType) -> None:
+    """Once, compiled buckets gave some of these other tokens."""
+    matrix = sys.modules["exact_matrix"]
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    texts = [text for path in files if len(text := path.read_text(errors="replace")) > 8000][:20]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+    records = {}
+    for name, arguments in CASE.items():
+        sizes = {"bucket_sizes": (1, 8), "token_bucket_sizes": (64,), "num_kv_blocks": 400, "enforce_eager": is_eager}
+        with CompiledEngine(kv_cache_dtype=kv_cache_dtype, **sizes | arguments) as engine:
+            assert engine.tokenizer is not None
+            requests = [matrix.Request(engine.tokenizer.encode(text[4000:4700]), params) for text in texts]
+            recorder = matrix.StepRecorder(engine)
+            outputs = matrix.serve(engine, requests, range(len(requests)))
+            records[name] = {index: recorder.finish(output) for index, output in outputs.items()}
+        compared, differing = matrix.compare(records["as it is"], records[name])
+        assert differing == {}, name
+        assert compared["logits"] >= 20 * 24
+
+
 # -- Planted differences
 
 
@@ -105,13 +173,6 @@ def replaced(op: str, implementation: Callable) -> Iterator[None]:
     with torch.library._scoped_library("compiled_llm", "IMPL") as library:
         library.impl(op, implementation, "CPU", allow_override=True)
         yield
-
-
-def kernels(name: str) -> Any:
-    module = native.load(name)
-    if module is None:
-        pytest.skip("needs a C++ compiler")
-    return module
 
 
 def _truncated(x: Tensor) -> Tensor:
@@ -171,7 +232,7 @@ def test_a_planted_difference_is_found_and_named(
     ]
     words += ["--kv-cache-dtypes", "auto", "--json", str(tmp_path / "result.json")]
     plan = plan_of(script, monkeypatch, *words)
-    eager = keep(plan, lambda setting: not setting.compiled)
+    eager = eager_settings(plan)
     monkeypatch.setattr(script, "make_plan", lambda args: eager)
     with replaced(op, implementation):
         assert script.main() == 1
@@ -185,3 +246,147 @@ def test_a_planted_difference_is_found_and_named(
     said = capsys.readouterr().out
     assert f"{where}: compiled_llm::{op}: its result differs, and all that goes into it is equal" in said
     assert "DIFFERENT" in said
+
+
+def eager_settings(plan: Any, *ways: str) -> Any:
+    return keep(plan, lambda setting: not setting.compiled and (not ways or setting.way in ways))
+
+
+def test_a_block_that_comes_back_otherwise_is_found(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs is in the cache alone: attention has the same arguments and another result."""
+    swap_in = swap.swap_in
+
+    def changed(caches: Any, host: Tensor, device_blocks: Tensor, host_blocks: Tensor) -> None:
+        swap_in(caches, host, device_blocks, host_blocks)
+        caches[2].view(torch.int16)[device_blocks] ^= 64  # keys of layer 1
+
+    monkeypatch.setattr(swap, "swap_in", changed)
+    words = ["--model", str(checkpoint("llama-biases")), "--dtype", "bfloat16", "--requests", "9", "--tokens", "10"]
+    plan = eager_settings(plan_of(script, monkeypatch, "--quick", "--kv-cache-dtypes", "auto", *words))
+    outcomes, first = script.check(plan, disable_bar=True)
+    assert {outcome.setting.way for outcome in outcomes if outcome.differing} == {"swapped"}
+    call = first.departure.seen.call
+    assert (call.where, call.op) == ("layers.1.attention", "compiled_llm::paged_attention")
+    assert first.departure.seen.is_result
+
+
+def test_a_difference_after_the_step_is_none_of_its_ops(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def other_for_a_row(logits: Tensor) -> tuple[Tensor, Tensor]:
+        peak, total = kernels("rowwise_cpu").log_sum_exp(logits)
+        return peak, total * (1 + 2**-20) if logits.shape[0] == 1 else total
+
+    words = ["--model", str(checkpoint("llama-biases")), "--dtype", "bfloat16", "--requests", "3", "--tokens", "4"]
+    plan = plan_of(script, monkeypatch, "--quick", "--kv-cache-dtypes", "auto", *words)
+    with replaced("log_sum_exp", other_for_a_row):
+        _, first = script.check(eager_settings(plan, "not preempted"), disable_bar=True)
+    assert first.departure is None
+    assert "log-probabilities at position" in str(first)
+    assert "it is what runs after the step" in str(first)
+
+
+def test_an_op_is_found_in_compiled_code(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the graphs of ``test_odd_models``: compiled code calls the op, whatever takes its place."""
+    matrix, name = sys.modules["exact_matrix"], "llama-biases"
+    monkeypatch.setitem(matrix.SIZES, "few", FEW_GRAPHS)
+    words = ["--model", str(checkpoint(name)), "--dtype", "bfloat16", "--requests", "9", "--tokens", "10"]
+    settings = matrix.settings_of([IN_CI[name]], ["few"], [True])
+    plan = dataclasses.replace(plan_of(script, monkeypatch, *words), settings=settings)
+    with replaced("packed_linear", summed_otherwise_for_many_rows):
+        _, first = script.check(plan, disable_bar=True)
+    assert str(first.departure.seen.call) == "layers.0.mlp.down: compiled_llm::packed_linear"
+    assert first.departure.seen.is_result
+    assert str(first).endswith("; uncompiled too")
+
+
+@pytest.mark.battery
+def test_what_only_the_compiler_does_is_said(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Norms in plain torch, which compiled steps of one row, and no others, sum up otherwise."""
+
+    def plain(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x = x if delta is None else x + delta
+        if torch.compiler.is_compiling() and x.shape[0] == 1:
+            return x, summed_in_halves_for_a_row(x, weight, eps)
+        return x, rms_norm_reference(x, weight, eps)
+
+    def own_cache(*args: Any) -> Any:
+        cache = engine_cache(*args)
+        cache.directory = tmp_path  # a key does not tell that a function is another than in its file
+        return cache
+
+    monkeypatch.setattr(llama, "add_rms_norm", plain)
+    monkeypatch.setattr(compiled_steps, "engine_cache", own_cache)
+    words = ["--model", str(checkpoint("llama-biases")), "--dtype", "bfloat16", "--requests", "9", "--tokens", "4"]
+    plan = plan_of(script, monkeypatch, *words, "--kv-cache-dtypes", "auto")
+    compiled = keep(plan, lambda setting: setting.compiled and setting.sizes == "1 row, 512 tokens")
+    _, first = script.check(compiled, disable_bar=True)
+    departure = first.departure
+    assert not departure.seen.is_result
+    assert departure.only_compiled
+    assert {"aten::mean", "aten::rsqrt"} <= set(departure.between)
+    assert "layers." in departure.seen.call.where
+    assert "the code between the ops (" in str(first)
+    assert str(first).endswith("; only when compiled")
+
+
+# -- The program and its parts
+
+
+def test_row_digests_tell_every_bit(script: ModuleType) -> None:
+    matrix = sys.modules["exact_matrix"]
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64):
+        width = torch.tensor([], dtype=dtype).itemsize
+        rows = torch.randint(-128, 128, (3, 5 * width), dtype=torch.int8)
+        expected = matrix.row_digests(rows.view(dtype))
+        assert len(set(expected)) == 3
+        assert matrix.row_digests(rows.view(dtype)[1:]) == expected[1:]
+        for bit in range(8):
+            changed = rows.clone()
+            changed[1, 3] ^= -128 if bit == 7 else 1 << bit
+            found = matrix.row_digests(changed.view(dtype))
+            assert (found[0], found[2]) == (expected[0], expected[2])
+            assert found[1] != expected[1]
+    zeros = torch.tensor([[0.0], [-0.0]])
+    assert len(set(matrix.row_digests(zeros))) == 2
+
+
+def test_a_setting_that_did_not_come_about_is_no_proof(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", str(checkpoint("llama-biases")), "--quick", "--requests", "1", "--tokens", "2"]
+    plan = eager_settings(plan_of(script, monkeypatch, *words, "--kv-cache-dtypes", "auto"))
+    monkeypatch.setattr(script, "make_plan", lambda args: plan)
+    assert script.main() == 1
+    said = capsys.readouterr().out
+    assert "not proven, nothing was preempted: KV cache auto" in said
+    assert "NOT PROVEN" in said
+    assert json.loads(said.splitlines()[-1])["verdict"] == "not proven"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "/no/such/directory"], "/no/such/directory"),
+        (["--kv-cache-dtypes", "int4"], "kv_cache_dtype must be one of"),
+        (["--dtype", "int8"], "dtype must be one of"),
+        (["--requests", "0"], "--requests must be at least 1"),
+        (["--tokens", "1024"], "--tokens must be below 1024"),
+        (["--device", "tpu"], "device must be"),
+        (["--json", "/no/such/directory/out.json"], "/no/such/directory"),
+    ],
+)
+def test_bad_arguments_exit_with_2(
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_exact.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
