@@ -72,6 +72,9 @@ class EngineConfig:
         max_grammar_bytes: bytes of memory that a compiled grammar may take.
         logits_transforms: your own changes of logits, compiled into the step: ``LogitsTransform`` objects, or
             "module:name" of a class or object, for requests that ask for them by name.
+        exact: require that a request's numbers are the same to the bit in any company, bucket and chunking. On a CPU
+            with the C++ kernels they are without it. On a GPU it selects linear layers and attention with one order
+            of operations, which take longer. Refused by name where it cannot hold.
         enforce_eager: run the same functions without compiling, for debugging.
         progress: what a start shows on stderr: "bar", a progress bar for each stage; "lines", a line or two for each
             stage that takes long; "off", nothing; "auto": a bar on a terminal, else lines.
@@ -112,6 +115,7 @@ class EngineConfig:
     max_grammar_seconds: float = 3.0
     max_grammar_bytes: int = 2**29
     logits_transforms: tuple[Any, ...] = ()
+    exact: bool = False
     enforce_eager: bool = False
     progress: Literal["auto", "bar", "lines", "off"] = "auto"
     seed: int = 0

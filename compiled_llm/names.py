@@ -32,6 +32,7 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
         "give bucket_sizes, token_bucket_sizes and cuda_graphs": "compilation_config",
         "there is none: everything is compiled, unless enforce_eager=True": "optimization_level",
         "give logits_transforms, which are compiled into the step": "logits_processors",
+        "give exact=True": "enable_deterministic_inference batch_invariant",
         "there is none: an engine runs on one device": (
             "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel "
             "distributed_executor_backend"

@@ -122,7 +122,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     device = resolve_device(args.device)
     modes = (True,) if device.type == "cuda" else (True, False)
     settings = settings_of(args.kv_cache_dtypes, QUICK_SIZES if args.quick else tuple(SIZES), modes)
-    return Plan(settings, requests, arguments | {"progress": "off"}, device)
+    return Plan(settings, requests, arguments | {"progress": "off", "exact": True}, device)
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:

@@ -10,6 +10,9 @@ Parts, the most valuable first:
 - ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with both kinds of
   CUDA graphs.
 - ``trees-1``, ``manual-1``, ``trees-32``, ``manual-32`` (batch sizes): CUDA graph trees and graphs captured by hand.
+- ``exact``: ``check_exact.py``, the matrix of buckets, chunks and company; ``exact-ops``: its ops by themselves;
+  ``exact-1``, ``exact-32`` and ``exact-phases``: what it costs, beside ``trees-1``, ``trees-32`` and
+  ``phases-compiled-llm``.
 - ``latency`` and ``throughput``: the engine on random weights of real shapes; ``transformers``: the requests of
   ``throughput`` through transformers.generate.
 - ``sampling``: the cost of sampling relative to a decode step.
@@ -59,6 +62,11 @@ _THROUGHPUT = "scripts/bench/bench_throughput.py --device cuda --output-json {js
 _W2 = "--shape qwen3-0.6b --workload W2"
 _BUCKETS = "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048"
 _GPU_TESTS = "-m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py"
+_EXACT_TESTS = (
+    "-m gpu tests/ops/rowwise/test_rowwise_gpu.py tests/ops/linear/test_exact_linear.py "
+    "tests/ops/attention/test_triton_exact.py"
+)
+_PHASES = f"{_LATENCY} --input-len 2048 --batch-size 8 --num-iters 3"
 _DECODES = f"{_LATENCY} --input-len 32 --output-len 128 --num-iters 5 --bucket-sizes 1,32"
 
 # Part -> (maximum seconds, arguments of Python). {json} is a file for its result, {folder} a folder for more.
@@ -70,6 +78,10 @@ PARTS = {
         for batch_size in (1, 32)
         for mode in ("trees", "manual")
     },
+    "exact": (240, "scripts/check_exact.py --device cuda --quick --json {json}"),
+    "exact-ops": (300, f"{_PYTEST} {_EXACT_TESTS}"),
+    **{f"exact-{batch_size}": (120, f"{_DECODES} --exact --batch-size {batch_size}") for batch_size in (1, 32)},
+    "exact-phases": (150, f"{_PHASES} --exact"),
     "latency": (240, f"{_THROUGHPUT} --shape qwen3-8b --workload W1 --bucket-sizes 1 --token-bucket-sizes 128"),
     "throughput": (240, f"{_THROUGHPUT} {_W2} {_BUCKETS}"),
     "transformers": (120, f"{_THROUGHPUT} --backend hf {_W2} --hf-max-batch-size 32"),
@@ -80,10 +92,7 @@ PARTS = {
         f"scripts/bench/bench_serve.py --device cuda {_W2} {_BUCKETS} --request-rate 16 --goodput ttft:200 tpot:20",
     ),
     "report": (120, "scripts/serve_offline.py --device cuda --quiet --report {folder}"),
-    **{
-        f"phases-{backend}": (150, f"{_LATENCY} --backend {backend} --input-len 2048 --batch-size 8 --num-iters 3")
-        for backend in ("compiled-llm", "hf")
-    },
+    **{f"phases-{backend}": (150, f"{_PHASES} --backend {backend}") for backend in ("compiled-llm", "hf")},
     **{
         f"prefix-{name}": (120, f"{_THROUGHPUT} --workload W3 --bucket-sizes 16 --token-bucket-sizes 512 --{flag}")
         for name, flag in (("on", "enable-prefix-caching"), ("off", "no-enable-prefix-caching"))

@@ -353,6 +353,7 @@ class CompiledEngine(StepEngine):
             profiler=runner.profiler,
             device=runner.device,
             dtype=runner.dtype,
+            exact=runner.exact,
             measure_limits=measure_limits,
         )
 

@@ -88,7 +88,8 @@ def _summary(report: dict[str, Any]) -> str:
     )
     phases = [phase for phase in report["phases"] if phase["limit_share"] is not None]
     shares = [f"{phase['name']} {_percent(phase['limit_share'])}" for phase in phases]
-    return f"<p>{text}" + (f" Of the machine's limit: {', '.join(shares)}." if shares else "") + "</p>"
+    limits = f" Of the machine's limit: {', '.join(shares)}." if shares else ""
+    return f"<p>{text}{limits} Exact: {_text(report['exact'])}.</p>"
 
 
 def _time_table(report: dict[str, Any]) -> str:

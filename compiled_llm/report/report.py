@@ -88,6 +88,7 @@ class RunReport:
     Attributes:
         seconds: from the first arrival to the end of the last step.
         num_finished: requests that ended, failed and aborted ones included.
+        exact: whether a request's numbers are the same to the bit in any company: "yes", or "no (REASON)".
         limits_note: a remark on ``limits``: this run was faster than the earlier limits allow, so they were measured
             again, or could not be. Usually "".
         phases: "decode" and "prefill", if such steps ran; ``buckets``: the same for each bucket.
@@ -106,6 +107,7 @@ class RunReport:
     model: str
     seconds: float
     num_finished: int
+    exact: str
     limits: MachineLimits | None
     limits_note: str
     phases: tuple[StepsReport, ...]
@@ -165,6 +167,7 @@ def make_report(
     profiler: StepProfiler | None,
     device: torch.device,
     dtype: torch.dtype,
+    exact: str,
     measure_limits: bool,
 ) -> RunReport:
     """The report of what ``log`` recorded.
@@ -174,6 +177,7 @@ def make_report(
         trace: of ``make_trace``, for the same log.
         work: of the model, for its dtype and the cache's.
         device, dtype: of the model; the machine's limits are those for them.
+        exact: of the engine, for the field of that name.
         measure_limits: whether limits may be measured now, if they are unknown or were measured too low.
 
     Raises:
@@ -194,6 +198,7 @@ def make_report(
         model=trace["model"],
         seconds=log.wall_seconds,
         num_finished=log.num_finished,
+        exact=exact,
         limits=limits,
         limits_note=limits_note,
         phases=steps(in_phase),

@@ -4,6 +4,7 @@ The step itself gives the most likely tokens. What only some requests need runs 
 processed logits, and log-probabilities. Shapes: T tokens, R rows of logits, D hidden size, V vocabulary size.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,14 +29,15 @@ class Feedback(NamedTuple):
     hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with the input of the head
 
 
-def step_function(model_config: ModelConfig, max_query_len: int) -> Any:
+def step_function(model_config: ModelConfig, max_query_len: int, exact: bool = False) -> Any:
     """The step of one bucket: a pure function (weights, step input, KV cache, feedback) -> logits [R, V].
 
     It leaves the most likely token of each row in ``feedback.last_tokens``, and what the logits were made of in
-    ``feedback.hidden``.
+    ``feedback.hidden``. ``exact``: see ``AttentionSpec``.
     """
     model = family(model_config.architecture)
-    forward, head, layers = model.forward, model.head, model.layers(model_config)
+    forward, head = model.forward, model.head
+    layers = tuple(dataclasses.replace(spec, exact=exact) for spec in model.layers(model_config))
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
         hidden = forward(weights, _fed_back(step_input, feedback), kv_cache, model_config, layers, max_query_len)

@@ -80,6 +80,7 @@ class CompiledSteps:
         )
         self.cache: CompileCache | None = None
         self._dtype = dtype
+        self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self._graph_pool = graph_pool
         self._functions: dict[Bucket, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
@@ -142,19 +143,20 @@ class CompiledSteps:
             )
 
         for bucket in self._recording_order():
-            self._functions[bucket] = make(step_function(self.model_config, bucket.max_query_len), bucket.name)
+            self._functions[bucket] = make(self._recipe(bucket)(), bucket.name)
             self._functions[bucket].warm_up(functools.partial(self.step_arguments, bucket))
             logits = functools.partial(self.run_step, bucket)
             self.sampling.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)
         self.sampling.warm_up_prompts(self.weights, make)
 
+    def _recipe(self, bucket: Bucket) -> functools.partial:
+        """Makes the step of a bucket, in any process."""
+        return functools.partial(step_function, self.model_config, bucket.max_query_len, self._exact_attention)
+
     def jobs(self) -> list[Job]:
         """Everything to compile, for other processes. Logits are described, since no step has run yet."""
         threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
-        jobs = []
-        for bucket in self.buckets:
-            recipe = functools.partial(step_function, self.model_config, bucket.max_query_len)
-            jobs.append(Job(bucket.name, recipe, self.step_arguments(bucket), threads))
+        jobs = [Job(bucket.name, self._recipe(bucket), self.step_arguments(bucket), threads) for bucket in self.buckets]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self._dtype)
         return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights)

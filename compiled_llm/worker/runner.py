@@ -32,7 +32,7 @@ from compiled_llm.scheduling.worker import Worker, WorkerFacts
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
-from compiled_llm.worker import loader
+from compiled_llm.worker import exactness, loader
 from compiled_llm.worker.block_copies import copy_blocks, swap_indices
 from compiled_llm.worker.calibration import measure_buckets, measure_swap
 from compiled_llm.worker.compiled_steps import CompiledSteps
@@ -83,6 +83,7 @@ class ModelRunner(Worker):
     Attributes:
         dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
         linears: the kind of linear layer that the weights are kept in.
+        exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
         swap_space: ``[swap blocks, bytes of a block]`` uint8, in host memory.
         rows: what is known of the running requests.
         profiler: set from outside while steps are to be profiled.
@@ -119,7 +120,8 @@ class ModelRunner(Worker):
 
         use_own_cache_directory()
         enforce_eager = self._load_kernels(config.enforce_eager, progress)
-        self.linears = linear_kind(self.device, self.dtype)
+        self.linears = linear_kind(self.device, self.dtype, config.exact)
+        self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears))
         self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
         memory = StartMemory(
             config,
@@ -249,12 +251,13 @@ class ModelRunner(Worker):
         return self.steps.report()
 
     def describe_start(self) -> str:
-        """What the start did and how long that took, in a line."""
+        """What the start did, how long that took, and whether the engine is exact, in a line."""
         times, report = self.start_times, self.compile_report()
         made, found = report.cache_count("miss") + report.cache_count("off"), report.cache_count("hit")
         graphs = [f"{made} graphs compiled" if made else "", f"{found} graphs from disk" if found else ""]
         compiled = " and ".join(filter(None, graphs)) or "nothing compiled (eager)"
-        return f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
+        took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
+        return f"{took}; exact: {self.exact}"
 
     def compiled_files(self) -> list[Path]:
         """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""

@@ -24,6 +24,7 @@ class AttentionSpec:
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay as they are.
         shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own. The
             op writes before it reads, so such a layer gives it the step's keys and values of that earlier one.
+        exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
     """
 
     num_heads: int
@@ -33,6 +34,7 @@ class AttentionSpec:
     window: int = 0
     soft_cap: float = 0.0
     shares_cache_of: int | None = None
+    exact: bool = False
 
     def cache_tensors(
         self, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -96,5 +98,6 @@ def attention(
         max_query_len=max_query_len,
         window=spec.window,
         soft_cap=spec.soft_cap,
+        exact=spec.exact,
     )
     return w.o.apply(out.flatten(1))

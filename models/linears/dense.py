@@ -38,6 +38,10 @@ class Dense(NamedTuple):
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
         return True
 
+    @staticmethod
+    def is_exact() -> bool:
+        return False  # torch chooses among products by the number of rows
+
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Dense":
         taken = []

@@ -3,12 +3,14 @@
 import torch
 
 from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
 
-KINDS: tuple[LinearKind, ...] = (Packed, Dense)  # the first that serves a model is taken
+KINDS: tuple[LinearKind, ...] = (Packed, Dense, Exact)
 
 
-def linear_kind(device: torch.device, dtype: torch.dtype) -> LinearKind:
-    """The kind for models in ``dtype`` on ``device``."""
-    return next(kind for kind in KINDS if kind.serves(device, dtype))
+def linear_kind(device: torch.device, dtype: torch.dtype, exact: bool = False) -> LinearKind:
+    """The kind for models in ``dtype`` on ``device``: the first that serves them, the first exact one if asked for."""
+    serving = [kind for kind in KINDS if kind.serves(device, dtype)]
+    return next((kind for kind in serving if kind.is_exact()), serving[0]) if exact else serving[0]

@@ -34,6 +34,10 @@ class Packed(NamedTuple):
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
         return device.type == "cpu" and native.load("linear_cpu") is not None
 
+    @staticmethod
+    def is_exact() -> bool:
+        return True
+
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Packed":
         dense = Dense.take(take, parts)

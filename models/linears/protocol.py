@@ -49,7 +49,10 @@ class LinearKind(Protocol):
     """How linear layers of a kind come about: the class of the layers, with these as class or static methods."""
 
     def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether models in ``dtype`` on ``device`` can have this kind; they get the first such of ``kinds.KINDS``."""
+        """Whether models in ``dtype`` on ``device`` can have this kind; see ``kinds.linear_kind``."""
+
+    def is_exact(self) -> bool:
+        """Whether a row's bits are the same for every number of rows."""
 
     def take(self, take: Take, parts: Sequence[Part]) -> Linear:
         """One layer that computes all ``parts``, which have the same input: their outputs lie side by side.

@@ -32,18 +32,20 @@ from compiled_llm.ops import native
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.library import LIBRARY
 
-LIBRARY.define(
-    "paged_attention("
+_ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, Tensor? sinks, "
-    "float sm_scale, int max_query_len, int window, float soft_cap) -> Tensor"
+    "float sm_scale, int max_query_len, int window, float soft_cap"
 )
+LIBRARY.define(f"paged_attention({_ARGUMENTS}) -> Tensor")
+LIBRARY.define(f"paged_attention_exact({_ARGUMENTS}) -> Tensor")
 
 
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, *,
     sinks: Tensor | None = None, sm_scale: float, max_query_len: int, window: int = 0, soft_cap: float = 0.0,
+    exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """Write ``k`` and ``v`` to the cache, then return causal attention of ``q`` over the cache.
 
@@ -66,11 +68,14 @@ def paged_attention(
         window: keys that a query sees, itself included; 0 means all before it (Beltagy et al., 2020,
             arXiv:2004.05150).
         soft_cap: if positive, scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv:2408.00118).
+        exact: a row has the same bits alone and in any batch, as a decode and in any chunk, whatever ``max_query_len``
+            says. The CPU kernel always does so; on a GPU other kernels do.
 
     Returns:
         ``[T, N, H]`` contiguous, dtype of ``q``, a fresh tensor.
     """
-    return torch.ops.compiled_llm.paged_attention(
+    op = torch.ops.compiled_llm.paged_attention_exact if exact else torch.ops.compiled_llm.paged_attention
+    return op(
         q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
         sm_scale, max_query_len, window, soft_cap,
     )  # fmt: skip
@@ -132,6 +137,7 @@ def paged_attention_reference(
 
 
 @torch.library.register_fake("compiled_llm::paged_attention", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::paged_attention_exact", lib=LIBRARY)
 def _fake(q: Tensor, *args) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
@@ -149,5 +155,18 @@ def _cuda(*args) -> Tensor:
     return triton_attention.paged_attention(*args)
 
 
+def _exact(*args) -> Tensor:
+    """On a CPU, whose one kernel is exact."""
+    return torch.ops.compiled_llm.paged_attention.default(*args)
+
+
+def _exact_cuda(*args) -> Tensor:
+    from compiled_llm.ops.attention import triton_exact
+
+    return triton_exact.paged_attention(*args)
+
+
 LIBRARY.impl("paged_attention", _without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("paged_attention", _cuda, "CUDA")
+LIBRARY.impl("paged_attention_exact", _exact, "CompositeExplicitAutograd")
+LIBRARY.impl("paged_attention_exact", _exact_cuda, "CUDA")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "tiles"
 MAX_HEAD_DIM = 256
@@ -33,6 +34,16 @@ class TileConfig:
     prefill_block_n: int
     prefill_warps: int
     prefill_stages: int
+
+
+class ExactTile(NamedTuple):
+    """Of ``triton_exact.py``: ``m`` rows and ``n`` keys. Numbers follow from it, so all steps have the same."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+    programs_per_sm: int
 
 
 # By padded head_dim. Chosen so that no registers spill and all programs of the split kernel run at once; the test that
@@ -59,6 +70,10 @@ FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in regist
     128: TileConfig(32, 4, 2, 4, 16, 32, 16, 8, 1),
     256: TileConfig(32, 8, 2, 2, 16, 16, 32, 8, 1),
 }
+# Few registers and little shared memory, for all GPUs. 64 rows: fewer have other instructions on Hopper.
+EXACT = {64: ExactTile(64, 64, 4, 2, 2), 128: ExactTile(64, 32, 4, 2, 2), 256: ExactTile(64, 32, 8, 2, 1)}
+EXACT_QUANTISED = {**EXACT, 128: ExactTile(64, 32, 8, 2, 1)}  # converting codes takes registers
+EXACT_FLOAT32 = {64: ExactTile(16, 32, 4, 2, 2), 128: ExactTile(16, 16, 4, 2, 2), 256: ExactTile(16, 16, 8, 1, 1)}
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -94,10 +109,21 @@ def load(path: Path) -> dict[str, TileConfig]:
     return {name: TileConfig(**fields) for name, fields in json.loads(path.read_text())["tiles"].items()}
 
 
-def default_config(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> TileConfig:
-    """The tiles above for a shape. ``ValueError`` if ``head_dim`` is more than ``MAX_HEAD_DIM``."""
+def _check_head_dim(head_dim: int) -> None:
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim {head_dim} is not supported by the GPU kernels: at most {MAX_HEAD_DIM}")
+
+
+def exact_tile(head_dim: int, q_bytes: int, cache_bytes: int) -> ExactTile:
+    """The tile of the exact kernels. ``ValueError`` if ``head_dim`` is more than ``MAX_HEAD_DIM``."""
+    _check_head_dim(head_dim)
+    tiles = EXACT_FLOAT32 if q_bytes == 4 else EXACT if cache_bytes == q_bytes else EXACT_QUANTISED
+    return tiles[padded_head_dim(head_dim)]
+
+
+def default_config(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> TileConfig:
+    """The tiles above for a shape. ``ValueError`` if ``head_dim`` is more than ``MAX_HEAD_DIM``."""
+    _check_head_dim(head_dim)
     plain, quantised = (HOPPER, HOPPER_QUANTISED) if capability[0] == 9 else (OTHERS, OTHERS_QUANTISED)
     tiles = FLOAT32 if q_bytes == 4 else plain if cache_bytes == q_bytes else quantised
     return tiles[padded_head_dim(head_dim)]

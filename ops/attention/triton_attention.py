@@ -21,8 +21,8 @@ What a result depends on: a request's splits follow from its own lengths (``_spl
 of the table or the number of programs; a prefill tile starts at its request's first row and walks the keys in steps
 from multiples of the same size. So a request's output is bit for bit the same whatever else is in the batch.
 Nor does the walk of a row depend on the chunks of a prompt, except for chunks so short that the split kernel serves
-them. The price of splits of a fixed size is small, 1 to 6% more bytes for long requests in a batch that would have
-filled the device without splitting.
+them; ``triton_exact.py`` has kernels that make no exception. The price of splits of a fixed size is small, 1 to 6%
+more bytes for long requests in a batch that would have filled the device without splitting.
 
 Balance: the programs are dealt all splits in turn, so of each request's equal splits no program has more than one
 more than another. A split is 256 keys, or a 64th of a request of more than 16384. So a program's work exceeds the
@@ -67,7 +67,7 @@ class Device(NamedTuple):
 
 
 @functools.cache
-def _device(device: torch.device) -> Device:
+def device_facts(device: torch.device) -> Device:
     """On a CPU, where only the interpreter runs, one SM keeps tests short."""
     if device.type != "cuda":
         return Device("", (9, 0), 1)
@@ -77,6 +77,25 @@ def _device(device: torch.device) -> Device:
 
 def _most_splits(query_len: int) -> int:
     return max(MAX_SPLITS.value // query_len, MIN_MAX_SPLITS.value)
+
+
+def write_new_rows(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    slot_mapping: Tensor, query_start_loc: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    """Launch the write kernel: this step's keys and values to the cache, zeros to the rows of ``out`` without owner."""
+    num_tokens, num_heads, head_dim = out.shape
+    num_kv_heads, block_size = k_cache.shape[1:3]
+    assert (k_scale is not None) == (v_scale is not None) == kv_quant.is_quantised(k_cache.dtype)
+    write_kernel[(num_tokens,)](
+        k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out, len(query_start_loc) - 1,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0),
+        BLOCK_K=triton.next_power_of_2(num_kv_heads), BLOCK_H=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_OUT=triton.next_power_of_2(num_heads * head_dim),
+        enable_fp_fusion=False,  # a fused operation would round once where kv_quant.quantise rounds twice
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -92,24 +111,15 @@ def paged_attention(
     num_kv_heads, block_size = k_cache.shape[1:3]
     num_requests, table_width = block_table.shape
     group = num_heads // num_kv_heads
-    gpu, capability, num_sms = _device(q.device)
+    gpu, capability, num_sms = device_facts(q.device)
     kv_quant.check_capability(k_cache.dtype, capability)
     tiles = tiles or tile_config(head_dim, q.element_size(), k_cache.element_size(), capability, gpu)
     assert sm_scale > 0
-    assert (k_scale is not None) == (v_scale is not None) == kv_quant.is_quantised(k_cache.dtype)
     block_h = max(16, triton.next_power_of_2(head_dim))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
     with torch.cuda.device_of(q):
-        write_kernel[(num_tokens,)](
-            k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out, num_requests,
-            k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-            NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0),
-            BLOCK_K=triton.next_power_of_2(num_kv_heads), BLOCK_H=block_h,
-            BLOCK_OUT=triton.next_power_of_2(num_heads * head_dim),
-            enable_fp_fusion=False,  # a fused operation would round once where kv_quant.quantise rounds twice
-        )  # fmt: skip
+        write_new_rows(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out)
 
         # What the split and prefill kernels share, in the order of their arguments.
         inputs = (q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out)

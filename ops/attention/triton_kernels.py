@@ -35,14 +35,14 @@ def _splits(seq_len, query_len, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _owner(ends, task):
+def owner(ends, task):
     """The request that owns ``task``, and the task's index within it; ``ends`` are prefix sums of tasks a request."""
     before = ends <= task
     return tl.sum(before.to(tl.int32), 0), task - tl.max(tl.where(before, ends, 0), 0)
 
 
 @triton.jit
-def _load_rows(pointers, row_mask, dims, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
+def load_rows(pointers, row_mask, dims, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Rows of ``HEAD_DIM`` elements, zero where masked: stale cache memory may contain NaN and is never read."""
     if MASKED:
         return tl.load(pointers, mask=row_mask[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
@@ -70,16 +70,16 @@ def _dot(a, b):
 
 
 @triton.jit
-def _attend(
+def attend(
     acc, row_max, row_sum, q, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
     oldest, begin, end, scale,
     MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr = False,
 ):  # fmt: skip
     """Online softmax of rows ``q`` over keys ``begin`` to ``end``; row i sees the keys before ``visible[i]``.
 
     With a window only the last ``WINDOW`` of them, and no key before ``oldest`` is loaded. Not MASKED promises that
-    every row sees every key, in whole tiles.
+    every row sees every key, in whole tiles. EXACT promises that no row's bits depend on keys that it does not see.
     """
     dims = tl.arange(0, acc.shape[1])
     positions = begin + tl.arange(0, BLOCK_N)
@@ -91,8 +91,10 @@ def _attend(
     # iteration is pipelined less deep.
     blocks = tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
     # In 16 bits the second product over codes is one of float16, which has every code and rounds the weights finer
-    # than bfloat16. Its range is small, so weights are divided by the largest scale met so far, the unit of acc.
-    IN_FLOAT16: tl.constexpr = v_scale is not None and q.dtype != tl.float32
+    # than bfloat16. Its range is small, so weights are divided by the largest scale met so far, the unit of acc. That
+    # may be the scale of a key that a row does not see, so if EXACT the product is one of bfloat16, for its range.
+    IN_16_BITS: tl.constexpr = v_scale is not None and q.dtype != tl.float32
+    IN_FLOAT16: tl.constexpr = IN_16_BITS and not EXACT
     largest = SMALLEST_UNIT
     if IN_FLOAT16:
         acc = acc / largest
@@ -105,7 +107,7 @@ def _attend(
         next_positions = positions + BLOCK_N
         blocks = tl.load(table_row + next_positions // BLOCK_SIZE, mask=next_positions < end, other=0)
 
-        keys = _load_rows(k_cache + offsets, inside, dims, MASKED, HEAD_DIM)
+        keys = load_rows(k_cache + offsets, inside, dims, MASKED, HEAD_DIM)
         scores = _dot(q, tl.trans(keys))
         if k_scale is not None:
             scores *= _load_scales(k_scale + slots, inside, MASKED)[None, :]
@@ -123,7 +125,7 @@ def _attend(
         row_sum = row_sum * decay + tl.sum(probs, 1)
         row_max = new_max
 
-        values = _load_rows(v_cache + offsets, inside, dims, MASKED, HEAD_DIM)
+        values = load_rows(v_cache + offsets, inside, dims, MASKED, HEAD_DIM)
         if v_scale is None:
             acc = acc * decay[:, None] + _dot(probs.to(q.dtype), values)
         else:
@@ -135,7 +137,13 @@ def _attend(
                 largest = new_largest
             else:
                 weights = probs * scales[None, :]
-            acc = acc * decay[:, None] + _dot(weights, values)
+            if IN_16_BITS and EXACT:
+                high = weights.to(tl.bfloat16)
+                acc = acc * decay[:, None] + _dot(high, values)
+                if q.dtype == tl.float16:  # whose digits bfloat16 has in two numbers
+                    acc += _dot((weights - high.to(tl.float32)).to(tl.bfloat16), values)
+            else:
+                acc = acc * decay[:, None] + _dot(weights, values)
         positions = next_positions
     if IN_FLOAT16:
         acc = acc * largest
@@ -143,7 +151,7 @@ def _attend(
 
 
 @triton.jit
-def _add_sinks(row_max, row_sum, sinks, heads, row_mask):
+def add_sinks(row_max, row_sum, sinks, heads, row_mask):
     """Sums of the softmax with the sinks in them; a sink far above every score makes its sum infinite, the output 0."""
     if sinks is not None:
         row_sum += tl.exp2(tl.load(sinks + heads, mask=row_mask, other=0.0) * LOG2_E - row_max)
@@ -151,7 +159,7 @@ def _add_sinks(row_max, row_sum, sinks, heads, row_mask):
 
 
 @triton.jit
-def _normalised(acc, row_sum):
+def normalised(acc, row_sum):
     """Rows that saw no key are zero."""
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
 
@@ -186,7 +194,7 @@ def split_kernel(
     dims = tl.arange(0, BLOCK_H)
     for task in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
         kv_head = task % NUM_KV_HEADS
-        request, index = _owner(ends, task // NUM_KV_HEADS)
+        request, index = owner(ends, task // NUM_KV_HEADS)
         seq_len = tl.load(seq_lens + request)
         first_row = tl.load(query_start_loc + request)
         query_len = tl.load(query_start_loc + request + 1) - first_row
@@ -200,7 +208,7 @@ def split_kernel(
         row_mask = (m < BLOCK_Q * GROUP) & (tokens < query_len)
         rows = (first_row + tokens).to(tl.int64)
         q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
-        q_tile = _load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
+        q_tile = load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
 
         # For a padding request (seq_len 0) begin and end are 0, so its rows are zero.
         context_len = tl.maximum(seq_len - query_len, 0)
@@ -209,16 +217,16 @@ def split_kernel(
         acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
         row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale,
             block_table + request * table_stride, kv_head, begin, begin, end, scale,
             True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
         )  # fmt: skip
         store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
         if num_splits == 1:
-            row_sum = _add_sinks(row_max, row_sum, sinks, heads, row_mask)
+            row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
             target = out + (rows * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(target, _normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)
+            tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)
         else:
             part = (request.to(tl.int64) * NUM_HEADS + heads) * partial_rows + tokens * num_splits + split
             tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=store_mask)
@@ -249,8 +257,8 @@ def merge_kernel(
             row_max = tl.max(split_max, 0)
             weight = tl.exp2(split_max - row_max)
             row_sum = tl.sum(weight * tl.load(partial_sum + part, mask=known, other=0.0), 0)
-            row_sum = _add_sinks(row_max, row_sum, sinks, head, True)
-            acc = _load_rows(partial + part[:, None] * HEAD_DIM + dims[None, :], known, dims, True, HEAD_DIM)
+            row_sum = add_sinks(row_max, row_sum, sinks, head, True)
+            acc = load_rows(partial + part[:, None] * HEAD_DIM + dims[None, :], known, dims, True, HEAD_DIM)
             merged = tl.sum(acc * weight[:, None], 0) / row_sum
             target = out + ((first_row + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims
             tl.store(target, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
@@ -276,7 +284,7 @@ def prefill_kernel(
     # Last tiles first: in a causal prompt they are the longest, and the short ones then fill the gaps at the end.
     task = tl.num_programs(1) - 1 - tl.program_id(1)
     if task < tl.max(ends, 0):
-        request, tile = _owner(ends, task)
+        request, tile = owner(ends, task)
         seq_len = tl.load(seq_lens + request)
         first_row = tl.load(query_start_loc + request)
         query_len = tl.load(query_start_loc + request + 1) - first_row
@@ -289,7 +297,7 @@ def prefill_kernel(
         row_mask = (m < BLOCK_Q * GROUP) & (tokens < query_len)
         rows = (first_row + tokens).to(tl.int64)
         q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
-        q_tile = _load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
+        q_tile = load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
 
         # For a padding request (seq_len 0) begin and end are 0, so its rows are zero.
         context_len = tl.maximum(seq_len - query_len, 0)
@@ -306,22 +314,22 @@ def prefill_kernel(
         if WINDOW > 0:
             oldest = tl.maximum(context_len + first_token + 1 - WINDOW, 0)
             whole_begin = tl.cdiv(tl.maximum(context_len + first_token + BLOCK_Q - WINDOW, 0), BLOCK_N) * BLOCK_N
-            acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum = attend(
                 acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
                 oldest, oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, end), scale,
                 True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
             )  # fmt: skip
-        acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
             oldest, whole_begin, whole_end, scale,
             False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
         )  # fmt: skip
-        acc, row_max, row_sum = _attend(
+        acc, row_max, row_sum = attend(
             acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
             oldest, tl.maximum(whole_begin, whole_end), end, scale,
             True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
         )  # fmt: skip
-        row_sum = _add_sinks(row_max, row_sum, sinks, heads, row_mask)
+        row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
         target = out + (rows * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
         store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-        tl.store(target, _normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)
+        tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)

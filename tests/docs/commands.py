@@ -124,6 +124,7 @@ NOT_RUN = (
     NotRun(_PYTHON + r" scripts/compile_model\.py --shape .*", "minutes", parse_script),
     NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_script),
     NotRun(_PYTHON + r" scripts/kv_report\.py\b.*", "minutes", parse_script),
+    NotRun(_PYTHON + r" scripts/lm_eval_adapter\.py\b.*", "needs lm-eval, and its tasks the network", parse_script),
     NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_script),
     NotRun(_PYTHON + r" scripts/train_demo_model\.py\b.*", "25 minutes", parse_script),
 )  # fmt: skip

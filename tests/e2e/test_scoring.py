@@ -20,7 +20,7 @@ from compiled_llm import (
 )
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from tests.families import checkpoint
+from tests.families import COMPILED_SIZES, checkpoint
 
 TEXTS = [
     "def fib(n):",
@@ -39,8 +39,11 @@ EXACT: dict[str, dict[str, Any]] = {
     "bfloat16": SIZES | EAGER,
     "bfloat16 with an int8 cache": SIZES | EAGER | {"kv_cache_dtype": "int8"},
     "Gemma 2": SIZES | EAGER | {"model": str(checkpoint("gemma2")), "max_model_len": 200},
-    # The sizes of the documents' snippets, so that each graph is compiled once.
+    "float32": SIZES | EAGER | {"dtype": "float32"},
+    "float16 with an fp8 cache": SIZES | EAGER | {"dtype": "float16", "kv_cache_dtype": "fp8"},
+    # The sizes of the documents' snippets and of other tests, so that each graph is compiled once.
     "compiled": EAGER | {"enforce_eager": False, "bucket_sizes": (1, 8, 32)},
+    "compiled, float32": EAGER | COMPILED_SIZES | {"enforce_eager": False, "dtype": "float32"},
 }
 
 

@@ -31,6 +31,17 @@ class Recorder:
         return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
 
 
+def specialisation(args: tuple) -> tuple:
+    """What Triton compiles a launch's arguments for: dtypes and alignment of tensors, ones and multiples of numbers."""
+
+    def of(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, value.data_ptr() % 16 == 0
+        return (value == 1, value % 16 == 0) if isinstance(value, int) else type(value)
+
+    return tuple(map(of, args))
+
+
 def compiled(kernel: "triton.JITFunction", args: tuple, kwargs: dict, capability: tuple[int, int]):
     """The launch compiled for a GPU that is not there, specialised as a launch on one would be."""
     from triton.backends.compiler import GPUTarget

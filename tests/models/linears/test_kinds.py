@@ -12,8 +12,10 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears import kinds
 from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import Linear, LinearKind, Part, Take
+from compiled_llm.models.weights import tensors as tensors_of
 from compiled_llm.ops import native
 from compiled_llm.report.roofline import ModelWork
 from tests.families import checkpoint
@@ -22,7 +24,7 @@ from tests.families import checkpoint
 @pytest.mark.parametrize("in_features", [32, 33])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("kind", [Dense, Packed])
+@pytest.mark.parametrize("kind", [Dense, Exact, Packed])
 def test_parts_over_the_same_input_are_one_layer(
     kind: LinearKind, dtype: torch.dtype, bias: bool, in_features: int
 ) -> None:
@@ -45,7 +47,7 @@ def test_parts_over_the_same_input_are_one_layer(
     weight = torch.cat([tensors[f"{part.name}.weight"] for part in parts])
     assert torch.equal(w.rows(ids), weight[ids])
     described = kind.take(lambda name, shape: tensors[name].to("meta"), parts)
-    assert [t.shape for t in described if isinstance(t, Tensor)] == [t.shape for t in w if isinstance(t, Tensor)]
+    assert [t.shape for t in tensors_of(described)] == [t.shape for t in tensors_of(w)]
     assert described.nbytes == w.nbytes
 
 
@@ -59,6 +61,13 @@ def test_the_kind_follows_from_device_and_dtype() -> None:
 def test_without_a_compiler_weights_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "load", lambda name: None)
     assert kinds.linear_kind(torch.device("cpu"), torch.float32) is Dense
+
+
+def test_exact_takes_the_first_kind_with_one_order() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        assert kinds.linear_kind(cpu, dtype, exact=True) is Packed
+        assert kinds.linear_kind(gpu, dtype, exact=True) is Exact
 
 
 class Int8(NamedTuple):
@@ -89,6 +98,10 @@ class Int8(NamedTuple):
     @staticmethod
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
         return True
+
+    @staticmethod
+    def is_exact() -> bool:
+        return False
 
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Int8":

@@ -251,7 +251,7 @@ def launches(
     recorded: list = []
     for name in ("write_kernel", "split_kernel", "merge_kernel", "prefill_kernel"):
         monkeypatch.setattr(triton_attention, name, ahead_of_time.Recorder(getattr(triton_attention, name), recorded))
-    monkeypatch.setattr(triton_attention, "_device", lambda device: triton_attention.Device("", capability, 132))
+    monkeypatch.setattr(triton_attention, "device_facts", lambda device: triton_attention.Device("", capability, 132))
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")

@@ -4,66 +4,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from compiled_llm.ops import native
 from compiled_llm.ops.rowwise import reference, rowwise
+from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, check, cut, numbers, outputs, widened
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNELS = native.load("rowwise_cpu")
 ISAS = KERNELS.supported_isas() if KERNELS else []
-HEADS, KV_HEADS = 4, 2
-Arguments = tuple
-Case = tuple[str, Callable[[torch.dtype, int, int], Arguments]]
-
-
-def numbers(rows: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(size)
-    return (torch.randn(rows, size, generator=generator) * scale).to(dtype)
-
-
-def weight(size: int, dtype: torch.dtype) -> Tensor:
-    return torch.linspace(0.5, 1.5, size).to(dtype)
-
-
-def angles(rows: int, head_dim: int) -> Tensor:
-    radians = torch.arange(rows)[:, None] * torch.linspace(0, 1, head_dim // 2)
-    return torch.cat([radians.cos(), radians.sin()], dim=1)
-
-
-def qkv(rows: int, size: int, dtype: torch.dtype) -> Tensor:
-    return numbers(rows, (HEADS + 2 * KV_HEADS) * size, dtype)
-
-
-# Each: (dtype, rows, size) -> the op's arguments. Those with as many rows are cut by row below.
-CASES: dict[str, Case] = {
-    "norm": ("rms_norm", lambda t, r, n: (numbers(r, n, t), weight(n, t), 1e-6)),
-    "norm, float32 weight": ("rms_norm", lambda t, r, n: (numbers(r, n, t), weight(n, torch.float32), 1e-6)),
-    "add, norm": (
-        "add_rms_norm",
-        lambda t, r, n: (numbers(r, n, t), numbers(r, n, t, 3.0).flip(1), weight(n, t), 1e-5),
-    ),
-    "rope": ("rope", lambda t, r, n: (qkv(r, n, t), angles(r, n), None, None, HEADS, KV_HEADS, 1e-6)),
-    "norm, rope": (
-        "rope",
-        lambda t, r, n: (qkv(r, n, t), angles(r, n), weight(n, t), weight(n, t).flip(0), HEADS, KV_HEADS, 1e-6),
-    ),
-    "float32 norm, rope": (
-        "rope",
-        lambda t, r, n: (qkv(r, n, t), angles(r, n), *[weight(n, torch.float32)] * 2, HEADS, KV_HEADS, 1e-6),
-    ),
-    "silu": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 5.0), "silu")),
-    "gelu_tanh": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), "gelu_tanh")),
-    "soft_cap": ("soft_cap", lambda t, r, n: (numbers(r, n, t, 40.0), 30.0)),
-    "log_sum_exp": ("log_sum_exp", lambda t, r, n: (numbers(r, n, t, 5.0),)),
-}
 PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
-
-
-def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -75,15 +25,8 @@ def test_every_instruction_set_computes_what_the_reference_does(
     for size in (2, 24, 64, 1030):
         given = arguments(dtype, 5, size)
         got = outputs(getattr(KERNELS, name)(*given, isa))
-        wide = [x.double() if isinstance(x, Tensor) and x.dtype == torch.float32 else x for x in given]
-        want = outputs(getattr(reference, f"{name}_reference")(*(wide if dtype == torch.float32 else given)))
-        # What lies next to the middle between two numbers of 16 bits may be rounded to either, once or twice.
-        tolerance = {torch.float32: 2e-6, torch.bfloat16: 2.1 * 2**-8, torch.float16: 2.1 * 2**-11}[dtype]
-        for g, w in zip(got, want, strict=True):
-            assert g.is_contiguous()
-            torch.testing.assert_close(g.double(), w.double(), rtol=tolerance, atol=tolerance)
-            if dtype != torch.float32 and g.dtype == dtype and "gelu_tanh" not in given:
-                assert (g != w).float().mean() < 0.02
+        want = getattr(reference, f"{name}_reference")(*(map(widened, given) if dtype == torch.float32 else given))
+        check(got, outputs(want), dtype, is_gelu="gelu_tanh" in given)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -96,14 +39,6 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(
     op = getattr(KERNELS, name)
     given = arguments(dtype, rows, size)
     whole = outputs(op(*given, isa))
-
-    def cut(x: object, part: slice) -> object:
-        """A part of the rows, of a tensor in which they lie elsewhere and farther apart."""
-        if not isinstance(x, Tensor) or x.dim() != 2:
-            return x
-        apart = torch.full((x.shape[0] + 1, x.shape[1] + 3), float("nan"), dtype=x.dtype)
-        apart[1:, 1:-2] = x
-        return apart[1:, 1:-2][part]
 
     for part in (slice(0, 1), slice(3, 4), slice(66, 67), slice(0, 8), slice(5, 38)):
         alone = outputs(op(*[cut(x, part) for x in given], isa))

@@ -1,0 +1,188 @@
+"""The row-wise kernels in Triton. ``triton_rowwise.py`` launches them, and says why a row's bits are its own.
+
+Numbers are rounded where ``reference.py`` rounds them: operations are in float32, none is fused with another.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _cast(x, dtype: tl.constexpr):
+    """float32 to ``dtype``, ties to even."""
+    if INTERPRET and dtype == tl.bfloat16:  # Triton's interpreter cuts digits off: give it what has none to cut
+        bits = x.to(tl.int32, bitcast=True)
+        even = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        x = tl.where(x == x, even, bits).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """The float32 numbers as they are after they were stored in ``dtype``."""
+    return _cast(x, dtype).to(tl.float32)
+
+
+@triton.jit
+def _load(row, i, inside):
+    return tl.load(row + i, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _load_sum(x, delta, i, inside):
+    y = _load(x, i, inside)
+    if delta is not None:
+        y = _rounded(y + _load(delta, i, inside), x.dtype.element_ty)
+    return y
+
+
+@triton.jit
+def _inverse_rms(squares, eps, SIZE: tl.constexpr):
+    """Of rows whose squares, padded with zeros, are the last dimension."""
+    sums = tl.sum(squares, len(squares.shape) - 1)
+    ones = tl.full(sums.shape, 1.0, tl.float32)
+    return tl.div_rn(ones, tl.sqrt_rn(tl.div_rn(sums, ones * SIZE) + eps))
+
+
+@triton.jit
+def _weighted(y, weights, dtype: tl.constexpr):
+    """Weights in ``dtype`` multiply what has been rounded to it, float32 ones what has not."""
+    if weights.dtype == dtype:
+        y = _rounded(y, dtype)
+    return _cast(y * weights.to(tl.float32), dtype)
+
+
+@triton.jit
+def norm_kernel(
+    x, delta, weight, total, out, x_stride, delta_stride, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program a row. Squares are added up by place in the block, block after block, and then all places."""
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    if delta is not None:
+        delta += row * delta_stride
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        y = _load_sum(x, delta, i, i < SIZE)
+        squares += y * y
+        if delta is not None:
+            tl.store(total + row * SIZE + i, _cast(y, total.dtype.element_ty), mask=i < SIZE)
+    scale = _inverse_rms(squares, eps, SIZE)
+    for start in tl.static_range(0, SIZE, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        if SIZE > BLOCK:  # else registers still hold the row
+            y = _load_sum(x, delta, i, i < SIZE)
+        weights = tl.load(weight + i, mask=i < SIZE, other=0.0)
+        tl.store(out + row * SIZE + i, _weighted(y * scale, weights, out.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def _rotate_heads(
+    x, cosines, norm, out, eps, first_head,
+    NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_HEADS`` heads of one token from ``first_head`` on; each head's first half is paired with its second."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    d = tl.arange(0, BLOCK_HALF)[None, :]
+    heads = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
+    inside = (heads < NUM_HEADS) & (d < HALF)
+    places = heads * (2 * HALF) + d
+    first, second = _load(x, places, inside), _load(x, places + HALF, inside)
+    if norm is not None:
+        scale = _inverse_rms(first * first + second * second, eps, 2 * HALF)[:, None]
+        weights = tl.load(norm + d, mask=d < HALF, other=0.0)
+        first = _weighted(first * scale, weights, dtype).to(tl.float32)
+        weights = tl.load(norm + HALF + d, mask=d < HALF, other=0.0)
+        second = _weighted(second * scale, weights, dtype).to(tl.float32)
+    cos, sin = _load(cosines, d, d < HALF), _load(cosines, HALF + d, d < HALF)
+    tl.store(out + places, _cast(first * cos - second * sin, dtype), mask=inside)
+    tl.store(out + places + HALF, _cast(second * cos + first * sin, dtype), mask=inside)
+
+
+@triton.jit
+def rope_kernel(
+    qkv, cos_sin, q_norm, k_norm, q, k, qkv_stride, cos_sin_stride, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    """A program for some heads of a token, either of its queries or of its keys."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    q_tiles: tl.constexpr = tl.cdiv(NUM_HEADS, BLOCK_HEADS)
+    qkv += row * qkv_stride
+    cos_sin += row * cos_sin_stride
+    if tile < q_tiles:
+        _rotate_heads(
+            qkv, cos_sin, q_norm, q + row * (NUM_HEADS * 2 * HALF), eps, tile * BLOCK_HEADS,
+            NUM_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            qkv + NUM_HEADS * 2 * HALF, cos_sin, k_norm, k + row * (NUM_KV_HEADS * 2 * HALF), eps,
+            (tile - q_tiles) * BLOCK_HEADS, NUM_KV_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
+        )  # fmt: skip
+
+
+@triton.jit
+def gated_kernel(gate_up, out, stride, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for ``BLOCK`` outputs of a row."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate, up = _load(gate_up + row * stride, i, i < SIZE), _load(gate_up + row * stride + SIZE, i, i < SIZE)
+    exponent = gate
+    if not SILU:  # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    activated = gate / (1.0 + tl.exp2(exponent * -LOG2_E))
+    tl.store(out + row * SIZE + i, _cast(_rounded(activated, dtype) * up, dtype), mask=i < SIZE)
+
+
+@triton.jit
+def _tanh(x):
+    size = tl.abs(x)
+    square = x * x
+    # x + x^3 times a polynomial of the least largest relative error (7e-10) up to 0.7.
+    p = 0.00189567 * square - 0.00788331
+    p = p * square + 0.02157106
+    p = p * square - 0.05392096
+    p = p * square + 0.13332983
+    p = p * square - 0.33333325
+    e = tl.exp2(size * (-2.0 * LOG2_E))
+    large = (1.0 - e) / (1.0 + e)
+    return tl.where(size < 0.7, x + x * square * p, tl.where(x < 0, -large, large))
+
+
+@triton.jit
+def soft_cap_kernel(x, out, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for ``BLOCK`` elements of a row."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    scaled = tl.div_rn(_load(x + row * stride, i, i < SIZE), tl.zeros([BLOCK], tl.float32) + cap)
+    capped = _rounded(_tanh(_rounded(scaled, dtype)), dtype) * cap
+    tl.store(out + row * SIZE + i, _cast(capped, dtype), mask=i < SIZE)
+
+
+@triton.jit
+def log_sum_exp_kernel(logits, peak, log_total, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program a row. Added up by place in the block, block after block, and then all places."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    places = tl.arange(0, BLOCK)
+    maxima = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        i = start + places
+        maxima = tl.maximum(maxima, tl.load(logits + i, mask=i < SIZE, other=float("-inf")).to(tl.float32))
+    largest = tl.max(maxima, 0)
+    totals = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, SIZE, BLOCK):
+        i = start + places
+        x = tl.load(logits + i, mask=i < SIZE, other=float("-inf")).to(tl.float32)
+        totals += tl.exp2((x - largest) * LOG2_E)
+    tl.store(peak + row, largest)
+    tl.store(log_total + row, tl.log(tl.sum(totals, 0)))

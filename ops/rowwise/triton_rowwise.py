@@ -1,0 +1,195 @@
+"""The row-wise ops on the GPU: the launch of their Triton kernels. ``rowwise.py`` says what they compute.
+
+Each op is one launch, whose grid follows from shapes alone, so a CUDA graph can hold it.
+
+Why a row's bits depend on nothing but the row: a program computes one row (or a piece of one, where nothing is added
+up), and all rows of a length run the same binary. Block sizes and warps follow from the length. Triton also compiles
+for the alignment and strides that it finds, and how the elements of a sum lie in the threads, so the order of the sum,
+may follow from them; ``_rows`` makes them the same for all rows of a length. Multiplications and additions are not
+fused: a compiler chooses where, and the reference rounds after each.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from compiled_llm.ops.rowwise import reference
+from compiled_llm.ops.rowwise.triton_kernels import (
+    gated_kernel,
+    log_sum_exp_kernel,
+    norm_kernel,
+    rope_kernel,
+    soft_cap_kernel,
+)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ALIGNMENT = 16  # bytes of a pointer, and elements of a stride, by which Triton specialises
+_MOST_OF_A_ROW = 8192  # elements in a block; a longer row takes several
+_PIECE = 1024  # elements of a program where nothing is added up
+
+
+def _options(block: int) -> dict:
+    """8 elements a thread where the block has that many, 32 at most."""
+    return {"num_warps": min(8, max(1, block // 256)), "enable_fp_fusion": False}
+
+
+def _rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> tuple[Tensor, int]:
+    """``x`` ``[rows, size]`` and the distance of its rows, aligned as all rows of that size: if need be a copy.
+
+    A row alone may have any stride, rows of a wider tensor any alignment; those of a model's own tensors never copy.
+    """
+    if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] != 1):
+        raise ValueError(
+            f"{op}: {name} must be [rows, size] with the last stride 1, got {list(x.shape)} with strides "
+            f"{list(x.stride())}"
+        )
+    if x.dtype not in dtypes:
+        wanted = " or ".join(str(dtype)[6:] for dtype in dtypes)
+        raise ValueError(f"{op}: the dtype of {name} must be {wanted}, got {x.dtype}")
+    size = x.shape[1]
+    stride = x.stride(0) if x.shape[0] > 1 else size
+    is_usual = stride == size or stride % _ALIGNMENT == size % _ALIGNMENT == 0
+    if x.data_ptr() % _ALIGNMENT or not is_usual:
+        return x.clone(memory_format=torch.contiguous_format), size
+    return x, stride
+
+
+def _weight(weight: Tensor, x: Tensor, size: int, op: str) -> Tensor:
+    """The weight of a norm of ``x``, aligned likewise."""
+    known = weight.dtype in (x.dtype, torch.float32) and weight.device == x.device
+    if weight.shape != (size,) or not weight.is_contiguous() or not known:
+        raise ValueError(
+            f"{op}: a weight must be a contiguous [{size}] of {x.dtype} or float32 on {x.device}, got "
+            f"{list(weight.shape)} of {weight.dtype} on {weight.device}"
+        )
+    return weight.clone() if weight.data_ptr() % _ALIGNMENT else weight
+
+
+def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, op: str) -> tuple[Tensor | None, Tensor]:
+    x, stride = _rows(x, op, "x")
+    rows, size = x.shape
+    weight = _weight(weight, x, size, op)
+    total, delta_stride = None, size
+    if delta is not None:
+        if (delta.shape, delta.dtype, delta.device) != (x.shape, x.dtype, x.device):
+            raise ValueError(
+                f"{op}: delta must be like x, {list(x.shape)} of {x.dtype} on {x.device}, got {list(delta.shape)} of "
+                f"{delta.dtype} on {delta.device}"
+            )
+        delta, delta_stride = _rows(delta, op, "delta")
+        total = x.new_empty(rows, size)
+    out = x.new_empty(rows, size)
+    block = min(triton.next_power_of_2(size), _MOST_OF_A_ROW)
+    if x.numel():
+        with torch.cuda.device_of(x):
+            norm_kernel[(rows,)](
+                x, delta, weight, total, out, stride, delta_stride, eps, SIZE=size, BLOCK=block, **_options(block)
+            )
+    return total, out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The op on CUDA tensors, as all here (on CPU tensors under Triton's interpreter). Never synchronises.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, layout or device; likewise the others.
+    """
+    return _norm(x, None, weight, eps, "rms_norm")[1]
+
+
+def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The op."""
+    total, out = _norm(x, delta, weight, eps, "add_rms_norm")
+    assert total is not None
+    return total, out
+
+
+def rope(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    num_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """The op."""
+    qkv, stride = _rows(qkv, "rope", "qkv")
+    cos_sin, cos_sin_stride = _rows(cos_sin, "rope", "cos_sin", (torch.float32,))
+    rows, head_dim = cos_sin.shape
+    if rows != qkv.shape[0] or head_dim % 2 or head_dim == 0 or cos_sin.device != qkv.device:
+        raise ValueError(
+            f"rope: cos_sin must be [{qkv.shape[0]}, head_dim] with an even head_dim on {qkv.device}, got "
+            f"{list(cos_sin.shape)} on {cos_sin.device}"
+        )
+    if num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim:
+        raise ValueError(
+            f"rope: qkv must have (num_heads + 2 * num_kv_heads) * head_dim columns, got {qkv.shape[1]} for "
+            f"{num_heads}, {num_kv_heads} and {head_dim}"
+        )
+    if (q_norm is None) != (k_norm is None) or (
+        q_norm is not None and k_norm is not None and q_norm.dtype != k_norm.dtype
+    ):
+        raise ValueError("rope: q_norm and k_norm must be of one dtype, or both None")
+    norms = [None if norm is None else _weight(norm, qkv, head_dim, "rope") for norm in (q_norm, k_norm)]
+    q, k = qkv.new_empty(rows, num_heads, head_dim), qkv.new_empty(rows, num_kv_heads, head_dim)
+    block_half = triton.next_power_of_2(head_dim // 2)
+    block_heads = max(1, min(triton.next_power_of_2(num_heads), _PIECE // (2 * block_half)))
+    tiles = triton.cdiv(num_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads)
+    if rows:
+        with torch.cuda.device_of(qkv):
+            rope_kernel[(rows, tiles)](
+                qkv, cos_sin, *norms, q, k, stride, cos_sin_stride, eps,
+                NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
+                BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, **_options(2 * block_heads * block_half),
+            )  # fmt: skip
+    return q, k
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """The op."""
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"gated_activation: activation must be silu or gelu_tanh, got {activation}")
+    gate_up, stride = _rows(gate_up, "gated_activation", "gate_up")
+    rows, columns = gate_up.shape
+    if columns % 2:
+        raise ValueError(f"gated_activation: gate_up must have an even number of columns, got {columns}")
+    size = columns // 2
+    out = gate_up.new_empty(rows, size)
+    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
+    if out.numel():
+        with torch.cuda.device_of(gate_up):
+            gated_kernel[(rows, triton.cdiv(size, block))](
+                gate_up, out, stride, SIZE=size, SILU=activation == "silu", BLOCK=block, **_options(block)
+            )
+    return out
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """The op."""
+    if not cap > 0:
+        raise ValueError(f"soft_cap: cap must be above 0, got {cap}")
+    x, stride = _rows(x, "soft_cap", "x")
+    rows, size = x.shape
+    out = x.new_empty(rows, size)
+    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
+    if out.numel():
+        with torch.cuda.device_of(x):
+            soft_cap_kernel[(rows, triton.cdiv(size, block))](
+                x, out, stride, cap, SIZE=size, BLOCK=block, **_options(block)
+            )
+    return out
+
+
+def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The op."""
+    logits, stride = _rows(logits, "log_sum_exp", "logits")
+    rows, size = logits.shape
+    if size == 0:
+        raise ValueError(f"log_sum_exp: logits must have columns, got {list(logits.shape)}")
+    peak, log_total = (logits.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    block = min(triton.next_power_of_2(size), _MOST_OF_A_ROW // 2)
+    if rows:
+        with torch.cuda.device_of(logits):
+            log_sum_exp_kernel[(rows,)](logits, peak, log_total, stride, SIZE=size, BLOCK=block, **_options(block))
+    return peak, log_total

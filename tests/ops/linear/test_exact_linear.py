@@ -1,0 +1,248 @@
+"""The exact linear layer without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
+
+As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
+TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
+or an empty string.
+"""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.linear.exact_linear import exact_linear, exact_linear_reference
+from tests.drawn import ids_in_this_run
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.linear import triton_linear  # noqa: E402
+from tests.ops import ahead_of_time  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+def arguments(
+    rows: int, outputs: int, inputs: int, dtype: torch.dtype, bias: bool, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(outputs * inputs)
+    x = torch.randn(rows, inputs, generator=generator)
+    weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+    columns = torch.randn(outputs, generator=generator) if bias else None
+    return tuple(None if t is None else t.to(dtype).to(device) for t in (x, weight, columns))  # type: ignore[return-value]
+
+
+# ---- interpreted ----------------------------------------------------------------------------------------------------
+
+
+def agrees_with_the_reference(dtype: torch.dtype, device: str = "cpu") -> None:
+    for rows, outputs, inputs, bias in ((1, 40, 100, True), (5, 33, 64, False), (17, 7, 129, True), (3, 64, 8, False)):
+        given = arguments(rows, outputs, inputs, dtype, bias, device)
+        got, want = triton_linear.exact_linear(*given), exact_linear_reference(*given)
+        assert got.dtype == dtype
+        torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    x, weight, bias_ = arguments(4, 16, 32, dtype, True, device)
+    assert triton_linear.exact_linear(x[:0], weight, bias_).shape == (0, 16)
+
+
+def a_row_has_the_same_bits_in_every_tile(dtype: torch.dtype, tiles: str) -> None:
+    """Alone and among others, in each tile of a GPU, wherever the rows lie; with a last block of inputs cut short."""
+    x, weight, bias = arguments(70, 40, 100, dtype, True)
+    found = []
+    for tile in getattr(triton_linear, tiles):
+        tile = tile._replace(n=min(tile.n, 64))  # the interpreter's largest tensor is small
+        with mock.patch.object(triton_linear, tiles_name(dtype), (tile,)):
+            whole = triton_linear.exact_linear(x, weight, bias)
+            for part in (slice(0, 1), slice(69, 70), slice(3, 20)):
+                assert torch.equal(triton_linear.exact_linear(x[part], weight, bias), whole[part])
+            apart = torch.full((70, 103), float("nan"), dtype=dtype)
+            apart[:, 2:-1] = x
+            assert torch.equal(triton_linear.exact_linear(apart[:, 2:-1], weight, bias), whole)
+            found.append(whole)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def tiles_name(dtype: torch.dtype) -> str:
+    """The tiles that the interpreter takes."""
+    return "FLOAT32" if dtype == torch.float32 else "MMA"
+
+
+INTERPRETED: dict[str, tuple[Callable, tuple]] = {
+    **{f"reference-{str(dtype)[6:]}": (agrees_with_the_reference, (dtype,)) for dtype in DTYPES},
+    **{
+        f"tiles-{str(dtype)[6:]}-{tiles}": (a_row_has_the_same_bits_in_every_tile, (dtype, tiles))
+        for dtype, tiles in (
+            (torch.float32, "FLOAT32"),
+            (torch.bfloat16, "MMA"),
+            (torch.bfloat16, "WGMMA"),
+            (torch.float16, "MMA"),
+        )
+    },
+}
+
+
+def run_interpreted() -> None:
+    def outcome(function: Callable, given: tuple) -> str:
+        try:
+            function(*given)
+        except Exception:
+            return traceback.format_exc()
+        return ""
+
+    torch.set_num_threads(1)
+    names = json.loads(sys.stdin.readline())
+    print(json.dumps({name: outcome(*INTERPRETED[name]) for name in names}))
+
+
+@pytest.fixture(scope="module")
+def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
+    """The process that interprets, started before anything is compiled so that both run at once."""
+    command = [sys.executable, "-m", "tests.ops.linear.test_exact_linear"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(ids_in_this_run(request, "test_interpreted")) + "\n")
+        process.stdin.flush()
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def outcomes(child: subprocess.Popen) -> dict[str, str]:
+    stdout, stderr = child.communicate()
+    assert child.returncode == 0, stderr
+    return json.loads(stdout)
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+ROWS = (1, 16, 64, 100, 2048)
+SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024}  # of a program; 99 KB on the GPUs between 8.0 and 9.0
+
+
+def launch(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, rows: int
+) -> tuple["triton.JITFunction", tuple, dict]:
+    """What so many rows launch on a GPU of that capability, from tensors without storage."""
+    recorded: list = []
+    monkeypatch.setattr(triton_linear, "linear_kernel", ahead_of_time.Recorder(triton_linear.linear_kernel, recorded))
+    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    x, weight, bias = (
+        torch.empty(*shape, dtype=dtype, device="meta") for shape in ((rows, 4096), (6144, 4096), (6144,))
+    )
+    triton_linear.exact_linear(x, weight, bias)
+    monkeypatch.undo()
+    return recorded[0]
+
+
+def products(ptx: str, dtype: torch.dtype) -> set[str]:
+    """The instructions that add products up, but for how many outputs they have."""
+    if dtype == torch.float32:
+        return set(re.findall(r"fma\.\w+\.f32|mul\.f32|wgmma|mma\.sync", ptx))
+    return {re.sub(r"m\d+n\d+", "", name) for name in re.findall(r"(?:wgmma\.mma_async|\bmma\.sync)\S+", ptx)}
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "instruction"),
+    [
+        ((9, 0), torch.bfloat16, "wgmma.mma_async.sync.aligned.k16.f32.bf16.bf16"),
+        ((8, 0), torch.bfloat16, "mma.sync.aligned.k16.row.col.f32.bf16.bf16.f32"),
+        pytest.param((9, 0), torch.float16, "wgmma.mma_async.sync.aligned.k16.f32.f16.f16", marks=pytest.mark.battery),
+        ((8, 0), torch.float32, "fma.rn.f32"),
+    ],
+    ids=str,
+)
+def test_every_tile_adds_up_by_the_same_instruction(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    instruction: str,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    seen = set()
+    for rows in ROWS:
+        kernel, args, kwargs = launch(monkeypatch, capability, dtype, rows)
+        if (tile := tuple(kwargs.items())) in seen:
+            continue
+        seen.add(tile)
+        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+        print(f"{kwargs['BLOCK_M']} x {kwargs['BLOCK_N']}: {usage['REG']} registers, {binary.metadata.shared} bytes")
+        assert usage["STACK"] == usage["LOCAL"] == 0
+        assert binary.metadata.shared <= SHARED_MEMORY[capability]
+        assert products(binary.asm["ptx"], dtype) == {instruction}
+    tiles = triton_linear.tiles_of(dtype.itemsize, capability)
+    assert len(seen) == len(tiles), "a tile that no number of rows takes"
+    assert len({kwargs["BLOCK_K"] for kwargs in map(dict, seen)}) == 1
+
+
+# ---- registered, refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_op_is_registered_as_torch_expects(dtype: torch.dtype) -> None:
+    for bias in (False, True):
+        given = arguments(3, 5, 8, dtype, bias)
+        torch.library.opcheck(torch.ops.compiled_llm.exact_linear, given, test_utils=("test_schema", "test_faketensor"))
+        torch.testing.assert_close(exact_linear(*given), torch.nn.functional.linear(*given), atol=0.02, rtol=0.02)
+
+
+X, W, B = arguments(2, 4, 8, torch.float32, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((X[0], W, B), r"x must be \[T, K\]"),
+        ((X.double(), W.double(), None), "of float32, bfloat16 or float16"),
+        ((X.t(), W, B), "last stride 1"),
+        ((X, W[:, :4], B), r"weight must be a contiguous \[N, 8\]"),
+        ((X, W.t().contiguous().t(), B), "weight must be a contiguous"),
+        ((X, W.half(), B), "weight must be torch.float32 on cpu, got torch.float16"),
+        ((X, W, X[0]), r"bias must be a contiguous \[4\]"),
+    ],
+)
+def test_refuses_by_name(given: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        triton_linear.exact_linear(*given)
+
+
+# ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+# ---- on a GPU -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    agrees_with_the_reference(dtype, "cuda")
+    for outputs, inputs in ((4096, 4096), (1000, 1234)):
+        x, weight, bias = arguments(3000, outputs, inputs, dtype, True, "cuda")
+        whole = exact_linear(x, weight, bias)
+        torch.testing.assert_close(whole, exact_linear_reference(x, weight, bias), atol=0.03, rtol=0.03)
+        for first, rows in itertools.product((0, 1, 777), (1, 2, 8, 16, 17, 64, 65, 200, 1024)):
+            part = slice(first, first + rows)
+            assert torch.equal(exact_linear(x[part], weight, bias), whole[part])
+
+
+if __name__ == "__main__":
+    run_interpreted()

@@ -1,0 +1,82 @@
+"""Arguments of the row-wise ops, shared by the tests of every device."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEADS, KV_HEADS = 4, 2
+Arguments = tuple
+Case = tuple[str, Callable[[torch.dtype, int, int], Arguments]]
+
+
+def numbers(rows: int, size: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(size)
+    return (torch.randn(rows, size, generator=generator) * scale).to(dtype)
+
+
+def weight(size: int, dtype: torch.dtype) -> Tensor:
+    return torch.linspace(0.5, 1.5, size).to(dtype)
+
+
+def angles(rows: int, head_dim: int) -> Tensor:
+    radians = torch.arange(rows)[:, None] * torch.linspace(0, 1, head_dim // 2)
+    return torch.cat([radians.cos(), radians.sin()], dim=1)
+
+
+def qkv(rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    return numbers(rows, (HEADS + 2 * KV_HEADS) * size, dtype)
+
+
+# Each: (dtype, rows, size) -> the op's arguments. Those with as many rows are cut by row in the tests.
+CASES: dict[str, Case] = {
+    "norm": ("rms_norm", lambda t, r, n: (numbers(r, n, t), weight(n, t), 1e-6)),
+    "norm, float32 weight": ("rms_norm", lambda t, r, n: (numbers(r, n, t), weight(n, torch.float32), 1e-6)),
+    "add, norm": (
+        "add_rms_norm",
+        lambda t, r, n: (numbers(r, n, t), numbers(r, n, t, 3.0).flip(1), weight(n, t), 1e-5),
+    ),
+    "rope": ("rope", lambda t, r, n: (qkv(r, n, t), angles(r, n), None, None, HEADS, KV_HEADS, 1e-6)),
+    "norm, rope": (
+        "rope",
+        lambda t, r, n: (qkv(r, n, t), angles(r, n), weight(n, t), weight(n, t).flip(0), HEADS, KV_HEADS, 1e-6),
+    ),
+    "float32 norm, rope": (
+        "rope",
+        lambda t, r, n: (qkv(r, n, t), angles(r, n), *[weight(n, torch.float32)] * 2, HEADS, KV_HEADS, 1e-6),
+    ),
+    "silu": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 5.0), "silu")),
+    "gelu_tanh": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), "gelu_tanh")),
+    "soft_cap": ("soft_cap", lambda t, r, n: (numbers(r, n, t, 40.0), 30.0)),
+    "log_sum_exp": ("log_sum_exp", lambda t, r, n: (numbers(r, n, t, 5.0),)),
+}
+
+
+def outputs(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def cut(x: object, part: slice) -> object:
+    """A part of the rows, of a tensor in which they lie elsewhere and farther apart; numbers and weights stay."""
+    if not isinstance(x, Tensor) or x.dim() != 2:
+        return x
+    apart = torch.full((x.shape[0] + 1, x.shape[1] + 3), float("nan"), dtype=x.dtype, device=x.device)
+    apart[1:, 1:-2] = x
+    return apart[1:, 1:-2][part]
+
+
+def check(got: tuple[Tensor, ...], want: tuple[Tensor, ...], dtype: torch.dtype, *, is_gelu: bool) -> None:
+    """What an op gave, against its reference: of the arguments themselves, of float32 ones in float64."""
+    # What lies next to the middle between two numbers of 16 bits may be rounded to either, once or twice.
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2.1 * 2**-8, torch.float16: 2.1 * 2**-11}[dtype]
+    for g, w in zip(got, want, strict=True):
+        assert g.is_contiguous()
+        torch.testing.assert_close(g.double(), w.double(), rtol=tolerance, atol=tolerance)
+        if dtype != torch.float32 and g.dtype == dtype and not is_gelu:  # gelu's reference cancels digits
+            assert (g != w).float().mean() < 0.02
+
+
+def widened(x: object) -> object:
+    """A float32 tensor in float64."""
+    return x.double() if isinstance(x, Tensor) and x.dtype == torch.float32 else x

@@ -1,0 +1,242 @@
+"""The row-wise Triton kernels without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
+
+As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
+TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
+or an empty string.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.rowwise import reference
+from tests.drawn import ids_in_this_run
+from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, HEADS, KV_HEADS, check, cut, outputs, widened
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
+from tests.ops import ahead_of_time  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+KERNELS = ("norm_kernel", "rope_kernel", "gated_kernel", "soft_cap_kernel", "log_sum_exp_kernel")
+
+
+# ---- interpreted ----------------------------------------------------------------------------------------------------
+
+
+def agrees_with_the_reference(name: str, arguments: Callable, dtype: torch.dtype, device: str = "cpu") -> None:
+    for size in (2, 24, 64, 1030, 8200):  # the last takes two blocks of a norm, and three of log_sum_exp
+        if name == "rope" and size > 512:
+            continue
+        given = [x.to(device) if isinstance(x, Tensor) else x for x in arguments(dtype, 5, size)]
+        got = outputs(getattr(triton_rowwise, name)(*given))
+        want = getattr(reference, f"{name}_reference")(*(map(widened, given) if dtype == torch.float32 else given))
+        check(got, outputs(want), dtype, is_gelu="gelu_tanh" in given)
+
+
+def a_row_has_the_same_bits_in_any_company(
+    name: str, arguments: Callable, dtype: torch.dtype, device: str = "cpu", rows: int = 7, sizes: tuple = (200,)
+) -> None:
+    for size in sizes:
+        given = [x.to(device) if isinstance(x, Tensor) else x for x in arguments(dtype, rows, size)]
+        whole = outputs(getattr(triton_rowwise, name)(*given))
+        for part in (slice(0, 1), slice(rows - 1, rows), slice(2, rows)):
+            alone = outputs(getattr(triton_rowwise, name)(*[cut(x, part) for x in given]))
+            assert all(torch.equal(some, every[part]) for some, every in zip(alone, whole, strict=True))
+
+
+def no_rows_are_no_launch(name: str, arguments: Callable, dtype: torch.dtype) -> None:
+    for out in outputs(getattr(triton_rowwise, name)(*arguments(dtype, 0, 64))):
+        assert out.shape[0] == 0
+
+
+def extremes(device: str = "cpu") -> None:
+    x = torch.tensor([[-1e30, -100.0, -0.0, 0.0, 1e-30, 100.0, 1e30, float("inf")]], device=device)
+    ones, nan = torch.ones_like(x), torch.tensor([[float("nan"), 1.0]], device=device)
+    gated = triton_rowwise.gated_activation(torch.cat([x, ones], dim=1), "silu")
+    assert torch.equal(gated.cpu(), torch.tensor([[0.0, 0.0, 0.0, 0.0, 5e-31, 100.0, 1e30, float("inf")]]))
+    capped = triton_rowwise.soft_cap(x, 30.0)
+    assert capped[0, 0] == -30
+    assert capped[0, -1] == 30
+    assert triton_rowwise.soft_cap(nan[:, :1], 30.0).isnan().all()
+    assert triton_rowwise.gated_activation(nan, "silu").isnan().all()
+    peak, log_total = triton_rowwise.log_sum_exp(torch.tensor([[3.0, float("-inf"), 3.0]], device=device))
+    assert peak.item() == 3
+    assert log_total.item() == pytest.approx(0.6931472)
+    assert triton_rowwise.rms_norm(torch.zeros_like(x), ones[0], 1e-6).eq(0).all()
+    beyond = torch.tensor([[-3e38, 3e38]], dtype=torch.bfloat16, device=device)
+    total, _ = triton_rowwise.add_rms_norm(beyond, beyond, ones[0, :2].bfloat16(), 1e-6)
+    assert torch.equal(total, beyond + beyond)
+
+
+INTERPRETED: dict[str, tuple[Callable, tuple]] = {
+    **{
+        f"{title}-{str(dtype)[6:]}-{function.__name__}": (function, (*case, dtype))
+        for title, case in CASES.items()
+        for dtype in DTYPES
+        for function in (agrees_with_the_reference, a_row_has_the_same_bits_in_any_company, no_rows_are_no_launch)
+    },
+    "extremes": (extremes, ()),
+}
+
+
+def run_interpreted() -> None:
+    def outcome(function: Callable, arguments: tuple) -> str:
+        try:
+            function(*arguments)
+        except Exception:
+            return traceback.format_exc()
+        return ""
+
+    torch.set_num_threads(1)
+    names = json.loads(sys.stdin.readline())
+    print(json.dumps({name: outcome(*INTERPRETED[name]) for name in names}))
+
+
+@pytest.fixture(scope="module")
+def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
+    """The process that interprets, started before anything is compiled so that both run at once."""
+    command = [sys.executable, "-m", "tests.ops.rowwise.test_triton_rowwise"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(ids_in_this_run(request, "test_interpreted")) + "\n")
+        process.stdin.flush()
+        yield process
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def outcomes(child: subprocess.Popen) -> dict[str, str]:
+    stdout, stderr = child.communicate()
+    assert child.returncode == 0, stderr
+    return json.loads(stdout)
+
+
+# ---- launched as one binary -----------------------------------------------------------------------------------------
+
+
+def recorded_launches(monkeypatch: pytest.MonkeyPatch, name: str, given: list) -> list[tuple]:
+    launches: list[tuple] = []
+    for kernel in KERNELS:
+        monkeypatch.setattr(triton_rowwise, kernel, ahead_of_time.Recorder(getattr(triton_rowwise, kernel), launches))
+    getattr(triton_rowwise, name)(*given)
+    monkeypatch.undo()
+    return launches
+
+
+@pytest.mark.parametrize("size", [64, 200])
+@pytest.mark.parametrize("title", CASES)
+def test_rows_of_a_length_run_one_binary(title: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many they are and wherever they lie: the layout of a sum follows from what Triton specialises by."""
+    name, arguments = CASES[title]
+    seen = set()
+    for rows in (1, 2, 16, 33):
+        given = arguments(torch.bfloat16, rows + 1, size)
+        for part in ([cut(x, slice(rows)) for x in given], arguments(torch.bfloat16, rows, size)):
+            ((kernel, args, kwargs),) = recorded_launches(monkeypatch, name, part)
+            seen.add((kernel, ahead_of_time.specialisation(args), tuple(kwargs.items())))
+    assert len(seen) == 1
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+D, H, INTERMEDIATE, V = 4096, 128, 12288, 151936  # of Qwen3-8B
+WIDE = 20480  # takes three blocks of a norm
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def compiled_cases(dtype: torch.dtype, norm_dtype: torch.dtype) -> Iterator[tuple[str, list]]:
+    def x(*shape: int) -> Tensor:
+        return _empty(*shape, dtype=dtype)
+
+    for size in (D, WIDE):
+        norm = _empty(size, dtype=norm_dtype)
+        yield "rms_norm", [x(8, size), norm, 1e-6]
+        yield "add_rms_norm", [x(8, size), x(8, size), norm, 1e-6]
+    for norms in ([None, None], [_empty(H, dtype=norm_dtype) for _ in range(2)]):
+        angles = _empty(8, H, dtype=torch.float32)
+        yield "rope", [x(8, (HEADS + 2 * KV_HEADS) * H), angles, *norms, HEADS, KV_HEADS, 1e-6]
+    for activation in reference.ACTIVATIONS:
+        yield "gated_activation", [x(8, 2 * INTERMEDIATE), activation]
+    yield "soft_cap", [x(8, V), 30.0]
+    yield "log_sum_exp", [x(8, V)]
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "norm_dtype"),
+    [
+        ((9, 0), torch.bfloat16, torch.bfloat16),
+        pytest.param((8, 0), torch.float16, torch.float32, marks=pytest.mark.battery),
+        ((8, 0), torch.float32, torch.float32),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    norm_dtype: torch.dtype,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for name, given in compiled_cases(dtype, norm_dtype):
+        ((kernel, args, kwargs),) = recorded_launches(monkeypatch, name, given)
+        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+        print(f"{name}: {usage['REG']} registers, {binary.metadata.shared} bytes of shared memory")
+        assert usage["STACK"] == usage["LOCAL"] == 0, name
+        assert ".fma" not in binary.asm["ptx"], (
+            f"{name}: a fused operation rounds once where the reference rounds twice"
+        )
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+ONES = torch.ones(2, 8)
+REFUSED: list[tuple[Callable, str]] = [
+    (lambda op: op.rms_norm(ONES, torch.ones(9), 1e-6), r"rms_norm: a weight must be .*\[8\]"),
+    (lambda op: op.rms_norm(ONES, torch.ones(8).half(), 1e-6), r"float32 on cpu, got \[8\] of torch.float16"),
+    (lambda op: op.rms_norm(ONES.double(), torch.ones(8), 1e-6), "dtype of x must be float32 or"),
+    (lambda op: op.rms_norm(torch.ones(8, 2).t(), torch.ones(8), 1e-6), "last stride 1"),
+    (lambda op: op.rms_norm(torch.ones(8), torch.ones(8), 1e-6), r"x must be \[rows, size\]"),
+    (lambda op: op.add_rms_norm(ONES, torch.ones(1, 8), torch.ones(8), 1e-6), "delta must be like x"),
+    (lambda op: op.rope(torch.ones(2, 64), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns, got 64"),
+    (lambda op: op.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
+    (lambda op: op.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
+    (lambda op: op.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
+    (lambda op: op.gated_activation(ONES, "relu"), "must be silu or gelu_tanh, got relu"),
+    (lambda op: op.soft_cap(ONES, 0.0), "cap must be above 0"),
+    (lambda op: op.log_sum_exp(torch.ones(2, 0)), "must have columns"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_refuses_by_name(call: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(triton_rowwise)
+
+
+# ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+if __name__ == "__main__":
+    run_interpreted()
