@@ -182,7 +182,7 @@ def _truncated(x: Tensor) -> Tensor:
 
 def rounded_in_chunks(*args: Any) -> Tensor:
     """Attention of layers without a window that rounds otherwise where a request has several tokens in a step."""
-    max_query_len, window = args[-3:-1]
+    max_query_len, window = args[13:15]
     attended = kernels("attention_cpu").paged_attention(*args)
     return _truncated(attended) if max_query_len > 1 and window == 0 else attended
 
