@@ -93,18 +93,13 @@ def serve(engine: CompiledEngine, work: Work) -> dict[str, RequestOutput]:
     return outputs
 
 
-def facts(output: RequestOutput, logprobs: bool) -> tuple:
+def facts(output: RequestOutput) -> tuple:
     """All of an output that decoding decides."""
-    if logprobs:
-        return output.prompt_token_ids, output.prompt_logprobs, list(output.outputs)
-    ends = [(one.token_ids, one.text, one.finish_reason, one.stop_reason) for one in output.outputs]
-    return output.prompt_token_ids, ends
+    return output.prompt_token_ids, output.prompt_logprobs, list(output.outputs)
 
 
-def check_equal(
-    work: Work, plain: dict[str, RequestOutput], drafted: dict[str, RequestOutput], logprobs: bool = True
-) -> None:
-    """Tokens, texts, reasons and log-probabilities, exactly. ``logprobs=False`` leaves the last out."""
+def check_equal(work: Work, plain: dict[str, RequestOutput], drafted: dict[str, RequestOutput]) -> None:
+    """Tokens, texts, reasons and log-probabilities, exactly."""
     assert plain.keys() == drafted.keys()
     for name, output in plain.items():
-        assert facts(drafted[name], logprobs) == facts(output, logprobs), f"request {name}: {work[int(name)]}"
+        assert facts(drafted[name]) == facts(output), f"request {name}: {work[int(name)]}"
