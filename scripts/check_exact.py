@@ -15,7 +15,8 @@ Compared with the first setting of the same KV cache, bit for bit, are
 - the tokens, and the log-probabilities of tokens and prompts, as the engine returns them.
 
 For the first request that differs, the two settings are run once more with every op watched, and the first layer and op
-are named at which they part. On a GPU uncompiled settings are left out: there, compiled code may round otherwise.
+are named at which they part. On a GPU all engines have ``exact=True``, and uncompiled settings are left out: there,
+compiled code may round otherwise.
 
 Ends in one JSON line. Exit status: 0 if all is equal; 1 on a difference, or if a setting did not come about, such as a
 preemption; 2 for bad arguments.

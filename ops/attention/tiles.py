@@ -71,7 +71,7 @@ FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in regist
     256: TileConfig(32, 8, 2, 2, 16, 16, 32, 8, 1),
 }
 # Few registers and little shared memory, for all GPUs. 64 rows: fewer have other instructions on Hopper.
-EXACT = {64: ExactTile(64, 64, 4, 2, 2), 128: ExactTile(64, 32, 4, 2, 2), 256: ExactTile(64, 32, 8, 2, 1)}
+EXACT = {64: ExactTile(64, 64, 4, 2, 2), 128: ExactTile(64, 32, 4, 2, 2), 256: ExactTile(64, 16, 8, 2, 1)}
 EXACT_QUANTISED = {**EXACT, 128: ExactTile(64, 32, 8, 2, 1)}  # converting codes takes registers
 EXACT_FLOAT32 = {64: ExactTile(16, 32, 4, 2, 2), 128: ExactTile(16, 16, 4, 2, 2), 256: ExactTile(16, 16, 8, 1, 1)}
 
