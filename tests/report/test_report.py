@@ -17,7 +17,7 @@ from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
 from compiled_llm.report.report import RunReport
 
-LIMITS = MachineLimits("cpu", "float32", 1e10, 1e11, "made up", "2026-01-01T00:00:00+00:00")
+LIMITS = MachineLimits("cpu", "float32", 1e12, 1e13, "made up", "2026-01-01T00:00:00+00:00")
 PARAMS = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPTS = [[n + 5] * (8 * n + 3) for n in range(6)]
 
@@ -74,11 +74,11 @@ def test_shares_are_of_the_limits(engine: CompiledEngine) -> None:
     serve(engine)
     for steps in engine.report().buckets:
         assert steps.limit_seconds is not None
-        assert steps.bandwidth_share == pytest.approx(steps.bytes_per_second / 1e10)
-        assert steps.peak_share == pytest.approx(steps.flops_per_second / 1e11)
-        longest = max(steps.bytes / 1e10, steps.flops / 1e11)
+        assert steps.bandwidth_share == pytest.approx(steps.bytes_per_second / 1e12)
+        assert steps.peak_share == pytest.approx(steps.flops_per_second / 1e13)
+        longest = max(steps.bytes / 1e12, steps.flops / 1e13)
         assert longest <= steps.limit_seconds * (1 + 1e-9)
-        assert steps.limit_seconds <= steps.bytes / 1e10 + steps.flops / 1e11
+        assert steps.limit_seconds <= steps.bytes / 1e12 + steps.flops / 1e13
 
 
 def test_it_covers_what_came_since_the_reset(engine: CompiledEngine) -> None:
@@ -312,7 +312,7 @@ def test_the_files(engine: CompiledEngine, tmp_path: Path) -> None:
     assert {path.name for path in folder.iterdir()} == {"report.html", "report.json", "trace.json"}
     content = json.loads((folder / "report.json").read_text())
     assert content == json.loads(json.dumps(report.to_dict()))
-    assert content["limits"]["read_bytes_per_second"] == 1e10
+    assert content["limits"]["read_bytes_per_second"] == 1e12
     assert content["phases"][0]["limit_share"] == report.phases[0].limit_share
     assert len(content["series"]["used_blocks"]) == len(report.series)
     assert json.loads((folder / "trace.json").read_text()) == json.loads(json.dumps(report.trace))
