@@ -99,7 +99,7 @@ def test_commands_in_the_text_would_start(path: Path) -> None:
             parse_script(words_of(span))
         elif re.match(r"scripts/(bench/)?\w+\.py ", span):
             parse_script(["python", *words_of(span)])
-        for script in re.findall(r"scripts/(?:bench/)?\w+\.py", span):
+        for script in re.findall(r"(?:tests/)?scripts/(?:bench/)?\w+\.py", span):
             assert (ROOT / script).is_file(), f"{name_of(path)}: {span}"
 
 
