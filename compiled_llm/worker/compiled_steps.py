@@ -194,8 +194,7 @@ class CompiledSteps:
         """
         if self.device.type == "cuda" and self._graph_pool is None:
             torch.compiler.cudagraph_mark_step_begin()
-        step = functools.partial(self.run_step, bucket)
-        logits = step() if around is None else around(step)
+        logits = self.run_step(bucket) if around is None else around(functools.partial(self.run_step, bucket))
         return self.sampling.run(bucket, self.buffers[bucket].sampling_input, logits, needs)
 
     def run_largest(self) -> None:

@@ -5,12 +5,9 @@ program, with TRITON_INTERPRET=1. It reads a line, a JSON list of names, and pri
 its traceback, or an empty string.
 """
 
-import json
-import os
+import functools
 import re
 import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +17,14 @@ import torch
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.tiles import default_config
-from tests.drawn import cases, ids_in_this_run, parts_of
+from tests.drawn import cases, parts_of
 from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, alone, check, grid, make_case
 
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.attention import triton_attention  # noqa: E402
-from tests.ops import ahead_of_time  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
-ROOT = Path(__file__).parents[3]
 SHARED_MEMORY = {(8, 0): 164 * 1024, (9, 0): 228 * 1024}  # of an SM; a program takes 1 KB more than it asks for
 OP = triton_attention.paged_attention
 
@@ -87,7 +83,7 @@ ALSO = {
 }
 
 
-def interpreted() -> Iterator[tuple[str, dict]]:
+def interpreted_cases() -> Iterator[tuple[str, dict]]:
     """The grid but for what takes an interpreter minutes, and parts of it in other dtypes."""
     for name, kwargs in (*grid(), *EXTRA.items()):
         if re.fullmatch(SLOW, name):
@@ -198,42 +194,12 @@ MORE: dict[str, tuple[Callable, dict]] = {
 
 
 def run_interpreted() -> None:
-    def outcome(function: Callable, **kwargs) -> str:
-        try:
-            function(**kwargs)
-        except Exception:
-            return traceback.format_exc()
-        return ""
-
     def run(**kwargs) -> None:
         check(make_case(**kwargs), OP)
 
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    functions = {name: (run, kwargs) for name, kwargs in interpreted()} | MORE
-    names = json.loads(sys.stdin.readline())
-    print(json.dumps({name: outcome(functions[name][0], **functions[name][1]) for name in names}))
-
-
-@pytest.fixture(scope="module")
-def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
-    """The process that interprets, started before anything is compiled so that both run at once."""
-    command = [sys.executable, "-m", "tests.ops.attention.test_triton_attention"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(ids_in_this_run(request, "test_interpreted")) + "\n")
-        process.stdin.flush()
-        yield process
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def outcomes(child: subprocess.Popen) -> dict[str, str]:
-    stdout, stderr = child.communicate()
-    assert child.returncode == 0, stderr
-    return json.loads(stdout)
+    functions = {name: (run, kwargs) for name, kwargs in interpreted_cases()} | MORE
+    interpreted.run({name: functools.partial(function, **given) for name, (function, given) in functions.items()})
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
@@ -355,7 +321,7 @@ def test_fp8_is_refused_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) 
 # ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
 
 
-_NAMES = [*(name for name, _ in interpreted()), *MORE]
+_NAMES = [*(name for name, _ in interpreted_cases()), *MORE]
 
 
 @pytest.mark.parametrize("name", cases(parts_of(_NAMES), 50, {name: (name,) for name in _NAMES}))

@@ -5,13 +5,10 @@ TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON o
 or an empty string.
 """
 
-import json
-import os
+import functools
 import re
 import subprocess
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,15 +17,13 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.attention.tiles import exact_tile
-from tests.drawn import ids_in_this_run
 from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, alone, check, grid, make_case
 
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.attention import triton_attention, triton_exact  # noqa: E402
-from tests.ops import ahead_of_time  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
-ROOT = Path(__file__).parents[3]
 OP = triton_exact.paged_attention
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -134,37 +129,8 @@ CASES: dict[str, tuple[Callable, dict]] = {
 
 
 def run_interpreted() -> None:
-    def outcome(function: Callable, kwargs: dict) -> str:
-        try:
-            function(**kwargs)
-        except Exception:
-            return traceback.format_exc()
-        return ""
-
-    torch.set_num_threads(1)
-    names = json.loads(sys.stdin.readline())
-    print(json.dumps({name: outcome(*CASES[name]) for name in names}))
-
-
-@pytest.fixture(scope="module")
-def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
-    """The process that interprets, started before anything is compiled so that both run at once."""
-    command = [sys.executable, "-m", "tests.ops.attention.test_triton_exact"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(ids_in_this_run(request, "test_interpreted")) + "\n")
-        process.stdin.flush()
-        yield process
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def outcomes(child: subprocess.Popen) -> dict[str, str]:
-    stdout, stderr = child.communicate()
-    assert child.returncode == 0, stderr
-    return json.loads(stdout)
+    functions = {name: functools.partial(function, **given) for name, (function, given) in CASES.items()}
+    interpreted.run(functions)
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------

@@ -5,14 +5,11 @@ TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON o
 or an empty string.
 """
 
+import functools
 import itertools
-import json
-import os
 import re
 import subprocess
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -21,14 +18,12 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.linear.exact_linear import exact_linear, exact_linear_reference
-from tests.drawn import ids_in_this_run
 
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.linear import triton_linear  # noqa: E402
-from tests.ops import ahead_of_time  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
-ROOT = Path(__file__).parents[3]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
@@ -93,37 +88,8 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
 
 
 def run_interpreted() -> None:
-    def outcome(function: Callable, given: tuple) -> str:
-        try:
-            function(*given)
-        except Exception:
-            return traceback.format_exc()
-        return ""
-
-    torch.set_num_threads(1)
-    names = json.loads(sys.stdin.readline())
-    print(json.dumps({name: outcome(*INTERPRETED[name]) for name in names}))
-
-
-@pytest.fixture(scope="module")
-def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
-    """The process that interprets, started before anything is compiled so that both run at once."""
-    command = [sys.executable, "-m", "tests.ops.linear.test_exact_linear"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(ids_in_this_run(request, "test_interpreted")) + "\n")
-        process.stdin.flush()
-        yield process
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def outcomes(child: subprocess.Popen) -> dict[str, str]:
-    stdout, stderr = child.communicate()
-    assert child.returncode == 0, stderr
-    return json.loads(stdout)
+    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
+    interpreted.run(functions)
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------

@@ -5,11 +5,8 @@ TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON o
 or an empty string.
 """
 
-import json
-import os
+import functools
 import subprocess
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,15 +15,13 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.rowwise import reference
-from tests.drawn import ids_in_this_run
 from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, HEADS, KV_HEADS, check, cut, outputs, widened
 
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
-from tests.ops import ahead_of_time  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
-ROOT = Path(__file__).parents[3]
 KERNELS = ("norm_kernel", "rope_kernel", "gated_kernel", "soft_cap_kernel", "log_sum_exp_kernel")
 
 
@@ -90,37 +85,8 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
 
 
 def run_interpreted() -> None:
-    def outcome(function: Callable, arguments: tuple) -> str:
-        try:
-            function(*arguments)
-        except Exception:
-            return traceback.format_exc()
-        return ""
-
-    torch.set_num_threads(1)
-    names = json.loads(sys.stdin.readline())
-    print(json.dumps({name: outcome(*INTERPRETED[name]) for name in names}))
-
-
-@pytest.fixture(scope="module")
-def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
-    """The process that interprets, started before anything is compiled so that both run at once."""
-    command = [sys.executable, "-m", "tests.ops.rowwise.test_triton_rowwise"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(ids_in_this_run(request, "test_interpreted")) + "\n")
-        process.stdin.flush()
-        yield process
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def outcomes(child: subprocess.Popen) -> dict[str, str]:
-    stdout, stderr = child.communicate()
-    assert child.returncode == 0, stderr
-    return json.loads(stdout)
+    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
+    interpreted.run(functions)
 
 
 # ---- launched as one binary -----------------------------------------------------------------------------------------

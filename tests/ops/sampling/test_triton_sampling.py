@@ -5,13 +5,10 @@ TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON o
 or an empty string.
 """
 
-import json
+import functools
 import math
-import os
 import subprocess
-import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -19,17 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drawn import cases, ids_in_this_run, parts_of
+from tests.drawn import cases, parts_of
 from tests.ops.sampling.sampling_cases import DTYPES, OFF, SamplingCase, check, extreme_case, grid, make_case
 
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.sampling import triton_sampling  # noqa: E402
 from compiled_llm.ops.sampling.reference import NO_TOKEN  # noqa: E402
-from tests.ops import ahead_of_time  # noqa: E402
-
-ROOT = Path(__file__).parents[3]
-
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
 
@@ -153,37 +147,8 @@ INTERPRETED: dict[str, tuple[Callable, dict]] = {
 
 
 def run_interpreted() -> None:
-    def outcome(function: Callable, **kwargs) -> str:
-        try:
-            function(**kwargs)
-        except Exception:
-            return traceback.format_exc()
-        return ""
-
-    torch.set_num_threads(1)
-    names = json.loads(sys.stdin.readline())
-    print(json.dumps({name: outcome(INTERPRETED[name][0], **INTERPRETED[name][1]) for name in names}))
-
-
-@pytest.fixture(scope="module")
-def child(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen]:
-    """The process that interprets, started before anything is compiled so that both run at once."""
-    command = [sys.executable, "-m", "tests.ops.sampling.test_triton_sampling"]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(ids_in_this_run(request, "test_interpreted")) + "\n")
-        process.stdin.flush()
-        yield process
-        process.kill()
-
-
-@pytest.fixture(scope="module")
-def outcomes(child: subprocess.Popen) -> dict[str, str]:
-    stdout, stderr = child.communicate()
-    assert child.returncode == 0, stderr
-    return json.loads(stdout)
+    functions = {name: functools.partial(function, **given) for name, (function, given) in INTERPRETED.items()}
+    interpreted.run(functions)
 
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
