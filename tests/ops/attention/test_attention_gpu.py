@@ -19,7 +19,7 @@ from tests.ops.attention.attention_cases import (
     grid,
     make_case,
 )
-from tests.ops.attention.test_triton_attention import EXTRA, MORE, interpreted
+from tests.ops.attention.test_triton_attention import EXTRA, MORE, interpreted_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -119,7 +119,7 @@ def test_grid(name: str, kwargs: dict, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kwargs"),
-    [case for case in interpreted() if case[1].get("kv_dtype")],
+    [case for case in interpreted_cases() if case[1].get("kv_dtype")],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_grid_quantised(name: str, kwargs: dict) -> None:
