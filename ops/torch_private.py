@@ -6,12 +6,13 @@
 import contextlib
 import functools
 import hashlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch._functorch.config
 import torch._inductor.config
 import torch._inductor.cpu_vec_isa
+import torch.fx.experimental._config
 from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import mark_dynamic, mark_static_address
@@ -51,9 +52,31 @@ def with_caches() -> contextlib.AbstractContextManager:
     return torch._inductor.config.patch(force_disable_caches=False, fx_graph_cache=False)
 
 
-def dynamic_dimensions(tensor: Tensor) -> set[int]:
-    """The dimensions that ``mark_dynamic`` marked."""
-    return getattr(tensor, "_dynamo_dynamic_indices", set())
+def sizes_of_one() -> contextlib.AbstractContextManager:
+    """Compile code whose dynamic sizes may be any, 1 and 0 too: else torch takes these two for constants."""
+    return torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+
+
+class DynamicSize(NamedTuple):
+    """A size that is another in each call of compiled code. Sizes of the same ``name`` are equal in a call.
+
+    Attributes:
+        example: a size that the code is compiled with, 2 or more. The code is right for others, and tuned for this.
+    """
+
+    name: str
+    example: int
+
+
+def mark_dynamic_size(tensor: Tensor, dimension: int, size: DynamicSize) -> None:
+    """Let compiled code take tensors like ``tensor`` with any size in ``dimension``."""
+    mark_dynamic(tensor, dimension)
+    tensor._dynamic_sizes = dynamic_sizes(tensor) | {dimension: size}  # type: ignore[attr-defined]
+
+
+def dynamic_sizes(tensor: Tensor) -> dict[int, DynamicSize]:
+    """What ``mark_dynamic_size`` marked, by dimension."""
+    return getattr(tensor, "_dynamic_sizes", {})
 
 
 def static_address_kind(tensor: Tensor) -> str | None:

@@ -181,15 +181,4 @@ def test_a_cold_start_names_every_graph_and_a_warm_one_none(
         CompiledEngine(bucket_sizes=(1, 2), token_bucket_sizes=(16,), max_model_len=64, num_kv_blocks=8)
     name, graphs, is_long = stages[-1]
     assert (name, is_long) == ("compiling graphs", True)
-    assert graphs == [
-        *("decode_1", "decode_2", "tokens_16"),
-        *(
-            "sample_1",
-            "sample_changed_1",
-            "logprobs_1",
-            "sample_2",
-            "sample_changed_2",
-            "logprobs_2",
-            "prompt_logprobs",
-        ),
-    ]
+    assert graphs == ["step", "sample", "sample_changed", "logprobs", "prompt_logprobs"]

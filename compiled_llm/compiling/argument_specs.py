@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.torch_private import (
+    DynamicSize,
     TensorGuards,
-    dynamic_dimensions,
-    mark_dynamic,
+    dynamic_sizes,
+    mark_dynamic_size,
     mark_static_address,
     static_address_kind,
 )
@@ -23,27 +24,30 @@ class TensorSpec(NamedTuple):
     """A tensor as the compiler sees it.
 
     Attributes:
-        shape: -1 for a dynamic size; all dynamic sizes of a call are equal.
+        shape: a ``DynamicSize`` where the size may be another in each call.
         stride: in elements.
         device: such as "cpu" or "cuda:0".
         static_address: how it was marked to stay at its address: "guarded", "unguarded", or None if it was not.
     """
 
-    shape: tuple[int, ...]
+    shape: tuple[int | DynamicSize, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
     static_address: str | None
 
-    def make(self, dynamic_size: int) -> Tensor:
-        """An uninitialised tensor of this kind, marked like the original. It takes no memory until it is written."""
-        sizes = [dynamic_size if size < 0 else size for size in self.shape]
+    def make(self) -> Tensor:
+        """An uninitialised tensor of this kind, marked like the original. It takes no memory until it is written.
+
+        Its dynamic sizes are the examples.
+        """
+        sizes = [size.example if isinstance(size, DynamicSize) else size for size in self.shape]
         tensor = torch.empty_strided(sizes, self.stride, dtype=self.dtype, device=self.device)
         if self.static_address is not None:
             mark_static_address(tensor, guard=self.static_address == "guarded")
         for dimension, size in enumerate(self.shape):
-            if size < 0:
-                mark_dynamic(tensor, dimension)
+            if isinstance(size, DynamicSize):
+                mark_dynamic_size(tensor, dimension, size)
         return tensor
 
 
@@ -54,9 +58,9 @@ class SameTensor(NamedTuple):
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """The spec of one tensor; dynamic sizes are those that ``mark_dynamic`` marked."""
-    dynamic = dynamic_dimensions(tensor)
-    shape = tuple(-1 if dimension in dynamic else size for dimension, size in enumerate(tensor.shape))
+    """The spec of one tensor; dynamic sizes are those that ``mark_dynamic_size`` marked."""
+    dynamic = dynamic_sizes(tensor)
+    shape = tuple(dynamic.get(dimension, size) for dimension, size in enumerate(tensor.shape))
     return TensorSpec(shape, tuple(tensor.stride()), tensor.dtype, str(tensor.device), static_address_kind(tensor))
 
 
@@ -77,26 +81,55 @@ def specs_of(value: Any) -> Any:
     return spec(value)
 
 
-class ArgumentCheck:
-    """Compares the arguments of later calls with the specs of the first.
+def examples_of(value: Any) -> Any:
+    """The same nested tuples with other tensors, of the same specs. A tensor that occurs twice stays one."""
+    made: dict[int, Tensor] = {}  # by the id of a tensor
 
-    Objects that were compared at the last call are not compared again, unless one was changed in place, which torch
-    checks. So a step whose weights, cache and buffers are the same objects costs some twenty microseconds with hundreds
-    of tensors.
-    """
+    def example(value: Any) -> Any:
+        if isinstance(value, tuple):
+            items = [example(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) not in made:
+            made[id(value)] = spec_of(value).make()
+        return made[id(value)]
+
+    return example(value)
+
+
+class _Seen:
+    """Arguments that were compared, and whether they are still what they were then."""
 
     def __init__(self, args: tuple) -> None:
-        self._specs = specs_of(args)
-        self._state = _state()
-        self._remember(args)
-
-    def _remember(self, args: tuple) -> None:
-        self._compared: Any = args
+        self._args: Any = args
         self._tensors = list({id(tensor): tensor for tensor in tensors_in(args)}.values())  # torch takes each once
         sizes: Any = [list(tensor.shape) for tensor in self._tensors]
         strides: Any = [list(tensor.stride()) for tensor in self._tensors]
         guards = TensorGuards(*self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         self._unchanged = guards.check
+
+    def has(self, args: tuple) -> bool:
+        return same_objects(self._args, args) and self._unchanged(*self._tensors)
+
+
+class ArgumentCheck:
+    """Compares the arguments of later calls with the specs of the first.
+
+    Objects that were compared before are not compared again, unless one was changed in place, which torch checks. So a
+    step whose weights, cache and buffers are the same objects costs some twenty microseconds with hundreds of tensors.
+    The last arguments of each combination of dynamic sizes are kept for that.
+    """
+
+    def __init__(self, args: tuple) -> None:
+        self._specs = specs_of(args)
+        self._state = _state()
+        self._places = _dynamic_places(self._specs)
+        self.forget()
+
+    def forget(self) -> None:
+        """Keep no arguments any more."""
+        self._seen: dict[tuple[int, ...], _Seen] = {}
 
     def difference(self, args: tuple) -> str | None:
         """What differs, in words; None when nothing does."""
@@ -104,17 +137,39 @@ class ArgumentCheck:
         if state != self._state:
             name = next(name for name in state if state[name] != self._state[name])
             return f"{name} was {self._state[name]} and is {state[name]}"
-        if not (same_objects(self._compared, args) and self._unchanged(*self._tensors)):
-            sizes: set[int] = set()
-            found = _difference("argument", self._specs, args, sizes, {})
-            if found is None and len(sizes) > 1:
-                found = f"dynamic sizes were equal and are {sorted(sizes)}"
-            if found is None and sizes and min(sizes) < 2:
-                found = f"a dynamic size was above 1 and is {min(sizes)}"
-            if found is not None:
-                return found
-            self._remember(args)
-        return None
+        try:
+            sizes = tuple(_at(args, place).shape[dimension] for place, dimension in self._places)
+        except (AttributeError, IndexError, TypeError):  # other arguments altogether: what differs is said below
+            sizes = ()
+        if sizes in self._seen and self._seen[sizes].has(args):
+            return None
+        found = _difference("argument", self._specs, args, {}, {})
+        if found is None:
+            self._seen[sizes] = _Seen(args)
+        return found
+
+
+def _dynamic_places(specs: Any) -> list[tuple[tuple[int, ...], int]]:
+    """Where to find each dynamic size in arguments of these ``specs``: the indices of a tensor, and its dimension."""
+    places: dict[str, tuple[tuple[int, ...], int]] = {}
+
+    def look(spec: Any, place: tuple[int, ...]) -> None:
+        if isinstance(spec, TensorSpec):
+            for dimension, size in enumerate(spec.shape):
+                if isinstance(size, DynamicSize):
+                    places.setdefault(size.name, (place, dimension))
+        elif isinstance(spec, tuple) and not isinstance(spec, SameTensor):
+            for index, part in enumerate(spec[1:]):  # the first is a type's name
+                look(part, (*place, index))
+
+    look(specs, ())
+    return list(places.values())
+
+
+def _at(value: Any, place: tuple[int, ...]) -> Any:
+    for index in place:
+        value = value[index]
+    return value
 
 
 def same_objects(one: Any, other: Any) -> bool:
@@ -133,8 +188,8 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else []
 
 
-def _difference(name: str, spec: Any, value: Any, sizes: set[int], indices: dict[int, int]) -> str | None:
-    """What differs. Collects the dynamic ``sizes``, and in ``indices`` the index of each tensor by its id."""
+def _difference(name: str, spec: Any, value: Any, sizes: dict[str, int], indices: dict[int, int]) -> str | None:
+    """What differs. Collects the dynamic ``sizes`` by name, and in ``indices`` the index of each tensor by its id."""
     if isinstance(spec, SameTensor):
         same = isinstance(value, Tensor) and indices.get(id(value)) == spec.number
         return None if same else f"{name} was the same tensor as an earlier one, and is not"
@@ -145,9 +200,9 @@ def _difference(name: str, spec: Any, value: Any, sizes: set[int], indices: dict
             return f"{name} was a tensor of its own and is the same as an earlier one"
         indices[id(value)] = len(indices)
         shape = tuple(value.shape)
-        if len(shape) != len(spec.shape) or any(a not in (b, -1) for a, b in zip(spec.shape, shape, strict=True)):
-            return f"{name} was of shape {spec.shape} and is {shape}"
-        sizes.update(size for size, known in zip(shape, spec.shape, strict=True) if known < 0)
+        expected = _expected_shape(spec.shape, shape, sizes)
+        if expected != shape:
+            return f"{name} was of shape {expected} and is {shape}"
         if math.prod(shape) > 1 and tuple(value.stride()) != spec.stride:
             return f"{name} was of strides {spec.stride} and is {tuple(value.stride())}"
         if value.dtype != spec.dtype or str(value.device) != spec.device:
@@ -162,6 +217,18 @@ def _difference(name: str, spec: Any, value: Any, sizes: set[int], indices: dict
                 return found
         return None
     return None if type(value) is type(spec) and value == spec else f"{name} was {spec!r} and is {value!r}"
+
+
+def _expected_shape(
+    spec: tuple[int | DynamicSize, ...], shape: tuple[int, ...], sizes: dict[str, int]
+) -> tuple[int | str, ...]:
+    """What ``shape`` must be. ``sizes``: the dynamic sizes of the tensors before it; new ones are added."""
+    if len(shape) != len(spec):
+        return tuple(size.name if isinstance(size, DynamicSize) else size for size in spec)
+    return tuple(
+        sizes.setdefault(size.name, given) if isinstance(size, DynamicSize) else size
+        for size, given in zip(spec, shape, strict=True)
+    )
 
 
 def _state() -> dict[str, Any]:

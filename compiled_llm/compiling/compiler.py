@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from compiled_llm.ops.torch_private import aot_compiled_function, counters, vec_isa, with_caches
+from compiled_llm.compiling.argument_specs import examples_of
+from compiled_llm.ops.torch_private import aot_compiled_function, counters, sizes_of_one, vec_isa, with_caches
 
 _OLDEST_FOR_CPUS = (2, 13)  # whose AOTCompiledFunction is the one that _unguarded extends
 
@@ -49,13 +50,13 @@ def compile_at_first_call(function: Callable, cuda_graphs: bool) -> Callable:
 def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict[str, Any]]:
     """Compile for a CPU and for arguments like ``args``: an ``AOTCompiledFunction``, and facts about it as JSON values.
 
-    Its ``fn`` is to be called, and ``to_bytes`` takes it.
+    Its ``fn`` is to be called, and ``to_bytes`` takes it. It is right for all dynamic sizes.
     """
     before = compile_counts()
     options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _no_guards, "size_asserts": False}
-    with torch.no_grad(), with_caches():
+    with torch.no_grad(), with_caches(), sizes_of_one():
         compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
-        ahead = compiled.aot_compile((args, {}))
+        ahead = compiled.aot_compile((examples_of(args), {}))
     after = compile_counts()
     return ahead, {key: after[key] - before[key] for key in ("graphs", "graph_breaks")} | {"vec_isa": vec_isa()}
 

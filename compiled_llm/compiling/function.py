@@ -1,4 +1,4 @@
-"""CompiledFunction: a function that is compiled once for one bucket, and then refuses to be compiled again."""
+"""CompiledFunction: a function that is compiled once, and then refuses to be compiled again."""
 
 import dataclasses
 import time
@@ -27,7 +27,7 @@ _WARM_UP_CALLS = {"cuda": 3, "cpu": 1}
 
 
 class CompiledFunction:
-    """A pure function for one bucket. The first call must be ``warm_up``; after that a recompile is an error.
+    """A pure function. The first call must be ``warm_up``; after that a recompile is an error.
 
     On a GPU a call replays a CUDA graph: one of the compiler's own, or with ``graph_pool`` one captured by hand.
     On a CPU the function is compiled ahead of time, and kept in ``cache`` if one is given.
@@ -129,6 +129,8 @@ class CompiledFunction:
         captured by hand reads what the one before it returned.
         """
         if self._captured is None and self.device.type != "cuda":
+            if self._check is not None:
+                self._check.forget()  # tensors that are exchanged can go
             return
         assert self._report is not None, f"{self.name} was not warmed up"
         used = _used_bytes(self.device)

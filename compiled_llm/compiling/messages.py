@@ -8,8 +8,6 @@ from torch import Tensor
 
 from compiled_llm.compiling.argument_specs import TensorSpec, spec_of
 
-_DYNAMIC_SIZE = 3  # not 0 or 1, which the compiler takes for constants
-
 
 class Job(NamedTuple):
     """A function to compile.
@@ -45,7 +43,7 @@ class _Pickler(pickle.Pickler):
     """Tensors go as their specs: code depends on nothing else of them. A tensor that occurs twice stays one."""
 
     def reducer_override(self, obj: Any) -> Any:
-        return (TensorSpec.make, (spec_of(obj), _DYNAMIC_SIZE)) if isinstance(obj, Tensor) else NotImplemented
+        return (TensorSpec.make, (spec_of(obj),)) if isinstance(obj, Tensor) else NotImplemented
 
 
 def send(stream: IO[bytes], message: Any) -> None:

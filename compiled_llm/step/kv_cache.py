@@ -11,9 +11,10 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache
 from compiled_llm.models.registry import family
 from compiled_llm.ops import native
-from compiled_llm.ops.torch_private import mark_dynamic, mark_static_address
+from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
 
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_NUM_BLOCKS = DynamicSize("blocks", 3)
 
 
 def layer_dtypes(config: EngineConfig, dtype: torch.dtype, num_layers: int) -> tuple[torch.dtype, ...]:
@@ -63,7 +64,7 @@ def allocate(
         tensor = native.huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
         # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.
         mark_static_address(tensor, guard=False)
-        mark_dynamic(tensor, 0)
+        mark_dynamic_size(tensor, 0, _NUM_BLOCKS)
         return tensor
 
     caches: list[LayerCache] = []

@@ -1,4 +1,4 @@
-"""CompiledSteps: a compiled step for each bucket, and everything that the steps read and write on the device."""
+"""CompiledSteps: the compiled steps of all buckets, and everything that they read and write on the device."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -68,6 +68,7 @@ class CompiledSteps:
         self.hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
         for tensor in (self.last_tokens, self.hidden):
             mark_static_address(tensor)
+        is_generic = device.type == "cpu" and graph_pool is None
         self.sampling = SamplingStage(
             model_config,
             limits,
@@ -76,13 +77,15 @@ class CompiledSteps:
             hidden=self.hidden,
             transforms=transforms,
             max_logprobs=config.max_logprobs,
+            is_generic=is_generic,
             uses_trees=device.type == "cuda" and graph_pool is None and not config.enforce_eager,
         )
         self.cache: CompileCache | None = None
         self._dtype = dtype
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self._graph_pool = graph_pool
-        self._functions: dict[Bucket, CompiledFunction] = {}
+        self._is_generic = is_generic
+        self._functions: dict[str, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
 
     @property
@@ -115,7 +118,7 @@ class CompiledSteps:
         num_workers: int | None,
         progress: StartProgress,
     ) -> None:
-        """Compile every bucket's step and what runs after it, and run each once on a step that is all padding.
+        """Compile the steps of all buckets and what runs after them, and run each once on a step that is all padding.
 
         Args:
             cache_dtypes: of each layer's KV cache.
@@ -143,20 +146,29 @@ class CompiledSteps:
             )
 
         for bucket in self._recording_order():
-            self._functions[bucket] = make(self._recipe(bucket)(), bucket.name)
-            self._functions[bucket].warm_up(functools.partial(self.step_arguments, bucket))
+            name = self._name(bucket)
+            if name not in self._functions:
+                self._functions[name] = make(self._recipe(bucket)(), name)
+                self._functions[name].warm_up(functools.partial(self.step_arguments, bucket))
             logits = functools.partial(self.run_step, bucket)
             self.sampling.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)
         self.sampling.warm_up_prompts(self.weights, make)
 
+    def _name(self, bucket: Bucket) -> str:
+        """Of the function that runs a bucket's steps: on a CPU one for all, see ``StepSizes``."""
+        return "step" if self._is_generic else bucket.name
+
     def _recipe(self, bucket: Bucket) -> functools.partial:
         """Makes the step of a bucket, in any process."""
-        return functools.partial(step_function, self.model_config, bucket.max_query_len, self._exact_attention)
+        served = [other for other in self.buckets if self._name(other) == self._name(bucket)]
+        most = max(other.max_query_len for other in served)
+        return functools.partial(step_function, self.model_config, most, self._exact_attention)
 
     def jobs(self) -> list[Job]:
         """Everything to compile, for other processes. Logits are described, since no step has run yet."""
         threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
-        jobs = [Job(bucket.name, self._recipe(bucket), self.step_arguments(bucket), threads) for bucket in self.buckets]
+        steps = {self._name(bucket): bucket for bucket in self.buckets}
+        jobs = [Job(name, self._recipe(b), self.step_arguments(b), threads) for name, b in steps.items()]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self._dtype)
         return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights)
@@ -165,7 +177,7 @@ class CompiledSteps:
         """Take another KV cache; on a GPU, record every CUDA graph on it. Nothing is compiled."""
         self.kv_cache = kv_cache
         for bucket in self._recording_order():
-            self._functions[bucket].record_again(functools.partial(self.step_arguments, bucket))
+            self._functions[self._name(bucket)].record_again(functools.partial(self.step_arguments, bucket))
             logits = functools.partial(self.run_step, bucket)
             self.sampling.record_again(bucket, self.buffers[bucket].sampling_input, logits)
 
@@ -183,7 +195,7 @@ class CompiledSteps:
 
     def run_step(self, bucket: Bucket) -> Tensor:
         """Run the model on the step in the bucket's buffers: logits ``[R, V]``; ``last_tokens`` has the likeliest."""
-        return self._functions[bucket](*self.step_arguments(bucket))
+        return self._functions[self._name(bucket)](*self.step_arguments(bucket))
 
     def run(
         self, bucket: Bucket, needs: SamplingNeeds, around: Callable[[Callable[[], Tensor]], Tensor] | None = None

@@ -1,8 +1,8 @@
 """SamplingStage: the compiled functions that run after a step, if some request needs more than the likeliest token.
 
-There are three for each number of rows: sampling, sampling of changed logits, log-probabilities; and one for the
-log-probabilities of prompts. All are compiled at the start. Which of them run follows from the requests of a step, so a
-step whose requests are all greedy runs none.
+There are three: sampling, sampling of changed logits, log-probabilities; on a GPU these for each number of rows. And
+one for the log-probabilities of prompts. All are compiled at the start. Which of them run follows from the requests of
+a step, so a step whose requests are all greedy runs none.
 """
 
 import functools
@@ -18,7 +18,7 @@ from compiled_llm.compiling.messages import Job
 from compiled_llm.config import EngineLimits
 from compiled_llm.constraints.token_masks import num_mask_words
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.ops.torch_private import mark_static_address
+from compiled_llm.ops.torch_private import DynamicSize, mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits import LogitsInput
@@ -34,7 +34,7 @@ from compiled_llm.step.step import (
 )
 from compiled_llm.worker.field_buffers import FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
-from compiled_llm.worker.step_buffers import logits_rows
+from compiled_llm.worker.step_buffers import StepSizes, logits_rows, mark_first_size
 
 # (function, name, keep) -> the function, compiled for the engine's device. With ``keep=False`` it is not kept on disk,
 # where a change in a user's code would not be seen.
@@ -70,6 +70,7 @@ class SamplingStage:
         last_tokens: ``[R]`` int64, where a step leaves its tokens.
         hidden: ``[T, D]`` in the model's dtype, where it leaves the input of the head.
         max_logprobs: most likely tokens whose log-probabilities are computed.
+        is_generic: whether a function serves all numbers of rows.
         uses_trees: whether torch's CUDA graph trees record what runs here.
     """
 
@@ -83,10 +84,13 @@ class SamplingStage:
         hidden: Tensor,
         transforms: tuple[LogitsTransform, ...],
         max_logprobs: int,
+        is_generic: bool = False,
         uses_trees: bool = False,
     ) -> None:
         self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
         self._device = device
+        self._is_generic = is_generic
+        self._rows_size = StepSizes.of(limits, device).rows
         self._last_tokens, self._hidden = last_tokens, hidden
         self._transforms = transforms
         self._max_logprobs = max_logprobs
@@ -96,7 +100,7 @@ class SamplingStage:
         self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
         mark_static_address(self._token_counts)
         self._logits_buffers = {
-            rows: _LogitsBuffers(rows, model_config.vocab_size, transforms, device)
+            rows: _LogitsBuffers(rows, self._rows_size, model_config.vocab_size, transforms, device)
             for rows in sorted({bucket.num_rows for bucket in buckets_of(limits)})
         }
         empty = RequestRows(limits, model_config.vocab_size, transforms)
@@ -121,17 +125,22 @@ class SamplingStage:
         self, sampling_inputs: dict[int, SamplingInput], logits: Callable[[int], Tensor], weights: Any
     ) -> list[Job]:
         """Everything to compile, for other processes. ``logits(rows)`` are like those of a step, ``[rows, V]``."""
-        threads, jobs = torch.get_num_threads(), []
+        threads, jobs = torch.get_num_threads(), {}
         for rows, sampling_input in sampling_inputs.items():
-            for kind, (recipe, args) in self._of_rows(rows, logits(rows), sampling_input).items():
+            marked = mark_first_size(logits(rows), self._rows_size)
+            for kind, (recipe, args) in self._of_rows(rows, marked, sampling_input).items():
                 if kind != "sample_changed" or not self._transforms:
-                    jobs.append(Job(f"{kind}_{rows}", recipe, args, threads))
-        jobs.append(Job("prompt_logprobs", self._prompt_recipe, self._prompt_arguments(weights), threads))
-        return jobs
+                    name = self._name(kind, rows)
+                    jobs[name] = Job(name, recipe, args, threads)
+        prompts = Job("prompt_logprobs", self._prompt_recipe, self._prompt_arguments(weights), threads)
+        return [*jobs.values(), prompts]
 
     def uncached(self) -> list[str]:
         """Names of the functions that are compiled at each start, since they contain a user's own code."""
-        return [f"sample_changed_{rows}" for rows in self._logits_buffers] if self._transforms else []
+        return list({self._name("sample_changed", rows): 0 for rows in self._logits_buffers if self._transforms})
+
+    def _name(self, kind: str, rows: int) -> str:
+        return kind if self._is_generic else f"{kind}_{rows}"
 
     def warm_up(
         self, bucket: Bucket, sampling_input: SamplingInput, make_logits: Callable[[], Tensor], make: Make
@@ -139,10 +148,8 @@ class SamplingStage:
         """Compile what runs after a bucket's step. What is there already is recorded after this step too, on a GPU."""
         rows = bucket.num_rows
         for kind, between in self._paths:
-            name, arguments = (
-                f"{kind}_{rows}",
-                self._arguments_after(bucket, sampling_input, make_logits, kind, between),
-            )
+            name = self._name(kind, rows)
+            arguments = self._arguments_after(bucket, sampling_input, make_logits, kind, between)
             if name in self._functions:
                 self._functions[name].record_again(arguments)
                 continue
@@ -161,7 +168,7 @@ class SamplingStage:
         """On a GPU: record every CUDA graph after the bucket's step again."""
         for kind, between in self._paths:
             arguments = self._arguments_after(bucket, sampling_input, make_logits, kind, between)
-            self._functions[f"{kind}_{bucket.num_rows}"].record_again(arguments)
+            self._functions[self._name(kind, bucket.num_rows)].record_again(arguments)
 
     def functions(self) -> list[CompiledFunction]:
         """All of them, for reports."""
@@ -196,9 +203,10 @@ class SamplingStage:
         rows = bucket.num_rows
 
         def arguments() -> tuple:
-            all_arguments = self._of_rows(rows, make_logits(), sampling_input)
+            logits = mark_first_size(make_logits(), self._rows_size)
+            all_arguments = self._of_rows(rows, logits, sampling_input)
             if between is not None:
-                self._functions[f"{between}_{rows}"](*all_arguments[between][1])
+                self._functions[self._name(between, rows)](*all_arguments[between][1])
             return all_arguments[kind][1]
 
         return arguments
@@ -231,10 +239,10 @@ class SamplingStage:
         rows = bucket.num_rows
         if needs.changed_logits or needs.sampling:
             kind = "sample_changed" if needs.changed_logits else "sample"
-            self._functions[f"{kind}_{rows}"](*self._of_rows(rows, logits, sampling_input)[kind][1])
+            self._functions[self._name(kind, rows)](*self._of_rows(rows, logits, sampling_input)[kind][1])
         if not needs.logprobs:
             return None
-        return self._functions[f"logprobs_{rows}"](logits, sampling_input, self._last_tokens)
+        return self._functions[self._name("logprobs", rows)](logits, sampling_input, self._last_tokens)
 
     def prompt_logprobs(self, weights: Any, output: SchedulerOutput) -> LogprobRows:
         """Of ``output.prompt_targets``, one after the other, on the host. Runs after the step that computed them."""
@@ -259,10 +267,18 @@ def _sampler() -> Callable:
 
 
 class _LogitsBuffers:
-    """A ``LogitsInput`` for one number of rows, as the host fills it and the graph reads it."""
+    """A ``LogitsInput`` for one number of rows, as the host fills it and the graph reads it.
+
+    ``size``: the number of rows to the compiler.
+    """
 
     def __init__(
-        self, rows: int, vocab_size: int, transforms: tuple[LogitsTransform, ...], device: torch.device
+        self,
+        rows: int,
+        size: DynamicSize | None,
+        vocab_size: int,
+        transforms: tuple[LogitsTransform, ...],
+        device: torch.device,
     ) -> None:
         self._parameters = logits_parameters(transforms)
         fields: Fields = {
@@ -273,7 +289,7 @@ class _LogitsBuffers:
         for parameter in self._parameters:
             fields[parameter.name] = (rows, *parameter.shape), parameter.dtype
         self.buffers = FieldBuffers(fields, device)
-        views = self.buffers.tensors
+        views = {name: mark_first_size(tensor, size) for name, tensor in self.buffers.tensors.items()}
         custom = tuple(tuple(views[t.name, name] for name in t.fields) for t in transforms)
         own = {name: views[name] for name in LogitsInput._fields if name != "fields"}
         self.logits_input = LogitsInput(**own, fields=custom)

@@ -4,18 +4,58 @@ What stays the same while a request runs (its row of the block table, its sampli
 and is written once. What changes with each step is written into a bucket's ``StepBuffers``.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from compiled_llm.config import EngineLimits
 from compiled_llm.models.inputs import StepInput
+from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
-from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
+
+
+class StepSizes(NamedTuple):
+    """The sizes in which steps differ, as compiled code sees them. None: static.
+
+    On a CPU code is generic in all sizes that differ among the buckets, so one graph serves them all. Nothing is lost
+    by that: it calls ops, and in those each row is computed by itself. On a GPU, code and CUDA graphs are a bucket's.
+    """
+
+    tokens: DynamicSize | None  # T
+    requests: DynamicSize | None  # R
+    starts: DynamicSize | None  # R + 1
+    rows: DynamicSize | None  # of logits
+
+    @classmethod
+    def of(cls, limits: EngineLimits, device: torch.device) -> "StepSizes":
+        if device.type != "cpu":
+            return cls(None, None, None, None)
+        buckets = buckets_of(limits)
+
+        def size(name: str, sizes: set[int]) -> DynamicSize | None:
+            return DynamicSize(name, max(sizes)) if len(sizes) > 1 else None
+
+        return cls(
+            size("tokens", {bucket.num_tokens for bucket in buckets}),
+            size("requests", {bucket.num_requests for bucket in buckets}),
+            size("requests + 1", {bucket.num_requests + 1 for bucket in buckets}),
+            size("logits rows", {bucket.num_rows for bucket in buckets}),
+        )
+
+
+def mark_first_size(tensor: Tensor, size: DynamicSize | None) -> Tensor:
+    """``tensor``, whose first size is ``size`` to the compiler."""
+    if size is not None:
+        mark_dynamic_size(tensor, 0, size)
+    return tensor
 
 
 class StepBuffers:
@@ -44,7 +84,11 @@ class StepBuffers:
             **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
         }
         self._buffers = FieldBuffers(fields, device)
-        views = self._buffers.tensors
+        views, sizes = self._buffers.tensors, StepSizes.of(limits, device)
+        others = {"query_start_loc": sizes.starts, "seq_lens": sizes.requests, "block_table": sizes.requests}
+        of_tokens = dict.fromkeys(("input_ids", "positions", "slot_mapping", "feedback"), sizes.tokens)
+        for name, view in views.items():
+            mark_first_size(view, (others | of_tokens).get(name, sizes.rows))
         self.step_input = StepInput(**{name: views[name] for name in StepInput._fields})
         self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         self.feedback = views["feedback"]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.compiling.argument_specs import ArgumentCheck, spec_of, specs_of
+from compiled_llm.compiling.argument_specs import ArgumentCheck, examples_of, spec_of, specs_of
+from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 
 
 class Pair(NamedTuple):
@@ -16,7 +17,7 @@ class Pair(NamedTuple):
 
 def dynamic(size: int) -> Tensor:
     tensor = torch.zeros(size, 4)
-    torch._dynamo.mark_dynamic(tensor, 0)
+    mark_dynamic_size(tensor, 0, DynamicSize("blocks", 3))
     return tensor
 
 
@@ -31,6 +32,7 @@ def arguments(**changed) -> tuple:
         {},
         {"a": torch.ones(2, 3)},
         {"caches": (torch.zeros(9, 4), torch.zeros(9, 4))},
+        {"caches": (torch.zeros(1, 4), torch.zeros(1, 4))},
     ],
 )
 def test_other_contents_and_another_dynamic_size_are_no_difference(changed: dict) -> None:
@@ -47,8 +49,12 @@ def test_other_contents_and_another_dynamic_size_are_no_difference(changed: dict
         ({"a": torch.zeros(2, 3, dtype=torch.float64)}, "was torch.float32 on cpu and is torch.float64"),
         ({"a": torch.zeros(2, 3, requires_grad=True)}, "requires gradients"),
         ({"a": None}, "was a tensor and is None"),
-        ({"caches": (torch.zeros(9, 4), torch.zeros(8, 4))}, "dynamic sizes were equal"),
-        ({"caches": (torch.zeros(1, 4), torch.zeros(1, 4))}, "a dynamic size was above 1 and is 1"),
+        (
+            {"caches": (torch.zeros(9, 4), torch.zeros(8, 4))},
+            r"argument\[1\]\[1\] was of shape \(9, 4\) and is \(8, 4\)",
+        ),
+        ({"caches": (torch.zeros(9, 5), torch.zeros(9, 4))}, r"was of shape \(9, 4\) and is \(9, 5\)"),
+        ({"caches": (torch.zeros(9), torch.zeros(9, 4))}, r"was of shape \('blocks', 4\) and is \(9,\)"),
         ({"caches": (torch.zeros(9, 4),)}, "was a tuple of 2"),
         ({"number": 8}, "was 7 and is 8"),
         ({"number": True}, "was 7 and is True"),
@@ -112,14 +118,39 @@ def test_a_spec_makes_a_tensor_of_its_own_kind() -> None:
     marked = dynamic(3)
     torch._dynamo.mark_static_address(marked, guard=False)
     for tensor in (torch.zeros(3, 2).T, torch.zeros(0), marked):
-        made = spec_of(tensor).make(dynamic_size=3)
+        made = spec_of(tensor).make()
         assert made.shape == tensor.shape
         assert specs_of((made,)) == specs_of((tensor,))
+    assert spec_of(dynamic(1)).make().shape == (3, 4), "the example, since torch takes a size of 1 for a constant"
+
+
+def test_examples_are_other_tensors_of_the_same_specs() -> None:
+    tied = torch.zeros(2, 3)
+    args = Pair(tied, None), (dynamic(1), tied), 7
+    examples = examples_of(args)
+    assert specs_of(examples) == specs_of(args)
+    assert isinstance(examples[0], Pair)
+    assert examples[0].first is examples[1][1] is not tied
+    assert examples[1][0].shape == (3, 4)
+
+
+def test_arguments_of_several_sizes_are_remembered_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the buckets of an engine take turns."""
+    several = [arguments(caches=(dynamic(size), dynamic(size))) for size in (1, 3, 8)]
+    check = ArgumentCheck(several[0])
+    assert [check.difference(args) for args in several] == [None] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr("compiled_llm.compiling.argument_specs._difference", lambda *_: pytest.fail("compared again"))
+        assert [check.difference(args) for args in several * 2] == [None] * 6
+    check.forget()
+    monkeypatch.setattr("compiled_llm.compiling.argument_specs._difference", lambda *_: "compared")
+    assert [check.difference(args) for args in several] == ["compared"] * 3
 
 
 def test_what_was_seen_is_not_compared_again_though_a_tensor_occurs_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tied weights do. Comparing all of a model's tensors at each step would take milliseconds."""
     tied, other = torch.ones(2, 3), torch.ones(4)
     check = ArgumentCheck(((tied, other), tied))
+    assert check.difference(((tied, other), tied)) is None
     monkeypatch.setattr("compiled_llm.compiling.argument_specs._difference", lambda *_: pytest.fail("compared again"))
     assert check.difference(((tied, other), tied)) is None

@@ -184,8 +184,8 @@ def test_the_trace_is_what_tune_buckets_reads(engine: CompiledEngine) -> None:
     assert trace["format"] == 1
     assert trace["buckets"] == {"decode": [1, 4], "tokens": [64]}
     assert (trace["max_num_seqs"], trace["max_num_batched_tokens"]) == (4, 64)
-    assert set(trace["compile_seconds"]) == {"decode_1", "decode_4", "tokens_64"}
-    assert set(trace["step_seconds"]) <= set(trace["compile_seconds"])
+    assert trace["compile_seconds"] == {}, "on a CPU another bucket takes no compiling"
+    assert set(trace["step_seconds"]) <= {"decode_1", "decode_4", "tokens_64"}
     assert sum(step["count"] for step in trace["steps"]) == engine.report().stats.num_steps
     for step in trace["steps"]:
         assert set(step) == {"kind", "num_requests", "num_tokens", "count", "seconds"}

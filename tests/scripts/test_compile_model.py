@@ -13,7 +13,7 @@ from compiled_llm.ops import native
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_model.py"
 ONE_BUCKET_EACH = ["--shape", "tiny", "--bucket-sizes", "1", "--token-bucket-sizes", "8"]
-NAMES = ["decode_1", "tokens_8", "sample_1", "sample_changed_1", "logprobs_1", "prompt_logprobs"]
+NAMES = ["step", "sample", "sample_changed", "logprobs", "prompt_logprobs"]
 SMALL = [*ONE_BUCKET_EACH, "--max-num-batched-tokens", "8", "--max-model-len", "64", "--num-kv-blocks", "8"]
 
 
