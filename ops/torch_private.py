@@ -6,6 +6,8 @@
 import contextlib
 import functools
 import hashlib
+import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -84,21 +86,35 @@ def static_address_kind(tensor: Tensor) -> str | None:
     return getattr(tensor, "_dynamo_static_input_type", None)
 
 
-def vec_isa() -> dict[str, Any]:
-    """The vector instructions that Inductor chose for this CPU by trying them out for seconds, as JSON values."""
-    chosen = torch._inductor.cpu_vec_isa.pick_vec_isa()
-    attributes = {name: value for name, value in vars(chosen).items() if isinstance(value, str | bool)}
-    return {"name": str(chosen), "attributes": attributes}
+@contextlib.contextmanager
+def plain_vectors() -> Iterator[None]:
+    """Let Inductor's code for an x86 CPU use AVX512 or else AVX2, as the CPU says that it has them.
+
+    By itself Inductor tries out for ten seconds what compiles, also instructions for matrices, which our graphs leave
+    to ops. What it compiles elsewhere in the process stays as it is.
+    """
+    isas, find = torch._inductor.cpu_vec_isa, torch._inductor.cpu_vec_isa.valid_vec_isa_list
+    has, trusted = isas.x86_isa_checker(), {"__bool__": lambda self: True}
+    kinds = [type(kind.__name__, (kind,), trusted) for kind in (isas.VecAVX512, isas.VecAVX2)]
+    chosen = [kind() for kind in kinds if str(kind()) in has]
+    if chosen:
+        isas.valid_vec_isa_list = functools.cache(lambda: chosen)
+    try:
+        yield
+    finally:
+        isas.valid_vec_isa_list = find
 
 
-def trust_vec_isa(known: dict[str, Any]) -> None:
-    """Let Inductor take ``known``, a result of ``vec_isa`` on the same kind of machine, and try nothing out."""
-    tried = torch._inductor.cpu_vec_isa.valid_vec_isa_list
-    if tried.cache_info().currsize:
-        return
-    same = [isa for isa in torch._inductor.cpu_vec_isa.supported_vec_isa_list if str(isa) == known["name"]]
-    if same:
-        for name, value in known["attributes"].items():
-            setattr(same[0], name, value)
-        torch._inductor.cpu_vec_isa.valid_vec_isa_list = functools.cache(lambda: same)
-        torch._inductor.cpu_vec_isa.valid_vec_isa_list()
+@contextlib.contextmanager
+def headers_in_cache() -> Iterator[None]:
+    """Let Inductor keep its precompiled headers beside its libraries, and not in a place that others can guess."""
+    import torch._inductor.codecache  # takes a second, so only when something is compiled
+
+    before = torch._inductor.codecache._HEADER_DIR, torch._inductor.codecache._HEADER_LOCK_DIR
+    directory = os.path.join(cache_dir(), "precompiled_headers")
+    torch._inductor.codecache._HEADER_DIR = directory
+    torch._inductor.codecache._HEADER_LOCK_DIR = os.path.join(directory, "locks")
+    try:
+        yield
+    finally:
+        torch._inductor.codecache._HEADER_DIR, torch._inductor.codecache._HEADER_LOCK_DIR = before

@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from compiled_llm.compiling.argument_specs import examples_of
-from compiled_llm.ops.torch_private import aot_compiled_function, counters, sizes_of_one, vec_isa, with_caches
+from compiled_llm.ops.torch_private import (
+    aot_compiled_function,
+    counters,
+    headers_in_cache,
+    plain_vectors,
+    sizes_of_one,
+    with_caches,
+)
 
 _OLDEST_FOR_CPUS = (2, 13)  # whose AOTCompiledFunction is the one that _unguarded extends
 
@@ -54,11 +61,11 @@ def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict
     """
     before = compile_counts()
     options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _no_guards, "size_asserts": False}
-    with torch.no_grad(), with_caches(), sizes_of_one():
+    with torch.no_grad(), with_caches(), sizes_of_one(), plain_vectors(), headers_in_cache():
         compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
         ahead = compiled.aot_compile((examples_of(args), {}))
     after = compile_counts()
-    return ahead, {key: after[key] - before[key] for key in ("graphs", "graph_breaks")} | {"vec_isa": vec_isa()}
+    return ahead, {key: after[key] - before[key] for key in ("graphs", "graph_breaks")}
 
 
 def _no_guards(guards: Sequence[Any]) -> list[bool]:
@@ -103,4 +110,5 @@ def to_bytes(ahead: Any) -> bytes:
 
 def from_bytes(payload: bytes, function: Callable) -> Callable:
     """The compiled form of ``function``. Runs code that ``payload`` holds: only for what this user's cache holds."""
-    return _unguarded().deserialize(payload, function.__globals__).fn
+    with plain_vectors():
+        return _unguarded().deserialize(payload, function.__globals__).fn

@@ -20,7 +20,7 @@ from compiled_llm.compiling.compiler import (
 from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool
 from compiled_llm.compiling.libraries import libraries_built_since
 from compiled_llm.compiling.report import GraphReport
-from compiled_llm.ops.torch_private import compiled_versions, trust_vec_isa
+from compiled_llm.ops.torch_private import compiled_versions
 
 # What a CUDA graph needs before it replays: a plain run, and a run that records.
 _WARM_UP_CALLS = {"cuda": 3, "cpu": 1}
@@ -106,7 +106,6 @@ class CompiledFunction:
         if isinstance(found, Entry):
             moment = time.time()
             try:
-                trust_vec_isa(found.facts["vec_isa"])
                 self._call = from_bytes(found.payload, self._copy)
             except Exception as error:  # whatever it is: compiling anew raises it again or does without
                 reason = f"the stored code does not load: {type(error).__name__}: {error}"

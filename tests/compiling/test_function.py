@@ -225,7 +225,7 @@ def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(
     assert outcome == "miss"
     assert re.fullmatch(r"built again, since it was gone from torch's cache: [\w.]+\.so", reason)
     cache = CompileCache(tmp_path / "graphs", {})
-    cache.store(cache.key_of("add", add, (torch.ones(40),)), b"no pickle", {"vec_isa": {"name": "", "attributes": {}}})
+    cache.store(cache.key_of("add", add, (torch.ones(40),)), b"no pickle", {})
     outcome, reason = start()
     assert (outcome, "the stored code does not load: UnpicklingError" in reason) == ("miss", True)
     assert start() == ("hit", "")
@@ -292,7 +292,8 @@ def test_a_dynamic_size_may_be_any_and_gives_the_bits_of_uncompiled_code() -> No
         return torch.where(x > 0, x / scale[:, None], x * scale[:, None])
 
     def arguments(rows: int) -> tuple[torch.Tensor, ...]:
-        args = torch.randn(rows, 50, generator=torch.Generator().manual_seed(rows)), torch.rand(rows) + 0.5
+        generator = torch.Generator().manual_seed(rows)
+        args = torch.randn(rows, 50, generator=generator), torch.rand(rows, generator=generator) + 0.5
         for tensor in args:
             mark_dynamic_size(tensor, 0, DynamicSize("rows", 32))
         return *args, torch.zeros(32)
