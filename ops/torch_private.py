@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo import mark_dynamic, mark_static_address
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list as compiled_versions
+from torch._dynamo.utils import compilation_time_metrics as compile_times
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -16,6 +16,7 @@ import torch
 from compiled_llm.compiling.argument_specs import examples_of
 from compiled_llm.ops.torch_private import (
     aot_compiled_function,
+    compile_times,
     counters,
     headers_in_cache,
     plain_vectors,
@@ -65,14 +66,14 @@ def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict
         compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
         ahead = compiled.aot_compile((examples_of(args), {}))
     after = compile_counts()
-    return ahead, {key: after[key] - before[key] for key in ("graphs", "graph_breaks")}
+    return ahead, {key: round(after[key] - before[key], 2) for key in ("graphs", "graph_breaks", "cpp_seconds")}
 
 
 def _no_guards(guards: Sequence[Any]) -> list[bool]:
     return [False] * len(guards)
 
 
-def compile_counts() -> dict[str, int]:
+def compile_counts() -> dict[str, float]:
     """What torch's compiler has counted in this process."""
     inductor, autograd = counters["inductor"], counters["aot_autograd"]
     return {
@@ -80,6 +81,7 @@ def compile_counts() -> dict[str, int]:
         "graph_breaks": sum(counters["graph_break"].values()),
         "hits": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
         "misses": inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
+        "cpp_seconds": sum(compile_times.get("async_compile.wait", ())),
     }
 
 

@@ -84,6 +84,7 @@ class CompiledFunction:
             cache=outcome,
             cuda_graph_bytes=max(0, _used_bytes(self.device) - used),
             reason=reason,
+            cpp_seconds=0.0 if outcome == "hit" else facts["cpp_seconds"],
         )
 
     def _compile_by_calls(self, make_args: Callable[[], tuple]) -> tuple[Fields, str]:

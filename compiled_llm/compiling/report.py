@@ -12,6 +12,7 @@ class GraphReport:
         graph_breaks: places where capture broke off.
         recompiles: versions compiled since the warm-up ended, and calls refused because they asked for one.
         compile_seconds: wall time of the warm-up calls, and of recording CUDA graphs again.
+        cpp_seconds: of these, how long a CPU's code waited for the C++ compiler when the rest was done.
         cache: "hit" or "miss" of the code kept on disk, "off" where it was not asked, "eager" uncompiled.
         cuda_graph_bytes: device memory that warming up and recording took: CUDA graphs, the activations in them,
             kernels and their workspaces; 0 on a CPU. Other processes on the device can disturb it.
@@ -26,6 +27,7 @@ class GraphReport:
     cache: str
     cuda_graph_bytes: int
     reason: str = ""
+    cpp_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ class CompileReport:
         return sum(report.cache == outcome for report in self.reports)
 
     def __str__(self) -> str:
-        titles = ("graph", "graphs", "breaks", "recompiles", "seconds", "cache", "CUDA graph MiB")
+        titles = ("graph", "graphs", "breaks", "recompiles", "seconds", "of which C++", "cache", "CUDA graph MiB")
         table = [titles, *map(_cells, self.reports)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in table]
@@ -72,4 +74,5 @@ class CompileReport:
 
 def _cells(r: GraphReport) -> tuple[str, ...]:
     counts = map(str, (r.graphs, r.graph_breaks, r.recompiles))
-    return r.name, *counts, f"{r.compile_seconds:.2f}", r.cache, str(r.cuda_graph_bytes >> 20)
+    seconds = f"{r.compile_seconds:.2f}", f"{r.cpp_seconds:.2f}"
+    return r.name, *counts, *seconds, r.cache, str(r.cuda_graph_bytes >> 20)

@@ -20,7 +20,7 @@ def make_sampler():
     return sampler_function
 
 
-def job(name: str, tensors: int = 0) -> Job:
+def job(name: str) -> Job:
     params = SamplingInput(
         temperature=torch.ones(2),
         top_p=torch.ones(2),
@@ -29,7 +29,7 @@ def job(name: str, tensors: int = 0) -> Job:
         seed=torch.arange(2),
         position=torch.zeros(2).int(),
     )
-    args = torch.rand(2, 5), params, torch.zeros(2, dtype=torch.int64), *[torch.zeros(1)] * tensors
+    args = torch.rand(2, 5), params, torch.zeros(2, dtype=torch.int64)
     return Job(name, make_sampler, args, torch.get_num_threads())
 
 
@@ -75,9 +75,7 @@ def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Pat
     assert not cache.built
 
 
-def test_processes_are_started_for_several_large_graphs_only() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert _useful_workers([]) == 0
-    assert _useful_workers([job("a")] * 5) == 0
-    assert _useful_workers([job("a", tensors=200)]) == 0
-    assert _useful_workers([job("a", tensors=200)] * 2 + [job("b")] * 9) == min(cores, 11)
+def test_processes_are_started_for_several_graphs_on_several_cores_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cores, expected in ((1, [0, 0, 0]), (2, [0, 0, 2]), (16, [0, 0, 5])):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        assert [_useful_workers(jobs) for jobs in (0, 1, 5)] == expected
