@@ -9,7 +9,7 @@ from compiled_llm.ops.attention.paged_attention import paged_attention, paged_at
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.rowwise.rowwise import add_rms_norm, gated_activation, log_sum_exp, rms_norm, rope, soft_cap
-from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens
+from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens, uniform
 
 __all__ = [
     "add_rms_norm",
@@ -25,5 +25,6 @@ __all__ = [
     "rope",
     "sample_tokens",
     "soft_cap",
+    "uniform",
     "unpack_rows",
 ]

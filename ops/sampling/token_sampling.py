@@ -11,9 +11,11 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.sampling.philox import uniform_reference
 from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_tokens_reference
 
 LIBRARY.define("greedy_tokens(Tensor logits) -> Tensor")
+LIBRARY.define("uniform(Tensor seed, Tensor position) -> Tensor")
 LIBRARY.define(
     "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform)"
     " -> Tensor"
@@ -51,6 +53,26 @@ def sample_tokens(
     return torch.ops.compiled_llm.sample_tokens(logits, temperature, top_k, top_p, min_p, uniform)
 
 
+def uniform(seed: Tensor, position: Tensor) -> Tensor:
+    """A random number in [0, 1) for each row, which depends on nothing but its seed and position (see ``philox.py``).
+
+    An op on a CPU, where the loop is not worth seconds of compiling. A compiler for GPUs makes one kernel of it.
+
+    Args:
+        seed: ``[R]`` int64.
+        position: ``[R]`` int32.
+
+    Returns:
+        ``[R]`` float64.
+    """
+    return uniform_reference(seed, position) if seed.is_cuda else torch.ops.compiled_llm.uniform(seed, position)
+
+
+@torch.library.register_fake("compiled_llm::uniform", lib=LIBRARY)
+def _fake_uniform(seed: Tensor, position: Tensor) -> Tensor:
+    return seed.new_empty(seed.shape[0], dtype=torch.float64)
+
+
 @torch.library.register_fake("compiled_llm::greedy_tokens", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::sample_tokens", lib=LIBRARY)
 def _fake(logits: Tensor, *args) -> Tensor:
@@ -66,6 +88,10 @@ def _sample_without_kernels(*args) -> Tensor:
     return (sample_tokens if native.load("sampling_cpu") else sample_tokens_reference)(*args)
 
 
+def _uniform_without_kernels(*args) -> Tensor:
+    return (uniform if native.load("sampling_cpu") else uniform_reference)(*args)
+
+
 def _sample_cuda(*args) -> Tensor:
     from compiled_llm.ops.sampling import triton_sampling  # the first call on a GPU loads Triton, not the import
 
@@ -74,5 +100,6 @@ def _sample_cuda(*args) -> Tensor:
 
 LIBRARY.impl("greedy_tokens", _greedy_without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("greedy_tokens", greedy_tokens_reference, "CUDA")
+LIBRARY.impl("uniform", _uniform_without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("sample_tokens", _sample_without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("sample_tokens", _sample_cuda, "CUDA")
