@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+import time
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from compiled_llm.compiling.messages import Built, Job, receive, send
 
 
 def main() -> None:
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no reply
     while True:
@@ -20,6 +23,13 @@ def main() -> None:
         except EOFError:
             return
         send(replies, _compile(job, settings))
+
+
+def _end_with(parent: int) -> None:
+    """End when the process ``parent`` does, also in the middle of a job, whose result nobody waits for then."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 def _compile(job: Job, settings: dict[str, Any]) -> Built:

@@ -308,3 +308,19 @@ def test_a_dynamic_size_may_be_any_and_gives_the_bits_of_uncompiled_code() -> No
     x, scale, out = arguments(4)
     with pytest.raises(RuntimeError, match=r"was of shape \(4,\) and is \(3,\)"):
         function(x, scale[:3], out)
+
+
+def test_with_a_dynamic_size_a_row_has_the_same_bits_in_any_company() -> None:
+    """Also where the compiler makes sums: it orders them once, for all numbers of rows."""
+    x = torch.randn(32, 4000, generator=torch.Generator().manual_seed(0)) * 9
+
+    def rows(count: int) -> torch.Tensor:
+        mark_dynamic_size(part := x[:count].clone(), 0, DynamicSize("rows", 32))
+        return part
+
+    softmax = CompiledFunction(lambda x: x.softmax(-1), "softmax", torch.device("cpu"), enforce_eager=False)
+    softmax.warm_up(lambda: (rows(1),))
+    together = softmax(rows(32))
+    assert torch.allclose(together, x.softmax(-1))
+    for count in (1, 2, 7, 16, 31):
+        assert torch.equal(softmax(rows(count)), together[:count])

@@ -2,6 +2,8 @@
 
 import functools
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,21 @@ def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Pat
         build_missing(cache, [gone], num_workers=1, progress=StartProgress())
     assert isinstance(cache.find(cache.key_of("gone", sampler_function, gone.args)), str)
     assert not cache.built
+
+
+def test_a_process_that_compiles_ends_with_the_one_that_asked() -> None:
+    """Also while it compiles, and if that one was killed."""
+    worker = (
+        "import os; parent = os.getppid(); print(flush=True); "
+        "from compiled_llm.compiling.build_worker import _end_with; _end_with(parent)"
+    )
+    killed = (
+        "import os, subprocess, sys; "
+        f"subprocess.Popen([sys.executable, '-c', {worker!r}], stdout=subprocess.PIPE).stdout.readline(); "
+        "os._exit(0)"
+    )
+    # Returns when both have closed stderr.
+    subprocess.run([sys.executable, "-c", killed], stderr=subprocess.PIPE, check=True, timeout=200)
 
 
 def test_processes_are_started_for_several_graphs_on_several_cores_only(monkeypatch: pytest.MonkeyPatch) -> None:
