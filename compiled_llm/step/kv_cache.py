@@ -14,7 +14,7 @@ from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
 
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-_NUM_BLOCKS = DynamicSize("blocks", 3)
+_NUM_BLOCKS = DynamicSize("blocks", 7)
 
 
 def layer_dtypes(config: EngineConfig, dtype: torch.dtype, num_layers: int) -> tuple[torch.dtype, ...]:

@@ -40,14 +40,16 @@ class StepSizes(NamedTuple):
             return cls(None, None, None, None)
         buckets = buckets_of(limits)
 
-        def size(name: str, sizes: set[int]) -> DynamicSize | None:
-            return DynamicSize(name, max(sizes)) if len(sizes) > 1 else None
+        def size(name: str, example: int, sizes: set[int]) -> DynamicSize | None:
+            return DynamicSize(name, min(example, max(sizes))) if len(sizes) > 1 else None
 
+        # Small examples: loops over few tokens are not worth waking other threads, and those over many take no time
+        # beside the step. They differ, so that the compiler takes none of these sizes for another one.
         return cls(
-            size("tokens", {bucket.num_tokens for bucket in buckets}),
-            size("requests", {bucket.num_requests for bucket in buckets}),
-            size("requests + 1", {bucket.num_requests + 1 for bucket in buckets}),
-            size("logits rows", {bucket.num_rows for bucket in buckets}),
+            size("tokens", 2, {bucket.num_tokens for bucket in buckets}),
+            size("requests", 4, {bucket.num_requests for bucket in buckets}),
+            size("requests + 1", 5, {bucket.num_requests + 1 for bucket in buckets}),
+            size("logits rows", 3, {bucket.num_rows for bucket in buckets}),
         )
 
 
