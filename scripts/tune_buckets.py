@@ -4,7 +4,8 @@
     python scripts/tune_buckets.py --trace trace.json
     python scripts/tune_buckets.py --trace monday.json tuesday.json --runs-per-start 20 --max-buckets 6
 
-A step takes the time of its bucket, padding included, and each bucket is compiled at every start. The proposal is the
+A step takes the time of its bucket, padding included. On a GPU each bucket is compiled, and recorded at every start; on
+a CPU one graph serves all, and the seconds of compiling below are 0. The proposal is the
 set of buckets, at most ``--max-buckets`` of each kind, with the least
 
     --runs-per-start x (the sum of all steps' times) + (the sum of compile seconds),

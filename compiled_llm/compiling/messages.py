@@ -17,12 +17,14 @@ class Job(NamedTuple):
         recipe: can be pickled, and returns the function in any process.
         args: like those that the function is called with; of tensors, their specs count.
         threads: torch's number of threads, which goes into the code.
+        seconds: about what one core takes to compile it.
     """
 
     name: str
     recipe: Callable[[], Any]
     args: tuple
     threads: int
+    seconds: float
 
 
 class Built(NamedTuple):

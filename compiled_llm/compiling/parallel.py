@@ -10,12 +10,9 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from compiled_llm.compiling.argument_specs import tensors_in
 from compiled_llm.compiling.cache import CompileCache, Fields, code_settings
 from compiled_llm.compiling.messages import Built, Job, receive, send
 from compiled_llm.progress import StartProgress
-
-_SECONDS_A_GRAPH, _SECONDS_A_TENSOR = 6.0, 0.04  # of one core, as measured: 20 s with 28 layers of twelve tensors
 
 
 def build_missing(
@@ -37,8 +34,8 @@ def build_missing(
         if isinstance(found, str):
             missing.append((job, key, found))
     workers = _useful_workers(len(missing)) if num_workers is None else num_workers
-    missing.sort(key=lambda item: -expected_seconds(item[0]))  # a long one that comes last would keep one core busy
-    left = {job.name: expected_seconds(job) for job, _, _ in missing}
+    missing.sort(key=lambda item: -item[0].seconds)  # a long one that comes last would keep one core busy
+    left = {job.name: job.seconds for job, _, _ in missing}
     if not missing or workers == 0:
         return left
     workers = min(workers, len(missing))
@@ -95,11 +92,6 @@ def _start_process() -> subprocess.Popen:
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": path},
     )
-
-
-def expected_seconds(job: Job) -> float:
-    """About what one core takes to compile it, to tell a user how long a first start takes."""
-    return _SECONDS_A_GRAPH + _SECONDS_A_TENSOR * len(tensors_in(job.args))
 
 
 def _useful_workers(num_jobs: int) -> int:

@@ -11,7 +11,7 @@ from compiled_llm.compiling.cache import CompileCache, engine_cache
 from compiled_llm.compiling.cuda_graphs import GraphPool
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.messages import Job
-from compiled_llm.compiling.parallel import build_missing, expected_seconds
+from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
@@ -26,7 +26,8 @@ from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
 from compiled_llm.worker.step_buffers import StepBuffers
 
 _SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
-_SECONDS_A_SAMPLER = 5.0  # about, to compile one
+# About what one core takes to compile a graph: 20 s with 28 layers.
+_SECONDS_A_STEP, _SECONDS_A_LAYER, _SECONDS_A_SAMPLER = 6.0, 0.5, 4.0
 
 
 class CompiledSteps:
@@ -127,7 +128,7 @@ class CompiledSteps:
         keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
         self.cache = engine_cache(self.model_config, self.limits, self._dtype, cache_dtypes) if keeps else None
         jobs = [] if enforce_eager else self.jobs()
-        seconds = {job.name: expected_seconds(job) for job in jobs}  # of what this process has to compile
+        seconds = {job.name: job.seconds for job in jobs}  # of what this process has to compile
         if self.cache is not None:
             seconds = build_missing(self.cache, jobs, num_workers, progress)
         if not enforce_eager:
@@ -168,10 +169,13 @@ class CompiledSteps:
         """Everything to compile, for other processes. Logits are described, since no step has run yet."""
         threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
         steps = {self._name(bucket): bucket for bucket in self.buckets}
-        jobs = [Job(name, self._recipe(b), self.step_arguments(b), threads) for name, b in steps.items()]
+        seconds = _SECONDS_A_STEP + _SECONDS_A_LAYER * self.model_config.num_layers
+        jobs = [Job(name, self._recipe(b), self.step_arguments(b), threads, seconds) for name, b in steps.items()]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self._dtype)
-        return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights)
+        return jobs + self.sampling.jobs(
+            inputs, lambda rows: logits(rows, vocab_size), self.weights, _SECONDS_A_SAMPLER
+        )
 
     def record_again(self, kv_cache: KVCache) -> None:
         """Take another KV cache; on a GPU, record every CUDA graph on it. Nothing is compiled."""

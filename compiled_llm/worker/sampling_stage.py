@@ -122,17 +122,22 @@ class SamplingStage:
     # -- Compiling
 
     def jobs(
-        self, sampling_inputs: dict[int, SamplingInput], logits: Callable[[int], Tensor], weights: Any
+        self, sampling_inputs: dict[int, SamplingInput], logits: Callable[[int], Tensor], weights: Any, seconds: float
     ) -> list[Job]:
-        """Everything to compile, for other processes. ``logits(rows)`` are like those of a step, ``[rows, V]``."""
+        """Everything to compile, for other processes.
+
+        Args:
+            logits: ``logits(rows)`` are like those of a step, ``[rows, V]``.
+            seconds: about what one core takes for each.
+        """
         threads, jobs = torch.get_num_threads(), {}
         for rows, sampling_input in sampling_inputs.items():
             marked = mark_first_size(logits(rows), self._rows_size)
             for kind, (recipe, args) in self._of_rows(rows, marked, sampling_input).items():
                 if kind != "sample_changed" or not self._transforms:
                     name = self._name(kind, rows)
-                    jobs[name] = Job(name, recipe, args, threads)
-        prompts = Job("prompt_logprobs", self._prompt_recipe, self._prompt_arguments(weights), threads)
+                    jobs[name] = Job(name, recipe, args, threads, seconds)
+        prompts = Job("prompt_logprobs", self._prompt_recipe, self._prompt_arguments(weights), threads, seconds)
         return [*jobs.values(), prompts]
 
     def uncached(self) -> list[str]:

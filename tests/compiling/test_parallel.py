@@ -32,7 +32,7 @@ def job(name: str) -> Job:
         position=torch.zeros(2).int(),
     )
     args = torch.rand(2, 5), params, torch.zeros(2, dtype=torch.int64)
-    return Job(name, make_sampler, args, torch.get_num_threads())
+    return Job(name, make_sampler, args, torch.get_num_threads(), seconds=3.0)
 
 
 def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_code_of_other_settings_is_not_taken_from_another_process(tmp_path: Path
 
 def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path, {})
-    gone = Job("gone", functools.partial(make_sampler), (torch.ones(1),), 1)  # too few arguments
+    gone = Job("gone", functools.partial(make_sampler), (torch.ones(1),), 1, seconds=3.0)  # too few arguments
     with pytest.warns(UserWarning, match="gone could not be compiled beside others"):
         build_missing(cache, [gone], num_workers=1, progress=StartProgress())
     assert isinstance(cache.find(cache.key_of("gone", sampler_function, gone.args)), str)

@@ -167,7 +167,7 @@ def test_what_holds_a_users_code_is_not_kept_on_disk_nor_compiled_elsewhere() ->
     served = Served((Add(),))
     assert {name for name, keep in served.kept.items() if not keep} == {"sample_changed_2", "sample_changed_4"}
     inputs = {rows: sampling_input(rows) for rows in (2, 4)}
-    arguments = inputs, lambda rows: torch.empty(rows, VOCAB), ()
+    arguments = inputs, lambda rows: torch.empty(rows, VOCAB), (), 4.0
     assert {job.name for job in served.stage.jobs(*arguments)} == {
         *("sample_2", "logprobs_2", "sample_4", "logprobs_4", "prompt_logprobs")
     }
