@@ -93,9 +93,13 @@ def kernel_library(op: str, isa: str) -> Library:
     assert isa in isas_of(op)
     header = op_library(op).source.with_name(f"{op}_kernels.h")
     base = _BASES.get(op, {}).get(isa)
-    numbers = ISAS.index(isa), -1 if base is None else ISAS.index(base)
-    values = (f'KERNELS="{os.path.relpath(header, ROOT / "cpu")}"', f"NAME={isa}", "LEVEL=%d" % numbers[0])
-    defines = tuple(f"-D{value}" for value in (*values, "BASE=%d" % numbers[1]))
+    values = {
+        "KERNELS": f'"{os.path.relpath(header, ROOT / "cpu")}"',
+        "NAME": isa,
+        "LEVEL": ISAS.index(isa),
+        "BASE": -1 if base is None else ISAS.index(base),
+    }
+    defines = tuple(f"-D{name}={value}" for name, value in values.items())
     return Library(f"{op}.{isa}", ROOT / "cpu" / "one_isa.cpp", defines)
 
 

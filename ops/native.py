@@ -21,7 +21,6 @@ import torch
 
 from compiled_llm.ops.kernel_build import (
     ISAS,
-    OPS,
     ROOT,
     Library,
     features_library,
@@ -102,10 +101,13 @@ def must_be_built(library: Library) -> bool:
     return not (kernel_directory() / library.file_name(found)).exists()
 
 
-@functools.cache
 def _shipped(library: Library) -> ctypes.CDLL | None:
     """The library that the package brought, if it is of these sources and loads here."""
-    path = _SHIPPED / library.file_name()
+    return _open_shipped(_SHIPPED / library.file_name())
+
+
+@functools.cache
+def _open_shipped(path: Path) -> ctypes.CDLL | None:
     if not path.exists():
         return None
     try:

@@ -1,7 +1,7 @@
 """The C++ kernels that a model runs on a CPU: loaded from disk, and built first where they are missing.
 
-Compiling graphs asks for the shapes of what an op gives, and not for its kernels. So kernels are built beside all that a
-start does before the first step runs.
+Compiling graphs asks for the shapes of what an op gives, and not for its kernels. So kernels are built beside all that
+a start does before the first step runs.
 """
 
 import os
@@ -12,10 +12,15 @@ from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import OPS, Library
 from compiled_llm.progress import StartProgress
 
-# About what one core takes to build a library, so that a first start can say how long it will take: of most, and of those
-# that take longer.
-_SECONDS, _MORE_SECONDS = 1.0, {"attention_cpu.amx": 5.0, "attention_cpu.avx512_bf16": 4.0, "attention_cpu.avx512": 3.0}
-_MORE_SECONDS |= {"attention_cpu.avx2": 3.0, "attention_cpu.portable": 3.0}
+# About what one core takes to build a library, so that a first start can say how long it will take; and which take longer.
+_SECONDS = 1.0
+_MORE_SECONDS = {
+    "attention_cpu.amx": 5.0,
+    "attention_cpu.avx512_bf16": 4.0,
+    "attention_cpu.avx512": 3.0,
+    "attention_cpu.avx2": 3.0,
+    "attention_cpu.portable": 3.0,
+}
 
 
 class KernelBuild:
@@ -33,10 +38,9 @@ class KernelBuild:
             (library, self._pool.submit(native.build, library)) for library in missing
         ]
         if missing:
-            progress.line(
-                f"building C++ kernels for {native.best_isa()}: {len(missing)} libraries, about {self._estimate():.0f} s, "
-                f"beside what follows; kept in {native.kernel_directory()}"
-            )
+            about = f"{len(missing)} libraries, about {self._estimate():.0f} s, beside what follows"
+            kept = f"kept in {native.kernel_directory()}"
+            progress.line(f"building C++ kernels for {native.best_isa()}: {about}; {kept}")
 
     def finish(self) -> None:
         """Wait for what is still being built, and load all. Without a C++ compiler only a warning says so.
