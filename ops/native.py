@@ -159,9 +159,8 @@ def load(op: str) -> Kernels | None:
     Raises:
         RuntimeError, ValueError: as ``open_library``; and for a ``COMPILED_LLM_ISA`` that there is not.
     """
-    needed = libraries_of(op)
-    opened = [open_library(library) for library in needed]
-    if not needed or None in opened:
+    opened = [found for found in map(open_library, libraries_of(op)) if found is not None]
+    if len(opened) < 2:
         warn_of_missing_compiler(f"{op} runs as plain torch, many times slower")
         return None
     return Kernels(op, *opened)

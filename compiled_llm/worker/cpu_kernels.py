@@ -12,7 +12,7 @@ from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import OPS, Library
 from compiled_llm.progress import StartProgress
 
-# About what one core takes to build a library, so that a first start can say how long it will take; and which take longer.
+# About what one core takes to build a library, and which take longer: so a first start can say how long it takes.
 _SECONDS = 1.0
 _MORE_SECONDS = {
     "attention_cpu.amx": 5.0,
