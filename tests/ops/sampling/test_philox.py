@@ -103,5 +103,5 @@ def test_the_op_has_the_bits_of_the_reference() -> None:
         positions = torch.full(seeds.shape, position, dtype=INT32)
         assert torch.equal(uniform(seeds, positions), uniform_reference(seeds, positions))
     torch.library.opcheck(torch.ops.compiled_llm.uniform.default, (seeds, positions))
-    with pytest.raises(ValueError, match=r"position must be a contiguous \[1010\] of Int"):
+    with pytest.raises(ValueError, match=r"position must be a contiguous \[1010\] of int32"):
         uniform(seeds, seeds)
