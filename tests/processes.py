@@ -1,12 +1,12 @@
 """How many processes run the tests, and what is built before they start."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import torch
+
+from compiled_llm.resources import free_memory, granted_cores
 
 ROOT = Path(__file__).parents[1]
 _BYTES_PER_PROCESS = 3 << 30  # at most, with the compilers that its tests start
@@ -16,8 +16,7 @@ def num_processes() -> int:
     """One per core, as far as memory goes. On a machine with a GPU one: processes would share its memory."""
     if torch.cuda.is_available():
         return 1
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, psutil.virtual_memory().available // _BYTES_PER_PROCESS))
+    return max(1, min(granted_cores(), free_memory() // _BYTES_PER_PROCESS))
 
 
 def build_kernels() -> None:

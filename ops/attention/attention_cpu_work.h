@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
+
 
 #include <algorithm>
 #include <atomic>
@@ -10,12 +10,13 @@
 #include <unordered_map>
 #include <vector>
 
+#include "../cpu/threads.h"
 #include "attention_cpu_types.h"
 
 namespace {
 
 void write_cache(const Problem& p, const PairKernels& kernels) {
-  at::parallel_for(0, p.tokens, ceil_div(16384, p.kv_heads * p.head_dim), [&](int64_t begin, int64_t end) {
+  team::parallel_for(0, p.tokens, ceil_div(16384, p.kv_heads * p.head_dim), [&](int64_t begin, int64_t end) {
     for (int64_t token = begin; token < end; ++token) kernels.write(p, token);
   });
 }
@@ -120,7 +121,7 @@ void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
   const auto for_each = [&](int64_t count, auto&& work) {
     const bool tiny = total_cost * p.head_dim * element < 1 << 21;
     std::atomic<int64_t> next = 0;
-    at::parallel_for(0, tiny ? 1 : std::min(threads, count), 1, [&](int64_t, int64_t) {
+    team::parallel_for(0, tiny ? 1 : std::min(threads, count), 1, [&](int64_t, int64_t) {
       for (int64_t i = next++; i < count; i = next++) work(i);
     });
   };

@@ -24,7 +24,7 @@
 // differ in the last bit (AMX sums 16 even and 16 odd products before it adds them), so one of them serves all shapes: AMX
 // also takes single rows, where it has more than enough arithmetic to keep up with memory.
 
-#include <ATen/Parallel.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
@@ -42,6 +42,7 @@
 #define KERNELS "../linear/linear_cpu_kernels.h"
 #define PRODUCTS 1
 #include "../cpu/each_isa.h"
+#include "../cpu/threads.h"
 #include "linear_cpu_types.h"
 
 namespace {
@@ -100,7 +101,7 @@ void pack_rows(const at::Tensor& x, int64_t first, int64_t group, int64_t align,
   const auto* data = static_cast<const Input*>(x.const_data_ptr());
   const auto pack = align == 1 ? interleave_rows<Input> : tile_rows<Input>;
   const int64_t groups = (T - first + group - 1) / group;
-  at::parallel_for(0, groups, 1 + (1 << 17) / (words * group), [&](int64_t begin, int64_t end) {
+  team::parallel_for(0, groups, 1 + (1 << 17) / (words * group), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * group; row < std::min(T - first, end * group); row += group)
       pack(data + (first + row) * stride, stride, std::min(group, T - first - row), K, packed + row * words);
   });
@@ -212,7 +213,7 @@ void multiply(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor
   const int64_t piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols;
   const int64_t pieces = (tiles + piece - 1) / piece, items = pieces * ((rows + block - 1) / block);
   std::atomic<int64_t> free = 0;
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  team::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     kernels.begin(rows);
     for (int64_t item = free++, next; item < items; item = next) {
       next = free++;

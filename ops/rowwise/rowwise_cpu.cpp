@@ -3,7 +3,7 @@
 // A row is computed by one thread, in an order that depends on its length alone. So its bits are the same alone and in
 // any company, which they are not where a compiler cuts loops by their sizes.
 
-#include <ATen/Parallel.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
@@ -18,6 +18,7 @@
 #define KERNELS "../rowwise/rowwise_cpu_kernels.h"
 #define PRODUCTS 0
 #include "../cpu/each_isa.h"
+#include "../cpu/threads.h"
 #include "rowwise_cpu_types.h"
 
 namespace {
@@ -59,7 +60,7 @@ const void* weight_of(const at::Tensor& weight, const at::Tensor& x, int64_t siz
 
 template <class Work>
 void for_rows(int64_t rows, int64_t size, const Work& work) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(size, 1)), [&](int64_t begin, int64_t end) {
+  team::parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(size, 1)), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) work(row);
   });
 }

@@ -4,7 +4,7 @@
 // than one sort. What a pass adds up, it adds up in the order of the vocabulary, cut into chunks: by lane within a chunk,
 // and then chunk after chunk in double. So a row's token depends on nothing but the row.
 
-#include <ATen/Parallel.h>
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
@@ -19,6 +19,7 @@
 #define KERNELS "../sampling/sampling_cpu_kernels.h"
 #define PRODUCTS 0
 #include "../cpu/each_isa.h"
+#include "../cpu/threads.h"
 #include "sampling_cpu_types.h"
 
 namespace {
@@ -49,7 +50,7 @@ at::Tensor choose(const IsaName& isa, const at::Tensor& logits, const ChoiceOf& 
   const char* data = static_cast<const char*>(logits.const_data_ptr());
   const int64_t row_bytes = logits.stride(0) * logits.element_size();
   std::atomic<int64_t> free = 0;  // rows take different times
-  at::parallel_for(0, std::min<int64_t>(rows, at::get_num_threads()), 1, [&](int64_t, int64_t) {
+  team::parallel_for(0, std::min<int64_t>(rows, at::get_num_threads()), 1, [&](int64_t, int64_t) {
     static thread_local std::vector<float> weights, largest, found;  // kept: fresh memory costs as much as a pass
     static thread_local std::vector<double> sums;
     weights.resize(chunks * kChunk);
