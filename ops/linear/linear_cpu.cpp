@@ -24,7 +24,6 @@
 // differ in the last bit (AMX sums 16 even and 16 odd products before it adds them), so one of them serves all shapes: AMX
 // also takes single rows, where it has more than enough arithmetic to keep up with memory.
 
-
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>

@@ -3,7 +3,6 @@
 // A row is computed by one thread, in an order that depends on its length alone. So its bits are the same alone and in
 // any company, which they are not where a compiler cuts loops by their sizes.
 
-
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>

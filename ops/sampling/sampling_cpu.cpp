@@ -4,7 +4,6 @@
 // than one sort. What a pass adds up, it adds up in the order of the vocabulary, cut into chunks: by lane within a chunk,
 // and then chunk after chunk in double. So a row's token depends on nothing but the row.
 
-
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/utils/pybind.h>
