@@ -64,8 +64,9 @@ def build_missing(
         stage.finish(job.name)
 
     title, seconds = f"compiling graphs in {workers} processes", sum(left.values()) / workers
+    shown = progress.stage(title, left, seconds=seconds, found=len(jobs) - len(missing))
     try:
-        with progress.stage(title, left, seconds=seconds) as stage, ThreadPoolExecutor(workers) as pool:
+        with shown as stage, ThreadPoolExecutor(workers) as pool:
             list(pool.map(build, missing))
     finally:
         for process in processes:

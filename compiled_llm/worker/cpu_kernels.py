@@ -12,7 +12,9 @@ _BUILD_SECONDS = {"attention_cpu": 38.0, "linear_cpu": 14.0, "rowwise_cpu": 10.0
 def load_kernels(progress: StartProgress) -> None:
     """Load all of them. Without a C++ compiler nothing is loaded, and a warning says so."""
     missing = {name: seconds for name, seconds in _BUILD_SECONDS.items() if native.must_be_built(name)}
-    with progress.stage("building C++ kernels", missing, seconds=max(missing.values(), default=None)) as stage:
+    found = len(_BUILD_SECONDS) - len(missing)
+    longest = max(missing.values(), default=None)
+    with progress.stage("building C++ kernels", missing, seconds=longest, found=found) as stage:
 
         def load(name: str) -> None:
             stage.begin(name)

@@ -278,6 +278,10 @@ class ModelRunner(Worker):
         """Load the C++ kernels of a CPU. Returns whether steps run uncompiled."""
         started = time.perf_counter()
         use_threads(self.num_threads)
+        progress.advise(
+            f"not everything was found in {native.cache_directory()}: it is made now and kept there, so that the next "
+            "start with these arguments takes seconds. scripts/compile_model.py makes it ahead"
+        )
         if self.device.type == "cpu":
             load_kernels(progress)
             # Without a compiler none was loaded and a warning said so; Inductor cannot compile for a CPU either.
