@@ -6,8 +6,9 @@
 //
 //   - Parts are small and taken one by one, so a fast thread takes more of them than a slow one.
 //   - When none is left, the caller waits only for helpers that are at work on a part, not for those that never came.
-//   - Who waits spins for a moment, since the next loop mostly is microseconds away. Then it lets other programs have the
-//     core whenever one wants it, and then it sleeps.
+//   - Who waits spins for a moment, since the next loop mostly is microseconds away, and then sleeps. It does not yield:
+//     Linux gives a thread that yields less than its share, and one that wakes up its core at once.
+//   - Helpers ask Linux for short turns. Then one that is taken from its core in the middle of a part is soon back.
 //
 // Which thread computes a part must not change its bits.
 
@@ -15,7 +16,10 @@
 
 #include <ATen/Parallel.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -29,8 +33,10 @@
 namespace team {
 
 using Clock = std::chrono::steady_clock;
-constexpr std::chrono::microseconds kSpin(20), kYield(200);  // from the start of a wait: until it yields, until it sleeps
-constexpr std::chrono::microseconds kTurn(100);  // how long a helper keeps its core from others that want it
+// A helper spins from one loop to the next, but not for long where a program prepares the next step. The caller waits for
+// the rest of a part; that takes longer only where the helper has no core.
+constexpr std::chrono::microseconds kHelperSpin(200), kCallerSpin(50);
+constexpr std::chrono::nanoseconds kTurn(100'000);  // the shortest that Linux grants
 constexpr int64_t kPartsPerThread = 8;
 
 inline void pause() {
@@ -41,17 +47,33 @@ inline void pause() {
 #endif
 }
 
-// Waits until `value` is no longer `old`.
-inline void wait_while(const std::atomic<uint32_t>& value, uint32_t old) {
-  const auto start = Clock::now();
-  for (auto spent = Clock::duration(0); spent < kYield; spent = Clock::now() - start) {
+// Waits until `value` is no longer `old`: spins for a time, and then sleeps.
+inline void wait_while(const std::atomic<uint32_t>& value, uint32_t old, Clock::duration spin) {
+  const auto end = Clock::now() + spin;
+  do
     for (int i = 0; i < 16; ++i) {
       if (value.load(std::memory_order_acquire) != old) return;
       pause();
     }
-    if (spent >= kSpin) std::this_thread::yield();
-  }
+  while (Clock::now() < end);
   value.wait(old, std::memory_order_acquire);
+}
+
+// Asks for turns of kTurn for this thread, if its scheduling is the usual one. Its share of the core stays as it is.
+// Linux before 6.12 has no such wish, and does nothing.
+inline void take_short_turns() {
+#ifdef SYS_sched_setattr
+  struct {  // as in sched_setattr(2); not all C libraries have it
+    uint32_t size, policy;
+    uint64_t flags;
+    int32_t nice;
+    uint32_t priority;
+    uint64_t runtime, deadline, period;
+  } attributes = {};
+  if (syscall(SYS_sched_getattr, 0, &attributes, sizeof(attributes), 0) != 0 || attributes.policy != SCHED_OTHER) return;
+  attributes.runtime = kTurn.count();
+  syscall(SYS_sched_setattr, 0, &attributes, 0);
+#endif
 }
 
 // Helpers, and at any time at most one caller, whose loop they share.
@@ -72,7 +94,7 @@ class Team {
     attempt();
     Door door = door_.load(std::memory_order_relaxed);
     while (!door_.compare_exchange_weak(door, {loop, 0, door.entered}, std::memory_order_acq_rel)) continue;
-    for (uint32_t done; (done = done_.load(std::memory_order_acquire)) != door.entered;) wait_while(done_, done);
+    for (uint32_t done; (done = done_.load(std::memory_order_acquire)) != door.entered;) wait_while(done_, done, kCallerSpin);
     const std::exception_ptr error = error_;
     taken_.store(false, std::memory_order_release);
     if (error) std::rethrow_exception(error);
@@ -107,20 +129,14 @@ class Team {
   }
 
   void help() {
-    Clock::time_point turn = Clock::now();
+    take_short_turns();
     for (uint32_t seen = 0;;) {
-      wait_while(loop_, seen);
+      wait_while(loop_, seen, kHelperSpin);
       seen = loop_.load(std::memory_order_acquire);
       if (enter()) {
         attempt();
         done_.fetch_add(1, std::memory_order_acq_rel);
         done_.notify_one();
-      }
-      // A thread that the system takes from its core in the middle of a part holds up the caller. Between two loops it
-      // holds up nobody, so it offers the core often.
-      if (const auto now = Clock::now(); now - turn > kTurn) {
-        std::this_thread::yield();
-        turn = Clock::now();
       }
     }
   }
