@@ -54,7 +54,8 @@ def choose_threads(num_threads: int | None) -> int:
     return num_threads
 
 
-def use_threads(count: int) -> None:
+def use_threads(count: int) -> int:
     """Have ops that this thread calls from now on run on ``count`` threads: torch's number is each thread's own."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
+    return count

@@ -36,7 +36,7 @@ from compiled_llm.worker import exactness, loader
 from compiled_llm.worker.block_copies import copy_blocks, swap_indices
 from compiled_llm.worker.calibration import measure_buckets, measure_swap
 from compiled_llm.worker.compiled_steps import CompiledSteps
-from compiled_llm.worker.cpu_kernels import load_kernels
+from compiled_llm.worker.cpu_kernels import KernelBuild
 from compiled_llm.worker.device import choose_threads, resolve_device, use_device, use_threads
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.profiler import StepProfiler
@@ -106,7 +106,7 @@ class ModelRunner(Worker):
     ) -> None:
         self.device = resolve_device(config.device)
         check_torch(self.device, config.enforce_eager)
-        self.num_threads = choose_threads(config.num_threads)
+        self.num_threads = use_threads(choose_threads(config.num_threads))
         pool = graph_pool(config.cuda_graphs, self.device)
         self.model_config = model_config
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
@@ -121,7 +121,7 @@ class ModelRunner(Worker):
         self.watch: StepWatch | None = None
 
         use_own_cache_directory()
-        enforce_eager = self._load_kernels(config.enforce_eager, progress)
+        kernels = KernelBuild(progress) if self.device.type == "cpu" else None
         self.linears = linear_kind(self.device, self.dtype, config.exact)
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears))
         self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
@@ -154,7 +154,7 @@ class ModelRunner(Worker):
         on_gpu, shape = self.device.type == "cuda", self.steps.last_tokens.shape
         self._host_tokens = [torch.zeros(shape, dtype=torch.int64, pin_memory=True) for _ in range(2 if on_gpu else 0)]
         memory.before_compiling()
-        self._compile(config, enforce_eager, progress)
+        self._compile(config, kernels, progress)
         self.facts = self._measured_facts(config, self._make_pool(memory, progress), progress)
 
     # -- Steps
@@ -274,21 +274,6 @@ class ModelRunner(Worker):
 
     # -- Starting
 
-    def _load_kernels(self, enforce_eager: bool, progress: StartProgress) -> bool:
-        """Load the C++ kernels of a CPU. Returns whether steps run uncompiled."""
-        started = time.perf_counter()
-        use_threads(self.num_threads)
-        progress.advise(
-            f"not everything was found in {native.cache_directory()}: it is made now and kept there, so that the next "
-            "start with these arguments takes seconds. scripts/compile_model.py makes it ahead"
-        )
-        if self.device.type == "cpu":
-            load_kernels(progress)
-            # Without a compiler none was loaded and a warning said so; Inductor cannot compile for a CPU either.
-            enforce_eager = enforce_eager or native.compiler() is None
-        self.start_times.kernels = time.perf_counter() - started
-        return enforce_eager
-
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         started = time.perf_counter()
         # No position beyond max_model_len is ever asked for.
@@ -319,12 +304,25 @@ class ModelRunner(Worker):
     def _allocate(self, num_blocks: int) -> KVCache:
         return allocate(self.model_config, self.cache_dtypes, num_blocks, self.limits.block_size, self.device)
 
-    def _compile(self, config: EngineConfig, enforce_eager: bool, progress: StartProgress) -> None:
-        started = time.perf_counter()
-        self.steps.compile(
-            self.cache_dtypes, enforce_eager=enforce_eager, num_workers=config.compile_workers, progress=progress
+    def _compile(self, config: EngineConfig, kernels: KernelBuild | None, progress: StartProgress) -> None:
+        """``kernels``: those of a CPU, which are being built."""
+        started, enforce_eager = time.perf_counter(), config.enforce_eager
+        if kernels is not None and native.compiler() is None and not enforce_eager:
+            enforce_eager = True  # Inductor needs a compiler for a CPU
+            native.warn_of_missing_compiler("steps run uncompiled, small ones up to three times as long")
+        progress.advise(
+            f"graphs that are missing are made now and kept in {native.cache_directory()}: the next start with the "
+            "same arguments takes seconds. scripts/compile_model.py makes them ahead"
         )
-        self.start_times.compile = time.perf_counter() - started
+        self.steps.compile(
+            self.cache_dtypes,
+            enforce_eager=enforce_eager,
+            num_workers=config.compile_workers,
+            progress=progress,
+            before_first_step=(lambda: None) if kernels is None else kernels.finish,
+        )
+        self.start_times.kernels = 0.0 if kernels is None else kernels.seconds_waited
+        self.start_times.compile = time.perf_counter() - started - self.start_times.kernels
 
     def _make_pool(self, memory: StartMemory, progress: StartProgress) -> int:
         """Give the KV pool the memory that compiling and the largest steps have left. Returns its number of blocks."""

@@ -1,4 +1,4 @@
-// Shares the work of an op among threads: parallel_for, in place of at::parallel_for.
+// Shares the work of an op among threads: parallel_for, in place of torch's.
 //
 // OpenMP's threads meet at the end of each loop, and spin until all are there. On a machine that others use too, one of them
 // is often kept from its core for milliseconds, and the others wait for it and use up their own cores' time. Here the thread
@@ -14,7 +14,6 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -179,14 +178,14 @@ class Team {
   return *team;
 }
 
-// work(begin, end) for parts of begin..end, of at least `grain` each but for the last, on up to at::get_num_threads()
-// threads. What it throws is thrown here when all threads have stopped.
+// work(begin, end) for parts of begin..end, of at least `grain` each but for the last, on up to `threads` threads. What it
+// throws is thrown here when all threads have stopped.
 template <class Work>
-void parallel_for(int64_t begin, int64_t end, int64_t grain, const Work& work) {
+void parallel_for(int64_t threads, int64_t begin, int64_t end, int64_t grain, const Work& work) {
   if (begin >= end) return;
-  const int64_t count = end - begin, most = std::min<int64_t>(at::get_num_threads(), 1 << 15);
+  const int64_t count = end - begin;
   grain = std::max<int64_t>(grain, 1);
-  const int64_t threads = std::min(most, (count + grain - 1) / grain);
+  threads = std::min({threads, (count + grain - 1) / grain, int64_t{1} << 15});
   if (threads <= 1) return work(begin, end);
   const int64_t part = std::max(grain, count / (kPartsPerThread * threads));
   std::atomic<int64_t> free = begin;
