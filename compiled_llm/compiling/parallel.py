@@ -13,6 +13,7 @@ from pathlib import Path
 from compiled_llm.compiling.cache import CompileCache, Fields, code_settings
 from compiled_llm.compiling.messages import Built, Job, receive, send
 from compiled_llm.progress import StartProgress
+from compiled_llm.resources import granted_cores
 
 
 def build_missing(
@@ -60,8 +61,9 @@ def build_missing(
         stage.finish(job.name)
 
     title, seconds = f"compiling graphs in {workers} processes", sum(left.values()) / workers
+    shown = progress.stage(title, left, seconds=seconds, found=len(jobs) - len(missing))
     try:
-        with progress.stage(title, left, seconds=seconds) as stage, ThreadPoolExecutor(workers) as pool:
+        with shown as stage, ThreadPoolExecutor(workers) as pool:
             list(pool.map(build, missing))
     finally:
         for process in processes:
@@ -96,5 +98,5 @@ def _start_process() -> subprocess.Popen:
 
 def _useful_workers(num_jobs: int) -> int:
     """Processes that save time: one for each core. A single job is as fast in this process, which has torch loaded."""
-    workers = min(len(os.sched_getaffinity(0)), num_jobs)
+    workers = min(granted_cores(), num_jobs)
     return workers if workers > 1 else 0

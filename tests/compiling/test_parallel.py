@@ -1,7 +1,6 @@
 """Compiling in other processes: the same result as here, one message for what fails, and nothing left behind."""
 
 import functools
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compiled_llm.compiling import parallel
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.messages import Job
@@ -94,5 +94,5 @@ def test_a_process_that_compiles_ends_with_the_one_that_asked() -> None:
 
 def test_processes_are_started_for_several_graphs_on_several_cores_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, expected in ((1, [0, 0, 0]), (2, [0, 0, 2]), (16, [0, 0, 5])):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+        monkeypatch.setattr(parallel, "granted_cores", lambda cores=cores: cores)
         assert [_useful_workers(jobs) for jobs in (0, 1, 5)] == expected
