@@ -25,12 +25,6 @@
 // differ in the last bit (AMX sums 16 even and 16 odd products before it adds them), so one of them serves all shapes: AMX
 // also takes single rows, where it has more than enough arithmetic to keep up with memory.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -40,14 +34,12 @@
 #include <utility>
 #include <vector>
 
-#define KERNELS "../linear/linear_cpu_kernels.h"
-#define PRODUCTS 1
-#include "../cpu/each_isa.h"
 #include "linear_cpu_types.h"
+#include "../cpu/op.h"
 
 namespace {
 
-constexpr int64_t STREAM_BYTES = 1 << 17;        // of output: reading lines before writing them costs more than what follows gains
+constexpr int64_t STREAM_BYTES = 1 << 17;        // of output: more is written past the caches
 constexpr int64_t TILED_BLOCK_BYTES = 5 << 18;   // of activations, with tile registers: they stay in L2
 constexpr int64_t MANY_ROWS = 256;               // from here on sums are the limit with tile registers, not the weights
 constexpr int64_t FEW_ROWS = 4;                  // up to here memory is the limit even without any prefetch of ours
@@ -100,16 +92,16 @@ void tile_rows(const Input* from, int64_t stride, int64_t rows, int64_t K, uint3
 // Rows [first, end) of x [T, K] -> groups of `group` rows, each as the micro kernel takes it, whatever the strides of x.
 // `align` is that of the kernels; each row takes `words`.
 template <class Input>
-void pack_rows(const at::Tensor& x, int64_t first, int64_t end, int64_t group, int64_t align, int64_t words,
+void pack_rows(const Tensor& x, int64_t first, int64_t end, int64_t group, int64_t align, int64_t words,
                uint32_t* packed) {
-  const auto* data = static_cast<const Input*>(x.const_data_ptr());
+  const auto* data = x.data<const Input>();
   const auto pack = align == 1 ? interleave_rows<Input> : tile_rows<Input>;
   for (int64_t row = first; row < end; row += group)
     pack(data + row * x.stride(0), x.stride(0), std::min(group, end - row), x.size(1), packed + (row - first) * words);
 }
 
 // The first row that has to be packed, a multiple of `group`, or T: tiles are loaded from x itself where they are whole.
-int64_t first_packed_row(const at::Tensor& x, int64_t group, int64_t align) {
+int64_t first_packed_row(const Tensor& x, int64_t group, int64_t align) {
   const int64_t T = x.size(0);
   if (align == 1 || x.size(1) % (2 * align) != 0 || x.stride(0) % 2 != 0 || x.stride(0) == 0) return 0;
   return T < align || T % align == 0 ? T : T / group * group;
@@ -194,8 +186,8 @@ int64_t tiled_block(int64_t rows, int64_t bytes, int64_t group, int64_t most) {
 
 // How it is cut, for a number of threads.
 template <class T>
-Problem<T> problem_of(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor& packed,
-                      const std::optional<at::Tensor>& bias, const at::Tensor& out, int64_t threads) {
+Problem<T> problem_of(const KernelsOf<T>& kernels, const Tensor& x, const Tensor& packed,
+                      const std::optional<Tensor>& bias, const Tensor& out, int64_t threads) {
   const int64_t rows = x.size(0), N = out.size(1), tiles = packed.size(0), words = packed.size(1);
   const int64_t x_words = kernels.aligned(words);
   const bool tiled = kernels.align > 1;
@@ -211,14 +203,14 @@ Problem<T> problem_of(const KernelsOf<T>& kernels, const at::Tensor& x, const at
       .N = N,
       .tiles = tiles,
       .words = words,
-      .x = static_cast<const uint32_t*>(x.const_data_ptr()),
+      .x = x.data<const uint32_t>(),
       .x_stride = x.stride(0) / static_cast<int64_t>(sizeof(uint32_t) / sizeof(typename Packing<T>::Input)),
       .first_packed = first_packed,
       .x_words = x_words,
-      .w = static_cast<const typename Packing<T>::Word*>(packed.const_data_ptr()),
-      .bias = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
-      .out = static_cast<T*>(out.mutable_data_ptr()),
-      .stream = group == kernels.rows && static_cast<int64_t>(out.nbytes()) > STREAM_BYTES && N % (2 * TILE) == 0,
+      .w = packed.data<const typename Packing<T>::Word>(),
+      .bias = bias ? bias->data<const T>() : nullptr,
+      .out = out.data<T>(),
+      .stream = group == kernels.rows && rows * N * static_cast<int64_t>(sizeof(T)) > STREAM_BYTES && N % (2 * TILE) == 0,
       .defer = kernels.defers && first_packed == 0,
       // One group reads longer runs of memory; with two, the second finds the first one's weights in L1.
       .chunk = rows <= group || (tiled && rows >= MANY_ROWS) ? 2 * kernels.chunk
@@ -255,11 +247,11 @@ void multiply_pieces(const KernelsOf<T>& kernels, const Problem<T>& problem, Wor
 
 // All of it, with the activations x [T, K] in words of 32 bits.
 template <class T>
-void multiply(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor& packed,
-              const std::optional<at::Tensor>& bias, const at::Tensor& out) {
+void multiply(const KernelsOf<T>& kernels, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+              const Tensor& out) {
   using Input = typename Packing<T>::Input;
   const int64_t rows = x.size(0), flops = rows * packed.size(0) * packed.size(1) * TILE;
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), flops / GRAIN_FLOPS + 1);
+  const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1);
   const Problem<T> problem = problem_of(kernels, x, packed, bias, out, threads);
   std::vector<std::atomic<int64_t>> taken((rows + problem.block - 1) / problem.block);
   const int64_t blocks = taken.size(), x_words = problem.x_words, group = problem.group, first = problem.first_packed;
@@ -269,15 +261,14 @@ void multiply(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor
   // Where each thread has blocks of its own it packs them, into its own L2; else all rows are packed for all threads.
   const bool each_packs = kernels.align > 1 && blocks >= threads;
   const int64_t all = kernels.aligned(rows - first), room = each_packs ? std::min(problem.block, all) : all;
-  const at::Tensor packs = at::empty({each_packs ? threads : 1, room, x_words}, x.options().dtype(at::kInt));
-  auto* const x_packed = static_cast<uint32_t*>(packs.mutable_data_ptr());
+  const Tensor packs = empty({each_packs ? threads : 1, room, x_words}, kInt);
+  auto* const x_packed = packs.data<uint32_t>();
   if (!each_packs)
-    at::parallel_for(0, (rows - first + group - 1) / group, 1 + (1 << 17) / (x_words * group),
-                     [&](int64_t begin, int64_t end) {
+    parallel_for(0, (rows - first + group - 1) / group, 1 + (1 << 17) / (x_words * group), [&](int64_t begin, int64_t end) {
       pack(first + begin * group, std::min(rows, first + end * group), x_packed + begin * group * x_words);
     });
   // A thread that is free takes the next piece of the columns: cores need not be equally fast.
-  at::parallel_for(0, threads, 1, [&](int64_t thread, int64_t) {
+  parallel_for(0, threads, 1, [&](int64_t thread, int64_t) {
     kernels.begin(rows);
     Workplace<T> place;
     place.x_packed = x_packed + (each_packs ? thread * room * x_words : 0);
@@ -292,46 +283,45 @@ void multiply(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor
   });
 }
 
-void check_inputs(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t N) {
-  const auto dtype = x.scalar_type();
-  TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kHalf,
-                    "packed_linear: x must be bfloat16, float32 or float16, got ", dtype);
-  for (const at::Tensor& tensor : {x, packed, bias.value_or(x)})
-    TORCH_CHECK_VALUE(tensor.scalar_type() == dtype && tensor.device().is_cpu(),
-                      "packed_linear: x, packed and bias must be of one dtype on the CPU, x is ", dtype, ", got ",
-                      tensor.scalar_type(), " on ", tensor.device());
-  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, "packed_linear: x must be [T, K] with K > 0, got ", x.sizes());
-  TORCH_CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, "packed_linear: the last stride of x must be 1, got strides ",
-                    x.strides());
-  const int64_t inputs = dtype == at::kBFloat16 ? 2 : 1;  // of a word
+void check_inputs(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t N) {
+  const auto dtype = x.dtype();
+  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf,
+              "packed_linear: x must be bfloat16, float32 or float16, got ", dtype);
+  for (const Tensor* tensor : {&x, &packed, bias ? &*bias : &x})
+    CHECK_VALUE(tensor->dtype() == dtype && tensor->is_cpu(),
+                "packed_linear: x, packed and bias must be of one dtype on the CPU, x is ", dtype, ", got ",
+                tensor->dtype(), " on ", tensor->place());
+  CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, "packed_linear: x must be [T, K] with K > 0, got ", x.sizes());
+  CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, "packed_linear: the last stride of x must be 1, got strides ",
+              x.strides());
+  const int64_t inputs = dtype == kBFloat16 ? 2 : 1;  // of a word
   const std::array<int64_t, 4> expected = {(N + TILE - 1) / TILE, (x.size(1) + inputs - 1) / inputs, TILE, inputs};
-  TORCH_CHECK_VALUE(N > 0 && packed.sizes() == at::IntArrayRef(expected), "packed_linear: x ", x.sizes(),
-                    " and out_features ", N, " take packed ", at::IntArrayRef(expected), ", got ", packed.sizes());
-  TORCH_CHECK_VALUE(packed.is_contiguous(), "packed_linear: packed must be contiguous");
-  TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == N && bias->is_contiguous()),
-                    "packed_linear: bias must be a contiguous [", N, "], got ", bias->sizes());
+  const Shape wanted(expected.data(), 4);
+  CHECK_VALUE(N > 0 && packed.sizes() == wanted, "packed_linear: x ", x.sizes(),
+              " and out_features ", N, " take packed ", wanted, ", got ", packed.sizes());
+  CHECK_VALUE(packed.is_contiguous(), "packed_linear: packed must be contiguous");
+  CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == N && bias->is_contiguous()),
+              "packed_linear: bias must be a contiguous [", N, "], got ", bias->sizes());
 }
 
-at::Tensor packed_linear(const IsaName& isa, const at::Tensor& x, const at::Tensor& packed,
-                         const std::optional<at::Tensor>& bias, int64_t out_features) {
+// In float32, contiguous.
+Tensor as_floats(const Tensor& x) {
+  Tensor floats = empty(x.sizes(), kFloat);
+  succeeded(aoti_torch_copy_(floats.get(), x.get(), 0));
+  return floats;
+}
+
+Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out_features) {
   check_inputs(x, packed, bias, out_features);
-  const Kernels& kernels = chosen(isa, "packed_linear");
-  at::Tensor out = at::empty({x.size(0), out_features}, x.options());
+  const Kernels& kernels = chosen();
+  Tensor out = empty({x.size(0), out_features}, x.dtype());
   if (x.size(0) == 0) return out;
-  if (x.scalar_type() == at::kBFloat16) multiply(std::get<KernelsOf<BFloat16>>(kernels), x, packed, bias, out);
-  else if (x.scalar_type() == at::kFloat) multiply(std::get<KernelsOf<float>>(kernels), x, packed, bias, out);
-  else multiply(std::get<KernelsOf<Half>>(kernels), x.to(at::kFloat), packed, bias, out);
+  if (x.dtype() == kBFloat16) multiply(std::get<KernelsOf<BFloat16>>(kernels), x, packed, bias, out);
+  else if (x.dtype() == kFloat) multiply(std::get<KernelsOf<float>>(kernels), x, packed, bias, out);
+  else multiply(std::get<KernelsOf<Half>>(kernels), as_floats(x), packed, bias, out);
   return out;
 }
 
+const std::vector<Op> ops = {{"packed_linear", Boxed<packed_linear>::call}};
+
 }  // namespace
-
-// Registered here and not in Python, which would add some 5 us to each call.
-TORCH_LIBRARY_IMPL(compiled_llm, CPU, m) { m.impl("packed_linear", &Callable<packed_linear>::on_best); }
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  const py::call_guard<py::gil_scoped_release> without_gil;
-  m.def("packed_linear", &Callable<packed_linear>::on_best, without_gil);
-  m.def("packed_linear", &Callable<packed_linear>::by_name, without_gil, "On the instruction set of that name.");
-  m.def("supported_isas", &supported_isas, "Their names, best first.");
-}

@@ -1,12 +1,16 @@
-// The linear layer's kernels for one instruction set: compiled once for each by ../cpu/each_isa.h, which explains the
+// The linear layer's kernels for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the
 // macros. A micro kernel holds the sums of `M` rows by `C` column tiles in registers while it walks through a chunk.
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
 #include "../cpu/vectors.h"
-#include "linear_cpu_amx.h"
 #include "linear_cpu_types.h"
+
+#ifdef TILES
+#include "linear_cpu_amx.h"
+#endif
 
 namespace {
 namespace ISA {
@@ -243,11 +247,7 @@ inline KernelsOf<BFloat16> bf16_kernels() {
 
 #if DOT
 // These instructions multiply no float32.
-inline Kernels kernels() {
-  Kernels all = avx512::kernels();
-  std::get<KernelsOf<BFloat16>>(all) = bf16_kernels();
-  return all;
-}
+inline Kernels kernels() { return {bf16_kernels(), avx512::float_kernels<float>(), avx512::float_kernels<Half>()}; }
 #else
 template <class T, size_t... I>
 constexpr std::array<void (*)(const Work<T>&), sizeof...(I)> float_products(std::index_sequence<I...>) {
