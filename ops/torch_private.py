@@ -71,8 +71,14 @@ def compiler_settings() -> str:
 
 
 def _changed_settings(module: Any) -> list[str]:
-    portable = module.save_config_portable()
-    return [f"{name}={portable[name]!r}" for name in module._get_dict(skip_default=True) if name in portable]
+    """Those with other values than they had when the module was imported."""
+
+    def at_import(name: str) -> tuple[Any, ...]:
+        entry = module._config[name]
+        return entry.default, entry.env_value_default, entry.env_value_force
+
+    settings = module.save_config_portable().items()
+    return [f"{name}={value!r}" for name, value in settings if value not in at_import(name)]
 
 
 def _environment_settings() -> list[tuple[str, str]]:

@@ -18,14 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from compiled_llm.ops.torch_private import aot_result, cache_dir, inductor_module, load_kernel
 
-_CALLS = {"record_pregraph_bytecode_enter", "record_pregraph_bytecode_exit"}
 
+class _Helpers:
+    """In the place of the compiler's module whose functions Dynamo's bytecode calls."""
 
-class _NoRecords:
-    """In the place of the compiler's module that Dynamo's bytecode calls twice, to show itself in torch's profiler."""
+    @staticmethod
+    def call_size(tensor: Tensor, dimension: int) -> int:
+        return tensor.size(dimension)
+
+    # These two only show the bytecode in torch's profiler.
 
     @staticmethod
     def record_pregraph_bytecode_enter() -> None: ...
@@ -43,12 +48,15 @@ def ready_code(ahead: Any) -> bytes | None:
     program = _program(result.compiled_fw.result)
     if program is None:
         return None
+    closed_over = [cell.cell_contents for cell in environment.closure or ()]
+    bytecode = environment.bytecode
+    values = (bytecode.co_consts, closed_over, environment.used_globals, environment.argdefs, environment.kwdefaults)
     try:
-        values = [cell.cell_contents for cell in environment.closure or ()]
-        pickled = pickle.dumps((values, environment.used_globals, environment.argdefs, environment.kwdefaults))
+        pickled = pickle.dumps(values)
     except (pickle.PicklingError, AttributeError, TypeError):  # whatever a user's function closes over
         return None
-    return marshal.dumps((*program, environment.bytecode, ahead._artifacts.backend_id, modules, pickled))
+    bytecode = bytecode.replace(co_consts=())  # where Dynamo also puts what marshal cannot write
+    return marshal.dumps((*program, bytecode, ahead._artifacts.backend_id, modules, pickled))
 
 
 def load_ready(code: bytes, function_globals: dict[str, Any]) -> Callable:
@@ -62,11 +70,11 @@ def load_ready(code: bytes, function_globals: dict[str, Any]) -> Callable:
     def graph(*inputs: Any) -> Any:
         return run(list(inputs))  # it empties the list, to free what it no longer needs
 
-    values, used_globals, defaults, keyword_defaults = pickle.loads(pickled)
-    imported = {alias: importlib.import_module(name) if name else _NoRecords for alias, name in modules.items()}
+    constants, closed_over, used_globals, defaults, keyword_defaults = pickle.loads(pickled)
+    imported = {alias: importlib.import_module(name) if name else _Helpers for alias, name in modules.items()}
     known = {**imported, **used_globals, **function_globals, graph_name: graph}
-    cells = tuple(types.CellType(value) for value in values)
-    function = types.FunctionType(bytecode, known, argdefs=defaults, closure=cells)
+    cells = tuple(types.CellType(value) for value in closed_over)
+    function = types.FunctionType(bytecode.replace(co_consts=constants), known, argdefs=defaults, closure=cells)
     function.__kwdefaults__ = keyword_defaults
     return function
 
@@ -98,7 +106,7 @@ def _is_plain(result: Any) -> bool:
 
 
 def _modules(environment: Any) -> dict[str, str] | None:
-    """The modules that the bytecode uses, by the names that it has for them; "" for the one that records.
+    """The modules that the bytecode uses, by the names that it has for them; "" for ``_Helpers``.
 
     None if it uses one of the compiler's in another way.
     """
@@ -109,11 +117,10 @@ def _modules(environment: Any) -> dict[str, str] | None:
         if instruction.opname != "LOAD_GLOBAL" or name not in environment.import_sources:
             continue
         used[name] = environment.import_sources[name]
-        if used[name] == "torch" or not used[name].startswith("torch."):
-            continue
-        if following.argval not in _CALLS:
-            return None
-        used[name] = ""
+        if used[name].startswith("torch._"):
+            if not hasattr(_Helpers, str(following.argval)):
+                return None
+            used[name] = ""
     return used
 
 
