@@ -1,4 +1,4 @@
-// The attention kernels for one instruction set: compiled once for each by ../cpu/each_isa.h, which explains the macros.
+// The attention kernels for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the macros.
 // Each of the headers below is included by the next: operands, tile registers, products and softmax, cache.
 
 #include <utility>
@@ -201,10 +201,11 @@ constexpr PairKernels pair_kernels(int64_t unit_rows = kUnitRows) {
 
 inline Kernels kernels() {
 #ifdef TILES  // for pairs of bf16 alone; the vectors multiply the rest
-  Kernels all = avx512_bf16::kernels();
-  all.of[1][0] = pair_kernels<BFloat16, BFloat16>(kTiledUnitRows);
-  all.of[1][2] = pair_kernels<BFloat16, Fp8>(kTiledUnitRows);
-  return all;
+  namespace rest = avx512_bf16;
+  return {{{rest::pair_kernels<float, float>(), rest::pair_kernels<float, int8_t>(), rest::pair_kernels<float, Fp8>()},
+           {pair_kernels<BFloat16, BFloat16>(kTiledUnitRows), rest::pair_kernels<BFloat16, int8_t>(),
+            pair_kernels<BFloat16, Fp8>(kTiledUnitRows)},
+           {rest::pair_kernels<Half, Half>(), rest::pair_kernels<Half, int8_t>(), rest::pair_kernels<Half, Fp8>()}}};
 #else
   return {{{pair_kernels<float, float>(), pair_kernels<float, int8_t>(), pair_kernels<float, Fp8>()},
            {pair_kernels<BFloat16, BFloat16>(), pair_kernels<BFloat16, int8_t>(), pair_kernels<BFloat16, Fp8>()},
