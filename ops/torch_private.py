@@ -120,7 +120,7 @@ def mark_dynamic(tensor: Tensor, dimension: int) -> None:
 
 
 def mark_static_address(tensor: Tensor, guard: bool = False) -> None:
-    """Note that a tensor stays at its address; with ``guard`` the code depends on it. ``tell_compiler`` passes it on."""
+    """Note that a tensor stays at its address, on which code depends with ``guard``. ``tell_compiler`` passes it on."""
     tensor._noted_static = "guarded" if guard else "unguarded"  # type: ignore[attr-defined]
 
 

@@ -107,7 +107,7 @@ def _unguarded() -> Any:
 
 
 def to_bytes(ahead: Any) -> bytes:
-    """A result of ``compile_ahead``, as ``from_bytes`` takes it: ready code where there is some, and torch's own form."""
+    """A result of ``compile_ahead``, as ``from_bytes`` takes it: ready code if there is any, and torch's own form."""
     kind = _unguarded()
     unguarded = kind(dataclasses.replace(ahead._artifacts, guards_state=b""), False, ahead._extra_globals)
     return marshal.dumps((ready_code(ahead), kind.serialize(unguarded).serialized_data))

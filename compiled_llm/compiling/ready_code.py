@@ -1,15 +1,17 @@
 """Compiled functions in a form that loads without torch's compiler, whose import takes longer than a whole warm start.
 
 What torch makes of a function for a CPU has three parts: Dynamo's bytecode, which takes the graph's inputs from the
-arguments; Inductor's program in Python, which allocates and calls; and the libraries with its kernels. Between the first
-two are layers for gradients, for aliases among inputs and outputs, and for tensors made of others. A step needs none of
-them. ``ready_code`` makes sure of that, and keeps the three parts alone. Where it cannot, torch's own form serves.
+arguments; Inductor's program in Python, which allocates and calls; and the libraries with its kernels. Between the
+first two are layers for gradients, for aliases among inputs and outputs, and for tensors made of others. A step needs
+none of them. ``ready_code`` makes sure of that, and keeps the three parts alone. Where it cannot, torch's own form
+serves.
 """
 
 import ast
 import contextlib
 import dis
 import importlib
+import itertools
 import marshal
 import pickle
 import types
@@ -112,7 +114,7 @@ def _modules(environment: Any) -> dict[str, str] | None:
     """
     code = list(dis.get_instructions(environment.bytecode))
     used: dict[str, str] = {}
-    for instruction, following in zip(code, code[1:], strict=False):
+    for instruction, following in itertools.pairwise(code):
         name = instruction.argval
         if instruction.opname != "LOAD_GLOBAL" or name not in environment.import_sources:
             continue
@@ -156,11 +158,11 @@ class _Needed(ast.NodeTransformer):
         nodes = [node for statement in statements for node in ast.walk(statement)]
         self._used = {node.id for node in nodes if isinstance(node, ast.Name)}
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:  # noqa: N802
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
         node.names = [alias for alias in node.names if (alias.asname or alias.name) in self._used]
         return node if node.names else None
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:  # noqa: N802
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         return node  # its imports are made when it is called
 
 

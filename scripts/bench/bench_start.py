@@ -3,9 +3,9 @@
     python scripts/bench/bench_start.py --demo --bucket-sizes 1,8,32
     python scripts/bench/bench_start.py --shape qwen3-0.6b --dtype bfloat16 --max-model-len 1024 --other ../main
 
-Each start is a process of its own. The first one of a checkout finds an empty cache directory and is the cold start; the
-others find what it left. ``--other`` measures another checkout too, the two in turns. A shape's weights are random, and
-are read from a checkpoint that is written first, so warm starts find them in memory.
+Each start is a process of its own. The first one of a checkout finds an empty cache directory and is the cold start;
+the others find what it left. ``--other`` measures another checkout too, the two in turns. A shape's weights are random,
+and are read from a checkpoint that is written first, so warm starts find them in memory.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def engine_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What to give ``CompiledEngine``: the flags that differ from the defaults. A shape's checkpoint is there meanwhile."""
+    """What to give ``CompiledEngine``: the flags that are no defaults. Meanwhile a shape's checkpoint is there."""
     with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory:
         model = args.model
         if model is None and not args.demo:
@@ -130,7 +130,12 @@ def median_of(starts: list[dict[str, Any]]) -> dict[str, Any]:
 def table(starts: dict[str, dict[str, Any]]) -> str:
     """Seconds of each stage of each start, the processor's time, and what the cache held."""
     rows: dict[str, list[Any]] = {stage: [start["seconds"][stage] for start in starts.values()] for stage in STAGES}
-    for name, key in (("total", "total"), ("processor time", "cpu"), ("graphs found", "hits"), ("graphs made", "misses")):
+    for name, key in (
+        ("total", "total"),
+        ("processor time", "cpu"),
+        ("graphs found", "hits"),
+        ("graphs made", "misses"),
+    ):
         rows[name] = [start[key] for start in starts.values()]
     rows["load average"] = [start["load"] for start in starts.values()]
     return tables.text_table(
