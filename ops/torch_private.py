@@ -30,6 +30,8 @@ _SETTINGS = ("torch._inductor.config", "torch._functorch.config")
 
 def load_kernel(library: Path) -> Callable:
     """The function of a library that Inductor has built, as Inductor loads it. ``ImportError`` if it is gone."""
+    if not library.exists():  # Python loads it from memory where this process had it before
+        raise ImportError(f"{library} is gone")
     data_ptr = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(data_ptr)
     spec = importlib.util.spec_from_file_location(f"{library.stem}.kernel", library)
