@@ -8,7 +8,7 @@ no guards: ``ArgumentCheck`` takes their place.
 import contextlib
 import dataclasses
 import functools
-import marshal
+import pickle
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -110,7 +110,7 @@ def to_bytes(ahead: Any) -> bytes:
     """A result of ``compile_ahead``, as ``from_bytes`` takes it: ready code if there is any, and torch's own form."""
     kind = _unguarded()
     unguarded = kind(dataclasses.replace(ahead._artifacts, guards_state=b""), False, ahead._extra_globals)
-    return marshal.dumps((ready_code(ahead), kind.serialize(unguarded).serialized_data))
+    return pickle.dumps((ready_code(ahead), kind.serialize(unguarded).serialized_data))
 
 
 def from_bytes(payload: bytes, known_isa: dict[str, Any], function: Callable) -> Callable:
@@ -118,7 +118,7 @@ def from_bytes(payload: bytes, known_isa: dict[str, Any], function: Callable) ->
 
     ``known_isa``: what ``vec_isa`` said where it was compiled. Torch's own form builds libraries that are gone again.
     """
-    ready, serialized = marshal.loads(payload)
+    ready, serialized = pickle.loads(payload)
     if ready is not None:
         with contextlib.suppress(ImportError):
             return load_ready(ready, function.__globals__)
