@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from compiled_llm.resources import granted_cores
+
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Hardware and versions, as plain JSON values, and the command line of this process."""
@@ -51,7 +53,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {
         "cpu": facts.get("model name", platform.machine()),
         "flags": " ".join(sorted(facts.get("flags", facts.get("Features", "")).split())),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": granted_cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **_isa(),
