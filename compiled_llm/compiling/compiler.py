@@ -5,22 +5,26 @@ time, from its arguments: the result is bytes that can be kept, and that include
 no guards: ``ArgumentCheck`` takes their place.
 """
 
+import contextlib
 import dataclasses
 import functools
+import pickle
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from compiled_llm.compiling.argument_specs import examples_of
+from compiled_llm.compiling.argument_specs import examples_of, tensors_in
+from compiled_llm.compiling.ready_code import load_ready, ready_code
 from compiled_llm.ops.torch_private import (
     aot_compiled_function,
-    compile_times,
-    counters,
+    compiler_counters,
+    cpp_seconds,
     headers_in_cache,
     plain_vectors,
     sizes_of_one,
+    tell_compiler,
     with_caches,
 )
 
@@ -61,11 +65,13 @@ def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict
     Its ``fn`` is to be called, and ``to_bytes`` takes it. It is right for all dynamic sizes.
     """
     before = compile_counts()
+    examples = examples_of(args)
+    tell_compiler(tensors_in(examples))
     options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _no_guards, "size_asserts": False}
     options["cpp.threads"] = 1  # the ops have threads of their own, and those of OpenMP would spin beside them
     with torch.no_grad(), with_caches(), sizes_of_one(), plain_vectors(), headers_in_cache():
         compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
-        ahead = compiled.aot_compile((examples_of(args), {}))
+        ahead = compiled.aot_compile((examples, {}))
     after = compile_counts()
     return ahead, {key: round(after[key] - before[key], 2) for key in ("graphs", "graph_breaks", "cpp_seconds")}
 
@@ -76,13 +82,14 @@ def _no_guards(guards: Sequence[Any]) -> list[bool]:
 
 def compile_counts() -> dict[str, float]:
     """What torch's compiler has counted in this process."""
+    counters = compiler_counters()
     inductor, autograd = counters["inductor"], counters["aot_autograd"]
     return {
         "graphs": counters["stats"]["unique_graphs"],
         "graph_breaks": sum(counters["graph_break"].values()),
         "hits": inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"],
         "misses": inductor["fxgraph_cache_miss"] + autograd["autograd_cache_miss"],
-        "cpp_seconds": sum(compile_times.get("async_compile.wait", ())),
+        "cpp_seconds": cpp_seconds(),
     }
 
 
@@ -105,13 +112,20 @@ def _unguarded() -> Any:
 
 
 def to_bytes(ahead: Any) -> bytes:
-    """A result of ``compile_ahead``, as ``from_bytes`` takes it."""
+    """A result of ``compile_ahead``, as ``from_bytes`` takes it: ready code if there is any, and torch's own form."""
     kind = _unguarded()
     unguarded = kind(dataclasses.replace(ahead._artifacts, guards_state=b""), False, ahead._extra_globals)
-    return kind.serialize(unguarded).serialized_data
+    return pickle.dumps((ready_code(ahead), kind.serialize(unguarded).serialized_data))
 
 
 def from_bytes(payload: bytes, function: Callable) -> Callable:
-    """The compiled form of ``function``. Runs code that ``payload`` holds: only for what this user's cache holds."""
+    """The compiled form of ``function``. Runs code that ``payload`` holds: only for what this user's cache holds.
+
+    Torch's own form builds libraries that are gone again.
+    """
+    ready, serialized = pickle.loads(payload)
+    if ready is not None:
+        with contextlib.suppress(ImportError):
+            return load_ready(ready, function.__globals__)
     with plain_vectors():
-        return _unguarded().deserialize(payload, function.__globals__).fn
+        return _unguarded().deserialize(serialized, function.__globals__).fn
