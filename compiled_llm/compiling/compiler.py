@@ -53,6 +53,7 @@ def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict
     """
     before = compile_counts()
     options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _no_guards, "size_asserts": False}
+    options["cpp.threads"] = 1  # the ops have threads of their own, and those of OpenMP would spin beside them
     with torch.no_grad(), with_caches():
         compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
         ahead = compiled.aot_compile((args, {}))
