@@ -80,14 +80,14 @@ config = read_config(compiled_llm.engine.engine.DEMO_MODEL)
 family(config.architecture).describe(config, torch.bfloat16, Packed)
 use_own_cache_directory()
 with torch.no_grad():
-    torch.save(outputs(from_bytes(Path({str(path)!r}).read_bytes(), {{}}, scaled)), {str(tmp_path / "made")!r})
+    torch.save(outputs(from_bytes(Path({str(path)!r}).read_bytes(), scaled)), {str(tmp_path / "made")!r})
 assert keeps_compiled_code()
 print(compiler_settings(), *(name for name in ("torch._dynamo", "torch._inductor", "triton") if name in sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.split() == [compiler_settings()], done.stderr
     with torch.no_grad():
-        expected = outputs(from_bytes(payload, {}, scaled))
+        expected = outputs(from_bytes(payload, scaled))
     made = torch.load(tmp_path / "made")
     assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
 
@@ -98,10 +98,10 @@ def test_what_is_more_than_its_parts_keeps_the_form_of_torch() -> None:
     def view(x: Tensor) -> tuple[Tensor, Tensor]:
         return x[1:], x + 1
 
-    ahead, facts = compile_ahead(view, "view", (torch.ones(4),))
+    ahead, _ = compile_ahead(view, "view", (torch.ones(4),))
     assert ready_code(ahead) is None
     x = torch.arange(4.0)
-    loaded = from_bytes(to_bytes(ahead), facts["vec_isa"], view)
+    loaded = from_bytes(to_bytes(ahead), view)
     assert loaded(x)[0].data_ptr() == x[1:].data_ptr()
 
 
@@ -112,9 +112,9 @@ def test_libraries_that_are_gone_are_built_again(payload: bytes, monkeypatch: py
         raise ImportError("cannot open shared object file")
 
     with torch.no_grad():
-        expected = outputs(from_bytes(payload, {}, scaled))
+        expected = outputs(from_bytes(payload, scaled))
         monkeypatch.setattr(compiler, "load_ready", load_nothing)
-        built = outputs(from_bytes(payload, {"name": "unknown", "attributes": {}}, scaled))
+        built = outputs(from_bytes(payload, scaled))
     assert all(torch.equal(one, other) for one, other in zip(built, expected, strict=True))
 
 
