@@ -2,8 +2,14 @@
 
 #pragma once
 
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <type_traits>
-#include <vector>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "../cpu/vector_types.h"
 
@@ -11,8 +17,12 @@ namespace {
 
 constexpr int64_t kPartition = 512;  // keys
 constexpr int64_t kUnitRows = 96;    // approximate query rows (tokens times heads) of a unit
-// The same with tile registers, and how many rows are multiplied at a time.
-constexpr int64_t kTiledUnitRows = 256, kTiledRows = 32;
+// The same with tile registers; and how many rows are multiplied at a time, and weighed at a time.
+#ifndef UNIT_ROWS
+#define UNIT_ROWS 512
+#define CHUNK_ROWS 64
+#endif
+constexpr int64_t kTiledUnitRows = UNIT_ROWS, kBlockRows = 32, kChunkRows = CHUNK_ROWS;
 constexpr float kSmallestMaximum = 0x1p-100f;  // as in kv_quant.py
 
 // More vectors that may be stored at any address.
@@ -62,7 +72,7 @@ struct Unit {
 
   int64_t first_partition() const { return first_key / kPartition; }
   int64_t rows(const Problem& p) const { return tokens * p.group; }
-  int64_t room(const Problem& p) const { return ceil_div(rows(p), kLanes) * kLanes; }  // in memory
+  int64_t room(const Problem& p) const { return ceil_div(rows(p), kBlockRows) * kBlockRows; }  // in memory
   int64_t last_partition() const { return ceil_div(keys, kPartition); }  // one past it
   int64_t partitions() const { return last_partition() - first_partition(); }
 };
@@ -81,18 +91,35 @@ struct State {
   static int64_t size(int64_t rows, int64_t padded_dim) { return ceil_div(rows * (padded_dim + 2), kLanes) * kLanes; }
   State(float* memory, int64_t rows, int64_t padded_dim)
       : values(memory), maximum(memory + rows * padded_dim), sum(maximum + rows) {}
+
+  // Of the rows from `row` on.
+  State from(int64_t row, int64_t padded_dim) const {
+    State rest = *this;
+    rest.values += row * padded_dim, rest.maximum += row, rest.sum += row;
+    return rest;
+  }
 };
 
-// A thread's scratch memory, kept between calls.
+// A thread's scratch memory, kept between calls: in huge pages where the system has them.
 float* scratch(int64_t floats) {
-  thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < floats + 16) memory.resize(floats + 16);
-  return reinterpret_cast<float*>(ceil_div(reinterpret_cast<intptr_t>(memory.data()), 64) * 64);
+  constexpr size_t kHugePage = 2 << 20;
+  thread_local std::unique_ptr<float, decltype(&std::free)> memory(nullptr, &std::free);
+  thread_local int64_t size = 0;
+  if (size < floats) {
+    const size_t bytes = ceil_div(floats * sizeof(float), kHugePage) * kHugePage;
+    memory.reset(static_cast<float*>(std::aligned_alloc(kHugePage, bytes)));
+    if (memory == nullptr) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+    madvise(memory.get(), bytes, MADV_HUGEPAGE);  // where it fails, pages are small
+#endif
+    size = bytes / sizeof(float);
+  }
+  return memory.get();
 }
 
 // For one dtype of the queries and one of the cache.
 struct PairKernels {
-  void (*write)(const Problem&, int64_t token);
+  void (*write)(const Problem&, int64_t begin, int64_t end);  // tokens
   void (*attend)(const Problem&, const Item&, float* states);
   void (*merge)(const Problem&, const Unit&, const float* states);
   int64_t unit_rows;
