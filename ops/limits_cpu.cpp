@@ -1,17 +1,13 @@
 // The limits of a CPU, for compiled_llm/report/machine_limits.py: how fast memory can be read, and how many floating-point
 // operations a second its best multiply-add instruction does. Loops that do nothing else, on all threads at once.
-// Without torch's headers, which take half a minute to compile.
-
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// Each is named by an instruction set that the CPU must have.
 
 #include <chrono>
 #include <cstdint>
-#include <string>
-#include <utility>
-#include <vector>
+#include <string_view>
 
 #include "cpu/features.h"
+#include "cpu/tensor.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -19,8 +15,6 @@
 #else
 #define ANY_VECTOR "+w"
 #endif
-
-namespace py = pybind11;
 
 namespace {
 
@@ -45,28 +39,13 @@ TARGET_AVX2 uint64_t sum_avx2(const Line* lines, int64_t count) { return sum_lin
 TARGET_AVX512 uint64_t sum_avx512(const Line* lines, int64_t count) { return sum_lines(lines, count); }
 #endif
 
-// Seconds to read an array of one dimension once, each of `threads` threads a run of its own.
-double read_seconds(const py::buffer& array, int threads) {
-  const py::buffer_info info = array.request();
-  if (info.ndim != 1 || info.strides[0] != info.itemsize)
-    throw py::value_error("read_seconds: array must have one dimension and be contiguous");
-  if (reinterpret_cast<uintptr_t>(info.ptr) % sizeof(Line) != 0)
-    throw py::value_error("read_seconds: array must begin at a multiple of 64 bytes");
-  const auto* lines = static_cast<const Line*>(info.ptr);
-  const int64_t count = info.size * info.itemsize / static_cast<int64_t>(sizeof(Line));
-  auto* sum = sum_portable;
-#if defined(__x86_64__)
-  if (features().avx2) sum = sum_avx2;
-  if (features().avx512) sum = sum_avx512;
-#endif
-  const py::gil_scoped_release release;
+// work(thread) on each of `threads` threads. Seconds.
+template <class Work>
+double on_threads(int64_t threads, const Work& work) {
   const double started = now();
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-  for (int thread = 0; thread < threads; ++thread) {
-    const int64_t begin = count * thread / threads, end = count * (thread + 1) / threads;
-    volatile uint64_t keep = sum(lines + begin, end - begin);
-    (void)keep;
-  }
+  parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t thread = begin; thread < end; ++thread) work(thread);
+  });
   return now() - started;
 }
 
@@ -88,10 +67,8 @@ template <class Vector>
 }
 
 struct Peak {
-  const char* name;
-  bool bfloat16;  // whether it multiplies bfloat16; else float32
-  bool supported;
-  double flops;  // of a round
+  std::string_view isa;
+  double operations;  // of a round
   Loop loop;
 };
 
@@ -133,44 +110,42 @@ void loop_amx(int64_t rounds) {
 }
 #endif
 
-// Best first.
-const std::vector<Peak>& all_peaks() {
-  static const std::vector<Peak> all = {
+constexpr Peak kPeaks[] = {
 #if defined(__x86_64__)
-      {"amx", true, features().amx, 4.0 * 2 * 16 * 16 * 32, loop_amx},
-      {"avx512_bf16", true, features().avx512_bf16, 2.0 * CHAINS * 2 * 32, loop_avx512_bf16},
-      {"avx512", false, features().avx512, 2.0 * CHAINS * 2 * 16, loop_avx512},
-      {"avx2", false, features().avx2, 1.0 * CHAINS * 2 * 8, loop_avx2},
+    {"amx", 4.0 * 2 * 16 * 16 * 32, loop_amx},
+    {"avx512_bf16", 2.0 * CHAINS * 2 * 32, loop_avx512_bf16},
+    {"avx512", 2.0 * CHAINS * 2 * 16, loop_avx512},
+    {"avx2", 1.0 * CHAINS * 2 * 8, loop_avx2},
 #endif
-      {"portable", false, true, 1.0 * CHAINS * 2 * 4, loop_portable},
-  };
-  return all;
-}
-
-std::vector<std::string> supported(bool bfloat16) {
-  std::vector<std::string> names;
-  for (const Peak& peak : all_peaks())
-    if (peak.supported && (bfloat16 || !peak.bfloat16)) names.push_back(peak.name);
-  return names;
-}
-
-// (operations, seconds) of `rounds` rounds of the instruction `name` on each of `threads` threads.
-std::pair<double, double> run_peak(const std::string& name, int64_t rounds, int threads) {
-  for (const Peak& peak : all_peaks()) {
-    if (!peak.supported || name != peak.name) continue;
-    const double started = now();
-#pragma omp parallel for num_threads(threads) schedule(static, 1)
-    for (int thread = 0; thread < threads; ++thread) peak.loop(rounds);
-    return {peak.flops * double(rounds) * double(threads), now() - started};
-  }
-  throw py::value_error("run_peak: instruction '" + name + "' is unknown or not supported by this CPU");
-}
+    {"portable", 1.0 * CHAINS * 2 * 4, loop_portable},
+};
 
 }  // namespace
 
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("read_seconds", &read_seconds, py::arg("array"), py::arg("threads"));
-  m.def("run_peak", &run_peak, py::arg("name"), py::arg("rounds"), py::arg("threads"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("supported", &supported, py::arg("bfloat16"), "Names for run_peak, best first.");
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// Seconds to read `bytes` from an address that is a multiple of 64, each of `threads` threads a run of its own.
+EXPORT double read_seconds(const char* isa, const void* data, int64_t bytes, int64_t threads) {
+  const auto* lines = static_cast<const Line*>(data);
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(Line));
+  auto* sum = sum_portable;
+#if defined(__x86_64__)
+  const std::string_view name = isa;
+  if (name != "portable") sum = name == "avx2" ? sum_avx2 : sum_avx512;
+#endif
+  return on_threads(threads, [&](int64_t thread) {
+    const int64_t begin = count * thread / threads, end = count * (thread + 1) / threads;
+    volatile uint64_t keep = sum(lines + begin, end - begin);
+    (void)keep;
+  });
+}
+
+// Seconds for `rounds` rounds on each of `threads` threads, and their operations.
+EXPORT double run_peak(const char* isa, int64_t rounds, int64_t threads, double* operations) {
+  for (const Peak& peak : kPeaks) {
+    if (peak.isa != isa) continue;
+    *operations = peak.operations * double(rounds) * double(threads);
+    return on_threads(threads, [&](int64_t) { peak.loop(rounds); });
+  }
+  return 0;
 }

@@ -1,39 +1,41 @@
-"""What the ops on a CPU need: building and loading their C++ kernels, and memory in huge pages.
+"""What the ops on a CPU need: their C++ libraries, and memory in huge pages.
 
-A source file ``NAME.cpp`` is compiled once with the user's C++ compiler, through ``torch.utils.cpp_extension``,
-into the user's own cache directory, and loaded from there afterwards. The library's name has a hash of everything
-that goes into the build, so an old binary is never loaded for a changed source or another torch.
-
-The instruction set is chosen at run time (``cpu/each_isa.h``), so no ``-march`` flag is given and machines of different
-kinds may share a build.
+A library (``kernel_build.py``) is taken from the package, where a wheel has it ready built, else from the user's own
+cache directory, where it is built once by the user's C++ compiler. The instruction set is the best one that the CPU
+has. The environment variable ``COMPILED_LLM_ISA`` names the best that may be used (amx, avx512_bf16, avx512, avx2,
+portable), for checks and comparisons: the CPU then counts as one that has no better.
 """
 
-import contextlib
+import ctypes
 import functools
-import hashlib
-import importlib.util
 import math
 import mmap
 import os
-import re
 import shutil
-import sys
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import torch
 
+from compiled_llm.ops.kernel_build import (
+    ISAS,
+    ROOT,
+    Library,
+    features_library,
+    isas_of,
+    kernel_library,
+    op_library,
+)
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 
 _HUGE_PAGE = 2 << 20
-_FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-fno-math-errno", "-Wno-psabi"]
+_SHIPPED = ROOT / "libraries"  # in a wheel
 
 
 class MissingCompilerWarning(UserWarning):
-    """No C++ compiler was found: the plain-torch versions of the CPU kernels are used, many times slower."""
+    """No C++ compiler was found: steps run uncompiled, or CPU kernels in their plain-torch versions."""
 
 
 def compiler() -> str | None:
@@ -50,98 +52,167 @@ def cache_directory() -> Path:
     return path
 
 
-@functools.cache
-def load(name: str) -> ModuleType | None:
-    """The module of ``<name>.cpp``, built if need be (once, up to half a minute), or None without a compiler.
-
-    Raises:
-        RuntimeError, ValueError: as ``load_source``.
-    """
-    return load_source(_source(name))
+def kernel_directory() -> Path:
+    """Where libraries are kept that were built on this machine."""
+    return cache_directory() / "kernels"
 
 
-def must_be_built(name: str) -> bool:
-    """Whether ``load`` will build ``<name>.cpp``, which takes up to half a minute."""
-    found = compiler()
-    return found is not None and not _library(_source(name), found).exists()
+# -- Libraries
 
 
-def _source(name: str) -> Path:
-    (source,) = Path(__file__).resolve().parent.glob(f"**/{name}.cpp")
-    return source
-
-
-def load_source(source: Path) -> ModuleType | None:
-    """The same for any source file; the paths of headers are relative to the file that includes them.
+def open_library(library: Library) -> ctypes.CDLL | None:
+    """Load it, built first if it is nowhere; None without a compiler.
 
     Raises:
         RuntimeError: the compiler is there and the build failed.
         ValueError: others may write to the cache directory, see ``check_trusted``.
     """
+    shipped = _shipped(library)
+    if shipped is not None:
+        return shipped
     found = compiler()
     if found is None:
-        warnings.warn(
-            f"no C++ compiler found (looked for {os.environ.get('CXX', 'g++')!r}): {source.stem} runs as plain torch, "
-            "many times slower. Install one (Debian, Ubuntu: apt install g++) or point CXX at it.",
-            MissingCompilerWarning,
-            stacklevel=3,
-        )
         return None
-    library = _library(source, found)
-    make_directory(library.parent)
-    check_trusted(library.parent)
-    if library.exists():
-        with contextlib.suppress(ImportError):  # a file that does not load is built again
-            return _import(library)
-    return _build(source, library)
+    directory, name = kernel_directory(), library.file_name(found)
+    make_directory(directory)
+    check_trusted(directory)
+    if (directory / name).exists():
+        try:
+            return ctypes.CDLL(str(directory / name))
+        except OSError as error:  # a file that does not load is built again
+            warnings.warn(f"{name} does not load, so it is built again: {error}", stacklevel=2)
+    return ctypes.CDLL(str(library.build(found, directory, name)))
 
 
-def _library(source: Path, compiler: str) -> Path:
-    """Where the library of ``source`` is kept."""
-    key = hashlib.sha256("\n".join([*_texts(source), torch.__version__, sys.version, compiler, *_FLAGS]).encode())
-    return cache_directory() / "kernels" / f"compiled_llm_{source.stem}_{key.hexdigest()[:16]}.so"
+def build(library: Library) -> None:
+    """Build what ``must_be_built``, and load nothing. Raises as ``open_library``."""
+    found = compiler()
+    assert found is not None
+    make_directory(kernel_directory())
+    check_trusted(kernel_directory())
+    library.build(found, kernel_directory(), library.file_name(found))
 
 
-def _texts(source: Path) -> list[str]:
-    """``source`` and all of the project's headers that it includes, directly or not: by ``#include "PATH"``, or as the
-    ``KERNELS`` of ``cpu/each_isa.h``."""
-    texts, found = [], [source]
-    for path in found:
-        texts.append(path.read_text())
-        names = re.findall(r'^#(?:include|define KERNELS) "(.+)"', texts[-1], re.MULTILINE)
-        headers = [(path.parent / name).resolve() for name in names]
-        found += [header for header in headers if header not in found]
-    return texts
+def must_be_built(library: Library) -> bool:
+    """Whether ``open_library`` will build it, which takes seconds."""
+    found = compiler()
+    if _shipped(library) is not None or found is None:
+        return False
+    return not (kernel_directory() / library.file_name(found)).exists()
 
 
-def _import(library: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(library.stem, library)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _shipped(library: Library) -> ctypes.CDLL | None:
+    """The library that the package brought, if it is of these sources and loads here."""
+    return _open_shipped(_SHIPPED / library.file_name())
 
 
-def _build(source: Path, library: Path) -> ModuleType:
-    from torch.utils import cpp_extension  # imports setuptools: only when needed
+@functools.cache
+def _open_shipped(path: Path) -> ctypes.CDLL | None:
+    if not path.exists():
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        warnings.warn(f"{path} came with the package and does not load here: {error}", stacklevel=2)
+        return None
 
-    # torch looks for ninja on PATH, where a virtual environment that is not activated does not put it.
-    scripts = str(Path(sys.executable).parent)
-    if scripts not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
-    # Built elsewhere and then moved into place, so that another process never loads half a file.
-    with tempfile.TemporaryDirectory(dir=library.parent) as directory:
-        module = cpp_extension.load(
-            name=library.stem,
-            sources=[str(source)],
-            extra_cflags=_FLAGS,
-            extra_ldflags=["-fopenmp"],
-            build_directory=directory,
-        )
-        os.chmod(module.__file__, 0o755)  # whatever the umask
-        os.replace(module.__file__, library)
-    return module
+
+# -- Kernels
+
+
+class Kernels:
+    """The kernels of an op: its ops run on the best instruction set that this CPU has."""
+
+    def __init__(self, op: str, library: ctypes.CDLL, best: ctypes.CDLL) -> None:
+        self._op, self._library = op, library
+        library.use_kernels.argtypes = ctypes.c_void_p, ctypes.c_bool
+        library.use_kernels(_kernels_of(best), True)
+
+    def supported_isas(self) -> list[str]:
+        """The sets that there are kernels for and that this CPU has, best first."""
+        return _isas(self._op)
+
+    def run(self, name: str, *args: Any, isa: str | None = None) -> Any:
+        """The op ``name`` on the set ``isa``, which is built if need be; without one on the best, as torch runs it."""
+        function = getattr(torch.ops.compiled_llm, name)
+        if isa is None:
+            return function(*args)
+        if isa not in self.supported_isas():
+            raise ValueError(f"isa {isa!r} is unknown or not supported by this CPU, which has {self.supported_isas()}")
+        self._library.use_kernels(_kernels_of(open_library(kernel_library(self._op, isa))), False)
+        try:
+            return function(*args)
+        finally:
+            self._library.use_kernels(None, False)
+
+
+def _kernels_of(library: ctypes.CDLL | None) -> int:
+    assert library is not None
+    library.kernels.restype = ctypes.c_void_p
+    return library.kernels()
+
+
+@functools.cache
+def load(op: str) -> Kernels | None:
+    """The kernels of an op, built if need be (seconds), registered with torch; or None without a compiler.
+
+    Raises:
+        RuntimeError, ValueError: as ``open_library``; and for a ``COMPILED_LLM_ISA`` that there is not.
+    """
+    opened = [found for found in map(open_library, libraries_of(op)) if found is not None]
+    if len(opened) < 2:
+        warn_of_missing_compiler(f"{op} runs as plain torch, many times slower")
+        return None
+    return Kernels(op, *opened)
+
+
+def warn_of_missing_compiler(cost: str) -> None:
+    """``cost``: what runs otherwise now, and how."""
+    warnings.warn(
+        f"no C++ compiler found (looked for {os.environ.get('CXX', 'g++')!r}): {cost}. Install one (Debian, Ubuntu: "
+        "apt install g++) or point CXX at it.",
+        MissingCompilerWarning,
+        stacklevel=4,
+    )
+
+
+def is_available(op: str) -> bool:
+    """Whether ``load`` gives its kernels. Builds nothing that takes long."""
+    return bool(libraries_of(op)) and all(compiler() or _shipped(library) for library in libraries_of(op))
+
+
+def libraries_of(op: str) -> list[Library]:
+    """What ``load`` needs on this machine; nothing if it has no compiler and the package brought no libraries."""
+    isas = _isas(op)
+    return [op_library(op), kernel_library(op, isas[0])] if isas else []
+
+
+def _isas(op: str) -> list[str]:
+    level = _level()
+    if level is None:
+        return []
+    has = {*ISAS[: level + 1], *(["amx_in_software"] if "avx512_bf16" in ISAS[: level + 1] else [])}
+    return [isa for isa in isas_of(op) if isa in has]
+
+
+def best_isa() -> str | None:
+    """The best set that may be used, or None where ``load`` gives nothing. Raises as ``load``."""
+    level = _level()
+    return None if level is None else ISAS[level]
+
+
+def _level() -> int | None:
+    """The number of the best set that may be used."""
+    levels = ISAS[:-1]
+    asked = os.environ.get("COMPILED_LLM_ISA", levels[-1])
+    if asked not in levels:
+        allowed = f"{', '.join(levels[:0:-1])} or {levels[0]}"
+        raise ValueError(f"COMPILED_LLM_ISA must be {allowed}, given {asked!r}")
+    features = open_library(features_library())
+    return None if features is None else min(features.best_level(), levels.index(asked))
+
+
+# -- Memory
 
 
 def huge_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -1,14 +1,11 @@
 """How many processes run the tests, and what is built before they start."""
 
 import os
-import subprocess
-import sys
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import torch
 
-ROOT = Path(__file__).parents[1]
 _BYTES_PER_PROCESS = 3 << 30  # at most, with the compilers that its tests start
 
 
@@ -21,18 +18,15 @@ def num_processes() -> int:
 
 
 def build_kernels() -> None:
-    """Build the C++ kernels side by side, so that no two processes build one at the same time.
+    """Build the C++ libraries side by side, so that no two processes build one at the same time.
 
     Says nothing of errors: the tests meet them again.
     """
     from compiled_llm.ops import native
+    from compiled_llm.ops.kernel_build import OPS, isas_of, kernel_library, op_library
 
-    names = [path.stem for path in (ROOT / "ops").rglob("*.cpp")]
-    command = [sys.executable, "-c", "import sys; from compiled_llm.ops import native; native.load(sys.argv[1])"]
-    builds = [
-        subprocess.Popen([*command, name], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        for name in names
-        if native.must_be_built(name)
-    ]
-    for build in builds:
-        build.wait()
+    names = [op_library(op) for op in (*OPS, "limits_cpu")]
+    names += [kernel_library(op, isa) for op in OPS for isa in isas_of(op)]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for library in filter(native.must_be_built, names):
+            pool.submit(native.build, library)

@@ -1,35 +1,106 @@
 """The wheel carries what an installation needs, and the pinned versions are ones that the package allows."""
 
+import ast
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
+
+from compiled_llm.ops.kernel_build import shipped
 
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_wheel_is_complete_and_holds_nothing_else(tmp_path: Path) -> None:
-    source = tmp_path / "source"
+def build_wheel(directory: Path, **environment: str) -> Path:
+    """A wheel of the repository, in ``directory``."""
+    source = directory / "source"
     ignored = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", tmp_path]
-    subprocess.run([*command, source], check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", directory]
+    subprocess.run([*command, source], check=True, env={**os.environ, **environment})
+    (wheel,) = directory.glob("*.whl")
+    return wheel
 
+
+def expected_files() -> set[str]:
     expected = {str(path.relative_to(ROOT)) for path in (ROOT / "compiled_llm").rglob("*.py")}
     for room in ("ops", "models"):
         paths = [path for path in (ROOT / room).rglob("*") if path.is_file() and path.parent.name != "__pycache__"]
         assert paths
         expected |= {f"compiled_llm/{path.relative_to(ROOT)}" for path in paths}
     expected |= {f"compiled_llm/demo_model/{path.name}" for path in (ROOT / "compiled_llm" / "demo_model").iterdir()}
-    expected.add("compiled_llm/py.typed")
-    installed = {name for name in names if ".dist-info/" not in name}
-    assert installed == expected
+    return expected | {"compiled_llm/py.typed"}
+
+
+def files_in(wheel: Path) -> set[str]:
+    return {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+
+
+def test_the_wheel_is_complete_and_holds_nothing_else(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, CXX="no-such-compiler")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert files_in(wheel) == expected_files()
+
+
+SERVE = """
+import sys
+import warnings
+from pathlib import Path
+from compiled_llm import CompiledEngine, SamplingParams
+
+if __name__ == "__main__":
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with CompiledEngine(bucket_sizes=(4,), progress="off", enforce_eager="eager" in sys.argv) as engine:
+            found = engine.generate(["import os", "def f(x):"], SamplingParams(temperature=0, max_tokens=8, logprobs=1))
+            print([(out.outputs[0].token_ids, repr(out.outputs[0].cumulative_logprob)) for out in found])
+            print(engine.compile_report().cache_count("miss") > 0)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    print(sorted({line.split("/", 1)[1] for line in maps if "_cpu" in line and "torch" not in line}))
+    print([str(warning.message) for warning in caught if "compiler" in str(warning.message)])
+"""
+
+
+@pytest.mark.battery
+def test_a_wheel_serves_without_a_compiler(tmp_path: Path) -> None:
+    """On its own libraries, with the bits that this repository gives; with a compiler it compiles its steps."""
+    wheel = build_wheel(tmp_path)
+    assert "-py3-none-linux" in wheel.name
+    assert files_in(wheel) == expected_files() | {
+        f"compiled_llm/ops/libraries/{library.file_name()}" for library in shipped()
+    }
+    venv, script = tmp_path / "venv", tmp_path / "serve.py"
+    script.write_text(SERVE)
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True)
+    python = venv / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", wheel], check=True)
+    (site,) = (venv / "lib").glob("python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # torch and all else
+
+    def serve(python: Path | str, *words: str, **environment: str) -> list:
+        env = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], **environment}
+        done = subprocess.run([python, script, *words], env=env, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [ast.literal_eval(line) for line in done.stdout.splitlines()]
+
+    expected, _, built, _ = serve(sys.executable, "eager", PYTHONPATH=str(ROOT))
+    outputs, compiled, libraries, warned = serve(python, PATH=str(venv / "bin"))
+    assert (outputs, compiled) == (expected, False)
+    assert len(libraries) == len(built) == 8
+    assert all("site-packages/compiled_llm/ops/libraries/" in name for name in libraries)
+    assert len(warned) == 1
+    assert "no C++ compiler found" in warned[0]
+    assert "steps run uncompiled" in warned[0]
+    outputs, compiled, libraries, warned = serve(python, COMPILED_LLM_CACHE=str(tmp_path / "cache"))
+    assert (outputs, compiled, warned) == (expected, True, [])
+    assert not (tmp_path / "cache" / "kernels").exists(), "nothing was built"
 
 
 def test_each_dependency_is_pinned_to_one_version_that_pyproject_allows() -> None:

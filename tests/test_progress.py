@@ -9,9 +9,8 @@ import pytest
 
 from compiled_llm import CompiledEngine, progress
 from compiled_llm.compiling.cache import CompileCache
-from compiled_llm.ops import native
 from compiled_llm.progress import Stage, StartProgress
-from compiled_llm.worker.cpu_kernels import load_kernels
+from compiled_llm.worker.cpu_kernels import KernelBuild
 
 EAGER = {"enforce_eager": True, "num_kv_blocks": 8, "bucket_sizes": (1,), "max_model_len": 64}
 
@@ -118,7 +117,7 @@ def test_what_is_left_follows_from_experience_then_from_what_is_done(monkeypatch
 
 
 def test_an_engine_says_in_one_line_that_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
-    load_kernels(StartProgress())  # from now on they are on disk
+    KernelBuild(StartProgress()).finish()  # from now on they are on disk
     with CompiledEngine(**EAGER):
         pass
     (line,) = capsys.readouterr().err.splitlines()
@@ -135,29 +134,6 @@ def test_an_engine_is_silent_when_asked(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_wrong_mode_is_refused() -> None:
     with pytest.raises(ValueError, match="progress must be one of 'auto', 'bar', 'lines', 'off', given 'loud'"):
         CompiledEngine(progress="loud")
-
-
-def test_kernels_that_must_be_built_are_counted_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    monkeypatch.setattr(native, "must_be_built", lambda name: name != "sampling_cpu")
-    monkeypatch.setattr(native, "load", loaded.append)
-    stream = io.StringIO()
-    load_kernels(StartProgress("lines", stream))
-    assert sorted(loaded) == ["attention_cpu", "linear_cpu", "rowwise_cpu", "sampling_cpu"]
-    assert stream.getvalue().startswith(
-        "compiled-llm: building C++ kernels: 3 (attention_cpu, linear_cpu, rowwise_cpu), about 38 s\n"
-    )
-
-
-def test_a_kernel_must_be_built_until_it_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path))
-    assert native.must_be_built("attention_cpu")
-    library = native._library(native._source("attention_cpu"), str(native.compiler()))
-    library.parent.mkdir()
-    library.touch()
-    assert not native.must_be_built("attention_cpu")
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert not native.must_be_built("linear_cpu"), "nothing is built without a compiler"
 
 
 def test_a_cold_start_names_every_graph_and_a_warm_one_none(

@@ -28,6 +28,7 @@ import torch
 from compiled_llm import hardware as machine
 from compiled_llm.compiling.cache import write_whole
 from compiled_llm.ops import native
+from compiled_llm.report import cpu_loops
 
 _FORMAT = 2
 _PROCESS = uuid.uuid4().hex  # identifies this process
@@ -230,7 +231,7 @@ def _implausible(device: torch.device, instruction: str, read: float, flops: flo
 
 
 def _measure_cpu(device: torch.device, dtype: torch.dtype) -> tuple[_Rate, _Rate, str]:
-    loops, threads = native.load("limits_cpu"), torch.get_num_threads()
+    loops, threads = cpu_loops.load(), torch.get_num_threads()
     size = _buffer_bytes(max(_READ_BYTES, 4 * _last_cache_bytes()), psutil.virtual_memory().available)
     memory = native.huge_zeros([size // 4], torch.float32).fill_(1.0)
     if loops is None:

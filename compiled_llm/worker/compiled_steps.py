@@ -114,12 +114,14 @@ class CompiledSteps:
         enforce_eager: bool,
         num_workers: int | None,
         progress: StartProgress,
+        before_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Compile every bucket's step and what runs after it, and run each once on a step that is all padding.
 
         Args:
             cache_dtypes: of each layer's KV cache.
             num_workers: processes that compile at the same time; None: as many as pay.
+            before_first_step: called once other processes have compiled; the ops need their kernels from then on.
         """
         keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
         self.cache = engine_cache(self.model_config, self.limits, self._dtype, cache_dtypes) if keeps else None
@@ -129,6 +131,7 @@ class CompiledSteps:
             seconds = build_missing(self.cache, jobs, num_workers, progress)
         if not enforce_eager:
             seconds |= dict.fromkeys(self.sampling.uncached(), _SECONDS_A_SAMPLER)
+        before_first_step()
         title = "compiling graphs" if seconds else "loading compiled graphs"
         weights = {job.name: _SECONDS_A_CALL for job in jobs} | seconds
         with progress.stage(title, weights, seconds=sum(seconds.values()) or None, is_long=bool(seconds)) as stage:

@@ -1,25 +1,69 @@
-"""The C++ kernels that a model runs on a CPU: loaded from disk, and built first where they are missing."""
+"""The C++ kernels that a model runs on a CPU: loaded from disk, and built first where they are missing.
 
-from concurrent.futures import ThreadPoolExecutor
+Compiling graphs asks for the shapes of what an op gives, and not for its kernels. So kernels are built beside all that
+a start does before the first step runs.
+"""
+
+import os
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from compiled_llm.ops import native
+from compiled_llm.ops.kernel_build import OPS, Library
 from compiled_llm.progress import StartProgress
 
-# About what one core takes to build each: so a first start can say how long it will take.
-_BUILD_SECONDS = {"attention_cpu": 38.0, "linear_cpu": 14.0, "rowwise_cpu": 10.0, "sampling_cpu": 10.0}
+# About what one core takes to build a library, and which take longer: so a first start can say how long it takes.
+_SECONDS = 1.0
+_MORE_SECONDS = {
+    "attention_cpu.amx": 5.0,
+    "attention_cpu.avx512_bf16": 4.0,
+    "attention_cpu.avx512": 3.0,
+    "attention_cpu.avx2": 3.0,
+    "attention_cpu.portable": 3.0,
+}
 
 
-def load_kernels(progress: StartProgress) -> None:
-    """Load all of them. Without a C++ compiler nothing is loaded, and a warning says so."""
-    missing = {name: seconds for name, seconds in _BUILD_SECONDS.items() if native.must_be_built(name)}
-    with progress.stage("building C++ kernels", missing, seconds=max(missing.values(), default=None)) as stage:
+class KernelBuild:
+    """Builds what is missing, on all cores, from now on until ``finish``."""
 
-        def load(name: str) -> None:
-            stage.begin(name)
-            module = native.load(name)
-            if module is not None:
-                module.supported_isas()  # refuses a COMPILED_LLM_ISA that it does not know
-            stage.finish(name)
+    def __init__(self, progress: StartProgress) -> None:
+        """Raises ``ValueError`` for a COMPILED_LLM_ISA that there is not, and where libraries would not be safe."""
+        self.seconds_waited = 0.0
+        self._progress = progress
+        libraries = [library for op in OPS for library in native.libraries_of(op)]
+        missing = sorted(filter(native.must_be_built, libraries), key=_seconds, reverse=True)
+        self._cores = len(os.sched_getaffinity(0))
+        self._pool = ThreadPoolExecutor(self._cores)  # each thread waits for a compiler
+        self._builds: list[tuple[Library, Future[None]]] = [
+            (library, self._pool.submit(native.build, library)) for library in missing
+        ]
+        if missing:
+            about = f"{len(missing)} libraries, about {self._estimate():.0f} s, beside what follows"
+            kept = f"kept in {native.kernel_directory()}"
+            progress.line(f"building C++ kernels for {native.best_isa()}: {about}; {kept}")
 
-        with ThreadPoolExecutor() as pool:  # all at once: each waits for a compiler
-            list(pool.map(load, _BUILD_SECONDS))
+    def finish(self) -> None:
+        """Wait for what is still being built, and load all. Without a C++ compiler only a warning says so.
+
+        Raises:
+            RuntimeError: a build failed; the message has the compiler's output.
+        """
+        started = time.perf_counter()
+        waiting = {library.name: _seconds(library) for library, build in self._builds if not build.done()}
+        with self._progress.stage("building C++ kernels", waiting, seconds=self._estimate()) as stage:
+            for library, build in self._builds:
+                stage.next(library.name)
+                build.result()
+        self._pool.shutdown()
+        for op in OPS:
+            native.load(op)
+        self.seconds_waited = time.perf_counter() - started
+
+    def _estimate(self) -> float:
+        """Seconds until all is built."""
+        left = [_seconds(library) for library, build in self._builds if not build.done()]
+        return max(sum(left) / self._cores, *left[:1], 0.0)
+
+
+def _seconds(library: Library) -> float:
+    return _MORE_SECONDS.get(library.name, _SECONDS)

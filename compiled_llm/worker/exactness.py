@@ -26,7 +26,7 @@ def obstacles(config: EngineConfig, device: torch.device, linears: LinearKind) -
     Raises:
         ValueError: there is one, and ``config.exact`` asks for none.
     """
-    on_gpu, has_compiler = device.type == "cuda", native.compiler() is not None
+    on_gpu, has_kernels = device.type == "cuda", native.is_available("linear_cpu")
     known = (
         (
             on_gpu and not config.exact,
@@ -34,12 +34,12 @@ def obstacles(config: EngineConfig, device: torch.device, linears: LinearKind) -
             "set exact=True",
         ),
         (
-            not on_gpu and not has_compiler,
+            not on_gpu and not has_kernels,
             "no C++ compiler was found, and plain torch takes other products for other numbers of rows",
             "install one (Debian, Ubuntu: apt install g++)",
         ),
         (
-            (config.exact if on_gpu else has_compiler) and not linears.is_exact(),
+            (config.exact if on_gpu else has_kernels) and not linears.is_exact(),
             f"linear layers of the kind {getattr(linears, '__name__', linears)} depend on the number of rows",
             "keep the weights in a kind that does not",
         ),

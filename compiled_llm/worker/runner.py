@@ -36,7 +36,7 @@ from compiled_llm.worker import exactness, loader
 from compiled_llm.worker.block_copies import copy_blocks, swap_indices
 from compiled_llm.worker.calibration import measure_buckets, measure_swap
 from compiled_llm.worker.compiled_steps import CompiledSteps
-from compiled_llm.worker.cpu_kernels import load_kernels
+from compiled_llm.worker.cpu_kernels import KernelBuild
 from compiled_llm.worker.device import resolve_device, use_device
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.profiler import StepProfiler
@@ -119,7 +119,7 @@ class ModelRunner(Worker):
         self.watch: StepWatch | None = None
 
         use_own_cache_directory()
-        enforce_eager = self._load_kernels(config.enforce_eager, progress)
+        kernels = KernelBuild(progress) if self.device.type == "cpu" else None
         self.linears = linear_kind(self.device, self.dtype, config.exact)
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears))
         self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
@@ -152,7 +152,7 @@ class ModelRunner(Worker):
         on_gpu, shape = self.device.type == "cuda", self.steps.last_tokens.shape
         self._host_tokens = [torch.zeros(shape, dtype=torch.int64, pin_memory=True) for _ in range(2 if on_gpu else 0)]
         memory.before_compiling()
-        self._compile(config, enforce_eager, progress)
+        self._compile(config, kernels, progress)
         self.facts = self._measured_facts(config, self._make_pool(memory, progress), progress)
 
     # -- Steps
@@ -271,16 +271,6 @@ class ModelRunner(Worker):
 
     # -- Starting
 
-    def _load_kernels(self, enforce_eager: bool, progress: StartProgress) -> bool:
-        """Load the C++ kernels of a CPU. Returns whether steps run uncompiled."""
-        started = time.perf_counter()
-        if self.device.type == "cpu":
-            load_kernels(progress)
-            # Without a compiler none was loaded and a warning said so; Inductor cannot compile for a CPU either.
-            enforce_eager = enforce_eager or native.compiler() is None
-        self.start_times.kernels = time.perf_counter() - started
-        return enforce_eager
-
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         started = time.perf_counter()
         # No position beyond max_model_len is ever asked for.
@@ -311,12 +301,21 @@ class ModelRunner(Worker):
     def _allocate(self, num_blocks: int) -> KVCache:
         return allocate(self.model_config, self.cache_dtypes, num_blocks, self.limits.block_size, self.device)
 
-    def _compile(self, config: EngineConfig, enforce_eager: bool, progress: StartProgress) -> None:
-        started = time.perf_counter()
+    def _compile(self, config: EngineConfig, kernels: KernelBuild | None, progress: StartProgress) -> None:
+        """``kernels``: those of a CPU, which are being built."""
+        started, enforce_eager = time.perf_counter(), config.enforce_eager
+        if kernels is not None and native.compiler() is None and not enforce_eager:
+            enforce_eager = True  # Inductor needs a compiler for a CPU
+            native.warn_of_missing_compiler("steps run uncompiled, small ones up to three times as long")
         self.steps.compile(
-            self.cache_dtypes, enforce_eager=enforce_eager, num_workers=config.compile_workers, progress=progress
+            self.cache_dtypes,
+            enforce_eager=enforce_eager,
+            num_workers=config.compile_workers,
+            progress=progress,
+            before_first_step=(lambda: None) if kernels is None else kernels.finish,
         )
-        self.start_times.compile = time.perf_counter() - started
+        self.start_times.kernels = 0.0 if kernels is None else kernels.seconds_waited
+        self.start_times.compile = time.perf_counter() - started - self.start_times.kernels
 
     def _make_pool(self, memory: StartMemory, progress: StartProgress) -> int:
         """Give the KV pool the memory that compiling and the largest steps have left. Returns its number of blocks."""

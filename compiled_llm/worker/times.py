@@ -8,7 +8,7 @@ class StartTimes:
     """Seconds that the parts of a start took.
 
     Attributes:
-        kernels: loading the C++ kernels, building them where they are not on disk.
+        kernels: waiting for C++ kernels that were still being built when the first step had to run, and loading them.
         weights: reading or making the weights, and packing them.
         compile: taking compiled functions from disk or compiling them, and calling each once.
     """

@@ -32,7 +32,7 @@ class Packed(NamedTuple):
 
     @staticmethod
     def serves(device: torch.device, dtype: torch.dtype) -> bool:
-        return device.type == "cpu" and native.load("linear_cpu") is not None
+        return device.type == "cpu" and native.is_available("linear_cpu")
 
     @staticmethod
     def is_exact() -> bool:

@@ -30,11 +30,6 @@
 // The kernels (attention_cpu_kernels.h) are compiled for each instruction set. AMX (attention_cpu_amx.h) multiplies lanes
 // as the cache has them, one query row or many by the same instruction.
 
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -42,39 +37,37 @@
 #include <tuple>
 #include <vector>
 
-#define KERNELS "../attention/attention_cpu_kernels.h"
-#define PRODUCTS 1
-#include "../cpu/each_isa.h"
 #include "attention_cpu_types.h"
+#include "../cpu/op.h"
 #include "attention_cpu_work.h"
 
 namespace {
 
-const int32_t* int32_data(const at::Tensor& x, const char* name, at::IntArrayRef shape) {
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kInt, name, " must be int32, got ", x.scalar_type());
-  TORCH_CHECK_VALUE(x.sizes() == shape, name, " must have shape ", shape, ", got ", x.sizes());
-  TORCH_CHECK_VALUE(x.is_contiguous() && x.is_cpu(), name, " must be contiguous and on the CPU");
-  return x.const_data_ptr<int32_t>();
+const int32_t* int32_data(const Tensor& x, const char* name, Shape shape) {
+  CHECK_VALUE(x.dtype() == kInt, name, " must be int32, got ", x.dtype());
+  CHECK_VALUE(x.sizes() == shape, name, " must have shape ", shape, ", got ", x.sizes());
+  CHECK_VALUE(x.is_contiguous() && x.is_cpu(), name, " must be contiguous and on the CPU");
+  return x.data<const int32_t>();
 }
 
 // IndexError for an index that is outside the cache of `blocks` blocks: it would read or write the memory of
 // another request. All are checked, they are few.
 void check_indices(const Problem& p, int64_t blocks) {
   for (int64_t t = 0; t < p.tokens; ++t)
-    TORCH_CHECK_INDEX(p.slots[t] >= 0 && p.slots[t] < blocks * p.block_size, "slot_mapping[", t, "] is ", p.slots[t],
-                      ", outside the cache of ", blocks, " blocks of ", p.block_size);
-  TORCH_CHECK_INDEX(p.starts[0] == 0 && p.starts[p.requests] <= p.tokens,
-                    "query_start_loc must start at 0 and end at or below ", p.tokens, ", got ", p.starts[0], " and ",
-                    p.starts[p.requests]);
+    CHECK_INDEX(p.slots[t] >= 0 && p.slots[t] < blocks * p.block_size, "slot_mapping[", t, "] is ", p.slots[t],
+                ", outside the cache of ", blocks, " blocks of ", p.block_size);
+  CHECK_INDEX(p.starts[0] == 0 && p.starts[p.requests] <= p.tokens,
+              "query_start_loc must start at 0 and end at or below ", p.tokens, ", got ", p.starts[0], " and ",
+              p.starts[p.requests]);
   const int64_t room = p.table_width * p.block_size;
   for (int64_t r = 0; r < p.requests; ++r) {
     const int64_t queries = p.starts[r + 1] - p.starts[r], keys = p.seq_lens[r];
-    TORCH_CHECK_INDEX(queries >= 0 && (keys == 0 || (queries <= keys && keys <= room)), "request ", r, " has ", queries,
-                      " queries and ", keys, " keys; its block table has room for ", room);
+    CHECK_INDEX(queries >= 0 && (keys == 0 || (queries <= keys && keys <= room)), "request ", r, " has ", queries,
+                " queries and ", keys, " keys; its block table has room for ", room);
     for (int64_t b = 0; b < ceil_div(keys, p.block_size); ++b) {
       const int32_t block = p.table[r * p.table_width + b];
-      TORCH_CHECK_INDEX(block >= 0 && block < blocks, "block_table[", r, ", ", b, "] is ", block,
-                        ", outside the cache of ", blocks, " blocks");
+      CHECK_INDEX(block >= 0 && block < blocks, "block_table[", r, ", ", b, "] is ", block,
+                  ", outside the cache of ", blocks, " blocks");
     }
   }
 }
@@ -90,63 +83,63 @@ void clear_padding(const Problem& p, int64_t element) {
   clear(p.starts[p.requests], p.tokens);
 }
 
-at::Tensor paged_attention(
-    const IsaName& isa, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& k_cache,
-    const at::Tensor& v_cache, const std::optional<at::Tensor>& k_scale, const std::optional<at::Tensor>& v_scale,
-    const at::Tensor& slot_mapping, const at::Tensor& block_table, const at::Tensor& query_start_loc,
-    const at::Tensor& seq_lens, const std::optional<at::Tensor>& sinks, double sm_scale, int64_t max_query_len,
+Tensor paged_attention(
+    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_cache,
+    const Tensor& v_cache, const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
+    const Tensor& slot_mapping, const Tensor& block_table, const Tensor& query_start_loc,
+    const Tensor& seq_lens, const std::optional<Tensor>& sinks, double sm_scale, int64_t max_query_len,
     int64_t window, double soft_cap) {
-  TORCH_CHECK_VALUE(q.dim() == 3 && k_cache.dim() == 4, "q must be [T, N, H] and k_cache [B, K, S, H], got ", q.sizes(),
-                    " and ", k_cache.sizes());
+  CHECK_VALUE(q.dim() == 3 && k_cache.dim() == 4, "q must be [T, N, H] and k_cache [B, K, S, H], got ", q.sizes(),
+              " and ", k_cache.sizes());
   const int64_t tokens = q.size(0), heads = q.size(1), head_dim = q.size(2);
   const int64_t blocks = k_cache.size(0), kv_heads = k_cache.size(1), block_size = k_cache.size(2);
-  const auto dtype = q.scalar_type(), cache_dtype = k_cache.scalar_type();
-  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf,
-                    "q must be float32, bfloat16 or float16, got ", dtype);
-  const bool quantised = cache_dtype == at::kChar || cache_dtype == at::kFloat8_e4m3fn;
-  TORCH_CHECK_VALUE(quantised || cache_dtype == dtype, "k_cache must have the dtype of q, ", dtype,
-                    ", or be int8 or float8_e4m3fn, got ", cache_dtype);
-  TORCH_CHECK_VALUE(head_dim > 0 && block_size > 0 && kv_heads > 0 && heads > 0 && heads % kv_heads == 0,
-                    "the number of query heads must be a multiple of the number of KV heads, got ", heads, " and ",
-                    kv_heads);
-  TORCH_CHECK_VALUE(head_dim <= 512, "head_dim must be at most 512, got ", head_dim);  // integer sums fit 32 bits
-  TORCH_CHECK_VALUE(sm_scale > 0, "sm_scale must be positive, got ", sm_scale);
-  TORCH_CHECK_VALUE(window >= 0 && soft_cap >= 0, "window and soft_cap must be 0 or positive, got ", window, " and ",
-                    soft_cap);
-  const auto check = [&](const at::Tensor& x, const char* name, at::ScalarType expected, at::IntArrayRef shape) {
-    TORCH_CHECK_VALUE(x.sizes() == shape, name, " must have shape ", shape, ", got ", x.sizes());
-    TORCH_CHECK_VALUE(x.scalar_type() == expected, name, " must have dtype ", expected, ", got ", x.scalar_type());
-    TORCH_CHECK_VALUE(x.is_cpu(), name, " must be on the CPU, got ", x.device());
+  const auto dtype = q.dtype(), cache_dtype = k_cache.dtype();
+  CHECK_VALUE(dtype == kFloat || dtype == kBFloat16 || dtype == kHalf,
+              "q must be float32, bfloat16 or float16, got ", dtype);
+  const bool quantised = cache_dtype == kChar || cache_dtype == kFloat8;
+  CHECK_VALUE(quantised || cache_dtype == dtype, "k_cache must have the dtype of q, ", dtype,
+              ", or be int8 or float8_e4m3fn, got ", cache_dtype);
+  CHECK_VALUE(head_dim > 0 && block_size > 0 && kv_heads > 0 && heads > 0 && heads % kv_heads == 0,
+              "the number of query heads must be a multiple of the number of KV heads, got ", heads, " and ",
+              kv_heads);
+  CHECK_VALUE(head_dim <= 512, "head_dim must be at most 512, got ", head_dim);  // integer sums fit 32 bits
+  CHECK_VALUE(sm_scale > 0, "sm_scale must be positive, got ", sm_scale);
+  CHECK_VALUE(window >= 0 && soft_cap >= 0, "window and soft_cap must be 0 or positive, got ", window, " and ",
+              soft_cap);
+  const auto check = [&](const Tensor& x, const char* name, Dtype expected, Shape shape) {
+    CHECK_VALUE(x.sizes() == shape, name, " must have shape ", shape, ", got ", x.sizes());
+    CHECK_VALUE(x.dtype() == expected, name, " must have dtype ", expected, ", got ", x.dtype());
+    CHECK_VALUE(x.is_cpu(), name, " must be on the CPU, got ", x.place());
   };
   for (const auto& [x, name, n] : {std::tuple{&q, "q", heads}, {&k, "k", kv_heads}, {&v, "v", kv_heads}}) {
     check(*x, name, dtype, {tokens, n, head_dim});
-    TORCH_CHECK_VALUE(x->stride(2) == 1 || head_dim == 1, "the last stride of ", name, " must be 1, got ",
-                      x->strides());
+    CHECK_VALUE(x->stride(2) == 1 || head_dim == 1, "the last stride of ", name, " must be 1, got ",
+                x->strides());
   }
   for (const auto& [x, name] : {std::tuple{&k_cache, "k_cache"}, {&v_cache, "v_cache"}}) {
     check(*x, name, cache_dtype, {blocks, kv_heads, block_size, head_dim});
-    TORCH_CHECK_VALUE(x->is_contiguous(), name, " must be contiguous, got strides ", x->strides());
+    CHECK_VALUE(x->is_contiguous(), name, " must be contiguous, got strides ", x->strides());
   }
   for (const auto& [x, name] : {std::tuple{&k_scale, "k_scale"}, {&v_scale, "v_scale"}}) {
-    TORCH_CHECK_VALUE(x->has_value() == quantised, name, quantised ? " is needed" : " must be None", " for a cache of ",
-                      cache_dtype);
+    CHECK_VALUE(x->has_value() == quantised, name, quantised ? " is needed" : " must be None", " for a cache of ",
+                cache_dtype);
     if (!quantised) continue;
-    check(**x, name, at::kFloat, {blocks, kv_heads, block_size});
-    TORCH_CHECK_VALUE((*x)->is_contiguous(), name, " must be contiguous, got strides ", (*x)->strides());
+    check(**x, name, kFloat, {blocks, kv_heads, block_size});
+    CHECK_VALUE((*x)->is_contiguous(), name, " must be contiguous, got strides ", (*x)->strides());
   }
   if (sinks.has_value()) {
-    check(*sinks, "sinks", at::kFloat, {heads});
-    TORCH_CHECK_VALUE(sinks->is_contiguous(), "sinks must be contiguous");
+    check(*sinks, "sinks", kFloat, {heads});
+    CHECK_VALUE(sinks->is_contiguous(), "sinks must be contiguous");
   }
-  TORCH_CHECK_VALUE(block_table.dim() == 2, "block_table must be [R, M], got ", block_table.sizes());
+  CHECK_VALUE(block_table.dim() == 2, "block_table must be [R, M], got ", block_table.sizes());
   const int64_t requests = block_table.size(0), width = block_table.size(1);
 
-  at::Tensor out = at::empty({tokens, heads, head_dim}, q.options());
+  Tensor out = empty({tokens, heads, head_dim}, q.dtype());
   const Problem p{
-      q.const_data_ptr(), k.const_data_ptr(), v.const_data_ptr(),
-      k_cache.mutable_data_ptr(), v_cache.mutable_data_ptr(), out.mutable_data_ptr(),
-      quantised ? k_scale->mutable_data_ptr<float>() : nullptr, quantised ? v_scale->mutable_data_ptr<float>() : nullptr,
-      sinks.has_value() ? sinks->const_data_ptr<float>() : nullptr,
+      q.data(), k.data(), v.data(),
+      k_cache.data(), v_cache.data(), out.data(),
+      quantised ? k_scale->data<float>() : nullptr, quantised ? v_scale->data<float>() : nullptr,
+      sinks.has_value() ? sinks->data<float>() : nullptr,
       int32_data(slot_mapping, "slot_mapping", {tokens}), int32_data(block_table, "block_table", {requests, width}),
       int32_data(query_start_loc, "query_start_loc", {requests + 1}), int32_data(seq_lens, "seq_lens", {requests}),
       q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -154,23 +147,15 @@ at::Tensor paged_attention(
       std::min<int64_t>(window, int64_t{1} << 40), static_cast<float>(sm_scale), static_cast<float>(soft_cap)};
 
   check_indices(p, blocks);
-  clear_padding(p, q.element_size());
-  const int64_t by_q = dtype == at::kFloat ? 0 : dtype == at::kBFloat16 ? 1 : 2;
-  const int64_t by_cache = !quantised ? 0 : cache_dtype == at::kChar ? 1 : 2;
-  const PairKernels& kernels = chosen(isa, "paged_attention").of[by_q][by_cache];
+  clear_padding(p, bytes_of(q.dtype()));
+  const int64_t by_q = dtype == kFloat ? 0 : dtype == kBFloat16 ? 1 : 2;
+  const int64_t by_cache = !quantised ? 0 : cache_dtype == kChar ? 1 : 2;
+  const PairKernels& kernels = chosen().of[by_q][by_cache];
   write_cache(p, kernels);
-  attend(p, kernels, q.element_size());
+  attend(p, kernels, bytes_of(q.dtype()));
   return out;
 }
 
+const std::vector<Op> ops = {{"paged_attention", Boxed<paged_attention>::call}};
+
 }  // namespace
-
-// Registered here and not in Python, which would add some 5 us to each call.
-TORCH_LIBRARY_IMPL(compiled_llm, CPU, m) { m.impl("paged_attention", &Callable<paged_attention>::on_best); }
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  const py::call_guard<py::gil_scoped_release> without_gil;
-  m.def("paged_attention", &Callable<paged_attention>::on_best, without_gil);
-  m.def("paged_attention", &Callable<paged_attention>::by_name, without_gil, "On the instruction set of that name.");
-  m.def("supported_isas", &supported_isas, "Their names, best first.");
-}

@@ -1,4 +1,4 @@
-// The attention kernels for one instruction set: compiled once for each by ../cpu/each_isa.h, which explains the macros.
+// The attention kernels for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the macros.
 // Each of the headers below is included by the next: operands, tile registers, products and softmax, cache.
 
 #include <utility>
@@ -166,16 +166,23 @@ TARGET void merge(const Problem& p, const Unit& unit, const float* states) {
 }
 
 template <class T, class C>
-constexpr PairKernels pair_kernels(int64_t unit_rows = kUnitRows) {
-  return {write<T, C>, attend<T, C>, merge<T>, unit_rows};
+constexpr PairKernels pair_kernels() {
+  return {write<T, C>, attend<T, C>, merge<T>, kUnitRows};
 }
+
+#ifdef TILES
+template <class C>
+constexpr PairKernels tiled_kernels() {
+  return {write<BFloat16, C>, attend_tiled<C>, merge<BFloat16>, kTiledUnitRows};
+}
+#endif
 
 inline Kernels kernels() {
 #ifdef TILES  // for pairs of bf16 alone; the vectors multiply the rest
-  Kernels all = avx512_bf16::kernels();
-  all.of[1][0] = {write<BFloat16, BFloat16>, attend_tiled<BFloat16>, merge<BFloat16>, kTiledUnitRows};
-  all.of[1][2] = {write<BFloat16, Fp8>, attend_tiled<Fp8>, merge<BFloat16>, kTiledUnitRows};
-  return all;
+  namespace rest = avx512_bf16;
+  return {{{rest::pair_kernels<float, float>(), rest::pair_kernels<float, int8_t>(), rest::pair_kernels<float, Fp8>()},
+           {tiled_kernels<BFloat16>(), rest::pair_kernels<BFloat16, int8_t>(), tiled_kernels<Fp8>()},
+           {rest::pair_kernels<Half, Half>(), rest::pair_kernels<Half, int8_t>(), rest::pair_kernels<Half, Fp8>()}}};
 #else
   return {{{pair_kernels<float, float>(), pair_kernels<float, int8_t>(), pair_kernels<float, Fp8>()},
            {pair_kernels<BFloat16, BFloat16>(), pair_kernels<BFloat16, int8_t>(), pair_kernels<BFloat16, Fp8>()},

@@ -125,7 +125,7 @@ INLINE typename O::Element to_operand(C x) {
       y = from_fp8(IntVec{x.code})[0];
     else
       y = static_cast<float>(x);
-    if constexpr (std::is_same_v<O, Pairs>) return BFloat16(y).x;
+    if constexpr (std::is_same_v<O, Pairs>) return BFloat16(y).bits;
     else return y;
   }
 }

@@ -1,166 +1,41 @@
-// Attention of one item on tile registers, for pairs of bf16; see attention_cpu_kernels.h.
+// Attention of one item on tile registers, for pairs of bf16; see attention_cpu_kernels.h. The keys of a tile are those of
+// a partition, and the order of operations of a row is this, whatever is computed beside it:
+//
+//   scores   of 32 keys at a time, added up over 16 lanes after 16 lanes
+//   weights  of 32 keys at a time, and their sums lane by lane
+//   values   added up over 32 keys after 32 keys
+//
+// Up to 16 rows wait for memory. More are cut into chunks of 64, and while the vector units weigh four blocks of 32 rows
+// and keys, the tile registers make the scores of the next four, and multiply the values of the chunk before.
 
-#include "attention_cpu_amx.h"
+#include "attention_cpu_softmax.h"
 
 namespace {
 namespace ISA {
 
-constexpr float kUnset = 3e38f;           // a shift before the first key
-constexpr float kMostWeight = 0x1p17f;    // of two keys together
-constexpr int64_t kTileSize = 16 * 16;    // floats
-constexpr int64_t kGroup = 4;             // blocks of scores that are multiplied one after the other
-
-// ---------------------------------------------------------------------------------------------------- softmax
-
-// The softmax of some rows over the keys of a partition, 32 at a time. A row's weights are relative to a power of 2, the
-// next above the largest of its first scores; so weights may be larger than 1. Only when one would be above kMostWeight
-// is the power set anew, and what was written before is multiplied by a power of 2, which loses nothing.
-struct Softmax {
-  float scale;                     // of products, to scores as powers of 2
-  const float *k_scale, *v_scale;  // of the keys of the partition, or null
-  float soft_cap;                  // or 0
-  int64_t window, first_key, first_block;  // of 32 keys
-  const int64_t* positions;  // [rows] of the queries; -1 for rows that are not there
-  float* shifts;             // [rows] minus the exponent of that power of 2
-  float* sums;               // [rows][16]
-  float* weights;            // of rows from `first_row` on: pairs, by tiles, [blocks of rows][blocks of keys][32][16]
-  int64_t first_row;
-
-  float* weights_at(int64_t row, int64_t key) const {
-    const int64_t block = (row - first_row) / kBlockRows * (kTile / kBlockKeys) + key / kBlockKeys;
-    return weights + (block * kBlockRows + row % kBlockRows) * kTileLanes;
-  }
-
-  // What a row sees of the partition's keys.
-  int64_t end(int64_t row) const { return positions[row] + 1 - first_key; }
-  int64_t first(int64_t row) const { return window > 0 ? end(row) - window : 0; }
-  INLINE IntVec sees(int64_t row, int64_t key) const {
-    const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (lane >= static_cast<int32_t>(std::clamp<int64_t>(first(row) - key, 0, kLanes))) &
-           (lane < static_cast<int32_t>(std::clamp<int64_t>(end(row) - key, 0, kLanes)));
-  }
-};
-
-// Products become scores, where it takes more than one factor.
-__attribute__((noinline)) TARGET void scale_products(const Softmax& softmax, float scale, float* products, int64_t key) {
-  for (int64_t i = 0; i < kBlockKeys; i += kLanes) {
-    Vec x = load(products + i) * scale;
-    if (softmax.k_scale != nullptr) x *= load(softmax.k_scale + key + i);
-    if (softmax.soft_cap > 0) x = tanh(x / softmax.soft_cap) * (softmax.soft_cap * kLog2E);
-    store(products + i, x);
-  }
-}
-
-INLINE Vec fused(Vec x, Vec y, Vec z) {
-  return reinterpret_cast<Vec>(
-      _mm512_fmadd_ps(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y), reinterpret_cast<__m512>(z)));
-}
-
-// 2 to the power of x: infinity where that is too large, 0 below the normal numbers (the caller has seen to that).
-// Relative error 1e-4, where weights are rounded to 2e-3.
-INLINE Vec weight_of(Vec x) {
-  const auto f = reinterpret_cast<Vec>(_mm512_reduce_ps(reinterpret_cast<__m512>(x), 0x09));  // x less its floor
-  Vec p = broadcast(7.70671651e-2f);
-  p = fused(p, f, broadcast(2.27644859e-1f));
-  p = fused(p, f, broadcast(6.95116817e-1f));
-  p = fused(p, f, broadcast(1.f));
-  return reinterpret_cast<Vec>(_mm512_scalef_ps(reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(x)));
-}
-
-INLINE bool any_above(Vec x, Vec limit) {
-  return _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(limit), _CMP_GT_OQ) != 0;
-}
-
-// Sets the power of 2 of a row anew.
-__attribute__((noinline)) TARGET void shift_row(const Softmax& softmax, int64_t row, const float* products, int64_t key) {
-  Vec largest = broadcast(-kInfinity);
-  for (int64_t i = 0; i < kBlockKeys; i += kLanes)
-    largest = max(softmax.sees(row, key + i) ? load(products + i) : broadcast(-kInfinity), largest);
-  const float before = softmax.shifts[row];
-  softmax.shifts[row] = -std::ceil(largest_lane(largest) * softmax.scale);
-  if (before == kUnset) return;  // all weights so far are 0
-  const float shrink = exp2(softmax.shifts[row] - before);
-  float* sums = softmax.sums + row * kLanes;
-  store(sums, load(sums) * shrink);
-  constexpr int32_t kHigh = static_cast<int32_t>(0xffff0000);
-  for (int64_t i = softmax.first_block * kBlockKeys; i < key; i += kBlockKeys) {
-    float* weights = softmax.weights_at(row, i);
-    const IntVec pairs = bits(load(weights));
-    const IntVec low = bits(floats(pairs << 16) * shrink), high = bits(floats(pairs & kHigh) * shrink);
-    store(weights, floats(((low >> 16) & 0xffff) | (high & kHigh)));
-  }
-}
-
-// Turns the products of kRows rows and 32 keys into weights, each row by itself. kWhole: the rows see all these keys, and
-// values have no scale.
-template <int kRows, bool kWhole>
-INLINE void weigh_rows(const Softmax& softmax, int64_t row, const float* products, int64_t products_row, int64_t key) {
-  Vec x[2 * kRows], sums[kRows];
-  const Vec scale = broadcast(softmax.scale), limit = broadcast(kMostWeight);
-  const auto weigh_row = [&](int i) __attribute__((always_inline)) TARGET {
-    for (int j = 0; j < 2; ++j) {
-      const Vec score = load(products + i * products_row + j * kLanes);
-      const Vec relative = fused(score, scale, broadcast(softmax.shifts[row + i]));
-      x[2 * i + j] = weight_of(kWhole || softmax.sees(row + i, key + j * kLanes) ? relative : broadcast(-kInfinity));
-    }
-    sums[i] = x[2 * i] + x[2 * i + 1];
-  };
-  Vec most = limit;
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-    weigh_row(i);
-    most = max(sums[i], most);  // NaN is passed over
-  }
-  if (any_above(most, limit)) [[unlikely]]
-#pragma GCC unroll 16
-    for (int i = 0; i < kRows; ++i)
-      if (any_above(sums[i], limit)) {
-        shift_row(softmax, row + i, products + i * products_row, key);
-        weigh_row(i);
-      }
-#pragma GCC unroll 16
-  for (int i = 0; i < kRows; ++i) {
-    float* sum = softmax.sums + (row + i) * kLanes;
-    store(sum, load(sum) + sums[i]);
-    if constexpr (!kWhole)
-      if (softmax.v_scale != nullptr)
-        for (int j = 0; j < 2; ++j) {
-          const int64_t at = key + j * kLanes;
-          x[2 * i + j] = softmax.sees(row + i, at) ? x[2 * i + j] * load(softmax.v_scale + at) : Vec{};
-        }
-    store(softmax.weights_at(row + i, key), to_bf16_pairs(x[2 * i], x[2 * i + 1]));
-  }
-}
-
-template <int kRows>
-INLINE void weigh(const Softmax& softmax, int64_t row, const float* products, int64_t products_row, int64_t key) {
-  const int64_t last = row + kRows - 1;
-  if (key + kBlockKeys <= softmax.end(row) && softmax.first(last) <= key && softmax.positions[last] >= 0 &&
-      softmax.v_scale == nullptr)
-    weigh_rows<kRows, true>(softmax, row, products, products_row, key);
-  else
-    weigh_rows<kRows, false>(softmax, row, products, products_row, key);
-}
+constexpr int64_t kTileSize = 16 * 16;  // floats
+constexpr int64_t kGroup = 4;           // blocks of scores that are multiplied one after the other
 
 // ---------------------------------------------------------------------------------------------------- a partition
 
 // What all rows of an item need of a partition.
 struct Part {
   Softmax softmax;
-  float factor;   // of products that become scores by scale_products(); 0 for none
-  int64_t lanes, dim, end;         // of the keys that some row sees, in blocks of 32
-  const float* queries;            // [rows][lanes]
-  const float* const* keys;        // of 16 keys each
-  const float* const* values;      // a lane of all columns each
+  float factor;                // of products that become scores by scale_products(); 0 for none
+  int64_t lanes, dim;          // of a row of queries, and of values
+  int64_t end;                 // of the keys that some row sees, in blocks of 32
+  const float* queries;        // [rows][lanes]
+  const float* const* keys;    // 16 of them each, `stride` floats from lane to lane
+  const float* const* values;  // a lane of all columns each
   int64_t stride;
-  float *packed, *scores;
+  float *packed, *scores;      // memory for values as tiles, and for scores
 };
 
 // One row or a few, [rows][kTile] scores at a time.
 __attribute__((noinline)) TARGET void attend_few(const Part& part, int64_t rows, float* out) {
   const int64_t depth = part.end * kTileLanes, first = part.softmax.first_block * kTileLanes;
-  few_scores(part.queries, part.lanes, (part.end - part.softmax.first_block) * 2, part.keys + part.softmax.first_block * 2, part.stride,
-             part.scores + part.softmax.first_block * kBlockKeys);
+  few_scores(part.queries, part.lanes, (part.end - part.softmax.first_block) * 2,
+             part.keys + part.softmax.first_block * 2, part.stride, part.scores + part.softmax.first_block * kBlockKeys);
   for (int64_t row = 0; row < rows; row += 2)
     for (int64_t key = part.softmax.first_block * kBlockKeys; key < part.end * kBlockKeys; key += kBlockKeys) {
       float* products = part.scores + row * kTile + key;
@@ -174,7 +49,7 @@ __attribute__((noinline)) TARGET void attend_few(const Part& part, int64_t rows,
 // Lines of memory that will be needed soon. They lie in many pages, so reading one after the other would wait for each.
 struct Fetch {
   const char *queries = nullptr, *out = nullptr;
-  int64_t queries_stride = 0, out_stride = 0;       // bytes from token to token
+  int64_t queries_stride = 0, out_stride = 0;             // bytes from token to token
   int64_t queries_tokens = 0, out_tokens = 0, bytes = 0;  // of a token
 
   INLINE void token(int64_t i) const {
@@ -187,7 +62,7 @@ struct Fetch {
 struct Chunk {
   Softmax softmax;
   int64_t begin = 0, end = 0;    // rows
-  int64_t first = 0, last = 0;   // blocks of 32 keys
+  int64_t end_block = 0;         // of 32 keys
   State state{nullptr, 0, 0};    // of its rows alone
   Fetch fetch = {};
 
@@ -195,9 +70,10 @@ struct Chunk {
 };
 
 INLINE Product score_product(const Part& part, const Chunk& chunk, int64_t i) {
-  const int64_t block = chunk.first + i / chunk.blocks(), row = chunk.begin + i % chunk.blocks() * kBlockRows;
-  return {.x = part.queries + row * part.lanes, .x_row = part.lanes, .below = kTileLanes * part.lanes, .x_step = kTileLanes,
-          .left = part.keys[2 * block], .right = part.keys[2 * block + 1], .stride = part.stride,
+  const int64_t block = chunk.softmax.first_block + i / chunk.blocks();
+  const int64_t row = chunk.begin + i % chunk.blocks() * kBlockRows;
+  return {.x = part.queries + row * part.lanes, .x_row = part.lanes, .below = kTileLanes * part.lanes,
+          .x_step = kTileLanes, .left = part.keys[2 * block], .right = part.keys[2 * block + 1], .stride = part.stride,
           .operand_step = kTileLanes * part.stride, .out = part.scores + i % (2 * kGroup) * kBlockRows * kBlockKeys,
           .out_row = kBlockKeys, .steps = part.lanes / kTileLanes};
 }
@@ -205,12 +81,14 @@ INLINE Product score_product(const Part& part, const Chunk& chunk, int64_t i) {
 INLINE Product value_product(const Part& part, const Chunk& chunk, int64_t i) {
   const int64_t columns = i / chunk.blocks(), row = chunk.begin + i % chunk.blocks() * kBlockRows;
   const int64_t last_row = std::min(row + kBlockRows, chunk.end) - 1;
-  const int64_t last = std::min(ceil_div(chunk.softmax.end(last_row), kBlockKeys), chunk.last);
-  const float* values = part.packed + (columns * (kTile / kBlockKeys) + chunk.first) * 2 * kTileSize;
-  return {.x = chunk.softmax.weights_at(row, chunk.first * kBlockKeys), .x_row = kTileLanes, .below = kTileSize,
+  const int64_t last = std::min(ceil_div(chunk.softmax.end(last_row), kBlockKeys), chunk.end_block);
+  const int64_t first = chunk.softmax.first_block;
+  const float* values = part.packed + (columns * (kTile / kBlockKeys) + first) * 2 * kTileSize;
+  return {.x = chunk.softmax.weights_at(row, first * kBlockKeys), .x_row = kTileLanes, .below = kTileSize,
           .x_step = 2 * kTileSize, .left = values, .right = values + kTileSize, .stride = kLanes,
-          .operand_step = 2 * kTileSize, .out = chunk.state.values + (row - chunk.begin) * part.dim + columns * 2 * kLanes,
-          .out_row = part.dim, .steps = last - chunk.first};
+          .operand_step = 2 * kTileSize,
+          .out = chunk.state.values + (row - chunk.begin) * part.dim + columns * 2 * kLanes, .out_row = part.dim,
+          .steps = last - first};
 }
 
 __attribute__((noinline)) TARGET void multiply_values(const Part& part, const Chunk& chunk) {
@@ -225,13 +103,15 @@ __attribute__((noinline)) TARGET void weigh_chunk(const Part& part, const Chunk&
   constexpr int kRows = 4;
   TILES tiles;
   Product jobs[kGroup + 2 * 512 / (2 * kLanes)];
-  const int64_t count = (chunk.last - chunk.first) * chunk.blocks(), groups = ceil_div(count, kGroup);
+  const int64_t count = (chunk.end_block - chunk.softmax.first_block) * chunk.blocks(), groups = ceil_div(count, kGroup);
   const int64_t values = previous.blocks() * part.dim / (2 * kLanes);
   for (int64_t i = 0; i < std::min(kGroup, count); ++i)
     for (Product product = score_product(part, chunk, i); product.step < product.steps;) product.advance(tiles);
   for (int64_t group = 0, fetched = 0; group < groups; ++group) {
     int64_t made = 0, steps = 0, number = 0;
-    const auto add = [&](const Product& product) { jobs[number++] = product, steps += product.steps; };
+    const auto add = [&](const Product& product) {
+      if (product.steps > 0) jobs[number++] = product, steps += product.steps;  // else its rows see nothing
+    };
     const int64_t begin = group * kGroup, end = std::min(begin + kGroup, count);
     for (int64_t i = end; i < std::min(end + kGroup, count); ++i) add(score_product(part, chunk, i));
     for (int64_t i = values * group / groups; i < values * (group + 1) / groups; ++i)
@@ -241,7 +121,7 @@ __attribute__((noinline)) TARGET void weigh_chunk(const Part& part, const Chunk&
     const int64_t strips = (end - begin) * (kBlockRows / kRows);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = chunk.begin + i % chunk.blocks() * kBlockRows;
-      const int64_t key = (chunk.first + i / chunk.blocks()) * kBlockKeys;
+      const int64_t key = (chunk.softmax.first_block + i / chunk.blocks()) * kBlockKeys;
       float* scores = part.scores + i % (2 * kGroup) * kBlockRows * kBlockKeys;
       for (int64_t j = 0; j < kBlockRows; j += kRows, scores += kRows * kBlockKeys) {
         for (int64_t k = 0; part.factor > 0 && k < kRows; ++k)
@@ -276,6 +156,70 @@ TARGET void load_row(const Problem& p, const Unit& unit, int64_t row, float* to)
   std::memcpy(to, static_cast<const BFloat16*>(p.q) + token * p.q_token + head * p.q_head, p.head_dim * sizeof(BFloat16));
 }
 
+// The softmax state of some rows.
+TARGET void finish(const Softmax& softmax, int64_t row, int64_t rows, const State& to) {
+  for (int64_t i = 0; i < rows; ++i) {
+    to.maximum[i] = softmax.shifts[row + i] == kUnset ? -kInfinity : -softmax.shifts[row + i];
+    to.sum[i] = sum_of_lanes(load(softmax.sums + (row + i) * kLanes));
+  }
+}
+
+// All rows of an item, chunk by chunk. `unit`: whose queries are loaded now, if any. The states are left in `state`, or
+// folded into `total`, in which case `state` has memory for those of two chunks.
+TARGET void attend_chunks(const Problem& p, const Unit* unit, const Part& part, int64_t rows, float* queries,
+                          const State& state, const State* total) {
+  pack_values(part.values, part.softmax.first_block, part.end, part.dim, part.packed);
+  Chunk previous;
+  const auto complete = [&] {
+    const int64_t count = previous.end - previous.begin;
+    finish(previous.softmax, previous.begin, count, previous.state);
+    if (total != nullptr) fold(total->from(previous.begin, part.dim), previous.state, count, part.dim);
+  };
+  for (int64_t row = 0, i = 0; row < rows; row += kChunkRows, ++i) {
+    Chunk chunk{.softmax = part.softmax, .begin = row, .end = std::min(row + kChunkRows, rows)};
+    Softmax& softmax = chunk.softmax;
+    softmax.weights += i % 2 * kChunkRows * kTile / 2;
+    softmax.first_row = row;
+    softmax.first_block = std::max(softmax.first_block, softmax.first(row) / kBlockKeys);
+    chunk.end_block = std::min(ceil_div(softmax.end(chunk.end - 1), kBlockKeys), part.end);
+    chunk.state = total == nullptr ? state.from(row, part.dim)
+                                   : State(state.values + i % 2 * State::size(kChunkRows, part.dim), kChunkRows, part.dim);
+    if (unit != nullptr) {
+      for (int64_t j = row; j < chunk.end; ++j) load_row(p, *unit, j, queries + j * part.lanes);
+      chunk.fetch = fetch_of(p, *unit, row);
+    }
+    if (chunk.end_block <= softmax.first_block) {
+      if (total == nullptr) clear(chunk.state, chunk.end - row);
+      continue;
+    }
+    weigh_chunk(part, chunk, previous);
+    if (previous.end > 0) complete();
+    previous = chunk;
+  }
+  multiply_values(part, previous);
+  if (previous.end > 0) complete();
+}
+
+// The keys and values of a partition as operands.
+template <class C>
+TARGET void find_operands(const Problem& p, const Unit& unit, int64_t first_key, Tile<C>& tile,
+                          Operands<Pairs, C>& operands) {
+  if (p.in_runs()) find_tile(p, unit, first_key, tile);
+  else copy_tile(p, unit, first_key, tile, operands);
+  if (p.in_runs() && kRaw<Pairs, C>) {
+    std::copy(std::begin(tile.keys), std::end(tile.keys), operands.keys);
+    std::copy(std::begin(tile.values), std::end(tile.values), operands.values);
+    operands.stride = p.block_size;
+    return;
+  }
+  if constexpr (!kRaw<Pairs, C>)
+    if (p.in_runs()) convert_tile(p, tile, tile, operands);
+  for (int64_t g = 0; g < Tile<C>::kGroups; ++g)
+    operands.keys[g] = operands.key_memory + g * p.head_dim / 2 * kLanes;
+  for (int64_t i = 0; i < operands.kDepth; ++i) operands.values[i] = operands.value_memory + i * p.head_dim;
+  operands.stride = kLanes;
+}
+
 template <class C>
 TARGET void attend_tiled(const Problem& p, const Item& item, float* states) {
   if (p.head_dim % (2 * kTileLanes) != 0) return avx512_bf16::attend<BFloat16, C>(p, item, states);
@@ -285,12 +229,13 @@ TARGET void attend_tiled(const Problem& p, const Item& item, float* states) {
   int64_t rows = 0;
   for (int64_t i = 0; i < item.count; ++i) rows += item.units[i]->rows(p);
   const int64_t room = ceil_div(rows, kBlockRows) * kBlockRows, dim = p.head_dim, lanes = dim / 2;
-  const bool few = rows <= kTileLanes, in_runs = p.in_runs(), raw = in_runs && kRaw<Pairs, C>;
-  const int64_t state_size = State::size(room, dim), chunk_size = State::size(kChunkRows, dim);
+  const bool few = rows <= kTileLanes;
+  const int64_t state_size = State::size(room, dim), chunks_size = 2 * State::size(kChunkRows, dim);
 
   const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), few ? 0 : Memory::value_floats(p), 3 * dim,
                            room * lanes, 2 * room, room, room * kLanes, (few ? kBlockRows : 2 * kChunkRows) * kTile / 2,
-                           few ? kTileLanes * kTile : 2 * kGroup * kBlockRows * kBlockKeys, state_size, shared ? state_size : 2 * chunk_size};
+                           few ? kTileLanes * kTile : 2 * kGroup * kBlockRows * kBlockKeys, state_size,
+                           shared ? state_size : chunks_size};
   int64_t total_size = 0;
   for (const int64_t size : sizes) total_size += ceil_div(size, kLanes) * kLanes;
   float* memory = scratch(total_size);
@@ -301,7 +246,6 @@ TARGET void attend_tiled(const Problem& p, const Item& item, float* states) {
   operands.value_memory = take();
   float* packed = take();
   operands.edges = take();
-  operands.stride = raw ? p.block_size : kLanes;
   std::memset(operands.edges + 2 * dim, 0, dim * sizeof(float));
   float* queries = take();
   int64_t* positions = reinterpret_cast<int64_t*>(take());
@@ -330,68 +274,23 @@ TARGET void attend_tiled(const Problem& p, const Item& item, float* states) {
     if (kept) place = states + unit.state + (partition - unit.first_partition()) * state_size;
     const State state(place, room, dim);
     const int64_t first_key = partition * kPartition;
-    if (in_runs) {
-      find_tile(p, unit, first_key, tile);
-      if constexpr (kRaw<Pairs, C>) {
-        std::copy(std::begin(tile.keys), std::end(tile.keys), operands.keys);
-        std::copy(std::begin(tile.values), std::end(tile.values), operands.values);
-      } else {
-        convert_tile(p, tile, tile, operands);
-      }
-    } else {
-      copy_tile(p, unit, first_key, tile, operands);
-    }
-    if (!raw) {
-      for (int64_t g = 0; g < Tile<C>::kGroups; ++g) operands.keys[g] = operands.key_memory + g * lanes * kLanes;
-      for (int64_t i = 0; i < operands.kDepth; ++i) operands.values[i] = operands.value_memory + i * dim;
-    }
+    find_operands<C>(p, unit, first_key, tile, operands);
     const int64_t skipped = std::max<int64_t>(unit.first_key - first_key, 0), end = ceil_div(tile.count, kBlockKeys);
     hide_values(skipped, tile.count, end * kTileLanes, dim, operands);
     std::fill_n(shifts, room, kUnset);
     std::memset(sums, 0, room * kLanes * sizeof(float));
-    const Part part{{plain ? factor : 1.f, p.k_scale == nullptr ? nullptr : tile.k_scale,
-                     p.k_scale == nullptr ? nullptr : tile.v_scale, p.soft_cap, p.window, first_key, skipped / kBlockKeys, positions, shifts, sums, weights, 0},
-                    plain ? 0.f : factor, lanes, dim, end, queries, operands.keys, operands.values,
+    const bool scaled = p.k_scale != nullptr;
+    const Softmax softmax{plain ? factor : 1.f, scaled ? tile.k_scale : nullptr, scaled ? tile.v_scale : nullptr,
+                          p.soft_cap, p.window, first_key, skipped / kBlockKeys, positions, shifts, sums, weights, 0};
+    const Part part{softmax, plain ? 0.f : factor, lanes, dim, end, queries, operands.keys, operands.values,
                     operands.stride, packed, scores};
-    const auto finish = [&](int64_t row, int64_t count, const State& to) TARGET {
-      for (int64_t i = 0; i < count; ++i) {
-        to.maximum[i] = shifts[row + i] == kUnset ? -kInfinity : -shifts[row + i];
-        to.sum[i] = sum_of_lanes(load(sums + (row + i) * kLanes));
-      }
-    };
     if (few) {
       attend_few(part, rows, state.values);
-      finish(0, rows, state);
+      finish(part.softmax, 0, rows, state);
       if (folded) fold(total, state, rows, dim);
     } else {
-      pack_values(part.values, part.softmax.first_block, end, dim, packed);
-      Chunk previous;
-      const auto complete = [&](const Chunk& chunk) TARGET {
-        const int64_t count = chunk.end - chunk.begin;
-        finish(chunk.begin, count, chunk.state);
-        if (folded) fold(total.from(chunk.begin, dim), chunk.state, count, dim);
-      };
-      for (int64_t row = 0, i = 0; row < rows; row += kChunkRows, ++i) {
-        Chunk chunk{.softmax = part.softmax, .begin = row, .end = std::min(row + kChunkRows, rows)};
-        chunk.softmax.weights = weights + i % 2 * kChunkRows * kTile / 2;
-        chunk.softmax.first_row = row;
-        chunk.first = std::max(part.softmax.first_block, chunk.softmax.first(row) / kBlockKeys);
-        chunk.last = std::min(ceil_div(chunk.softmax.end(chunk.end - 1), kBlockKeys), end);
-        chunk.state = folded ? State(partition_memory + i % 2 * chunk_size, kChunkRows, dim) : state.from(row, dim);
-        if (lazy && partition == item.first_partition) {
-          for (int64_t j = row; j < chunk.end; ++j) load_row(p, unit, j, queries + j * lanes);
-          chunk.fetch = fetch_of(p, unit, row);
-        }
-        if (chunk.last <= chunk.first) {
-          if (!folded) clear(state.from(row, dim), chunk.end - row);
-          continue;
-        }
-        weigh_chunk(part, chunk, previous);
-        if (previous.end > 0) complete(previous);
-        previous = chunk;
-      }
-      multiply_values(part, previous);
-      complete(previous);
+      const bool fetched = shared || partition > item.first_partition;
+      attend_chunks(p, fetched ? nullptr : &unit, part, rows, queries, state, folded ? &total : nullptr);
     }
     if (shared) keep_states(p, item, partition, state, states);
   }

@@ -18,11 +18,7 @@ namespace {
 constexpr int64_t kPartition = 512;  // keys
 constexpr int64_t kUnitRows = 96;    // approximate query rows (tokens times heads) of a unit
 // The same with tile registers; and how many rows are multiplied at a time, and weighed at a time.
-#ifndef UNIT_ROWS
-#define UNIT_ROWS 512
-#define CHUNK_ROWS 64
-#endif
-constexpr int64_t kTiledUnitRows = UNIT_ROWS, kBlockRows = 32, kChunkRows = CHUNK_ROWS;
+constexpr int64_t kTiledUnitRows = 512, kBlockRows = 32, kChunkRows = 64;
 constexpr float kSmallestMaximum = 0x1p-100f;  // as in kv_quant.py
 
 // More vectors that may be stored at any address.

@@ -2,20 +2,19 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
 #include <unordered_map>
 #include <vector>
 
+#include "../cpu/tensor.h"
 #include "attention_cpu_types.h"
 
 namespace {
 
 void write_cache(const Problem& p, const PairKernels& kernels) {
-  at::parallel_for(0, p.tokens, ceil_div(16384, p.kv_heads * p.head_dim), [&](int64_t begin, int64_t end) {
+  parallel_for(0, p.tokens, ceil_div(16384, p.kv_heads * p.head_dim), [&](int64_t begin, int64_t end) {
     kernels.write(p, begin, end);
   });
 }
@@ -88,7 +87,7 @@ void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
     }
 
   // The items: what is shared; then each unit, whole, or cut into ranges of partitions if it is a large part of the work.
-  const int64_t threads = at::get_num_threads(), target = total_cost / (8 * threads) + 1;
+  const int64_t threads = num_threads(), target = total_cost / (8 * threads) + 1;
   std::vector<Item> items;
   std::vector<const Unit*> members, cut;
   members.reserve(2 * units.size());  // each once alone and once with others; items have pointers into it
@@ -120,7 +119,7 @@ void attend(const Problem& p, const PairKernels& kernels, int64_t element) {
   const auto for_each = [&](int64_t count, auto&& work) {
     const bool tiny = total_cost * p.head_dim * element < 1 << 21;
     std::atomic<int64_t> next = 0;
-    at::parallel_for(0, tiny ? 1 : std::min(threads, count), 1, [&](int64_t, int64_t) {
+    parallel_for(0, tiny ? 1 : std::min(threads, count), 1, [&](int64_t, int64_t) {
       for (int64_t i = next++; i < count; i = next++) work(i);
     });
   };

@@ -1,6 +1,6 @@
 // Vectors of 16 floats for one instruction set. They are the compiler's own, which splits them where registers are
 // narrower; intrinsics only where it has no operation for what an instruction does. Included once for each set by
-// each_isa.h, which explains the macros.
+// one_isa.cpp, which explains the macros.
 
 #include <algorithm>
 #include <cstring>

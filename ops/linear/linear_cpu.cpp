@@ -24,12 +24,6 @@
 // differ in the last bit (AMX sums 16 even and 16 odd products before it adds them), so one of them serves all shapes: AMX
 // also takes single rows, where it has more than enough arithmetic to keep up with memory.
 
-#include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/utils/pybind.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -39,10 +33,8 @@
 #include <utility>
 #include <vector>
 
-#define KERNELS "../linear/linear_cpu_kernels.h"
-#define PRODUCTS 1
-#include "../cpu/each_isa.h"
 #include "linear_cpu_types.h"
+#include "../cpu/op.h"
 
 namespace {
 
@@ -95,19 +87,19 @@ void tile_rows(const Input* from, int64_t stride, int64_t rows, int64_t K, uint3
 // Rows of x [T, K] from `first` on -> groups of `group` rows, each as the micro kernel takes it, whatever the strides of x.
 // `align` is that of the kernels; each row takes `words`.
 template <class Input>
-void pack_rows(const at::Tensor& x, int64_t first, int64_t group, int64_t align, int64_t words, uint32_t* packed) {
+void pack_rows(const Tensor& x, int64_t first, int64_t group, int64_t align, int64_t words, uint32_t* packed) {
   const int64_t T = x.size(0), K = x.size(1), stride = x.stride(0);
-  const auto* data = static_cast<const Input*>(x.const_data_ptr());
+  const auto* data = x.data<const Input>();
   const auto pack = align == 1 ? interleave_rows<Input> : tile_rows<Input>;
   const int64_t groups = (T - first + group - 1) / group;
-  at::parallel_for(0, groups, 1 + (1 << 17) / (words * group), [&](int64_t begin, int64_t end) {
+  parallel_for(0, groups, 1 + (1 << 17) / (words * group), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * group; row < std::min(T - first, end * group); row += group)
       pack(data + (first + row) * stride, stride, std::min(group, T - first - row), K, packed + row * words);
   });
 }
 
 // The first row that has to be packed, a multiple of `group`, or T: tiles are loaded from x itself where they are whole.
-int64_t first_packed_row(const at::Tensor& x, int64_t group, int64_t align) {
+int64_t first_packed_row(const Tensor& x, int64_t group, int64_t align) {
   const int64_t T = x.size(0);
   if (align == 1 || x.size(1) % (2 * align) != 0 || x.stride(0) % 2 != 0 || x.stride(0) == 0) return 0;
   return T < align || T % align == 0 ? T : T / group * group;
@@ -172,8 +164,8 @@ void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, int6
 
 // All of it, with the activations x [T, K] in words of 32 bits.
 template <class T>
-void multiply(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor& packed,
-              const std::optional<at::Tensor>& bias, const at::Tensor& out) {
+void multiply(const KernelsOf<T>& kernels, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
+              const Tensor& out) {
   using Input = typename Packing<T>::Input;
   constexpr int64_t INPUTS = sizeof(uint32_t) / sizeof(Input);
   const int64_t rows = x.size(0), N = out.size(1), tiles = packed.size(0), words = packed.size(1);
@@ -184,22 +176,22 @@ void multiply(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor
   // With few rows a single row tile at a time: it waits less for weights that come from memory.
   const int64_t group = tiled && rows <= 2 * kernels.rows ? kernels.align : kernels.rows;
   const int64_t first_packed = first_packed_row(x, group, kernels.align);
-  at::Tensor x_packed = at::empty({kernels.aligned(rows - first_packed), x_words, INPUTS}, x.options());
-  auto* const packed_rows = static_cast<uint32_t*>(x_packed.mutable_data_ptr());
+  Tensor x_packed = empty({kernels.aligned(rows - first_packed), x_words, INPUTS}, x.dtype());
+  auto* const packed_rows = x_packed.data<uint32_t>();
   if (first_packed < rows) pack_rows<Input>(x, first_packed, group, kernels.align, x_words, packed_rows);
   const Problem<T> problem = {
       .rows = rows,
       .N = N,
       .words = words,
-      .x = static_cast<const uint32_t*>(x.const_data_ptr()),
+      .x = x.data<const uint32_t>(),
       .x_stride = x.stride(0) / INPUTS,
       .first_packed = first_packed,
       .x_packed = packed_rows,
       .x_words = x_words,
-      .w = static_cast<const typename Packing<T>::Word*>(packed.const_data_ptr()),
-      .bias = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr,
-      .out = static_cast<T*>(out.mutable_data_ptr()),
-      .stream = out.nbytes() > STREAM_BYTES,
+      .w = packed.data<const typename Packing<T>::Word>(),
+      .bias = bias ? bias->data<const T>() : nullptr,
+      .out = out.data<T>(),
+      .stream = rows * N * static_cast<int64_t>(sizeof(T)) > STREAM_BYTES,
       // One group reads longer runs of memory; with two, the second finds the first one's weights in L1.
       .chunk = rows <= group ? 2 * kernels.chunk : tiled && rows <= 2 * group ? kernels.chunk / 2 : kernels.chunk,
       .group = group,
@@ -208,11 +200,11 @@ void multiply(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor
   // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
   const int64_t cols = rows <= FEW_ROWS && !tiled ? 1 : kernels.cols;
   // A thread that is free takes the next piece of the columns and block of rows: cores need not be equally fast.
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), rows * words * tiles * TILE / GRAIN_FLOPS + 1);
+  const int64_t threads = std::min(num_threads(), rows * words * tiles * TILE / GRAIN_FLOPS + 1);
   const int64_t piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols;
   const int64_t pieces = (tiles + piece - 1) / piece, items = pieces * ((rows + block - 1) / block);
   std::atomic<int64_t> free = 0;
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
     kernels.begin(rows);
     for (int64_t item = free++, next; item < items; item = next) {
       next = free++;
@@ -225,46 +217,45 @@ void multiply(const KernelsOf<T>& kernels, const at::Tensor& x, const at::Tensor
   });
 }
 
-void check_inputs(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias, int64_t N) {
-  const auto dtype = x.scalar_type();
-  TORCH_CHECK_VALUE(dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kHalf,
-                    "packed_linear: x must be bfloat16, float32 or float16, got ", dtype);
-  for (const at::Tensor& tensor : {x, packed, bias.value_or(x)})
-    TORCH_CHECK_VALUE(tensor.scalar_type() == dtype && tensor.device().is_cpu(),
-                      "packed_linear: x, packed and bias must be of one dtype on the CPU, x is ", dtype, ", got ",
-                      tensor.scalar_type(), " on ", tensor.device());
-  TORCH_CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, "packed_linear: x must be [T, K] with K > 0, got ", x.sizes());
-  TORCH_CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, "packed_linear: the last stride of x must be 1, got strides ",
-                    x.strides());
-  const int64_t inputs = dtype == at::kBFloat16 ? 2 : 1;  // of a word
+void check_inputs(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t N) {
+  const auto dtype = x.dtype();
+  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf,
+              "packed_linear: x must be bfloat16, float32 or float16, got ", dtype);
+  for (const Tensor* tensor : {&x, &packed, bias ? &*bias : &x})
+    CHECK_VALUE(tensor->dtype() == dtype && tensor->is_cpu(),
+                "packed_linear: x, packed and bias must be of one dtype on the CPU, x is ", dtype, ", got ",
+                tensor->dtype(), " on ", tensor->place());
+  CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, "packed_linear: x must be [T, K] with K > 0, got ", x.sizes());
+  CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, "packed_linear: the last stride of x must be 1, got strides ",
+              x.strides());
+  const int64_t inputs = dtype == kBFloat16 ? 2 : 1;  // of a word
   const std::array<int64_t, 4> expected = {(N + TILE - 1) / TILE, (x.size(1) + inputs - 1) / inputs, TILE, inputs};
-  TORCH_CHECK_VALUE(N > 0 && packed.sizes() == at::IntArrayRef(expected), "packed_linear: x ", x.sizes(),
-                    " and out_features ", N, " take packed ", at::IntArrayRef(expected), ", got ", packed.sizes());
-  TORCH_CHECK_VALUE(packed.is_contiguous(), "packed_linear: packed must be contiguous");
-  TORCH_CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == N && bias->is_contiguous()),
-                    "packed_linear: bias must be a contiguous [", N, "], got ", bias->sizes());
+  const Shape wanted(expected.data(), 4);
+  CHECK_VALUE(N > 0 && packed.sizes() == wanted, "packed_linear: x ", x.sizes(),
+              " and out_features ", N, " take packed ", wanted, ", got ", packed.sizes());
+  CHECK_VALUE(packed.is_contiguous(), "packed_linear: packed must be contiguous");
+  CHECK_VALUE(!bias || (bias->dim() == 1 && bias->size(0) == N && bias->is_contiguous()),
+              "packed_linear: bias must be a contiguous [", N, "], got ", bias->sizes());
 }
 
-at::Tensor packed_linear(const IsaName& isa, const at::Tensor& x, const at::Tensor& packed,
-                         const std::optional<at::Tensor>& bias, int64_t out_features) {
+// In float32, contiguous.
+Tensor as_floats(const Tensor& x) {
+  Tensor floats = empty(x.sizes(), kFloat);
+  succeeded(aoti_torch_copy_(floats.get(), x.get(), 0));
+  return floats;
+}
+
+Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t out_features) {
   check_inputs(x, packed, bias, out_features);
-  const Kernels& kernels = chosen(isa, "packed_linear");
-  at::Tensor out = at::empty({x.size(0), out_features}, x.options());
+  const Kernels& kernels = chosen();
+  Tensor out = empty({x.size(0), out_features}, x.dtype());
   if (x.size(0) == 0) return out;
-  if (x.scalar_type() == at::kBFloat16) multiply(std::get<KernelsOf<BFloat16>>(kernels), x, packed, bias, out);
-  else if (x.scalar_type() == at::kFloat) multiply(std::get<KernelsOf<float>>(kernels), x, packed, bias, out);
-  else multiply(std::get<KernelsOf<Half>>(kernels), x.to(at::kFloat), packed, bias, out);
+  if (x.dtype() == kBFloat16) multiply(std::get<KernelsOf<BFloat16>>(kernels), x, packed, bias, out);
+  else if (x.dtype() == kFloat) multiply(std::get<KernelsOf<float>>(kernels), x, packed, bias, out);
+  else multiply(std::get<KernelsOf<Half>>(kernels), as_floats(x), packed, bias, out);
   return out;
 }
 
+const std::vector<Op> ops = {{"packed_linear", Boxed<packed_linear>::call}};
+
 }  // namespace
-
-// Registered here and not in Python, which would add some 5 us to each call.
-TORCH_LIBRARY_IMPL(compiled_llm, CPU, m) { m.impl("packed_linear", &Callable<packed_linear>::on_best); }
-
-PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  const py::call_guard<py::gil_scoped_release> without_gil;
-  m.def("packed_linear", &Callable<packed_linear>::on_best, without_gil);
-  m.def("packed_linear", &Callable<packed_linear>::by_name, without_gil, "On the instruction set of that name.");
-  m.def("supported_isas", &supported_isas, "Their names, best first.");
-}

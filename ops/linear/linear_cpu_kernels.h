@@ -1,4 +1,4 @@
-// The linear layer's kernels for one instruction set: compiled once for each by ../cpu/each_isa.h, which explains the
+// The linear layer's kernels for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the
 // macros. A micro kernel holds the sums of `M` rows by `C` column tiles in registers while it walks through a chunk.
 
 #include <array>
@@ -199,11 +199,7 @@ inline KernelsOf<BFloat16> bf16_kernels() {
 
 #if DOT
 // These instructions multiply no float32.
-inline Kernels kernels() {
-  Kernels all = avx512::kernels();
-  std::get<KernelsOf<BFloat16>>(all) = bf16_kernels();
-  return all;
-}
+inline Kernels kernels() { return {bf16_kernels(), avx512::float_kernels<float>(), avx512::float_kernels<Half>()}; }
 #else
 template <class T, size_t... I>
 constexpr std::array<void (*)(const Work<T>&), sizeof...(I)> float_products(std::index_sequence<I...>) {

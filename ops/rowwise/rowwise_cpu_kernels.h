@@ -1,4 +1,4 @@
-// The row-wise kernels for one instruction set: compiled once for each by ../cpu/each_isa.h, which explains the macros.
+// The row-wise kernels for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the macros.
 // Each function is one row's work, in an order of operations that depends on the row's length alone.
 
 #include <cmath>

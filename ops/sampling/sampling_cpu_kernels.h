@@ -1,4 +1,4 @@
-// The kernels of sampling for one instruction set: compiled once for each by ../cpu/each_isa.h, which explains the macros.
+// The kernels of sampling for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the macros.
 
 #include <algorithm>
 #include <functional>

@@ -1,14 +1,16 @@
 """A missing compiler is a clear warning and a slower run, not a traceback; a broken build is an error."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from torch.utils.cpp_extension import include_paths
+import torch
 
 from compiled_llm.ops import native
+from compiled_llm.ops.kernel_build import OPS, Library, isas_of, shipped, texts
 
 ROOT = Path(__file__).parents[2]
 
@@ -16,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def test_missing_compiler_warns_and_gives_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(native.MissingCompilerWarning, match=r"no-such-compiler.*apt install g\+\+"):
-        assert native.load_source(ROOT / "ops" / "attention" / "attention_cpu.cpp") is None
+        assert native.load.__wrapped__("attention_cpu") is None
 
 
 def test_the_engine_serves_without_a_compiler(tmp_path: Path) -> None:
@@ -40,45 +42,78 @@ def test_kernels_are_built_into_the_users_own_cache(monkeypatch: pytest.MonkeyPa
 
 
 SOURCE = """
-#include <Python.h>
-#define INIT_(name) PyInit_##name
-#define INIT(name) INIT_(name)
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "tiny", nullptr, 0, nullptr};
-PyMODINIT_FUNC INIT(TORCH_EXTENSION_NAME)() {
-  PyObject* m = PyModule_Create(&module);
-  PyModule_AddIntConstant(m, "answer", ANSWER);
-  return m;
-}
+extern "C" __attribute__((visibility("default"))) int answer() { return ANSWER; }
 """
 
 
-def test_built_once_and_again_when_changed_or_corrupt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def library_of(directory: Path, answer: int) -> Library:
+    source = directory / "tiny.cpp"
+    source.write_text(SOURCE.replace("ANSWER", str(answer)))
+    return Library("tiny", source)
+
+
+def answer_of(library: Library) -> int:
+    opened = native.open_library(library)
+    assert opened is not None
+    return opened.answer()
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the files that are built."""
+    built: list[str] = []
+    build = Library.build
+    monkeypatch.setattr(Library, "build", lambda *args: built.append(args[3]) or build(*args))
+    return built
+
+
+def test_built_once_and_again_when_changed_or_corrupt(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, builds: list[str]
+) -> None:
     monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
-    builds = []
-    build = native._build
-    monkeypatch.setattr(native, "_build", lambda *args: builds.append(args) or build(*args))
-    source = tmp_path / "tiny.cpp"
-
-    source.write_text(SOURCE.replace("ANSWER", "42"))
+    assert native.must_be_built(library_of(tmp_path, 42))
     for _ in range(2):
-        module = native.load_source(source)
-        assert module is not None
-        assert module.answer == 42
+        assert answer_of(library_of(tmp_path, 42)) == 42
     assert len(builds) == 1
-    (library,) = (tmp_path / "cache" / "kernels").iterdir()
+    assert not native.must_be_built(library_of(tmp_path, 42))
+    (library,) = native.kernel_directory().iterdir()
+    assert (library.name, library.stat().st_mode & 0o777) == (builds[0], 0o755)
 
-    source.write_text(SOURCE.replace("ANSWER", "43"))
-    module = native.load_source(source)
-    assert module is not None
-    assert (module.answer, len(builds)) == (43, 2)
+    assert answer_of(library_of(tmp_path, 43)) == 43
+    assert len(builds) == 2
 
     monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "other"))
-    source.write_text(SOURCE.replace("ANSWER", "42"))
-    (native.cache_directory() / "kernels").mkdir()
-    (native.cache_directory() / "kernels" / library.name).write_bytes(b"cut off")
-    module = native.load_source(source)
-    assert module is not None
-    assert (module.answer, len(builds)) == (42, 3)
+    native.cache_directory()
+    native.kernel_directory().mkdir()
+    (native.kernel_directory() / library.name).write_bytes(b"cut off")
+    with pytest.warns(UserWarning, match="does not load, so it is built again"):
+        assert answer_of(library_of(tmp_path, 42)) == 42
+    assert len(builds) == 3
+
+
+def test_a_library_of_the_package_is_taken_without_a_compiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, builds: list[str]
+) -> None:
+    library, compiler = library_of(tmp_path, 7), native.compiler()
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    shipped = tmp_path / "libraries"
+    shipped.mkdir()
+    library.build(compiler, shipped, library.file_name())
+    monkeypatch.setattr(native, "_SHIPPED", shipped)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
+    assert not native.must_be_built(library)
+    assert answer_of(library) == 7
+    assert not (tmp_path / "cache").exists()
+    assert native.open_library(library_of(tmp_path, 8)) is None, "it is of other sources"
+
+    monkeypatch.setenv("CXX", compiler)
+    damaged = library_of(tmp_path, 9)
+    (shipped / damaged.file_name()).write_bytes(b"for another system")
+    with pytest.warns(UserWarning, match="came with the package and does not load here"):
+        assert answer_of(damaged) == 9
+    assert len(builds) == 2, "that which did not load was built for this machine"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
@@ -87,27 +122,58 @@ def test_a_library_that_another_user_could_have_planted_is_not_run(
     planted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
-    source = tmp_path / "tiny.cpp"
-    source.write_text(SOURCE.replace("ANSWER", "42"))
-    native.load_source(source)
+    tiny = library_of(tmp_path, 42)
+    native.build(tiny)
     (library,) = (tmp_path / "cache" / "kernels").iterdir()
     place = {"cache": tmp_path / "cache", "kernels": library.parent, "library": library}[planted]
     os.chown(place, 4321, 4321)
     place.chmod(0o777)
-    monkeypatch.setattr(native, "_import", lambda path: pytest.fail(f"{path} was loaded"))
-    monkeypatch.setattr(native, "_build", lambda *args: pytest.fail("it was built there"))
-    with pytest.raises(ValueError, match=f"code is not loaded from .*kernels: .*{place.name} belongs to user 4321"):
-        native.load_source(source)
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda path: pytest.fail(f"{path} was loaded"))
+    monkeypatch.setattr(Library, "build", lambda *args: pytest.fail("it was built there"))
+    for use in (native.open_library, native.build):
+        with pytest.raises(ValueError, match=f"code is not loaded from .*kernels: .*{place.name} belongs to user 4321"):
+            use(tiny)
 
 
-def test_a_changed_header_is_a_new_build(tmp_path: Path) -> None:
-    source = tmp_path / "a.cpp"
-    source.write_text('#include <vector>\n#include "b.h"\n#include "d/../c.h"\n#define KERNELS "d.h"\n')
-    (tmp_path / "b.h").write_text('#include "c.h"\n')
-    (tmp_path / "c.h").write_text("// c\n")
-    (tmp_path / "d.h").write_text("// d\n")
-    first_lines = [text.splitlines()[0] for text in native._texts(source)]
-    assert first_lines == ["#include <vector>", '#include "c.h"', "// c", "// d"]
+def test_a_broken_source_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "broken.cpp").write_text("this is no C++")
+    with pytest.raises(RuntimeError, match=r"building broken failed: (.*\n)+.*error: "):
+        native.open_library(Library("broken", tmp_path / "broken.cpp"))
+    assert list(native.kernel_directory().iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def kernels() -> native.Kernels:
+    module = native.load("sampling_cpu")
+    if module is None:
+        pytest.skip("no C++ compiler")
+    return module
+
+
+def test_a_set_is_chosen_for_one_call(kernels: native.Kernels) -> None:
+    """Of the calling thread alone, and only while it runs."""
+    opened: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        load = native.open_library
+        patch.setattr(native, "open_library", lambda library: opened.append(library.name) or load(library))
+        assert kernels.run("greedy_tokens", torch.tensor([[1.0, 3.0, 2.0]]), isa="portable").tolist() == [1]
+        assert kernels.run("greedy_tokens", torch.tensor([[1.0, 3.0, 2.0]])).tolist() == [1]
+    assert opened.count("sampling_cpu.portable") == 1
+    with pytest.raises(ValueError, match=r"isa 'mmx' is unknown or not supported by this CPU, which has \['"):
+        kernels.run("greedy_tokens", torch.zeros(1, 1), isa="mmx")
+
+
+def test_a_start_needs_the_libraries_of_one_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    if native.compiler() is None:
+        pytest.skip("no C++ compiler")
+    monkeypatch.setenv("COMPILED_LLM_ISA", "portable")
+    assert native.best_isa() == "portable"
+    assert [library.name for library in native.libraries_of("linear_cpu")] == ["linear_cpu", "linear_cpu.portable"]
+    assert native.is_available("linear_cpu")
+    names = {library.name for library in shipped()}
+    for op in OPS:
+        assert {f"{op}.{isa}" for isa in isas_of(op)} - names <= {f"{op}.amx_in_software"}, "a wheel has all"
 
 
 HEADERS = sorted((ROOT / "ops").rglob("*.h"))
@@ -118,17 +184,25 @@ def test_headers_compile_alone(header: Path) -> None:
     compiler = native.compiler()
     if compiler is None:
         pytest.skip("no C++ compiler")
-    command = [compiler, "-fsyntax-only", "-x", "c++", *native._FLAGS, "-Wall", "-Wno-unused-function"]
-    command += [f"-isystem{path}" for path in include_paths()] + ["-include", str(header), os.devnull]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [compiler, "-fsyntax-only", "-std=c++20", "-Wno-psabi", "-x", "c++", "-Wall", "-Wno-unused-function"]
+    if header.name == "op.h":  # it comes after an op's types
+        command += ["-Wno-unused-variable", "-include", str(ROOT / "ops" / "rowwise" / "rowwise_cpu_types.h")]
+    done = subprocess.run([*command, "-include", str(header), os.devnull], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_broken_source_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "broken.cpp").write_text("this is no C++")
-    with pytest.raises(RuntimeError, match="broken"):
-        native.load_source(tmp_path / "broken.cpp")
+def test_a_changed_header_is_a_new_build(tmp_path: Path) -> None:
+    source = tmp_path / "a.cpp"
+    source.write_text('#include <vector>\n#include "b.h"\n#include "d/../c.h"\n')
+    (tmp_path / "b.h").write_text('#include "c.h"\n')
+    (tmp_path / "c.h").write_text("// c\n")
+    (tmp_path / "d.h").write_text("// d\n")
+    first_lines = [text.splitlines()[0] for text in texts(source, [tmp_path / "d.h"])]
+    assert first_lines == ["#include <vector>", "// d", '#include "c.h"', "// c"]
+    library = Library("a", source, ('-DKERNELS="d.h"', "-DLEVEL=1"))
+    names = {library.file_name(), library.file_name("g++"), dataclasses.replace(library, defines=()).file_name()}
+    (tmp_path / "d.h").write_text("// changed\n")
+    assert len(names | {library.file_name()}) == 4
 
 
 def test_the_environment_limits_the_instruction_set() -> None:
@@ -140,7 +214,7 @@ os.environ["COMPILED_LLM_ISA"] = "portable"
 print(native.load("sampling_cpu").supported_isas())
 os.environ["COMPILED_LLM_ISA"] = "sse9"
 try:
-    native.load("linear_cpu").supported_isas()
+    native.load("linear_cpu")
 except ValueError as error:
     print(error)
 """

@@ -13,7 +13,7 @@ import torch
 
 from compiled_llm import hardware as machine
 from compiled_llm.ops import native
-from compiled_llm.report import machine_limits
+from compiled_llm.report import cpu_loops, machine_limits
 from compiled_llm.report.machine_limits import MachineLimits, _Rate, significant
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Small memory and short loops, in a cache directory of its own that has the kernels."""
-    native.load("limits_cpu")  # from the cache that all tests share
+    cpu_loops.load()  # from the cache that all tests share
     monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path))
     monkeypatch.setattr(machine_limits, "_READ_BYTES", 1 << 24)
     monkeypatch.setattr(machine_limits, "_last_cache_bytes", lambda: 0)
@@ -177,7 +177,7 @@ def test_one_slow_try_at_the_start_makes_the_others_no_shorter(monkeypatch: pyte
     )
     monkeypatch.setattr(machine_limits, "_READ_BYTES", 1 << 20)
     monkeypatch.setattr(machine_limits, "_MOST_SECONDS", 0.01)
-    monkeypatch.setattr(machine_limits.native, "load", lambda name: loops)
+    monkeypatch.setattr(machine_limits.cpu_loops, "load", lambda: loops)
     _, flops, _ = machine_limits._measure_cpu(CPU, torch.bfloat16)
     assert flops.value > 0.7 * 1e5 * torch.get_num_threads() / 2e-8
 
@@ -206,7 +206,7 @@ def test_too_little_memory_says_what_to_do() -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_without_a_compiler_torch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_limits.native, "load", lambda name: None)
+    monkeypatch.setattr(machine_limits.cpu_loops, "load", lambda: None)
     limits = machine_limits.measured(CPU, torch.float32)
     assert isinstance(limits, MachineLimits)
     assert "for lack of a C++ compiler" in limits.instruction
@@ -214,7 +214,7 @@ def test_without_a_compiler_torch_is_measured(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_instruction_that_this_cpu_has_runs_and_says_what_it_did() -> None:
-    loops = native.load("limits_cpu")
+    loops = cpu_loops.load()
     if loops is None:
         pytest.skip("no C++ compiler")
     names = loops.supported(True)
@@ -224,12 +224,12 @@ def test_every_instruction_that_this_cpu_has_runs_and_says_what_it_did() -> None
         flops, seconds = loops.run_peak(name, 1000, 2)
         assert flops >= 2 * 1000 * 12 * 2 * 4
         assert seconds > 0
-    with pytest.raises(ValueError, match="not supported"):
+    with pytest.raises(ValueError, match="which this CPU supports"):
         loops.run_peak("mmx", 1, 1)
 
 
 def test_reading_refuses_what_it_cannot_stream() -> None:
-    loops = native.load("limits_cpu")
+    loops = cpu_loops.load()
     if loops is None:
         pytest.skip("no C++ compiler")
     array = native.huge_zeros([1 << 20], torch.float32).numpy()

@@ -1,11 +1,12 @@
 """The CPU's attention kernel on caches in the reference's order, for tests that compare both."""
 
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+
+from compiled_llm.ops import native
 
 Attend = Callable[..., Tensor]
 INSTRUCTION_SETS = ["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"]
@@ -27,13 +28,13 @@ def reordered(cache: Tensor, is_key: bool, to_cpu: bool) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(cache.shape).view(cache.dtype)
 
 
-def attend_on(kernels: ModuleType, *isa: str) -> Attend:
+def attend_on(kernels: native.Kernels, isa: str | None = None) -> Attend:
     """The CPU kernel for caches in the reference's order: of the best instruction set, or the one named."""
 
     def op(*args) -> Tensor:
         k_cache, v_cache = args[3:5]
         ordered = reordered(k_cache, True, True), reordered(v_cache, False, True)
-        out = kernels.paged_attention(*args[:3], *ordered, *args[5:], *isa)
+        out = kernels.run("paged_attention", *args[:3], *ordered, *args[5:], isa=isa)
         k_cache.copy_(reordered(ordered[0], True, False))
         v_cache.copy_(reordered(ordered[1], False, False))
         return out

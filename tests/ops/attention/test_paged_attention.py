@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
+from compiled_llm.ops import native
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from tests.drawn import cases
 from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE, AttentionCase, check, grid, make_case
@@ -234,7 +235,7 @@ def test_no_requests(attend: Attend) -> None:
     ("change", "error", "message"),
     [
         ({"q": torch.zeros(45, 8, 64, dtype=torch.float64)}, ValueError, "float32, bfloat16 or float16"),
-        ({"k": torch.zeros(45, 2, 64, dtype=torch.bfloat16)}, ValueError, "k must have dtype Float"),
+        ({"k": torch.zeros(45, 2, 64, dtype=torch.bfloat16)}, ValueError, "k must have dtype float32"),
         ({"v": torch.zeros(45, 2, 32)}, ValueError, "v must have shape"),
         ({"q": torch.zeros(45, 7, 64)}, ValueError, "multiple of the number of KV heads"),
         ({"q": torch.zeros(45, 8, 128)[..., ::2]}, ValueError, "last stride of q"),
@@ -251,18 +252,18 @@ def test_no_requests(attend: Attend) -> None:
     ],
 )
 def test_bad_arguments_are_refused(
-    kernels: ModuleType, change: dict[str, object], error: type[Exception], message: str
+    kernels: native.Kernels, change: dict[str, object], error: type[Exception], message: str
 ) -> None:
     case = make_case(**MIXED)
     with pytest.raises(error, match=message):
-        kernels.paged_attention(*replace(case, **change).args())
+        kernels.run("paged_attention", *replace(case, **change).args())
 
 
-def test_a_quantised_cache_needs_its_scales(kernels: ModuleType) -> None:
+def test_a_quantised_cache_needs_its_scales(kernels: native.Kernels) -> None:
     with pytest.raises(ValueError, match="v_scale is needed"):
-        kernels.paged_attention(*replace(make_case(**MIXED, kv_dtype=torch.int8), v_scale=None).args())
+        kernels.run("paged_attention", *replace(make_case(**MIXED, kv_dtype=torch.int8), v_scale=None).args())
 
 
-def test_unknown_instruction_set(kernels: ModuleType) -> None:
+def test_unknown_instruction_set(kernels: native.Kernels) -> None:
     with pytest.raises(ValueError, match="isa 'mmx' is unknown"):
-        kernels.paged_attention(*make_case(**MIXED).args(), "mmx")
+        kernels.run("paged_attention", *make_case(**MIXED).args(), isa="mmx")

@@ -1,7 +1,6 @@
 """The packed linear: every instruction set of this machine against float64, batch invariance, the op's registration."""
 
 from collections.abc import Iterable, Iterator
-from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -23,7 +22,7 @@ KERNELS += [(isa, dtype) for dtype in (FLOAT32, FLOAT16) for isa in SETS]
 
 
 @pytest.fixture(scope="module")
-def kernels() -> ModuleType:
+def kernels() -> native.Kernels:
     module = native.load("linear_cpu")
     if module is None:
         pytest.skip("needs a C++ compiler")
@@ -45,14 +44,14 @@ class Runner(NamedTuple):
     dtype: torch.dtype
 
     def __call__(self, x: Tensor, packed: Tensor, bias: Tensor | None, n: int) -> Tensor:
-        return native.load("linear_cpu").packed_linear(x, packed, bias, n, self.isa)
+        return native.load("linear_cpu").run("packed_linear", x, packed, bias, n, isa=self.isa)
 
     def problem(self, rows: int, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
         return problem(rows, n, k, self.dtype)
 
 
 @pytest.fixture(params=KERNELS, ids=lambda param: f"{param[0]}-{str(param[1]).removeprefix('torch.')}")
-def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Runner:
+def run(request: pytest.FixtureRequest, kernels: native.Kernels) -> Runner:
     """Each kernel there is; AMX also as a model of it in software, for CPUs without."""
     isa, dtype = request.param
     if isa not in kernels.supported_isas():
@@ -92,7 +91,9 @@ def test_software_tiles_are_those_of_the_cpu(t: int, n: int, k: int) -> None:
         pytest.skip("this CPU has no AMX")
     x, weight, bias = problem(t, n, k)
     packed = linear.pack_weight(weight)
-    of_the_cpu, in_software = (kernels.packed_linear(x, packed, bias, n, isa) for isa in ("amx", "amx_in_software"))
+    of_the_cpu, in_software = (
+        kernels.run("packed_linear", x, packed, bias, n, isa=isa) for isa in ("amx", "amx_in_software")
+    )
     assert torch.equal(of_the_cpu, in_software)
 
 
@@ -152,12 +153,14 @@ def test_special_values(run: Runner) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, FLOAT16])
-def test_sets_with_products_of_bfloat16_multiply_others_as_avx512(kernels: ModuleType, dtype: torch.dtype) -> None:
+def test_sets_with_products_of_bfloat16_multiply_others_as_avx512(kernels: native.Kernels, dtype: torch.dtype) -> None:
     x, weight, bias = problem(33, 100, 700, dtype)
     args = (x, linear.pack_weight(weight), bias, 100)
     sets = [isa for isa in kernels.supported_isas() if isa.startswith("a") and isa != "avx2"]
     for isa in sets:
-        assert torch.equal(kernels.packed_linear(*args, isa), kernels.packed_linear(*args, "avx512"))
+        assert torch.equal(
+            kernels.run("packed_linear", *args, isa=isa), kernels.run("packed_linear", *args, isa="avx512")
+        )
 
 
 def test_pack_weight_layout() -> None:
@@ -214,7 +217,7 @@ def test_unpack_rows(index: torch.dtype, dtype: torch.dtype) -> None:
     assert torch.equal(linear.unpack_rows(linear.pack_weight(weight), rows.to(index)), weight[rows])
 
 
-def test_loading_the_kernels_registers_them_for_the_op(kernels: ModuleType) -> None:
+def test_loading_the_kernels_registers_them_for_the_op(kernels: native.Kernels) -> None:
     """C++ for the CPU, in place of the Python function that loads it."""
     assert torch._C._dispatch_has_kernel_for_dispatch_key("compiled_llm::packed_linear", "CPU")
 
@@ -229,7 +232,7 @@ def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch, dtype: to
     assert_rounded_once(actual, x, weight, bias)
 
 
-def test_refuses_wrong_inputs(kernels: ModuleType) -> None:
+def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
     x, weight, bias = problem(4, 50, 64)
     packed = linear.pack_weight(weight)
     wrong = [
@@ -251,6 +254,6 @@ def test_refuses_wrong_inputs(kernels: ModuleType) -> None:
     ]
     for args, message in wrong:
         with pytest.raises(ValueError, match=message):
-            kernels.packed_linear(*args)
+            kernels.run("packed_linear", *args)
     with pytest.raises(ValueError, match="isa 'mmx' is unknown"):
-        kernels.packed_linear(x, packed, bias, 50, "mmx")
+        kernels.run("packed_linear", x, packed, bias, 50, isa="mmx")

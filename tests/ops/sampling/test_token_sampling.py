@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ VOCABULARIES = (1, 7, 255, 256, 257, 4096, 50000)
 
 
 @pytest.fixture(scope="module")
-def kernels() -> ModuleType:
+def kernels() -> native.Kernels:
     module = native.load("sampling_cpu")
     if module is None:
         pytest.skip("needs a C++ compiler")
@@ -40,13 +39,13 @@ def kernels() -> ModuleType:
 
 
 @pytest.fixture(params=["avx512", "avx2", "portable", "op"])
-def run(request: pytest.FixtureRequest, kernels: ModuleType) -> Op:
+def run(request: pytest.FixtureRequest, kernels: native.Kernels) -> Op:
     """``sample_tokens`` on one instruction set, or as it is registered."""
     if request.param == "op":
         return sampling.sample_tokens
     if request.param not in kernels.supported_isas():
         pytest.skip(f"this CPU has no {request.param}")
-    return lambda *args: kernels.sample_tokens(*args, request.param)
+    return lambda *args: kernels.run("sample_tokens", *args, isa=request.param)
 
 
 # ---- against the reference ------------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ FILTERS = {
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize("name", FILTERS)
-def test_distribution(name: str, temperature: float, kernels: ModuleType) -> None:
+def test_distribution(name: str, temperature: float, kernels: native.Kernels) -> None:
     """Chi-square of 100,000 samples against the exact distribution, p > 0.001."""
     filters, count = {**OFFS, **FILTERS[name]}, 100_000
     logits = torch.randn(300)
@@ -223,13 +222,13 @@ def test_the_check_accepts_the_reference_and_no_other() -> None:
 # ---- the op ---------------------------------------------------------------------------------------------------------
 
 
-def test_greedy_tokens(kernels: ModuleType) -> None:
+def test_greedy_tokens(kernels: native.Kernels) -> None:
     for dtype in DTYPES:
         for vocabulary in (1, 7, 257, 5000):
             logits = make_case(vocabulary, pattern="few-values", dtype=dtype).logits
             assert torch.equal(sampling.greedy_tokens(logits), logits.float().argmax(-1))
             for isa in kernels.supported_isas():
-                assert torch.equal(kernels.greedy_tokens(logits, isa), logits.float().argmax(-1))
+                assert torch.equal(kernels.run("greedy_tokens", logits, isa=isa), logits.float().argmax(-1))
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
@@ -245,7 +244,7 @@ def test_fullgraph_compile() -> None:
     assert torch.equal(compiled(*case), expected(case) + 1)
 
 
-def test_loading_the_kernels_registers_them_for_the_ops(kernels: ModuleType) -> None:
+def test_loading_the_kernels_registers_them_for_the_ops(kernels: native.Kernels) -> None:
     for name in ("sample_tokens", "greedy_tokens"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"compiled_llm::{name}", "CPU")
 
@@ -257,7 +256,7 @@ def test_reference_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(sampling._greedy_without_kernels(case.logits), case.logits.argmax(-1))
 
 
-def test_refuses_wrong_inputs(kernels: ModuleType) -> None:
+def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
     case = make_case(300, rows=4)
     wrong = [
         ({"logits": case.logits[0]}, r"must be \[R, V\]"),
@@ -276,4 +275,4 @@ def test_refuses_wrong_inputs(kernels: ModuleType) -> None:
         with pytest.raises(ValueError, match=message):
             sampling.sample_tokens(*case._replace(**change))
     with pytest.raises(ValueError, match="isa 'mmx' is unknown"):
-        kernels.sample_tokens(*case, "mmx")
+        kernels.run("sample_tokens", *case, isa="mmx")

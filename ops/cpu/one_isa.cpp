@@ -1,0 +1,82 @@
+// The kernels of one op for one instruction set, as a library of their own. ../native.py builds it with
+//
+//   KERNELS   the path, from this folder, of a header that defines `Kernels kernels()` in the namespace ISA; Kernels is
+//             the op's own type
+//   NAME      the set, and
+//   LEVEL     its number below
+//   BASE      the number of another set, whose kernels those of this one are added to; -1 for none
+//
+// The header is included for each of the two, with these macros. So it has no include guard, nor have the headers that it
+// is built on, down to vectors.h; each includes the next one.
+//
+//   ISA     the namespace
+//   TARGET  the attribute of every function
+//   WIDTH   bits of the vector registers
+//   DOT     whether there are instructions that multiply pairs of bfloat16, and groups of four bytes, and add them up
+//   TILES   the tile registers, which multiply pairs of bfloat16; not defined where there are none
+
+#include "features.h"
+
+#define WANTED(level) (LEVEL == level || BASE == level)
+
+#if WANTED(0)
+#define ISA portable
+#define TARGET
+#define WIDTH 128
+#define DOT 0
+#include KERNELS
+#undef ISA
+#undef TARGET
+#undef WIDTH
+#undef DOT
+#endif
+
+#if WANTED(1)
+#define ISA avx2
+#define TARGET TARGET_AVX2
+#define WIDTH 256
+#define DOT 0
+#include KERNELS
+#undef ISA
+#undef TARGET
+#undef WIDTH
+#undef DOT
+#endif
+
+#define WIDTH 512
+#if WANTED(2)
+#define ISA avx512
+#define TARGET TARGET_AVX512
+#define DOT 0
+#include KERNELS
+#undef ISA
+#undef TARGET
+#undef DOT
+#endif
+
+#define TARGET TARGET_AVX512_BF16
+#define DOT 1
+#if WANTED(3)
+#define ISA avx512_bf16
+#include KERNELS
+#undef ISA
+#endif
+
+#if WANTED(4)
+#define ISA amx
+#define TILES HardwareTiles
+#include KERNELS
+#undef ISA
+#undef TILES
+#endif
+
+#if WANTED(5)
+#define ISA amx_in_software
+#define TILES SoftwareTiles
+#include KERNELS
+#endif
+
+extern "C" __attribute__((visibility("default"))) const void* kernels() {
+  static const Kernels all = NAME::kernels();
+  return &all;
+}

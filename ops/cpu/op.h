@@ -1,0 +1,89 @@
+// What makes C++ functions ops of torch, and which kernels they call. An op's .cpp file includes this once, after the header
+// of its type `Kernels`.
+
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#include "tensor.h"
+
+namespace {
+
+// The kernels for the best instruction set that this CPU has, and, while a test asks for them, those of another one.
+const Kernels* best = nullptr;
+thread_local const Kernels* named = nullptr;
+
+inline const Kernels& chosen() { return named != nullptr ? *named : *best; }
+
+// Arguments are owned by the function that takes them, and so are the boxes that optional ones come in.
+template <class T>
+T argument(StableIValue value) {
+  if constexpr (std::is_same_v<T, Tensor>) {
+    return Tensor(reinterpret_cast<AtenTensorHandle>(value));
+  } else if constexpr (std::is_same_v<T, std::optional<Tensor>>) {
+    const std::unique_ptr<StableIValue> boxed(reinterpret_cast<StableIValue*>(value));
+    if (boxed == nullptr) return std::nullopt;
+    return argument<Tensor>(*boxed);
+  } else if constexpr (std::is_same_v<T, std::string>) {
+    const auto handle = reinterpret_cast<StringHandle>(value);
+    size_t length = 0;
+    const char* characters = nullptr;
+    succeeded(torch_string_length(handle, &length));
+    succeeded(torch_string_c_str(handle, &characters));
+    std::string text(characters, length);
+    succeeded(torch_delete_string(handle));
+    return text;
+  } else {
+    static_assert(std::is_same_v<T, int64_t> || std::is_same_v<T, double>);
+    return __builtin_bit_cast(T, value);
+  }
+}
+
+inline void give(StableIValue* stack, Tensor result) { stack[0] = reinterpret_cast<StableIValue>(result.release()); }
+inline void give(StableIValue* stack, std::tuple<Tensor, Tensor> results) {
+  give(stack, std::move(std::get<0>(results)));
+  give(stack + 1, std::move(std::get<1>(results)));
+}
+
+// An op as torch calls it: the arguments are on the stack, and the results take their place.
+template <auto op>
+struct Boxed;
+template <class Result, class... Args, Result (*op)(Args...)>
+struct Boxed<op> {
+  static void call(StableIValue* stack, uint64_t, uint64_t) { call_with(stack, std::index_sequence_for<Args...>()); }
+
+ private:
+  template <size_t... I>
+  static void call_with(StableIValue* stack, std::index_sequence<I...>) {
+    std::tuple<std::remove_cvref_t<Args>...> args{argument<std::remove_cvref_t<Args>>(stack[I])...};
+    give(stack, std::apply(op, args));
+  }
+};
+
+struct Op {
+  const char* name;
+  void (*call)(StableIValue*, uint64_t, uint64_t);
+};
+extern const std::vector<Op> ops;  // of the .cpp file
+
+// Here and not in Python, which would add some 5 us to each call.
+inline void register_ops() {
+  constexpr uint64_t version = uint64_t{2} << 56 | uint64_t{11} << 48;  // of torch, that the interface is of
+  TorchLibraryHandle library;
+  succeeded(aoti_torch_library_init_impl("compiled_llm", "CPU", __FILE__, __LINE__, &library));
+  for (const Op& op : ops) succeeded(torch_library_impl(library, op.name, op.call, version));
+}
+
+}  // namespace
+
+// For ../native.py, which calls this once with `always`: that registers the ops. Afterwards it calls it for one thread, or
+// with null for none.
+extern "C" __attribute__((visibility("default"))) void use_kernels(const void* kernels, bool always) {
+  const bool first = best == nullptr;
+  (always ? best : named) = static_cast<const Kernels*>(kernels);
+  if (first) register_ops();
+}

@@ -1,0 +1,140 @@
+// Tensors of torch, checks and parallel loops for the ops, on torch's C interface (torch_c.h).
+
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "torch_c.h"
+
+namespace {
+
+template <class... Parts>
+std::string text_of(const Parts&... parts) {
+  std::ostringstream text;
+  ((text << parts), ...);
+  return text.str();
+}
+
+// ValueError and IndexError in Python.
+#define CHECK_VALUE(condition, ...) \
+  if (!(condition)) [[unlikely]] throw std::invalid_argument(text_of(__VA_ARGS__))
+#define CHECK_INDEX(condition, ...) \
+  if (!(condition)) [[unlikely]] throw std::out_of_range(text_of(__VA_ARGS__))
+
+// Of a function of torch_c.h: it has printed what was wrong.
+inline void succeeded(AOTITorchError error) {
+  if (error != 0) [[unlikely]] throw std::runtime_error("torch refused a call of a C++ kernel");
+}
+
+// The dtypes that the ops know; the numbers are torch's.
+struct Dtype {
+  int32_t code;
+  friend bool operator==(Dtype a, Dtype b) { return a.code == b.code; }
+};
+inline const Dtype kFloat{aoti_torch_dtype_float32()}, kDouble{aoti_torch_dtype_float64()},
+    kBFloat16{aoti_torch_dtype_bfloat16()}, kHalf{aoti_torch_dtype_float16()}, kChar{aoti_torch_dtype_int8()},
+    kFloat8{aoti_torch_dtype_float8_e4m3fn()}, kInt{aoti_torch_dtype_int32()}, kLong{aoti_torch_dtype_int64()};
+
+inline int64_t bytes_of(Dtype dtype) {
+  if (dtype == kDouble || dtype == kLong) return 8;
+  if (dtype == kFloat || dtype == kInt) return 4;
+  return dtype == kBFloat16 || dtype == kHalf ? 2 : 1;
+}
+
+inline std::ostream& operator<<(std::ostream& out, Dtype dtype) {
+  for (const auto& [known, name] : {std::pair{kFloat, "float32"}, {kDouble, "float64"}, {kBFloat16, "bfloat16"},
+                                    {kHalf, "float16"}, {kChar, "int8"}, {kFloat8, "float8_e4m3fn"}, {kInt, "int32"},
+                                    {kLong, "int64"}})
+    if (dtype == known) return out << name;
+  return out << "another dtype";
+}
+
+// Sizes or strides; of more dimensions than any op takes, the first ones.
+struct Shape {
+  int64_t dim, values[8];
+
+  Shape(const int64_t* from, int64_t dim) : dim(dim) { std::copy_n(from, std::min<int64_t>(dim, 8), values); }
+  Shape(std::initializer_list<int64_t> sizes) : Shape(sizes.begin(), static_cast<int64_t>(sizes.size())) {}
+
+  friend bool operator==(const Shape& a, const Shape& b) {
+    return a.dim == b.dim && std::equal(a.values, a.values + std::min<int64_t>(a.dim, 8), b.values);
+  }
+  friend std::ostream& operator<<(std::ostream& out, const Shape& shape) {
+    out << "[";
+    for (int64_t i = 0; i < std::min<int64_t>(shape.dim, 8); ++i) out << (i == 0 ? "" : ", ") << shape.values[i];
+    return out << "]";
+  }
+};
+
+// A reference to a tensor. May be moved, not copied.
+class Tensor {
+ public:
+  Tensor() = default;
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
+  Tensor(Tensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Tensor& operator=(Tensor&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~Tensor() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+  int64_t dim() const { return read<int64_t>(aoti_torch_get_dim); }
+  Shape sizes() const { return {read<int64_t*>(aoti_torch_get_sizes), dim()}; }
+  Shape strides() const { return {read<int64_t*>(aoti_torch_get_strides), dim()}; }
+  // Of a dimension that there is.
+  int64_t size(int64_t i) const { return read<int64_t*>(aoti_torch_get_sizes)[i]; }
+  int64_t stride(int64_t i) const { return read<int64_t*>(aoti_torch_get_strides)[i]; }
+  Dtype dtype() const { return {read<int32_t>(aoti_torch_get_dtype)}; }
+  bool is_contiguous() const { return read<bool>(aoti_torch_is_contiguous); }
+  const char* place() const { return is_cpu() ? "the CPU" : "another device"; }
+  bool is_cpu() const { return read<int32_t>(aoti_torch_get_device_type) == aoti_torch_device_type_cpu(); }
+  template <class T = void>
+  T* data() const { return static_cast<T*>(read<void*>(aoti_torch_get_data_ptr)); }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+
+  template <class Value>
+  Value read(AOTITorchError (*function)(AtenTensorHandle, Value*)) const {
+    Value value;
+    succeeded(function(handle_, &value));
+    return value;
+  }
+};
+
+// A contiguous tensor on the CPU, not initialised.
+inline Tensor empty(const Shape& sizes, Dtype dtype) {
+  int64_t strides[8], stride = 1;
+  for (int64_t i = sizes.dim - 1; i >= 0; --i) {
+    strides[i] = stride;
+    stride *= sizes.values[i];
+  }
+  AtenTensorHandle made;
+  succeeded(
+      aoti_torch_empty_strided(sizes.dim, sizes.values, strides, dtype.code, aoti_torch_device_type_cpu(), 0, &made));
+  return Tensor(made);
+}
+
+// work(begin, end) for ranges of [begin, end), of at least `grain` where there are several, on torch's threads.
+template <class Work>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const Work& work) {
+  const auto call = [](int64_t from, int64_t to, void* work) { (*static_cast<const Work*>(work))(from, to); };
+  succeeded(torch_parallel_for(begin, end, grain, call, const_cast<Work*>(&work)));
+}
+
+inline int64_t num_threads() {
+  uint32_t threads;
+  succeeded(torch_get_num_threads(&threads));
+  return threads;
+}
+
+}  // namespace

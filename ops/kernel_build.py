@@ -1,0 +1,140 @@
+"""The C++ libraries of the ops: which there are, what they are called, and how one is compiled.
+
+An op is two libraries. ``NAME`` is what torch calls: it checks the arguments and cuts the work. ``NAME.SET`` has the
+kernels for one instruction set (``cpu/one_isa.cpp``), so a machine builds those of its own set alone. Neither needs
+torch's headers, which take longer to compile than both, nor Python's: torch is called through its stable C interface
+(``cpu/torch_c.h``). So a library serves every torch and every Python that the package allows, and may be shipped.
+
+Nothing here needs torch: packaging (``setup.py``) builds the libraries of all sets with it.
+"""
+
+import dataclasses
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+ISAS = ("portable", "avx2", "avx512", "avx512_bf16", "amx", "amx_in_software")
+"""The instruction sets, by their numbers in ``cpu/one_isa.cpp``. The last is a model of AMX, for tests."""
+
+_FLAGS = ("-O3", "-std=c++20", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-shared", "-fvisibility=hidden")
+# The ops that have kernels for products of bfloat16: set -> the set that multiplies all else.
+_BASES = {
+    "attention_cpu": {"amx": "avx512_bf16", "amx_in_software": "avx512_bf16"},
+    "linear_cpu": {"avx512_bf16": "avx512", "amx": "avx512", "amx_in_software": "avx512"},
+}
+OPS = (*_BASES, "rowwise_cpu", "sampling_cpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Library:
+    """What one call of the compiler makes of ``source``. ``torch``: whether it calls functions of torch."""
+
+    name: str
+    source: Path
+    defines: tuple[str, ...] = ()
+    torch: bool = False
+
+    def file_name(self, compiler: str = "") -> str:
+        """It has a hash of all that goes into the build, so a library is never loaded for other sources."""
+        parts = [*texts(self.source, self._included()), *self.defines, *_FLAGS, platform.machine(), compiler]
+        return f"{self.name}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+
+    def build(self, compiler: str, directory: Path, file_name: str) -> Path:
+        """Compile it into ``directory``, in an instant: no other process ever loads half a file.
+
+        Raises:
+            RuntimeError: the compiler refuses it; the message has its output.
+        """
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            made = Path(scratch) / "library.so"
+            command = [compiler, *_FLAGS, *self.defines, str(self.source), "-o", str(made)]
+            if self.torch:
+                command += _link_with_torch(compiler, Path(scratch))
+            _run(command, self.name)
+            made.chmod(0o755)  # whatever the umask
+            return Path(shutil.move(made, directory / file_name))
+
+    def _included(self) -> list[Path]:
+        return [self.source.parent / value.split('"')[1] for value in self.defines if '"' in value]
+
+
+def _link_with_torch(compiler: str, scratch: Path) -> list[str]:
+    """Flags that make a library find its functions in the ``libtorch_cpu.so`` of the process that loads it.
+
+    The loader goes by the name alone, so an empty library of that name serves: torch need not be there.
+    """
+    name = "libtorch_cpu.so"
+    empty = ["-shared", "-nostdlib", f"-Wl,-soname,{name}", "-x", "c++", os.devnull, "-o", str(scratch / name)]
+    _run([compiler, *empty], name)
+    return [f"-L{scratch}", "-Wl,--no-as-needed", "-ltorch_cpu"]
+
+
+def _run(command: list[str], name: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"building {name} failed: {' '.join(command)}\n{done.stderr}")
+
+
+def op_library(op: str) -> Library:
+    """What torch calls for the ops of ``op.cpp``; any other source that calls torch as well."""
+    (source,) = ROOT.glob(f"**/{op}.cpp")
+    return Library(op, source, torch=True)
+
+
+def kernel_library(op: str, isa: str) -> Library:
+    """The kernels of an op for one of ``isas_of(op)``."""
+    assert isa in isas_of(op)
+    header = op_library(op).source.with_name(f"{op}_kernels.h")
+    base = _BASES.get(op, {}).get(isa)
+    values = {
+        "KERNELS": f'"{os.path.relpath(header, ROOT / "cpu")}"',
+        "NAME": isa,
+        "LEVEL": ISAS.index(isa),
+        "BASE": -1 if base is None else ISAS.index(base),
+    }
+    defines = tuple(f"-D{name}={value}" for name, value in values.items())
+    return Library(f"{op}.{isa}", ROOT / "cpu" / "one_isa.cpp", defines)
+
+
+def features_library() -> Library:
+    """What tells which sets a CPU has."""
+    return Library("features", ROOT / "cpu" / "features.cpp")
+
+
+def isas_of(op: str) -> tuple[str, ...]:
+    """The sets that an op has kernels for on machines of this kind, best first; the last one is for tests."""
+    if platform.machine() != "x86_64":
+        return ("portable",)
+    if op not in _BASES:
+        return ("avx512", "avx2", "portable")
+    return ("amx", "avx512_bf16", "avx512", "avx2", "portable", "amx_in_software")
+
+
+def shipped() -> Iterator[Library]:
+    """All that a wheel carries."""
+    yield features_library()
+    for op in (*OPS, "limits_cpu"):
+        yield op_library(op)
+    for op in OPS:
+        yield from (kernel_library(op, isa) for isa in isas_of(op) if isa != "amx_in_software")
+
+
+def texts(source: Path, also: list[Path]) -> list[str]:
+    """``source`` and all of the project's headers that it includes, directly or not, by ``#include "PATH"``.
+
+    The paths are relative to the file that includes them. ``also``: headers that it includes by a macro.
+    """
+    found, read = [source, *(path.resolve() for path in also)], []
+    for path in found:
+        read.append(path.read_text())
+        names = re.findall(r'^#include "(.+)"', read[-1], re.MULTILINE)
+        headers = [(path.parent / name).resolve() for name in names]
+        found += [header for header in headers if header not in found]
+    return read

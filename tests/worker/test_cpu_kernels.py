@@ -1,0 +1,59 @@
+"""Kernels are built beside the rest of a start, of this machine's set alone, and are there when it is finished."""
+
+import io
+import threading
+from pathlib import Path
+
+import pytest
+
+from compiled_llm.ops import native
+from compiled_llm.ops.kernel_build import OPS, Library
+from compiled_llm.progress import StartProgress
+from compiled_llm.worker.cpu_kernels import KernelBuild
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="needs a C++ compiler")
+
+
+def test_what_is_missing_is_built_until_finish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    native.best_isa()
+    monkeypatch.setenv("COMPILED_LLM_ISA", "avx2")
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path))
+    built: list[str] = []
+    loaded: list[str] = []
+    may_end = threading.Event()
+
+    def build(library: Library) -> None:
+        may_end.wait(60)
+        built.append(library.name)
+
+    monkeypatch.setattr(native, "best_isa", lambda: "avx2")
+    monkeypatch.setattr(native, "libraries_of", lambda op: [Library(op, Path("a")), Library(f"{op}.avx2", Path("a"))])
+    monkeypatch.setattr(native, "must_be_built", lambda library: library.name != "sampling_cpu.avx2")
+    monkeypatch.setattr(native, "build", build)
+    monkeypatch.setattr(native, "load", loaded.append)
+    stream = io.StringIO()
+    kernels = KernelBuild(StartProgress("lines", stream))
+    line = stream.getvalue()
+    assert line.startswith("compiled-llm: building C++ kernels for avx2: 7 libraries, about ")
+    assert line.endswith(f" s, beside what follows; kept in {tmp_path / 'kernels'}\n")
+    assert (built, loaded) == ([], [])
+    may_end.set()
+    kernels.finish()
+    assert sorted(built) == sorted([*OPS, "attention_cpu.avx2", "linear_cpu.avx2", "rowwise_cpu.avx2"])
+    assert loaded == list(OPS)
+    assert kernels.seconds_waited > 0
+
+
+def test_a_build_that_fails_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "must_be_built", lambda library: library.name == "linear_cpu")
+    monkeypatch.setattr(native, "build", lambda library: (_ for _ in ()).throw(RuntimeError("building it failed")))
+    with pytest.raises(RuntimeError, match="building it failed"):
+        KernelBuild(StartProgress()).finish()
+
+
+def test_nothing_is_said_where_all_is_there() -> None:
+    KernelBuild(StartProgress()).finish()
+    stream = io.StringIO()
+    kernels = KernelBuild(StartProgress("lines", stream))
+    kernels.finish()
+    assert stream.getvalue() == ""
