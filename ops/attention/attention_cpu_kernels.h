@@ -3,11 +3,7 @@
 
 #include <utility>
 
-#ifdef TILES
-#include "attention_cpu_tiled.h"
-#else
 #include "attention_cpu_cache.h"
-#endif
 
 namespace {
 namespace ISA {
@@ -45,6 +41,19 @@ TARGET void load_queries(const Problem& p, const Unit& unit, int64_t lanes, floa
   }
 }
 
+// Copies what several units have of a partition to where each of them keeps it.
+TARGET void keep_states(const Problem& p, const Item& item, int64_t partition, const State& from, float* states) {
+  const int64_t dim = p.padded_dim();
+  for (int64_t i = 0, row = 0; i < item.count; row += item.units[i++]->rows(p)) {
+    const Unit& unit = *item.units[i];
+    const int64_t rows = unit.rows(p), room = unit.room(p), at = partition - unit.first_partition();
+    const State to(states + unit.state + at * State::size(room, dim), room, dim);
+    std::copy_n(from.values + row * dim, rows * dim, to.values);
+    std::copy_n(from.maximum + row, rows, to.maximum);
+    std::copy_n(from.sum + row, rows, to.sum);
+  }
+}
+
 template <class T, class C>
 TARGET void attend(const Problem& p, const Item& item, float* states) {
   using O = Operand<T, C>;
@@ -53,14 +62,17 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
   const bool shared = item.count > 1;  // then all rows of all units see all keys
   int64_t rows = 0;
   for (int64_t i = 0; i < item.count; ++i) rows += item.units[i]->rows(p);
-  const int64_t room = ceil_div(rows, kBlockRows) * kBlockRows, dim = p.padded_dim(), state_size = State::size(room, dim);
+  const int64_t room = ceil_div(rows, kLanes) * kLanes, dim = p.padded_dim(), state_size = State::size(room, dim);
   const int64_t lanes = ceil_div(p.head_dim, kPerLane<O>);
+  const bool tiled = kTiled<O> && lanes % kLanes == 0;
+  const bool blocks = tiled && rows > kLanes;  // of kTiledRows, of which two have scores at a time
+  const int64_t score_rows = blocks ? 2 * kTiledRows : room;
   const int64_t first_position = shared ? item.last_partition * kPartition : unit.keys - unit.tokens;
   const bool in_runs = p.in_runs(), raw = in_runs && kRaw<O, C>;
 
   using Memory = Operands<O, C>;
   const int64_t sizes[] = {Memory::key_floats(p), Memory::value_floats(p), 3 * dim, room * kRowsOf<O> * lanes, room * 4,
-                           room * kTile, room * kRowsOf<O> * kWeightsRow<O>, room, state_size, state_size};
+                           score_rows * kTile, room * kRowsOf<O> * kWeightsRow<O>, room, state_size, state_size};
   int64_t total_size = 0;
   for (const int64_t size : sizes) total_size += ceil_div(size, kLanes) * kLanes;
   float* memory = scratch(total_size);
@@ -82,6 +94,9 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
   clear(total, rows);
   operands.stride = raw ? p.block_size : kLanes;
   std::memset(operands.edges + 2 * dim, 0, dim * sizeof(float));
+#ifdef TILES
+  if (tiled) TILES::begin(std::min(rows, kTileLanes));
+#endif
 
   Tile<C> tiles[2];
   int64_t now = 0;
@@ -120,9 +135,12 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
       // What the last row sees, in lanes of keys as the products take them.
       const auto seen = [&](int64_t row) TARGET {
         const int64_t count = std::min(first_position + row / p.group - first + 1, tile.count);
-        return ceil_div(count, kPerLane<O>);
+        return tiled ? ceil_div(count, 2 * kLanes) * kLanes : ceil_div(count, kPerLane<O>);
       };
       hide_values(std::max<int64_t>(unit.first_key - first, 0), tile.count, seen(rows - 1), dim, operands);
+#ifdef TILES
+      if (blocks) gather_values(seen(rows - 1), dim, operands.values, operands.value_memory);
+#endif
 
       const auto mask_of = [&](int64_t row) TARGET {
         const int64_t position = first_position + row / p.group - first;  // of the query, in the tile
@@ -138,20 +156,31 @@ TARGET void attend(const Problem& p, const Item& item, float* states) {
                             reinterpret_cast<uint8_t*>(codes));
       };
       const bool add = first > start;
+#ifdef TILES
+      if constexpr (kTiled<O>)
+        if (blocks) {
+          attend_blocks(rows, lanes, dim, queries, operands.keys, operands.values, operands.stride, scores, state.values,
+                        add, seen, largest, weigh);
+          continue;
+        }
+#endif
       const int64_t depth = seen(rows - 1);
-      all_scores<O>(rows, queries, lanes, keys_of(depth) / kLanes, operands.keys, operands.stride,
+      all_scores<O>(tiled, rows, queries, lanes, keys_of(depth) / kLanes, operands.keys, operands.stride,
                     next == nullptr ? nullptr : next->keys, scores);
       for (int64_t row = 0; row < rows; ++row) {
         float* of_row = scores + row * kTile;
         weight_scale[row] =
             weigh(row, depth, largest(row, depth, of_row), of_row, codes + row * kRowsOf<O> * kWeightsRow<O>);
       }
-      all_values<O>(rows, kBytes ? codes : scores, weight_scale, depth, operands.values,
+      all_values<O>(tiled, rows, kBytes ? codes : scores, weight_scale, depth, operands.values,
                     next == nullptr ? nullptr : next->values, add, dim, state.values);
     }
     if (shared) keep_states(p, item, partition, state, states);
     else if (folded) fold(total, state, rows, dim);
   }
+#ifdef TILES
+  if (tiled) TILES::end();
+#endif
   if (unit.state < 0) write_out<T>(p, unit, total);
 }
 
@@ -166,22 +195,16 @@ TARGET void merge(const Problem& p, const Unit& unit, const float* states) {
 }
 
 template <class T, class C>
-constexpr PairKernels pair_kernels() {
-  return {write<T, C>, attend<T, C>, merge<T>, kUnitRows};
+constexpr PairKernels pair_kernels(int64_t unit_rows = kUnitRows) {
+  return {write<T, C>, attend<T, C>, merge<T>, unit_rows};
 }
-
-#ifdef TILES
-template <class C>
-constexpr PairKernels tiled_kernels() {
-  return {write<BFloat16, C>, attend_tiled<C>, merge<BFloat16>, kTiledUnitRows};
-}
-#endif
 
 inline Kernels kernels() {
 #ifdef TILES  // for pairs of bf16 alone; the vectors multiply the rest
   namespace rest = avx512_bf16;
   return {{{rest::pair_kernels<float, float>(), rest::pair_kernels<float, int8_t>(), rest::pair_kernels<float, Fp8>()},
-           {tiled_kernels<BFloat16>(), rest::pair_kernels<BFloat16, int8_t>(), tiled_kernels<Fp8>()},
+           {pair_kernels<BFloat16, BFloat16>(kTiledUnitRows), rest::pair_kernels<BFloat16, int8_t>(),
+            pair_kernels<BFloat16, Fp8>(kTiledUnitRows)},
            {rest::pair_kernels<Half, Half>(), rest::pair_kernels<Half, int8_t>(), rest::pair_kernels<Half, Fp8>()}}};
 #else
   return {{{pair_kernels<float, float>(), pair_kernels<float, int8_t>(), pair_kernels<float, Fp8>()},

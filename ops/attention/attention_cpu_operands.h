@@ -6,8 +6,9 @@
 namespace {
 namespace ISA {
 
+// Keys of a tile. With half as many, prefill is a tenth slower, because of what is done once for each row and tile.
 #ifdef TILES
-constexpr int64_t kTile = kPartition;  // keys
+constexpr int64_t kTile = 256;
 #else
 constexpr int64_t kTile = 128;
 #endif

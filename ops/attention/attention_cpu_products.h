@@ -3,7 +3,11 @@
 #include <algorithm>
 #include <utility>
 
+#ifdef TILES
+#include "attention_cpu_amx.h"
+#else
 #include "attention_cpu_operands.h"
+#endif
 
 namespace {
 namespace ISA {
@@ -130,17 +134,33 @@ TARGET void value_blocks(int64_t rows, const float* weights, const float* weight
 // by memory, and blocks read keys and values in the order of their addresses.
 constexpr int64_t kFewRows = 8;
 
-// Both products, which also fetch the next keys and values.
+#ifdef TILES
 template <class O>
-TARGET void all_scores(int64_t rows, const float* queries, int64_t depth, int64_t groups,
+constexpr bool kTiled = std::is_same_v<O, Pairs>;
+#else
+template <class O>
+constexpr bool kTiled = false;
+#endif
+
+// Both products: of up to 16 rows by tiles, or by vectors, which also fetch the next keys and values.
+template <class O>
+TARGET void all_scores(bool tiled, int64_t rows, const float* queries, int64_t depth, int64_t groups,
                        const float* const* keys, int64_t stride, const float* const* next, float* scores) {
+#ifdef TILES
+  if constexpr (kTiled<O>)
+    if (tiled) return few_scores(queries, depth, groups, keys, stride, scores);
+#endif
   const auto blocks = rows <= kFewRows ? score_blocks<O, kMaxRows<O>, 1> : score_blocks<O, kMaxRows<O>, kMaxVecs>;
   blocks(rows, queries, depth, groups, keys, stride, next, scores);
 }
 
 template <class O>
-TARGET void all_values(int64_t rows, const float* weights, const float* weight_scale, int64_t depth,
+TARGET void all_values(bool tiled, int64_t rows, const float* weights, const float* weight_scale, int64_t depth,
                        const float* const* values, const float* const* next, bool add, int64_t columns, float* out) {
+#ifdef TILES
+  if constexpr (kTiled<O>)
+    if (tiled) return few_values(weights, depth, values, add, columns, out);
+#endif
   constexpr int kRows = std::max(kMaxRows<O> / 3, 1);
   const auto blocks = rows <= kFewRows ? value_blocks<O, kRows, 2 * kMaxVecs> : value_blocks<O, kMaxRows<O>, kMaxVecs>;
   blocks(rows, weights, weight_scale, depth, values, next, add, 0, columns, out);
@@ -321,19 +341,6 @@ TARGET void write_out(const Problem& p, const Unit& unit, const State& state) {
     }
     for (int64_t i = 0; i < p.head_dim; i += kLanes)
       store_as(to + i, (state.sum[row] == 0 ? Vec{} : load(from + i)) * scale, p.head_dim - i);
-  }
-}
-
-// Copies what several units have of a partition to where each of them keeps it.
-TARGET void keep_states(const Problem& p, const Item& item, int64_t partition, const State& from, float* states) {
-  const int64_t dim = p.padded_dim();
-  for (int64_t i = 0, row = 0; i < item.count; row += item.units[i++]->rows(p)) {
-    const Unit& unit = *item.units[i];
-    const int64_t rows = unit.rows(p), room = unit.room(p), at = partition - unit.first_partition();
-    const State to(states + unit.state + at * State::size(room, dim), room, dim);
-    std::copy_n(from.values + row * dim, rows * dim, to.values);
-    std::copy_n(from.maximum + row, rows, to.maximum);
-    std::copy_n(from.sum + row, rows, to.sum);
   }
 }
 

@@ -2,14 +2,8 @@
 
 #pragma once
 
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <type_traits>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include <vector>
 
 #include "../cpu/vector_types.h"
 
@@ -17,8 +11,8 @@ namespace {
 
 constexpr int64_t kPartition = 512;  // keys
 constexpr int64_t kUnitRows = 96;    // approximate query rows (tokens times heads) of a unit
-// The same with tile registers; and how many rows are multiplied at a time, and weighed at a time.
-constexpr int64_t kTiledUnitRows = 512, kBlockRows = 32, kChunkRows = 64;
+// The same with tile registers, and how many rows are multiplied at a time.
+constexpr int64_t kTiledUnitRows = 256, kTiledRows = 32;
 constexpr float kSmallestMaximum = 0x1p-100f;  // as in kv_quant.py
 
 // More vectors that may be stored at any address.
@@ -68,7 +62,7 @@ struct Unit {
 
   int64_t first_partition() const { return first_key / kPartition; }
   int64_t rows(const Problem& p) const { return tokens * p.group; }
-  int64_t room(const Problem& p) const { return ceil_div(rows(p), kBlockRows) * kBlockRows; }  // in memory
+  int64_t room(const Problem& p) const { return ceil_div(rows(p), kLanes) * kLanes; }  // in memory
   int64_t last_partition() const { return ceil_div(keys, kPartition); }  // one past it
   int64_t partitions() const { return last_partition() - first_partition(); }
 };
@@ -87,30 +81,13 @@ struct State {
   static int64_t size(int64_t rows, int64_t padded_dim) { return ceil_div(rows * (padded_dim + 2), kLanes) * kLanes; }
   State(float* memory, int64_t rows, int64_t padded_dim)
       : values(memory), maximum(memory + rows * padded_dim), sum(maximum + rows) {}
-
-  // Of the rows from `row` on.
-  State from(int64_t row, int64_t padded_dim) const {
-    State rest = *this;
-    rest.values += row * padded_dim, rest.maximum += row, rest.sum += row;
-    return rest;
-  }
 };
 
-// A thread's scratch memory, kept between calls: in huge pages where the system has them.
+// A thread's scratch memory, kept between calls.
 float* scratch(int64_t floats) {
-  constexpr size_t kHugePage = 2 << 20;
-  thread_local std::unique_ptr<float, decltype(&std::free)> memory(nullptr, &std::free);
-  thread_local int64_t size = 0;
-  if (size < floats) {
-    const size_t bytes = ceil_div(floats * sizeof(float), kHugePage) * kHugePage;
-    memory.reset(static_cast<float*>(std::aligned_alloc(kHugePage, bytes)));
-    if (memory == nullptr) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-    madvise(memory.get(), bytes, MADV_HUGEPAGE);  // where it fails, pages are small
-#endif
-    size = bytes / sizeof(float);
-  }
-  return memory.get();
+  thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < floats + 16) memory.resize(floats + 16);
+  return reinterpret_cast<float*>(ceil_div(reinterpret_cast<intptr_t>(memory.data()), 64) * 64);
 }
 
 // For one dtype of the queries and one of the cache.
