@@ -65,6 +65,10 @@ class EngineConfig:
             graphs, so there "manual" is refused.
         compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
+        num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
+            number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
+            the cores that a container's quota grants. An engine sets its own number before each step, for the thread
+            that calls it; so several engines in a process may have different ones.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
         max_request_id_length: most characters of a ``request_id``.
@@ -109,6 +113,7 @@ class EngineConfig:
     async_scheduling: bool | None = None
     cuda_graphs: Literal["trees", "manual"] = "trees"
     compile_workers: int | None = None
+    num_threads: int | None = None
     max_logprobs: int = 20
     max_queued_requests: int = 100_000
     max_request_id_length: int = 256
@@ -182,6 +187,7 @@ _INTEGERS = {
     "max_num_batched_tokens": (1, 2**20),
     "swap_space_bytes": (0, 2**48),
     "compile_workers": (0, 1024),
+    "num_threads": (1, 1024),
     "max_logprobs": (0, 1000),
     "max_queued_requests": (1, 2**31 - 1),
     "max_request_id_length": (1, 2**20),

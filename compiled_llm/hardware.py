@@ -11,6 +11,8 @@ import torch
 import transformers
 import triton
 
+from compiled_llm.resources import granted_cores
+
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Hardware and versions, as plain JSON values, and the command line of this process."""
@@ -52,7 +54,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
     return {
         "cpu": facts.get("model name", platform.machine()),
         "flags": " ".join(sorted(facts.get("flags", facts.get("Features", "")).split())),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": granted_cores(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         **_isa(),

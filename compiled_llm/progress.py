@@ -1,7 +1,8 @@
 """What a start is doing, on stderr: a bar on a terminal, plain lines elsewhere, nothing where silence was asked for.
 
 A start takes seconds when it finds what an earlier one left on disk, and minutes when it does not. So every stage has a
-bar, which goes when the stage is done. Lines are for logs: two for a stage that takes long, one when all is ready.
+bar, which goes when the stage is done; several stages may be at work at once. Lines are for logs: two for a stage that
+takes long, one when all is ready. A start that makes something says once where that is kept, and how to make it ahead.
 """
 
 import contextlib
@@ -96,21 +97,42 @@ class StartProgress:
         if self._stream is None:  # a process without a console
             mode = "off"
         self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
+        self._advice = ""
+
+    def advise(self, text: str) -> None:
+        """A line for the first stage that takes long: what a user should know who waits for it."""
+        self._advice = text
 
     @contextlib.contextmanager
     def stage(
-        self, name: str, weights: Mapping[str, float], *, seconds: float | None = None, is_long: bool = True
+        self,
+        name: str,
+        weights: Mapping[str, float],
+        *,
+        seconds: float | None = None,
+        is_long: bool = True,
+        found: int = 0,
     ) -> Iterator[Stage]:
-        """Show a stage while the block runs. ``is_long``: it deserves lines of its own in a log."""
+        """Show a stage while the block runs.
+
+        Args:
+            weights, seconds: as ``Stage`` takes them.
+            is_long: it deserves lines of its own in a log.
+            found: how many more there would be, if they were not on disk already.
+        """
         stage = Stage(name, weights, seconds)
         if self._mode == "off" or not weights:
             yield stage
             return
+        if is_long and self._advice:
+            advice, self._advice = self._advice, ""
+            self.line(advice)
         if self._mode == "lines":
             if is_long:
                 names = ", ".join(weights) if len(weights) <= 4 else f"{next(iter(weights))} and others"
+                known = f", {found} more found on disk" if found else ""
                 about = "" if seconds is None else f", about {seconds:.0f} s"
-                self.line(f"{name}: {len(weights)} ({names}){about}")
+                self.line(f"{name}: {len(weights)} ({names}){known}{about}")
             with _every(_LINE_SECONDS, lambda: self.line(f"{stage.head()}: {stage.state()}")):
                 yield stage
             if is_long:
@@ -122,7 +144,9 @@ class StartProgress:
     def line(self, text: str) -> None:
         """A line that stays, unless silence was asked for. A stderr that is closed or full stops no engine."""
         if self._mode != "off":
-            with contextlib.suppress(OSError, ValueError):
+            # The bars of stages that are at work are drawn again below the line.
+            above = tqdm.external_write_mode(self._stream) if self._mode == "bar" else contextlib.nullcontext()
+            with contextlib.suppress(OSError, ValueError), above:
                 print(f"compiled-llm: {text}", file=self._stream, flush=True)
 
 

@@ -1,10 +1,10 @@
 """How many processes run the tests, and what is built before they start."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import torch
+
+from compiled_llm.resources import free_memory, granted_cores
 
 _BYTES_PER_PROCESS = 3 << 30  # at most, with the compilers that its tests start
 
@@ -13,8 +13,7 @@ def num_processes() -> int:
     """One per core, as far as memory goes. On a machine with a GPU one: processes would share its memory."""
     if torch.cuda.is_available():
         return 1
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, psutil.virtual_memory().available // _BYTES_PER_PROCESS))
+    return max(1, min(granted_cores(), free_memory() // _BYTES_PER_PROCESS))
 
 
 def build_kernels() -> None:
@@ -27,6 +26,6 @@ def build_kernels() -> None:
 
     names = [op_library(op) for op in (*OPS, "limits_cpu")]
     names += [kernel_library(op, isa) for op in OPS for isa in isas_of(op)]
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(granted_cores()) as pool:
         for library in filter(native.must_be_built, names):
             pool.submit(native.build, library)

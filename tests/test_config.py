@@ -36,6 +36,8 @@ def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
         ("block_size", 0),
         ("compile_workers", -1),
         ("compile_workers", 1.5),
+        ("num_threads", 0),
+        ("num_threads", True),
         ("num_kv_blocks", 0),
         ("kv_cache_memory_bytes", -1),
         ("gpu_memory_utilization", 0),

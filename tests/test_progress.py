@@ -66,6 +66,35 @@ def test_the_bar_moves_while_one_item_takes_long(monkeypatch: pytest.MonkeyPatch
     assert "one, 0 s, about 40 s left" in stream.getvalue()
 
 
+def test_advice_comes_once_and_before_the_first_stage_that_takes_long() -> None:
+    stream = io.StringIO()
+    shown = StartProgress("lines", stream)
+    shown.advise("it is kept here")
+    with shown.stage("loading", {"one": 1.0}, is_long=False), shown.stage("nothing", {}):
+        assert stream.getvalue() == ""
+    for name in ("building", "compiling"):
+        with shown.stage(name, {"one": 1.0}, found=3):
+            pass
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["compiled-llm: it is kept here", "compiled-llm: building: 1 (one), 3 more found on disk"]
+    assert stream.getvalue().count("kept") == 1
+
+
+def test_two_stages_at_once_have_a_bar_each_and_a_line_goes_above_them() -> None:
+    stream = Terminal()
+    shown = StartProgress("bar", stream)
+    with shown.stage("building", {"one": 1.0}) as building, shown.stage("compiling", {"two": 1.0}):
+        building.begin("one")
+        seen = stream.getvalue()
+        assert seen.index("building 0/1") < seen.index("compiling 0/1")
+        shown.line("note")
+        seen = stream.getvalue()
+        after = seen[seen.index("compiled-llm: note\n") :]
+        assert "building 0/1" in after, "both are drawn again"
+        assert "compiling 0/1" in after
+    assert stream.getvalue().split("\r")[-1].strip() == ""
+
+
 def test_silence_when_asked() -> None:
     stream = Terminal()
     run("off", stream)
@@ -145,7 +174,7 @@ def test_a_cold_start_names_every_graph_and_a_warm_one_none(
     stages: list[tuple[str, list[str], bool]] = []
     shown = StartProgress.stage
 
-    def stage(self, name, weights, *, seconds=None, is_long=True):  # type: ignore[no-untyped-def]
+    def stage(self, name, weights, *, seconds=None, is_long=True, found=0):  # type: ignore[no-untyped-def]
         stages.append((name, list(weights), is_long))
         if name == "compiling graphs":
             raise RuntimeError("seen")  # what follows is what takes minutes

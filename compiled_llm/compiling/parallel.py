@@ -14,6 +14,7 @@ from compiled_llm.compiling.argument_specs import tensors_in
 from compiled_llm.compiling.cache import CompileCache, Fields, code_settings
 from compiled_llm.compiling.messages import Built, Job, receive, send
 from compiled_llm.progress import StartProgress
+from compiled_llm.resources import granted_cores
 
 _LARGE = 100  # tensors of a model of some ten layers: a graph that takes longer to compile than a process to start
 _SECONDS_A_GRAPH, _SECONDS_A_TENSOR = 3.0, 0.1  # as measured: 30 s with 28 layers of ten tensors
@@ -63,8 +64,9 @@ def build_missing(
         stage.finish(job.name)
 
     title, seconds = f"compiling graphs in {workers} processes", sum(left.values()) / workers
+    shown = progress.stage(title, left, seconds=seconds, found=len(jobs) - len(missing))
     try:
-        with progress.stage(title, left, seconds=seconds) as stage, ThreadPoolExecutor(workers) as pool:
+        with shown as stage, ThreadPoolExecutor(workers) as pool:
             list(pool.map(build, missing))
     finally:
         for process in processes:
@@ -105,4 +107,4 @@ def expected_seconds(job: Job) -> float:
 def _useful_workers(jobs: Sequence[Job]) -> int:
     """Processes that save time: each takes seconds to start, so small graphs alone are compiled by this process."""
     large = sum(len(tensors_in(job.args)) >= _LARGE for job in jobs)
-    return min(len(os.sched_getaffinity(0)), len(jobs)) if large > 1 else 0
+    return min(granted_cores(), len(jobs)) if large > 1 else 0

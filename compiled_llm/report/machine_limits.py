@@ -22,13 +22,13 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import torch
 
 from compiled_llm import hardware as machine
 from compiled_llm.compiling.cache import write_whole
 from compiled_llm.ops import native
 from compiled_llm.report import cpu_loops
+from compiled_llm.resources import free_memory
 
 _FORMAT = 2
 _PROCESS = uuid.uuid4().hex  # identifies this process
@@ -232,7 +232,7 @@ def _implausible(device: torch.device, instruction: str, read: float, flops: flo
 
 def _measure_cpu(device: torch.device, dtype: torch.dtype) -> tuple[_Rate, _Rate, str]:
     loops, threads = cpu_loops.load(), torch.get_num_threads()
-    size = _buffer_bytes(max(_READ_BYTES, 4 * _last_cache_bytes()), psutil.virtual_memory().available)
+    size = _buffer_bytes(max(_READ_BYTES, 4 * _last_cache_bytes()), free_memory())
     memory = native.huge_zeros([size // 4], torch.float32).fill_(1.0)
     if loops is None:
         matrix = torch.ones(1024, 1024, dtype=dtype)

@@ -134,6 +134,8 @@ class CompiledSteps:
         before_first_step()
         title = "compiling graphs" if seconds else "loading compiled graphs"
         weights = {job.name: _SECONDS_A_CALL for job in jobs} | seconds
+        if seconds and len(seconds) < len(weights):
+            title = f"compiling {len(seconds)} graphs, loading {len(weights) - len(seconds)}"
         with progress.stage(title, weights, seconds=sum(seconds.values()) or None, is_long=bool(seconds)) as stage:
             self._warm_up(enforce_eager, stage)
 

@@ -4,13 +4,13 @@ Compiling graphs asks for the shapes of what an op gives, and not for its kernel
 a start does before the first step runs.
 """
 
-import os
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import OPS, Library
 from compiled_llm.progress import StartProgress
+from compiled_llm.resources import granted_cores
 
 # About what one core takes to build a library, and which take longer: so a first start can say how long it takes.
 _SECONDS = 1.0
@@ -32,7 +32,7 @@ class KernelBuild:
         self._progress = progress
         libraries = [library for op in OPS for library in native.libraries_of(op)]
         missing = sorted(filter(native.must_be_built, libraries), key=_seconds, reverse=True)
-        self._cores = len(os.sched_getaffinity(0))
+        self._cores = granted_cores()
         self._pool = ThreadPoolExecutor(self._cores)  # each thread waits for a compiler
         self._builds: list[tuple[Library, Future[None]]] = [
             (library, self._pool.submit(native.build, library)) for library in missing

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.resources import granted_cores
 
 
 def resolve_device(name: str) -> torch.device:
@@ -34,3 +35,27 @@ def use_device(device: torch.device, cache_dtypes: Sequence[torch.dtype]) -> Non
         capability = torch.cuda.get_device_capability(device)
         for dtype in cache_dtypes:
             kv_quant.check_capability(dtype, capability)
+
+
+def choose_threads(num_threads: int | None) -> int:
+    """Threads that compute on a CPU, as the engine argument ``num_threads`` asks for.
+
+    Raises:
+        ValueError: more than the cores that this process may use.
+    """
+    cores = granted_cores()
+    if num_threads is None:
+        return min(torch.get_num_threads(), cores)
+    if num_threads > cores:
+        raise ValueError(
+            f"num_threads must be at most {cores}, the cores that this process may use (its affinity and its "
+            f"container's quota), given {num_threads}: more would wait for one another"
+        )
+    return num_threads
+
+
+def use_threads(count: int) -> int:
+    """Have ops that this thread calls from now on run on ``count`` threads: torch's number is each thread's own."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+    return count

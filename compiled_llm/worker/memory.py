@@ -16,6 +16,7 @@ from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import linears
+from compiled_llm.resources import free_memory, total_memory
 
 # Blocks of the pool to compile on, the sink among them. Not fewer: a size of 1 would be compiled in as a constant.
 TRIAL_BLOCKS = 3
@@ -23,10 +24,6 @@ TRIAL_BLOCKS = 3
 _MOST_SLOTS = 2**31  # slots are int32
 _CUDA_ROUNDING = 2 << 20  # torch's allocator rounds each large tensor up to this
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_CONTROL_GROUPS = [  # limit, use, statistics: of version 2, and of version 1
-    ("memory.max", "memory.current", "memory.stat"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +120,7 @@ class StartMemory:
         Raises:
             ValueError: with the largest ``max_model_len`` that would fit, by an estimate of what a step takes.
         """
-        config, free = self._config, host_free_bytes()
+        config, free = self._config, free_memory()
         if config.swap_space_bytes and not self._block_bytes <= config.swap_space_bytes <= free:
             raise ValueError(
                 f"swap_space_bytes must be 0 or from {self._block_bytes} (one block) to {free} (the host memory free), "
@@ -270,34 +267,13 @@ def estimated_activations(model_config: ModelConfig, limits: EngineLimits, items
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory free where the model runs."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_free_bytes()
+    """Memory free where the model runs; on a host, of what the container may use."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
 
 
 def total_bytes(device: torch.device) -> int:
     """All memory where the model runs, used or free; on a host, what the container may use of it."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    limit, total = _control_group(), psutil.virtual_memory().total
-    return min(total, limit[0]) if limit else total
-
-
-def host_free_bytes() -> int:
-    """Host memory free: the machine's, or what is left of the container's if that is less."""
-    limit, free = _control_group(), psutil.virtual_memory().available
-    return max(0, min(free, limit[0] - limit[1])) if limit else free
-
-
-def _control_group(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int] | None:
-    """Bytes that this container may use and does use, file pages that can be dropped left out. None without a limit."""
-    for names in _CONTROL_GROUPS:
-        try:
-            limit, used, statistics = ((root / name).read_text() for name in names)
-            droppable = re.search(r"^(?:total_)?inactive_file (\d+)", statistics, re.MULTILINE)
-            return int(limit), int(used) - int(droppable[1] if droppable else 0)
-        except (OSError, ValueError):  # not there, or "max"
-            continue
-    return None
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else total_memory()
 
 
 def _peak_resident_bytes() -> int | None:

@@ -37,7 +37,7 @@ from compiled_llm.worker.block_copies import copy_blocks, swap_indices
 from compiled_llm.worker.calibration import measure_buckets, measure_swap
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.cpu_kernels import KernelBuild
-from compiled_llm.worker.device import resolve_device, use_device
+from compiled_llm.worker.device import choose_threads, resolve_device, use_device, use_threads
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
@@ -85,6 +85,7 @@ class ModelRunner(Worker):
         linears: the kind of linear layer that the weights are kept in.
         exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
         swap_space: ``[swap blocks, bytes of a block]`` uint8, in host memory.
+        num_threads: threads that compute on a CPU.
         rows: what is known of the running requests.
         profiler: set from outside while steps are to be profiled.
         watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
@@ -105,6 +106,7 @@ class ModelRunner(Worker):
     ) -> None:
         self.device = resolve_device(config.device)
         check_torch(self.device, config.enforce_eager)
+        self.num_threads = use_threads(choose_threads(config.num_threads))
         pool = graph_pool(config.cuda_graphs, self.device)
         self.model_config = model_config
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
@@ -162,6 +164,7 @@ class ModelRunner(Worker):
 
         One step may be launched while another is uncollected; its inputs may be tokens that the other samples.
         """
+        use_threads(self.num_threads)
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             return self._launch(output)
 
@@ -307,6 +310,10 @@ class ModelRunner(Worker):
         if kernels is not None and native.compiler() is None and not enforce_eager:
             enforce_eager = True  # Inductor needs a compiler for a CPU
             native.warn_of_missing_compiler("steps run uncompiled, small ones up to three times as long")
+        progress.advise(
+            f"graphs that are missing are made now and kept in {native.cache_directory()}: the next start with the "
+            "same arguments takes seconds. scripts/compile_model.py makes them ahead"
+        )
         self.steps.compile(
             self.cache_dtypes,
             enforce_eager=enforce_eager,

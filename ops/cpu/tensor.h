@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "threads.h"
 #include "torch_c.h"
 
 namespace {
@@ -124,17 +125,16 @@ inline Tensor empty(const Shape& sizes, Dtype dtype) {
   return Tensor(made);
 }
 
-// work(begin, end) for ranges of [begin, end), of at least `grain` where there are several, on torch's threads.
-template <class Work>
-void parallel_for(int64_t begin, int64_t end, int64_t grain, const Work& work) {
-  const auto call = [](int64_t from, int64_t to, void* work) { (*static_cast<const Work*>(work))(from, to); };
-  succeeded(torch_parallel_for(begin, end, grain, call, const_cast<Work*>(&work)));
-}
-
 inline int64_t num_threads() {
   uint32_t threads;
   succeeded(torch_get_num_threads(&threads));
   return threads;
+}
+
+// work(begin, end) for ranges of [begin, end), of at least `grain` where there are several, on as many threads as torch has.
+template <class Work>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const Work& work) {
+  team::parallel_for(num_threads(), begin, end, grain, work);
 }
 
 }  // namespace

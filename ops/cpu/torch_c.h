@@ -45,8 +45,6 @@ AOTITorchError torch_string_length(StringHandle handle, size_t* length);
 AOTITorchError torch_string_c_str(StringHandle handle, const char** data);
 AOTITorchError torch_delete_string(StringHandle handle);
 
-typedef void (*ParallelFunc)(int64_t begin, int64_t end, void* ctx);
-AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func, void* ctx);
 AOTITorchError torch_get_num_threads(uint32_t* out_num_threads);
 
 AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* k, const char* file, uint32_t line,

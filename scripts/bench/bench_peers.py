@@ -4,19 +4,20 @@
 
 docs/peers.md describes how to make the environments. All engines read the same checkpoint, by default random bfloat16
 weights of Qwen3-0.6B's shape; outputs are greedy and of exact length. Each engine is a process that loads the model
-once and is stopped (SIGSTOP) while another one is measured. They take turns in each workload of each round, so that a
-change of the machine's speed affects all. In each round all token ids are shifted: lengths stay the same, and no prefix
-cache can hold a prompt already.
+once and is stopped (SIGSTOP) while another one is measured; when it goes on, it runs a short request that is not
+measured. They take turns in each workload of each round, so that a change of the machine's speed affects all. In each
+round all token ids are shifted: lengths stay the same, and no prefix cache can hold a prompt already.
 
 W1: one stream, 128 tokens in, 128 out. W2: 32 requests at once, 32..512 in, 32..128 out. W3: 16 requests at once, 512
 shared and 32 own tokens in, 32 out. W4: 2048 in, 1 out. A ratio above 1 means that this engine is faster: it is
-the median of the ratios within a round. The last line is JSON; ``--json`` is written after every round. Exit status 1
-if an engine failed; it is named, and the others are still measured.
+the median of the ratios within a round. Where a figure is more than 20% off the median of its engine's rounds,
+something disturbed them: that round of the workload is set aside and run again, for all engines, up to
+``--more-rounds`` times. The last line is JSON, with what was set aside and what still differs; ``--json`` is written
+after every round. Exit status 1 if an engine failed; it is named, and the others are still measured.
 """
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import sys
@@ -29,10 +30,11 @@ import peer_processes as peers
 import tables
 import torch
 from peer_processes import Peer, PeerFailed, Worker
-from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments
+from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments, one_stream
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
+from compiled_llm.resources import granted_cores
 
 
 class Metric(NamedTuple):
@@ -53,6 +55,7 @@ METRICS = {
     "W4 prefill tok/s": Metric("W4", True, lambda sent, got: len(sent[0].prompt_token_ids) / got["ttft"][0]),
 }
 WARMUP_OUTPUT_LEN = 8
+MOST_OFF = 0.2  # of the median of an engine's rounds
 Samples = dict[str, dict[int, float]]  # of an engine: row -> round -> figure
 
 
@@ -60,15 +63,19 @@ class Rounds:
     """Starts the engines, runs them in turns, and keeps every figure. One that fails is left out from then on.
 
     Attributes:
-        samples: of each engine.
+        samples: of each engine, without what was set aside.
+        set_aside: rounds of a workload that were run again: ``workload``, ``round``, ``because``, and ``figures``
+            (engine -> row -> figure).
         facts: of each engine: versions, options, seconds to start, peak memory, why it failed (None: it did not).
     """
 
     def __init__(self, names: list[str], vocab_size: int, seed: int, logs: Path, timeout: float) -> None:
         self._work = {name: WORKLOADS[name](vocab_size, seed) for name in names}
+        self._before = one_stream(vocab_size, seed + 1, input_len=32, output_len=16)
         self._vocab_size, self._logs, self._timeout = vocab_size, logs, timeout
         self._workers: dict[str, Worker] = {}
         self.samples: dict[str, Samples] = {}
+        self.set_aside: list[dict[str, Any]] = []
         self.facts: dict[str, dict[str, Any]] = {}
 
     def fail(self, name: str, error: PeerFailed) -> None:
@@ -97,22 +104,48 @@ class Rounds:
 
     def run(self, number: int) -> None:
         """A round, counted from 1: every workload on every engine. A different engine is first each time."""
-        for position, workload in enumerate(self._work):
-            requests = self._requests(workload, number)
-            workers = [worker for worker in self._workers.values() if workload in self._served_by(worker.peer)]
-            workers = [worker for worker in workers if number <= (worker.peer.repeats or number)]
-            first = (number + position) % max(1, len(workers))
-            for worker in workers[first:] + workers[:first]:
-                name = worker.peer.name
-                try:
-                    answer = worker.run(requests)
-                    self.facts[name]["peak_memory_bytes"] = worker.peak_memory_bytes()
-                except PeerFailed as error:
-                    self.fail(name, error)
-                    continue
-                for row in [row for row, metric in METRICS.items() if metric.workload == workload]:
-                    figure = self.samples[name].setdefault(row, {})[number] = METRICS[row].figure(requests, answer)
-                    print(f"round {number}: {row:18} {name:18} {figure:10.3f}", file=sys.stderr)
+        for workload in self._work:
+            self._run(workload, number)
+
+    def run_again(self, number: int) -> bool:
+        """A round of the workloads that were disturbed, the worst round of each set aside; False: there are none."""
+        again = []
+        for workload in self._work:
+            worst = worst_round(self.samples, workload)
+            if worst is None:
+                continue
+            odd, because = worst
+            print(f"round {odd} of {workload} is set aside and run again: {because}", file=sys.stderr)
+            rows = rows_of(workload)
+            figures = {
+                name: {row: of[row].pop(odd) for row in rows if odd in of.get(row, {})}
+                for name, of in self.samples.items()
+            }
+            self.set_aside.append({"workload": workload, "round": odd, "because": because, "figures": figures})
+            again.append(workload)
+        for workload in again:
+            self._run(workload, number)
+        return bool(again)
+
+    def _run(self, workload: str, number: int) -> None:
+        """One workload of a round, on every engine that serves it and has runs left."""
+        requests, rows = self._requests(workload, number), rows_of(workload)
+        before = shifted(self._before, self._offset(workload, number), self._vocab_size)
+        workers = [worker for worker in self._workers.values() if workload in self._served_by(worker.peer)]
+        runs = {worker.peer.name: len(self.samples[worker.peer.name].get(rows[0], {})) for worker in workers}
+        workers = [worker for worker in workers if runs[worker.peer.name] < (worker.peer.repeats or number)]
+        first = (number + list(self._work).index(workload)) % max(1, len(workers))
+        for worker in workers[first:] + workers[:first]:
+            name = worker.peer.name
+            try:
+                answer = worker.run(requests, before)
+                self.facts[name]["peak_memory_bytes"] = worker.peak_memory_bytes()
+            except PeerFailed as error:
+                self.fail(name, error)
+                continue
+            for row in rows:
+                figure = self.samples[name].setdefault(row, {})[number] = METRICS[row].figure(requests, answer)
+                print(f"round {number}: {row:18} {name:18} {figure:10.3f}", file=sys.stderr)
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -122,8 +155,28 @@ class Rounds:
         return [name for name, requests in self._work.items() if len(requests) == 1 or not peer.single_requests_only]
 
     def _requests(self, workload: str, number: int) -> Requests:
-        offset = number * len(WORKLOADS) + list(WORKLOADS).index(workload)
-        return shifted(self._work[workload], offset, self._vocab_size)
+        return shifted(self._work[workload], self._offset(workload, number), self._vocab_size)
+
+    def _offset(self, workload: str, number: int) -> int:
+        return number * len(WORKLOADS) + list(WORKLOADS).index(workload)
+
+
+def rows_of(workload: str) -> list[str]:
+    return [row for row, metric in METRICS.items() if metric.workload == workload]
+
+
+def worst_round(samples: dict[str, Samples], workload: str) -> tuple[int, str] | None:
+    """The round that is farthest off the median of its engine's rounds, if that is more than 20%, and why, in words."""
+    worst: tuple[float, int, str] | None = None
+    for name, of in samples.items():
+        for row in rows_of(workload):
+            rounds = of.get(row, {})
+            for number, figure in rounds.items():
+                median = statistics.median(rounds.values())
+                off = max(figure / median, median / figure) - 1
+                if off > max(MOST_OFF, worst[0] if worst else 0):
+                    worst = off, number, f"{row} of {name} was {figure:.4g}, the median {median:.4g}"
+    return worst and worst[1:]
 
 
 def shifted(requests: Requests, offset: int, vocab_size: int) -> Requests:
@@ -176,6 +229,17 @@ def table(rows: dict[str, dict[str, Any]], facts: dict[str, dict[str, Any]]) -> 
     return tables.text_table([{column: line.get(column, "") for column in columns} for line in lines])
 
 
+def unsteady(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Of each row and engine whose rounds differ by more than 20%: how much, in words."""
+    found = []
+    for row, result in rows.items():
+        for name, of in result["engines"].items():
+            differ = of["max"] / of["min"] - 1
+            if differ > MOST_OFF:
+                found.append(f"{row} of {name}: rounds differ by {differ:.0%}")
+    return found
+
+
 def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdir: Path) -> None:
     """One after another: this engine and the peers that the flags name."""
     rounds.start(peers.engine(checkpoint, args.engine_args, args.threads))
@@ -197,11 +261,13 @@ def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdi
 
 
 def arguments() -> argparse.Namespace:
-    cores = len(os.sched_getaffinity(0))
+    cores = granted_cores()
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     add_model_arguments(parser)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W")
     parser.add_argument("--repeats", type=int, default=5, help="rounds (default: 5)")
+    more = "times that a workload is run again where its rounds differ by more than 20%% (default: 3)"
+    parser.add_argument("--more-rounds", type=int, default=3, metavar="N", help=more)
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs")
     parser.add_argument("--openvino-python", metavar="PATH", help="the same with openvino-genai and optimum-intel")
@@ -217,7 +283,7 @@ def arguments() -> argparse.Namespace:
     kept = "keeps the checkpoint, its export and the logs (default: a temporary)"
     parser.add_argument("--workdir", type=Path, help=kept)
     parser.add_argument("--json", type=Path, help="write the result there, after every round")
-    args = parser.parse_checked(repeats=1, slow_repeats=1, timeout=0)
+    args = parser.parse_checked(repeats=1, more_rounds=0, slow_repeats=1, timeout=0)
     if not 1 <= args.threads <= cores:
         parser.error(f"--threads must be from 1 to {cores}, the cores there are, given {args.threads}")
     return args
@@ -244,15 +310,21 @@ def main() -> int:
         result |= {"machine": machine.describe(torch.device("cpu")), "threads": args.threads}
         try:
             start_all(rounds, args, checkpoint, workdir)
-            for number in range(1, args.repeats + 1):
-                rounds.run(number)
+            for number in range(1, args.repeats + args.more_rounds + 1):
+                if number <= args.repeats:
+                    rounds.run(number)
+                elif not rounds.run_again(number):
+                    break
                 result |= {"rounds": number, "engines": rounds.facts, "rows": compared(rounds.samples)}
+                result |= {"set_aside": rounds.set_aside, "unsteady": unsteady(result["rows"])}
                 line = json.dumps(result)
                 if args.json:
                     args.json.write_text(line + "\n")
         finally:
             rounds.close()
     print(table(result["rows"], rounds.facts))
+    for text in result["unsteady"]:
+        print(f"UNSTEADY: {text}")
     failed = [of["failed"] for of in rounds.facts.values() if of["failed"]]
     for reason in failed:
         print(f"FAILED: {reason}")

@@ -77,15 +77,25 @@ class Worker:
         self.start_seconds = time.perf_counter() - started
         self._signal(signal.SIGSTOP)
 
-    def run(self, requests: Requests) -> dict[str, Any]:
-        """Answer of bench_peers_worker.py to these requests, its output lengths checked."""
+    def run(self, requests: Requests, before: Requests | None = None) -> dict[str, Any]:
+        """Answer of bench_peers_worker.py to these requests, its output lengths checked.
+
+        Args:
+            before: requests that are run first: what was stopped for minutes may be slow for a moment.
+        """
         self._signal(signal.SIGCONT)
+        if before is not None:
+            self._ask(before)
+        answer = self._ask(requests)
+        self._signal(signal.SIGSTOP)
+        return answer
+
+    def _ask(self, requests: Requests) -> dict[str, Any]:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # _answer raises with the reason
             self._process.stdin.write(json.dumps(requests) + "\n")
             self._process.stdin.flush()
         answer = self._answer()
-        self._signal(signal.SIGSTOP)
         if answer["output_lens"] != [output_len for _, output_len in requests]:
             raise PeerFailed(f"{self.peer.name}: generated {answer['output_lens']} tokens, not the requested lengths")
         return answer

@@ -384,6 +384,8 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"async_scheduling": "yes"}, r"async_scheduling must be True, False or None, given 'yes'"),
     ({"cuda_graphs": "manual"}, r"cuda_graphs must be 'trees' with enforce_eager=True .* given 'manual'"),
     ({"compile_workers": -1}, r"compile_workers must be an integer from 0 to 1024, given -1"),
+    ({"num_threads": 0}, r"num_threads must be an integer from 1 to 1024, given 0"),
+    ({"num_threads": 1024}, r"num_threads must be at most \d+, the cores that this process may use .* given 1024"),
     ({"max_logprobs": 1001}, r"max_logprobs must be an integer from 0 to 1000, given 1001"),
     ({"max_queued_requests": 0}, r"max_queued_requests must be an integer from 1 to \d+, given 0"),
     ({"max_request_id_length": 0}, r"max_request_id_length must be an integer from 1 to \d+, given 0"),

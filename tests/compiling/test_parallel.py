@@ -1,7 +1,6 @@
 """Compiling in other processes: the same result as here, one message for what fails, and nothing left behind."""
 
 import functools
-import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.parallel import _useful_workers, build_missing
 from compiled_llm.progress import StartProgress
+from compiled_llm.resources import granted_cores
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import sampler_function
 
@@ -76,7 +76,7 @@ def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Pat
 
 
 def test_processes_are_started_for_several_large_graphs_only() -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = granted_cores()
     assert _useful_workers([]) == 0
     assert _useful_workers([job("a")] * 5) == 0
     assert _useful_workers([job("a", tensors=200)]) == 0

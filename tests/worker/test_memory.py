@@ -34,7 +34,7 @@ def start_memory(
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch):
     """Sets the host memory that is free."""
-    return lambda size: monkeypatch.setattr(memory, "host_free_bytes", lambda: size)
+    return lambda size: monkeypatch.setattr(memory, "free_memory", lambda: size)
 
 
 def named_length(error: pytest.ExceptionInfo[ValueError]) -> int:
@@ -230,21 +230,6 @@ def test_too_little_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"20 MiB are free .* max_model_len=4096 tokens needs 16") as error:
         start.check()
     assert named_length(error) == (10 * MIB // BLOCK - 1) * 16, "20 without 8 for rounding and 2 for a step"
-
-
-@pytest.mark.parametrize("directory", ["", "memory"])
-def test_a_containers_limit_counts(tmp_path: Path, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if directory else ("memory.max", "memory.current")
-    (tmp_path / directory).mkdir(exist_ok=True)
-    (tmp_path / directory / "memory.stat").write_text("active_file 5\ninactive_file 30\n")
-    for name, text in zip(names, ("100\n", "70\n"), strict=True):
-        (tmp_path / directory / name).write_text(text)
-    limit = memory._control_group(tmp_path)
-    assert limit == (100, 40)
-    (tmp_path / directory / names[0]).write_text("max\n")
-    assert memory._control_group(tmp_path) is None
-    monkeypatch.setattr(memory, "_control_group", lambda: limit)
-    assert (memory.host_free_bytes(), memory.total_bytes(torch.device("cpu"))) == (60, 100)
 
 
 def test_one_compiled_graph_serves_pools_of_any_size() -> None:

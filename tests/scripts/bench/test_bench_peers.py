@@ -25,7 +25,9 @@ for line in sys.stdin:
     requests = json.loads(line)
     with open(os.path.join(os.path.dirname(__file__), "log.jsonl"), "a") as log:
         print(json.dumps([name, requests]), file=log)
-    seconds = sum(n for _, n in requests) / options.get("speed", 10)
+    asked = globals().get("asked", 0) + 1
+    speed = options.get("speed", 10) * options.get("factors", {{}}).get(str(asked), 1)
+    seconds = sum(n for _, n in requests) / speed
     while options.get("mute"):
         pass
     lens = [n - options.get("missing", 0) for _, n in requests]
@@ -96,6 +98,8 @@ def test_a_worker_is_stopped_whenever_it_has_nothing_to_do(start: Any) -> None:
     assert worker.run([([1, 2], 30)]) == {"seconds": 3.0, "ttft": [1.5], "output_lens": [30]}
     wait_for_state(process, psutil.STATUS_STOPPED)
     assert 2**20 < worker.peak_memory_bytes() < 2**30
+    assert worker.run([([1, 2], 30)], before=[([3], 5)])["seconds"] == 3.0, "the answer is that of the requests"
+    wait_for_state(process, psutil.STATUS_STOPPED)
     worker.close()
     assert not process.is_running()
 
@@ -221,24 +225,76 @@ def test_all_get_the_same_requests_in_turns(
     warmups = [(name, len(requests)) for name, requests in lines[:9]]
     assert warmups == [(name, n) for name in single for n in (1, 16) if n == 1 or name in several]
     assert all(n == bench.WARMUP_OUTPUT_LEN for _, requests in lines[:9] for _, n in requests)
-    measured, expected = lines[9:], [single, several, single[:-1], several[:-1]]  # transformers: one round
+    befores, measured = lines[9::2], lines[10::2]
+    assert [name for name, _ in befores] == [name for name, _ in measured]
+    assert all([len(prompt) for prompt, _ in requests] == [32] for _, requests in befores), "short, and not measured"
+    expected = [single, several, single[:-1], several[:-1]]  # transformers: one round
     for names in expected:
         turn, measured = measured[: len(names)], measured[len(names) :]
         assert sorted(name for name, _ in turn) == sorted(names)
         assert all(requests == turn[0][1] for _, requests in turn)
     assert not measured
-    assert lines[9][0] != lines[9 + 9][0], "the rounds start with different engines"
-    assert len({requests[0][0][0] for _, requests in lines}) == 6, "two workloads, a warm-up and two rounds: none alike"
+    assert lines[9][0] != lines[9 + 2 * 9][0], "the rounds start with different engines"
+    prompts = {tuple(requests[0][0][:2]) for _, requests in lines}
+    assert len(prompts) == 10, "two workloads, a warm-up and two rounds, and a short one before each: none alike"
 
     out = capsys.readouterr().out.splitlines()
     result = json.loads(out[-1])
     assert json.loads(file.read_text()) == result
-    assert result["rounds"] == 2
+    assert (result["rounds"], result["set_aside"], result["unsteady"]) == (2, [], [])
     assert result["rows"]["W3 wall s"]["best_peer"] == "vllm"
     assert result["rows"]["W3 wall s"]["engines"]["vllm"]["ratio"] == pytest.approx(1.5)
     assert result["engines"]["vllm"]["versions"] == {"fake": "1.0"}
     assert result["engines"]["vllm"]["peak_memory_bytes"] > 0
     assert next(line for line in out if line.startswith("W3 wall s")).endswith("1.50 (1.50..1.50) vllm")
+
+
+@pytest.mark.usefixtures("fakes_only")
+def test_a_disturbed_round_is_set_aside_and_run_again(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, fake: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Each engine is asked once to warm up, then twice in a round: so its fifth answer is that of the second round.
+    engine = ["--engine-args", '{"speed": 30, "factors": {"5": 0.5}}']
+    vllm = ["--vllm-python", str(fake), "--vllm-preload", "", "--vllm-args", '{"factors": {"9": 1.1}}']
+    arguments = ["--workloads", "W1", "--repeats", "4", "--transformers", *engine, *vllm]
+    assert run(bench, monkeypatch, *arguments) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out.splitlines()[-1])
+    assert result["rounds"] == 5
+    (aside,) = result["set_aside"]
+    assert (aside["workload"], aside["round"]) == ("W1", 2)
+    assert aside["because"] == "W1 decode tok/s of engine was 29.77, the median 59.53"
+    assert f"round 2 of W1 is set aside and run again: {aside['because']}" in captured.err
+    assert aside["figures"]["engine"]["W1 decode tok/s"] == pytest.approx(29.77, abs=0.01)
+    engines = result["rows"]["W1 decode tok/s"]["engines"]
+    assert list(engines["vllm"]["samples"]) == list(engines["engine"]["samples"]) == ["1", "3", "4", "5"]
+    assert engines["vllm"]["ratio"] == pytest.approx(3.0)
+    assert list(engines["transformers"]["samples"]) == ["1"]
+    assert result["unsteady"] == [], "10% is no disturbance"
+
+
+@pytest.mark.usefixtures("fakes_only")
+@pytest.mark.parametrize("more", [0, 2])
+def test_rounds_that_stay_unsteady_are_kept_and_named(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: int
+) -> None:
+    factors = {str(asked): 2.0**asked for asked in range(30)}
+    engine = ["--engine-args", json.dumps({"factors": factors})]
+    assert run(bench, monkeypatch, "--workloads", "W4", "--repeats", "2", "--more-rounds", str(more), *engine) == 0
+    out = capsys.readouterr().out.splitlines()
+    result = json.loads(out[-1])
+    assert (result["rounds"], len(result["set_aside"])) == (2 + more, more)
+    assert len(result["rows"]["W4 prefill tok/s"]["engines"]["engine"]["samples"]) == 2
+    assert result["unsteady"] == ["W4 prefill tok/s of engine: rounds differ by 300%"]
+    assert "UNSTEADY: W4 prefill tok/s of engine: rounds differ by 300%" in out
+
+
+def test_the_round_that_is_farthest_off_is_found(bench: ModuleType) -> None:
+    row = "W3 wall s"
+    samples = {"a": {row: {1: 10.0, 2: 10.0, 3: 13.0}}, "b": {row: {1: 5.0, 2: 3.0, 3: 5.0}}}
+    assert bench.worst_round(samples, "W3") == (2, "W3 wall s of b was 3, the median 5")
+    assert bench.worst_round({"a": {row: {1: 10.0, 2: 11.9, 3: 10.0}}, "failed": {}}, "W3") is None
+    assert bench.worst_round(samples, "W1") is None
 
 
 @pytest.mark.usefixtures("fakes_only")
