@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -43,16 +43,17 @@ class BuildWithLibraries(build_py):
             list(pool.map(lambda library: library.build(COMPILER, directory, library.file_name()), libraries))
 
 
-class WheelForThisSystem(bdist_wheel):
-    """The libraries call nothing of Python and only what stays in torch, so any of these will do; not any system."""
+class WithLibraries(Distribution):
+    def has_ext_modules(self) -> bool:
+        """Whether a wheel is for one system."""
+        return COMPILER is not None
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = COMPILER is None
 
+class Wheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
+        """The libraries call nothing of Python: any version and any ABI of it will do."""
         python, abi, system = super().get_tag()
         return (python, abi, system) if self.root_is_pure else ("py3", "none", system)
 
 
-setup(cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": WheelForThisSystem})
+setup(distclass=WithLibraries, cmdclass={"build_py": BuildWithLibraries, "bdist_wheel": Wheel})

@@ -1,5 +1,6 @@
 """What machine a figure was measured on: hardware, versions, command. Every benchmark's JSON carries it."""
 
+import importlib.metadata
 import os
 import platform
 import shlex
@@ -8,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import triton
 
 from compiled_llm.resources import granted_cores
 
@@ -23,8 +22,8 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "triton": triton.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "triton": importlib.metadata.version("triton"),
         **_isa(),
     }
     if device.type == "cuda":

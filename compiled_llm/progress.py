@@ -6,6 +6,7 @@ takes long, one when all is ready. A start that makes something says once where 
 """
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -96,7 +97,7 @@ class StartProgress:
         self._stream = sys.stderr if stream is None else stream
         if self._stream is None:  # a process without a console
             mode = "off"
-        self._mode = mode if mode != "auto" else "bar" if self._stream.isatty() else "lines"
+        self._mode = mode if mode != "auto" else "bar" if _shows_bars(self._stream) else "lines"
         self._advice = ""
 
     def advise(self, text: str) -> None:
@@ -148,6 +149,14 @@ class StartProgress:
             above = tqdm.external_write_mode(self._stream) if self._mode == "bar" else contextlib.nullcontext()
             with contextlib.suppress(OSError, ValueError), above:
                 print(f"compiled-llm: {text}", file=self._stream, flush=True)
+
+
+def _shows_bars(stream: TextIO) -> bool:
+    """Whether it is a terminal; one that says it is 0 wide, as without anybody who looks, would get empty bars."""
+    try:
+        return stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
+    except OSError:  # no size is known
+        return stream.isatty()
 
 
 @contextlib.contextmanager

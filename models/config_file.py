@@ -9,8 +9,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_fields import ignored_fields, used_names
 from compiled_llm.models.family import Family
@@ -116,6 +114,8 @@ def _architecture(config: dict[str, Any]) -> str:
 
 
 def _config_class(model: Family) -> Any:
+    import transformers  # a second: only when needed
+
     return getattr(transformers, model.hf_config)
 
 

@@ -19,8 +19,15 @@ WITHOUT_TORCH = ("scheduling", "constraints", "compiled_llm/*.py")
 LOADS_TORCH = {"compiled_llm.hardware"}
 
 RUNS_CODE = ("eval", "exec", "torch.load", "pickle.load", "pickle.loads", "pickle.Unpickler")
-# Messages through a pipe, from a process that this program started.
-UNPICKLES_ITS_OWN = [("messages.py", "pickle.load")]
+# Messages through a pipe, from a process that this program started; and what this program left in the user's own cache
+# directory, which is refused where others may write to it. None of it is a file of a checkpoint.
+UNPICKLES_ITS_OWN = [
+    ("messages.py", "pickle.load"),
+    ("compiler.py", "pickle.loads"),
+    ("ready_code.py", "pickle.loads"),
+    ("ready_code.py", "exec"),
+    ("kept_values.py", "pickle.loads"),
+]
 
 
 @cache

@@ -1,6 +1,10 @@
 """What a start shows: a bar on a terminal, lines elsewhere, silence when asked; and that the engine uses it."""
 
+import fcntl
 import io
+import os
+import struct
+import termios
 import threading
 import time
 from pathlib import Path
@@ -93,6 +97,18 @@ def test_two_stages_at_once_have_a_bar_each_and_a_line_goes_above_them() -> None
         assert "building 0/1" in after, "both are drawn again"
         assert "compiling 0/1" in after
     assert stream.getvalue().split("\r")[-1].strip() == ""
+
+
+@pytest.mark.parametrize(("columns", "shows"), [(100, True), (0, False)])
+def test_a_terminal_without_width_gets_lines(columns: int, shows: bool) -> None:
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40 if columns else 0, columns, 0, 0))
+    with os.fdopen(theirs, "w") as stream, StartProgress("auto", stream).stage("building", {"one": 1.0}):
+        pass
+    text = os.read(ours, 4096).decode()
+    os.close(ours)
+    assert ("building 0/1 |" in text) == shows
+    assert ("compiled-llm: building: 1 (one)" in text) != shows
 
 
 def test_silence_when_asked() -> None:

@@ -5,15 +5,26 @@ time, from its arguments: the result is bytes that can be kept, and that include
 no guards: ``ArgumentCheck`` takes their place.
 """
 
+import contextlib
 import dataclasses
 import functools
+import pickle
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from compiled_llm.ops.torch_private import aot_compiled_function, counters, vec_isa, with_caches
+from compiled_llm.compiling.argument_specs import tensors_in
+from compiled_llm.compiling.ready_code import load_ready, ready_code
+from compiled_llm.ops.torch_private import (
+    aot_compiled_function,
+    compiler_counters,
+    tell_compiler,
+    trust_vec_isa,
+    vec_isa,
+    with_caches,
+)
 
 _OLDEST_FOR_CPUS = (2, 13)  # whose AOTCompiledFunction is the one that _unguarded extends
 
@@ -52,7 +63,9 @@ def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict
     Its ``fn`` is to be called, and ``to_bytes`` takes it.
     """
     before = compile_counts()
+    tell_compiler(tensors_in(args))
     options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _no_guards, "size_asserts": False}
+    options["cpp.threads"] = 1  # the ops have threads of their own, and those of OpenMP would spin beside them
     with torch.no_grad(), with_caches():
         compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
         ahead = compiled.aot_compile((args, {}))
@@ -66,6 +79,7 @@ def _no_guards(guards: Sequence[Any]) -> list[bool]:
 
 def compile_counts() -> dict[str, int]:
     """What torch's compiler has counted in this process."""
+    counters = compiler_counters()
     inductor, autograd = counters["inductor"], counters["aot_autograd"]
     return {
         "graphs": counters["stats"]["unique_graphs"],
@@ -94,12 +108,20 @@ def _unguarded() -> Any:
 
 
 def to_bytes(ahead: Any) -> bytes:
-    """A result of ``compile_ahead``, as ``from_bytes`` takes it."""
+    """A result of ``compile_ahead``, as ``from_bytes`` takes it: ready code if there is any, and torch's own form."""
     kind = _unguarded()
     unguarded = kind(dataclasses.replace(ahead._artifacts, guards_state=b""), False, ahead._extra_globals)
-    return kind.serialize(unguarded).serialized_data
+    return pickle.dumps((ready_code(ahead), kind.serialize(unguarded).serialized_data))
 
 
-def from_bytes(payload: bytes, function: Callable) -> Callable:
-    """The compiled form of ``function``. Runs code that ``payload`` holds: only for what this user's cache holds."""
-    return _unguarded().deserialize(payload, function.__globals__).fn
+def from_bytes(payload: bytes, known_isa: dict[str, Any], function: Callable) -> Callable:
+    """The compiled form of ``function``. Runs code that ``payload`` holds: only for what this user's cache holds.
+
+    ``known_isa``: what ``vec_isa`` said where it was compiled. Torch's own form builds libraries that are gone again.
+    """
+    ready, serialized = pickle.loads(payload)
+    if ready is not None:
+        with contextlib.suppress(ImportError):
+            return load_ready(ready, function.__globals__)
+    trust_vec_isa(known_isa)
+    return _unguarded().deserialize(serialized, function.__globals__).fn

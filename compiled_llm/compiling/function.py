@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from compiled_llm.compiling.argument_specs import ArgumentCheck
+from compiled_llm.compiling.argument_specs import ArgumentCheck, tensors_in
 from compiled_llm.compiling.cache import CompileCache, Entry, Fields
 from compiled_llm.compiling.compiler import (
     compile_ahead,
@@ -20,7 +20,7 @@ from compiled_llm.compiling.compiler import (
 from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool
 from compiled_llm.compiling.libraries import libraries_built_since
 from compiled_llm.compiling.report import GraphReport
-from compiled_llm.ops.torch_private import compiled_versions, trust_vec_isa
+from compiled_llm.ops.torch_private import compiled_versions, tell_compiler
 
 # What a CUDA graph needs before it replays: a plain run, and a run that records.
 _WARM_UP_CALLS = {"cuda": 3, "cpu": 1}
@@ -88,12 +88,13 @@ class CompiledFunction:
 
     def _compile_by_calls(self, make_args: Callable[[], tuple]) -> tuple[Fields, str]:
         """Facts about the code, and ``cache`` for the report."""
-        before = compile_counts()
+        before = {} if self._eager else compile_counts()
         with torch.no_grad():
             self._call_until_recorded(self._call, make_args)
+        if self._eager:
+            return {"graphs": 0, "graph_breaks": 0}, "eager"
         gained = {key: count - before[key] for key, count in compile_counts().items()}
-        cache = "hit" if gained["hits"] else "miss" if gained["misses"] else "off"
-        return gained, "eager" if self._eager else cache
+        return gained, "hit" if gained["hits"] else "miss" if gained["misses"] else "off"
 
     def _load_or_compile(self, args: tuple) -> tuple[Fields, str, str]:
         """Facts about the code, and ``cache`` and ``reason`` for the report."""
@@ -106,8 +107,7 @@ class CompiledFunction:
         if isinstance(found, Entry):
             moment = time.time()
             try:
-                trust_vec_isa(found.facts["vec_isa"])
-                self._call = from_bytes(found.payload, self._copy)
+                self._call = from_bytes(found.payload, found.facts["vec_isa"], self._copy)
             except Exception as error:  # whatever it is: compiling anew raises it again or does without
                 reason = f"the stored code does not load: {type(error).__name__}: {error}"
             else:
@@ -143,14 +143,19 @@ class CompiledFunction:
 
     def _call_until_recorded(self, call: Callable, make_args: Callable[[], tuple]) -> None:
         if self._captured is not None:
-            self._captured.capture(call, make_args())
+            self._captured.capture(call, self._told(make_args()))
             return
         for _ in range(_WARM_UP_CALLS[self.device.type]):
             if self.device.type == "cuda":
                 torch.compiler.cudagraph_mark_step_begin()
-            call(*make_args())
+            call(*self._told(make_args()))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _told(self, args: tuple) -> tuple:
+        if not self._eager:
+            tell_compiler(tensors_in(args))
+        return args
 
     def __call__(self, *args: Any) -> Any:
         """Run the compiled version. ``RuntimeError`` where torch would compile another one."""

@@ -19,7 +19,8 @@ def use_own_cache_directory() -> None:
     """
     own = cache_directory()
     check_trusted(own)
-    if os.environ.get("TORCHINDUCTOR_CACHE_DIR") in (None, default_cache_dir()):
+    given = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if given is None or (given != str(own / "inductor") and given == default_cache_dir()):
         if os.access(own, os.W_OK):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "inductor")
         else:

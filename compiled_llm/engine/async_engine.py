@@ -4,9 +4,7 @@ import asyncio
 import functools
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from typing import Any, TypeVar
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig
@@ -19,6 +17,9 @@ from compiled_llm.outputs import EngineStats, RequestOutput, ScoreOutput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.drafter import Drafter
 from compiled_llm.text.prompts import Prompt, ScoredPrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Characters of a prompt that may take long to encode.
 _LONG_PROMPT = 4096
@@ -208,7 +209,7 @@ class AsyncCompiledEngine:
         request_ids = [request_id] if isinstance(request_id, str) else list(request_id)
         await self._call(lambda engine: self._thread.abort(engine, request_ids))
 
-    async def get_tokenizer(self) -> PreTrainedTokenizerFast:
+    async def get_tokenizer(self) -> "PreTrainedTokenizerFast":
         """As ``CompiledEngine.get_tokenizer``."""
         engine = await self._call(lambda engine: engine)
         return await asyncio.to_thread(engine.get_tokenizer)

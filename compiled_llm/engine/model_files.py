@@ -4,7 +4,11 @@ import os
 from pathlib import Path
 
 from compiled_llm.config import EngineConfig
+from compiled_llm.engine.kept_values import kept
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
 from compiled_llm.text.tokenizer import Tokenizer
+from compiled_llm.text.tokenizer_files import files_of, read_parts
 from compiled_llm.worker.loader import model_directory
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -19,6 +23,12 @@ def checkpoint_directory(config: EngineConfig) -> Path:
     return DEMO_MODEL if config.model is None else model_directory(config.model, config.revision)
 
 
+def model_config(directory: Path) -> ModelConfig:
+    """``read_config(directory)``, from disk where an earlier start read the same files."""
+    files = [directory / "config.json", directory / "generation_config.json"]
+    return kept("config", files, lambda: read_config(directory))
+
+
 def has_tokenizer(config: EngineConfig, directory: Path) -> bool:
     """Whether prompts may be text. Costs nothing, so a program can ask before it starts an engine."""
     return config.tokenizer is not None or os.path.lexists(directory / "tokenizer.json")
@@ -29,5 +39,5 @@ def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     if not has_tokenizer(config, directory):
         return None
     if config.tokenizer is not None:
-        return Tokenizer(model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer"))
-    return Tokenizer(directory)
+        directory = model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer")
+    return Tokenizer(directory, kept("tokenizer", files_of(directory), lambda: read_parts(directory)))

@@ -4,19 +4,16 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
-from typing import Any, Self
-
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING, Any, Self
 
 from compiled_llm.config import EngineConfig, integer
 from compiled_llm.engine.admission import Admission, PreparedRequest
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
 from compiled_llm.engine.interrupts import Interrupts
-from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
+from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer, model_config
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.error_texts import shown
-from compiled_llm.models.config_file import read_config
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
@@ -25,6 +22,9 @@ from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
 from compiled_llm.worker.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class StepEngine:
@@ -44,7 +44,7 @@ class StepEngine:
         num_draft_tokens = draft_length(drafter)
         started, progress = time.perf_counter(), StartProgress(config.progress)
         directory = checkpoint_directory(config)
-        self.model_config = read_config(directory)
+        self.model_config = model_config(directory)
         self.tokenizer = load_tokenizer(config, directory)
         if self.tokenizer is None:
             progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")
@@ -204,7 +204,7 @@ class StepEngine:
 
     # -- What the model brings
 
-    def get_tokenizer(self) -> PreTrainedTokenizerFast:
+    def get_tokenizer(self) -> "PreTrainedTokenizerFast":
         """transformers' tokenizer of the model: a new one, which may be changed without changing the engine.
 
         Two things differ. The engine takes special tokens that a prompt spells for text; this one makes special tokens

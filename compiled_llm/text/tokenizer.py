@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.text.tokenizer_files import read_tokenizer
+from compiled_llm.text.tokenizer_files import TokenizerParts, read_parts, read_tokenizer
 
 # The text of a token may depend on those before it: on this many at most, which includes a character of four bytes.
 _CONTEXT_TOKENS = 6
@@ -39,25 +39,23 @@ class Tokenizer:
         special_tokens: all of them by their text.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, parts: TokenizerParts | None = None) -> None:
+        """``parts``: what ``read_parts(directory)`` returned, where that is known."""
         self._directory = directory
-        tokenizer = self.for_users()
-        self._backend = tokenizer.backend_tokenizer
+        parts = read_parts(directory) if parts is None else parts
+        self._backend = Backend.from_str(parts.backend)
         # A file may ask for either; a prompt is never cut or filled up here.
         self._backend.no_truncation()
         self._backend.no_padding()
         # Text of a user that spells a special token is text, not that token.
         self._backend.encode_special_tokens = True
 
-        template = tokenizer.chat_template or {}
-        self.chat_templates: dict[str, str] = template if isinstance(template, dict) else {"default": template}
-        named = tokenizer.special_tokens_map
-        self.named_tokens: dict[str, str] = {name: text for name, text in named.items() if isinstance(text, str)}
+        self.chat_templates, self.named_tokens = parts.chat_templates, parts.named_tokens
         self._chat_backend: Backend | None = None
         self._stand_ins: set[int | None] = set()  # their ids there
         # What a text that the vocabulary lacks becomes, so that this is no sign of a special token in it.
         unknown = getattr(self._backend.model, "unk_token", None)
-        self._prepare_chat({tokenizer.unk_token_id, unknown and self._backend.token_to_id(unknown)})
+        self._prepare_chat({parts.unknown_id, unknown and self._backend.token_to_id(unknown)})
 
     def for_users(self) -> Any:
         """transformers' own, as the files have it; a new one for each call. ``ValueError`` if they cannot be read."""

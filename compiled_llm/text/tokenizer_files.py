@@ -1,10 +1,9 @@
 """transformers' tokenizer from a model directory: from its files alone, which are data from anywhere."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer as Backend
-from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PretrainedConfig
 
 from compiled_llm.models.files import MAX_JSON_BYTES, MAX_TOKENIZER_BYTES, open_file, read_json, read_optional_json
 
@@ -24,12 +23,47 @@ _FILE_PREFIXES = (
 _OBJECTS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
 
 
+class TokenizerParts(NamedTuple):
+    """What the engine takes of transformers' tokenizer: plain values.
+
+    Attributes:
+        backend: the tokenizers library's own, as JSON.
+        chat_templates: by name; one without a name is ``"default"``.
+        named_tokens: as text.
+        unknown_id: what a text that the vocabulary lacks becomes.
+    """
+
+    backend: str
+    chat_templates: dict[str, str]
+    named_tokens: dict[str, str]
+    unknown_id: int | None
+
+
+def read_parts(directory: Path) -> TokenizerParts:
+    """The parts of ``read_tokenizer(directory)``."""
+    tokenizer = read_tokenizer(directory)
+    template = tokenizer.chat_template or {}
+    templates = template if isinstance(template, dict) else {"default": template}
+    named = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
+    return TokenizerParts(tokenizer.backend_tokenizer.to_str(), templates, named, tokenizer.unk_token_id)
+
+
+def files_of(directory: Path) -> list[Path]:
+    """The files of a directory that transformers may read its tokenizer from."""
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: no such directory")
+    paths = [path for path in directory.iterdir() if path.name.startswith(_FILE_PREFIXES)]
+    return [*paths, *directory.glob("additional_chat_templates/*")]
+
+
 def read_tokenizer(directory: Path) -> Any:
     """The tokenizer of a directory that has a ``tokenizer.json``. Never runs code of the directory.
 
     Raises:
         ValueError: there is none, or it or a file beside it cannot be read.
     """
+    from transformers import AutoTokenizer  # a second: only when needed
+
     _check_files(directory)
     config = _stand_in_config(directory)
     try:
@@ -53,18 +87,17 @@ def read_tokenizer(directory: Path) -> Any:
 
 def _check_files(directory: Path) -> None:
     """``ValueError`` unless all files that a tokenizer may be read from are regular ones, not too large, and JSON."""
-    if not directory.is_dir():
-        raise ValueError(f"{directory}: no such directory")
-    paths = [path for path in directory.iterdir() if path.name.startswith(_FILE_PREFIXES)]
-    for path in [*paths, *directory.glob("additional_chat_templates/*")]:
+    for path in files_of(directory):
         if path.name in _OBJECTS:
             read_json(path, MAX_JSON_BYTES)
         else:
             open_file(path, MAX_TOKENIZER_BYTES if path.name == "tokenizer.json" else MAX_JSON_BYTES).close()
 
 
-def _stand_in_config(directory: Path) -> PretrainedConfig:
+def _stand_in_config(directory: Path) -> Any:
     """What transformers asks of a model's config to choose the tokenizer's class, without the config's sizes."""
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+
     given = read_optional_json(directory / "config.json")
     model_type = given.get("model_type")
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING

@@ -150,7 +150,9 @@ class CompiledSteps:
         for bucket in self._recording_order():
             self._functions[bucket] = make(self._recipe(bucket)(), bucket.name)
             self._functions[bucket].warm_up(functools.partial(self.step_arguments, bucket))
-            logits = functools.partial(self.run_step, bucket)
+            logits: Callable[[], Tensor] = functools.partial(self.run_step, bucket)
+            if self.device.type == "cpu":  # there, what follows a step is not recorded with it: one step does for all
+                logits = functools.cache(logits)
             self.sampling.warm_up(bucket, self.buffers[bucket].sampling_input, logits, make)
         self.sampling.warm_up_prompts(self.weights, make)
 

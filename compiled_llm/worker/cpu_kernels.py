@@ -50,7 +50,7 @@ class KernelBuild:
         """
         started = time.perf_counter()
         waiting = {library.name: _seconds(library) for library, build in self._builds if not build.done()}
-        with self._progress.stage("building C++ kernels", waiting, seconds=self._estimate()) as stage:
+        with self._progress.stage("building C++ kernels", waiting, seconds=self._estimate(), is_long=False) as stage:
             for library, build in self._builds:
                 stage.next(library.name)
                 build.result()

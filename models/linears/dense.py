@@ -57,8 +57,15 @@ class Dense(NamedTuple):
             return parts[0]
         biases = [part.bias for part in parts if part.bias is not None]
         assert len(biases) in (0, len(parts)), "either all of the layers have a bias or none"
-        return cls(torch.cat([part.weight for part in parts]), torch.cat(biases) if biases else None)
+        return cls(_joined([part.weight for part in parts]), _joined(biases) if biases else None)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:
         return 0
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """``torch.cat``. On the device "meta" that is Python code of torch's, which imports the compiler."""
+    if tensors[0].is_meta:
+        return tensors[0].new_empty(sum(map(len, tensors)), *tensors[0].shape[1:])
+    return torch.cat(list(tensors))

@@ -17,6 +17,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -28,6 +29,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 namespace team {
 
@@ -35,6 +37,7 @@ using Clock = std::chrono::steady_clock;
 // A helper spins from one loop to the next, but not for long where a program prepares the next step. The caller waits for
 // the rest of a part; that takes longer only where the helper has no core.
 constexpr std::chrono::microseconds kHelperSpin(200), kCallerSpin(50);
+constexpr std::chrono::microseconds kAloneSpin(800);  // more, of a helper whose core nobody else wants: until the next step
 constexpr std::chrono::nanoseconds kTurn(100'000);  // the shortest that Linux grants
 constexpr int64_t kPartsPerThread = 8;
 
@@ -46,16 +49,23 @@ inline void pause() {
 #endif
 }
 
-// Waits until `value` is no longer `old`: spins for a time, and then sleeps.
-inline void wait_while(const std::atomic<uint32_t>& value, uint32_t old, Clock::duration spin) {
+// Waits for a time until `value` is no longer `old`. False: it still is.
+inline bool spin_while(const std::atomic<uint32_t>& value, uint32_t old, Clock::duration spin) {
   const auto end = Clock::now() + spin;
   do
     for (int i = 0; i < 16; ++i) {
-      if (value.load(std::memory_order_acquire) != old) return;
+      if (value.load(std::memory_order_acquire) != old) return true;
       pause();
     }
   while (Clock::now() < end);
-  value.wait(old, std::memory_order_acquire);
+  return false;
+}
+
+// How often this thread had to leave its core to another.
+inline int64_t interruptions() {
+  rusage use = {};
+  getrusage(RUSAGE_THREAD, &use);
+  return use.ru_nivcsw;
 }
 
 // Asks for turns of kTurn for this thread, if its scheduling is the usual one. Its share of the core stays as it is.
@@ -93,7 +103,8 @@ class Team {
     attempt();
     Door door = door_.load(std::memory_order_relaxed);
     while (!door_.compare_exchange_weak(door, {loop, 0, door.entered}, std::memory_order_acq_rel)) continue;
-    for (uint32_t done; (done = done_.load(std::memory_order_acquire)) != door.entered;) wait_while(done_, done, kCallerSpin);
+    for (uint32_t done; (done = done_.load(std::memory_order_acquire)) != door.entered;)
+      if (!spin_while(done_, done, kCallerSpin)) done_.wait(done, std::memory_order_acquire);
     const std::exception_ptr error = error_;
     taken_.store(false, std::memory_order_release);
     if (error) std::rethrow_exception(error);
@@ -129,8 +140,13 @@ class Team {
 
   void help() {
     take_short_turns();
+    int64_t before = 0;  // interruptions, when it last waited for long
     for (uint32_t seen = 0;;) {
-      wait_while(loop_, seen, kHelperSpin);
+      if (!spin_while(loop_, seen, kHelperSpin)) {
+        const int64_t now = interruptions();
+        if (now != std::exchange(before, now) || !spin_while(loop_, seen, kAloneSpin))
+          loop_.wait(seen, std::memory_order_acquire);
+      }
       seen = loop_.load(std::memory_order_acquire);
       if (enter()) {
         attempt();

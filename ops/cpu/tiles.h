@@ -40,9 +40,11 @@ struct HardwareTiles {
 
   template <int I>
   [[gnu::always_inline]] void zero() { asm volatile("tilezero %%tmm%c0" ::"i"(I)); }
-  template <int I>
-  [[gnu::always_inline]] void load(const void* from, int64_t stride) {  // bytes from row to row
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(I) : "memory");
+  // `stride` bytes from row to row. ONCE: it is not needed again soon, and leaves the L1 cache to the rest.
+  template <int I, bool ONCE = false>
+  [[gnu::always_inline]] void load(const void* from, int64_t stride) {
+    if constexpr (ONCE) asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(I) : "memory");
+    else asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(I) : "memory");
   }
   template <int I>
   [[gnu::always_inline]] void store(void* to, int64_t stride) {
@@ -76,7 +78,7 @@ struct SoftwareTiles {
 
   template <int I>
   void zero() { std::memset(tiles[I], 0, sizeof(tiles[I])); }
-  template <int I>
+  template <int I, bool ONCE = false>
   void load(const void* from, int64_t stride) {
     for (int64_t row = 0; row < rows_of(I); ++row)
       std::memcpy(tiles[I][row], static_cast<const char*>(from) + row * stride, sizeof(tiles[I][row]));

@@ -6,7 +6,7 @@
 //
 // Three loops around a micro kernel:
 //
-//   threads     each takes pieces of the column tiles (16 outputs each), so that no two read the same weights
+//   threads     each takes pieces of the column tiles (16 outputs each) of a block of rows
 //   columns     `cols` tiles at a time ...
 //   K chunks    ... of which `chunk` words are read from memory once for a block of rows, ...
 //   row groups  ... and used from the caches by every group of `rows` rows
@@ -16,7 +16,8 @@
 //
 // AMX multiplies faster than L2 delivers: of each product's operands one has to be in L1 (the weights' chunk), the other
 // in L2 (the block of rows), and weights have to be fetched from farther away all the time. So every row group fetches
-// its part of the next weights, and large outputs are written past the caches.
+// its part of the next weights; from 65 rows on activations are packed tile by tile, to be read from L2 one line after the
+// other; outputs are written past the caches, while the next sums are added up.
 //
 // Batch invariance: every output has one float32 sum, which takes its words in order, whatever the number of rows, the
 // place of its row, or the number of threads. Chunks do not change that: between two of them a sum is kept in memory as
@@ -38,8 +39,9 @@
 
 namespace {
 
-constexpr int64_t STREAM_BYTES = 1 << 20;        // of output: more is not in the caches when it is read
-constexpr int64_t TILED_BLOCK_BYTES = 1 << 20;   // of activations, with tile registers: half of L2
+constexpr int64_t STREAM_BYTES = 1 << 17;        // of output: more is written past the caches
+constexpr int64_t TILED_BLOCK_BYTES = 5 << 18;   // of activations, with tile registers: they stay in L2
+constexpr int64_t MANY_ROWS = 256;               // from here on sums are the limit with tile registers, not the weights
 constexpr int64_t FEW_ROWS = 4;                  // up to here memory is the limit even without any prefetch of ours
 constexpr int64_t GRAIN_FLOPS = 1 << 18;         // for less, waking a thread takes longer than the work
 constexpr int64_t PIECES = 8;                    // of the columns, for each thread
@@ -75,27 +77,27 @@ void interleave_rows(const Input* from, int64_t stride, int64_t rows, int64_t K,
 template <class Input>
 void tile_rows(const Input* from, int64_t stride, int64_t rows, int64_t K, uint32_t* to) {
   constexpr int64_t INPUTS = TILE * sizeof(uint32_t) / sizeof(Input);  // of a tile's row
-  const int64_t row_tiles = (rows + TILE - 1) / TILE;
+  const int64_t aligned_rows = (rows + TILE - 1) / TILE * TILE;
   for (int64_t k = 0; k < K; k += INPUTS)
-    for (int64_t row = 0; row < row_tiles * TILE; ++row, to += TILE) {
+    for (int64_t row = 0; row < aligned_rows; ++row, to += TILE) {
       const int64_t count = row < rows ? std::min(INPUTS, K - k) : 0;
-      if (count != 0) std::memcpy(to, from + row * stride + k, count * sizeof(Input));
-      if (count < INPUTS) std::memset(reinterpret_cast<Input*>(to) + count, 0, (INPUTS - count) * sizeof(Input));
+      if (count == INPUTS) std::memcpy(to, from + row * stride + k, INPUTS * sizeof(Input));  // one load and one store
+      else {
+        std::memset(to, 0, INPUTS * sizeof(Input));
+        std::copy_n(from + row * stride + k, count, reinterpret_cast<Input*>(to));
+      }
     }
 }
 
-// Rows of x [T, K] from `first` on -> groups of `group` rows, each as the micro kernel takes it, whatever the strides of x.
+// Rows [first, end) of x [T, K] -> groups of `group` rows, each as the micro kernel takes it, whatever the strides of x.
 // `align` is that of the kernels; each row takes `words`.
 template <class Input>
-void pack_rows(const Tensor& x, int64_t first, int64_t group, int64_t align, int64_t words, uint32_t* packed) {
-  const int64_t T = x.size(0), K = x.size(1), stride = x.stride(0);
+void pack_rows(const Tensor& x, int64_t first, int64_t end, int64_t group, int64_t align, int64_t words,
+               uint32_t* packed) {
   const auto* data = x.data<const Input>();
   const auto pack = align == 1 ? interleave_rows<Input> : tile_rows<Input>;
-  const int64_t groups = (T - first + group - 1) / group;
-  parallel_for(0, groups, 1 + (1 << 17) / (words * group), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin * group; row < std::min(T - first, end * group); row += group)
-      pack(data + (first + row) * stride, stride, std::min(group, T - first - row), K, packed + row * words);
-  });
+  for (int64_t row = first; row < end; row += group)
+    pack(data + row * x.stride(0), x.stride(0), std::min(group, end - row), x.size(1), packed + (row - first) * words);
 }
 
 // The first row that has to be packed, a multiple of `group`, or T: tiles are loaded from x itself where they are whole.
@@ -107,29 +109,37 @@ int64_t first_packed_row(const Tensor& x, int64_t group, int64_t align) {
 
 template <class T>
 struct Problem {
-  int64_t rows, N, words;
+  int64_t rows, N, tiles, words;
   const uint32_t* x;     // the rows before `first_packed`, `x_stride` words apart,
   int64_t x_stride, first_packed;
-  const uint32_t* x_packed;  // and the others as pack_rows made them, with room for `x_words` words each
-  int64_t x_words;
+  int64_t x_words;       // and the others as pack_rows made them, with room for this many words each
   const typename Packing<T>::Word* w;  // [tiles, words, TILE]
   const T* bias;   // or null
   T* out;          // [rows, N]
   bool stream;     // past the caches
+  bool defer;      // sums are finished while the next ones are added up
   int64_t chunk;   // words
-  int64_t group;   // rows of a row group
+  int64_t group;   // rows of a row group,
+  int64_t block;   // of a block of rows
+  int64_t cols;    // column tiles of a micro kernel,
+  int64_t piece;   // of a piece of the columns
+};
+
+template <class T>
+struct Workplace {  // of a thread
+  alignas(64) float sums[MAX_SUMS];
+  Finish<T> before;         // not finished yet
+  uint32_t* x_packed;       // rows of its block from the first packed one on,
+  int64_t packed_from;      // which is this one
 };
 
 // Rows [row, row + rows) of column tiles [tile, tile + cols). The thread's next ones start at `next_tile`.
 template <class T>
-void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, int64_t row, int64_t rows, int64_t tile,
-                    int64_t cols, int64_t next_tile) {
-  alignas(64) float sums[MAX_SUMS];
+void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, Workplace<T>& place, int64_t row, int64_t rows,
+                    int64_t tile, int64_t cols, int64_t next_tile) {
   const int64_t groups = (rows + problem.group - 1) / problem.group, w_stride = problem.words * TILE;
   const auto* const w = problem.w + tile * w_stride;
   const int64_t column = tile * TILE, columns = std::min(cols * TILE, problem.N - column);
-  float bias[MAX_COLS * TILE] = {};
-  if (problem.bias) std::copy_n(problem.bias + column, columns, bias);
   for (int64_t word = 0, words; word < problem.words; word += words) {
     words = std::min(problem.chunk, problem.words - word);
     // The next weights, of the next chunk or the next tiles: each row group fetches a part.
@@ -140,10 +150,10 @@ void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, int6
     for (int64_t g = 0; g < groups; ++g) {
       const int64_t m = std::min(problem.group, rows - g * problem.group), start = row + g * problem.group;
       const bool direct = start < problem.first_packed;
-      float* group_sums = sums + g * problem.group * cols * TILE;
+      float* group_sums = place.sums + g * problem.group * cols * TILE;
       kernels.multiply[((m - 1) / kernels.align) * kernels.cols + cols - 1]({
           .x = direct ? problem.x + start * problem.x_stride + word
-                      : problem.x_packed + (start - problem.first_packed) * problem.x_words + word * kernels.aligned(m),
+                      : place.x_packed + (start - place.packed_from) * problem.x_words + word * kernels.aligned(m),
           .x_stride = direct ? problem.x_stride : 0,
           .w = w + word * TILE,
           .w_stride = w_stride,
@@ -154,10 +164,83 @@ void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, int6
           .left = problem.words - word,
           .later = later + g * later_lines * TILE,
           .later_lines = later_lines,
+          .before = &place.before,
       });
-      if (last)  // while the sums are in L1
-        kernels.finish(group_sums, cols * TILE, bias, m, columns, problem.out + start * problem.N + column, problem.N,
-                       problem.stream);
+      place.before.rows = 0;
+      if (!last) continue;
+      Finish<T> finish = {m, columns, group_sums, cols * TILE, {}, problem.out + start * problem.N + column, problem.N,
+                          problem.stream};
+      if (problem.bias) std::copy_n(problem.bias + column, columns, finish.bias);
+      if (problem.defer && columns == 2 * TILE) place.before = finish;
+      else kernels.finish(finish);
+    }
+  }
+}
+
+// Rows of a block, for tile registers: as many as stay in L2 with `bytes` each, in about equal blocks.
+int64_t tiled_block(int64_t rows, int64_t bytes, int64_t group, int64_t most) {
+  const int64_t limit = std::max(std::min(most, TILED_BLOCK_BYTES / bytes), group);
+  const int64_t blocks = (rows + limit - 1) / limit, even = (rows + blocks - 1) / blocks;
+  return (even + group - 1) / group * group;
+}
+
+// How it is cut, for a number of threads.
+template <class T>
+Problem<T> problem_of(const KernelsOf<T>& kernels, const Tensor& x, const Tensor& packed,
+                      const std::optional<Tensor>& bias, const Tensor& out, int64_t threads) {
+  const int64_t rows = x.size(0), N = out.size(1), tiles = packed.size(0), words = packed.size(1);
+  const int64_t x_words = kernels.aligned(words);
+  const bool tiled = kernels.align > 1;
+  // With few rows a single row tile at a time: it waits less for weights that come from memory.
+  const int64_t group = tiled && rows <= 2 * kernels.rows ? kernels.align : kernels.rows;
+  // With many, packing pays: in x itself, rows a power of two apart share a few sets of L1.
+  const int64_t first_packed = tiled && group == kernels.rows ? 0 : first_packed_row(x, group, kernels.align);
+  // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
+  // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
+  const int64_t cols = rows <= FEW_ROWS && !tiled ? 1 : kernels.cols;
+  return {
+      .rows = rows,
+      .N = N,
+      .tiles = tiles,
+      .words = words,
+      .x = x.data<const uint32_t>(),
+      .x_stride = x.stride(0) / static_cast<int64_t>(sizeof(uint32_t) / sizeof(typename Packing<T>::Input)),
+      .first_packed = first_packed,
+      .x_words = x_words,
+      .w = packed.data<const typename Packing<T>::Word>(),
+      .bias = bias ? bias->data<const T>() : nullptr,
+      .out = out.data<T>(),
+      .stream = group == kernels.rows && rows * N * static_cast<int64_t>(sizeof(T)) > STREAM_BYTES && N % (2 * TILE) == 0,
+      .defer = kernels.defers && first_packed == 0,
+      // One group reads longer runs of memory; with two, the second finds the first one's weights in L1.
+      .chunk = rows <= group || (tiled && rows >= MANY_ROWS) ? 2 * kernels.chunk
+               : tiled && rows <= 2 * group                  ? kernels.chunk / 2
+                                                             : kernels.chunk,
+      .group = group,
+      .block = tiled ? tiled_block(rows, x_words * 4, kernels.rows, kernels.row_block) : kernels.row_block,
+      .cols = cols,
+      .piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols,
+  };
+}
+
+// A thread's part of the blocks, from block `own` on: `taken` counts the pieces of each. If it `packs`, it calls `pack` with
+// the rows of a block before its first piece, and leaves the last pieces of other threads' blocks to them.
+template <class T, class Pack>
+void multiply_pieces(const KernelsOf<T>& kernels, const Problem<T>& problem, Workplace<T>& place, int64_t own, bool packs,
+                     std::vector<std::atomic<int64_t>>& taken, const Pack& pack) {
+  const int64_t blocks = taken.size(), pieces = (problem.tiles + problem.piece - 1) / problem.piece;
+  for (int64_t i = 0; i < blocks; ++i) {
+    std::atomic<int64_t>& free = taken[(own + i) % blocks];
+    if (packs && i > 0 && free > pieces * 3 / 4) continue;
+    const int64_t row = (own + i) % blocks * problem.block, rows = std::min(problem.block, problem.rows - row);
+    int64_t next, piece = free++;
+    if (packs && piece < pieces) pack(row, row + rows);
+    for (; piece < pieces; piece = next) {
+      next = free++;
+      const int64_t end = std::min((piece + 1) * problem.piece, problem.tiles);
+      for (int64_t tile = piece * problem.piece; tile < end; tile += problem.cols)
+        multiply_block(kernels, problem, place, row, rows, tile, std::min(problem.cols, end - tile),
+                       tile + problem.cols < end ? tile + problem.cols : next % pieces * problem.piece);
     }
   }
 }
@@ -167,52 +250,35 @@ template <class T>
 void multiply(const KernelsOf<T>& kernels, const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
               const Tensor& out) {
   using Input = typename Packing<T>::Input;
-  constexpr int64_t INPUTS = sizeof(uint32_t) / sizeof(Input);
-  const int64_t rows = x.size(0), N = out.size(1), tiles = packed.size(0), words = packed.size(1);
-  const int64_t x_words = kernels.aligned(words);
-  const bool tiled = kernels.align > 1;
-  const int64_t whole_groups = TILED_BLOCK_BYTES / (x_words * 4) / kernels.rows * kernels.rows;
-  const int64_t block = tiled ? std::clamp(whole_groups, kernels.rows, kernels.row_block) : kernels.row_block;
-  // With few rows a single row tile at a time: it waits less for weights that come from memory.
-  const int64_t group = tiled && rows <= 2 * kernels.rows ? kernels.align : kernels.rows;
-  const int64_t first_packed = first_packed_row(x, group, kernels.align);
-  Tensor x_packed = empty({kernels.aligned(rows - first_packed), x_words, INPUTS}, x.dtype());
-  auto* const packed_rows = x_packed.data<uint32_t>();
-  if (first_packed < rows) pack_rows<Input>(x, first_packed, group, kernels.align, x_words, packed_rows);
-  const Problem<T> problem = {
-      .rows = rows,
-      .N = N,
-      .words = words,
-      .x = x.data<const uint32_t>(),
-      .x_stride = x.stride(0) / INPUTS,
-      .first_packed = first_packed,
-      .x_packed = packed_rows,
-      .x_words = x_words,
-      .w = packed.data<const typename Packing<T>::Word>(),
-      .bias = bias ? bias->data<const T>() : nullptr,
-      .out = out.data<T>(),
-      .stream = rows * N * static_cast<int64_t>(sizeof(T)) > STREAM_BYTES,
-      // One group reads longer runs of memory; with two, the second finds the first one's weights in L1.
-      .chunk = rows <= group ? 2 * kernels.chunk : tiled && rows <= 2 * group ? kernels.chunk / 2 : kernels.chunk,
-      .group = group,
+  const int64_t rows = x.size(0), flops = rows * packed.size(0) * packed.size(1) * TILE;
+  const int64_t threads = std::min(num_threads(), flops / GRAIN_FLOPS + 1);
+  const Problem<T> problem = problem_of(kernels, x, packed, bias, out, threads);
+  std::vector<std::atomic<int64_t>> taken((rows + problem.block - 1) / problem.block);
+  const int64_t blocks = taken.size(), x_words = problem.x_words, group = problem.group, first = problem.first_packed;
+  const auto pack = [&](int64_t begin, int64_t end, uint32_t* to) {
+    pack_rows<Input>(x, begin, end, group, kernels.align, x_words, to);
   };
-  // With few rows one tile after the other: a single stream of weights, which the hardware's prefetchers follow best.
-  // With more, they do not run far enough ahead of the arithmetic, and the first row group prefetches for all.
-  const int64_t cols = rows <= FEW_ROWS && !tiled ? 1 : kernels.cols;
-  // A thread that is free takes the next piece of the columns and block of rows: cores need not be equally fast.
-  const int64_t threads = std::min(num_threads(), rows * words * tiles * TILE / GRAIN_FLOPS + 1);
-  const int64_t piece = threads == 1 ? tiles : (tiles / (PIECES * threads) + cols) / cols * cols;
-  const int64_t pieces = (tiles + piece - 1) / piece, items = pieces * ((rows + block - 1) / block);
-  std::atomic<int64_t> free = 0;
-  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  // Where each thread has blocks of its own it packs them, into its own L2; else all rows are packed for all threads.
+  const bool each_packs = kernels.align > 1 && blocks >= threads;
+  const int64_t all = kernels.aligned(rows - first), room = each_packs ? std::min(problem.block, all) : all;
+  const Tensor packs = empty({each_packs ? threads : 1, room, x_words}, kInt);
+  auto* const x_packed = packs.data<uint32_t>();
+  if (!each_packs)
+    parallel_for(0, (rows - first + group - 1) / group, 1 + (1 << 17) / (x_words * group), [&](int64_t begin, int64_t end) {
+      pack(first + begin * group, std::min(rows, first + end * group), x_packed + begin * group * x_words);
+    });
+  // A thread that is free takes the next piece of the columns: cores need not be equally fast.
+  parallel_for(0, threads, 1, [&](int64_t thread, int64_t) {
     kernels.begin(rows);
-    for (int64_t item = free++, next; item < items; item = next) {
-      next = free++;
-      const int64_t row = item / pieces * block, end = std::min((item % pieces + 1) * piece, tiles);
-      for (int64_t tile = item % pieces * piece; tile < end; tile += cols)
-        multiply_block(kernels, problem, row, std::min(block, rows - row), tile, std::min(cols, end - tile),
-                       tile + cols < end ? tile + cols : next % pieces * piece);
-    }
+    Workplace<T> place;
+    place.x_packed = x_packed + (each_packs ? thread * room * x_words : 0);
+    place.packed_from = first;
+    const int64_t own = each_packs ? thread * blocks / threads : 0;
+    multiply_pieces(kernels, problem, place, own, each_packs, taken, [&](int64_t begin, int64_t end) {
+      place.packed_from = std::max(begin, first);
+      if (place.packed_from < end) pack(place.packed_from, end, place.x_packed);
+    });
+    kernels.finish(place.before);
     kernels.end();
   });
 }

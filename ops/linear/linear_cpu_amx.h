@@ -5,25 +5,26 @@
 
 #include <algorithm>
 
-#include "../cpu/tiles.h"
+#include "../cpu/features.h"
 
 namespace {
 
 // R row tiles (1 or 2) by C column tiles (1 or 2).
-//   x     [R * 16 rows, pairs], `x_stride` words from row to row; or if that is 0, packed:
+//   x     [R * 16 rows, pairs], `x_stride` words from row to row; or PACKED:
 //         [ceil(pairs / 16), R, 16 rows, 16 pairs], zero where there is no row or no pair
 //   w     [C, pairs, 16 columns], `w_stride` words from column tile to column tile
 //   sums  [R * 16, C, 16]; not read if this is the `first` chunk
-// Meanwhile `lines` cache lines from `later` on, and from each further column tile's place, are fetched into L2.
-template <class Tiles, int R, int C>
-[[gnu::always_inline]] inline void multiply_tiles(const uint32_t* x, int64_t x_stride, const uint32_t* w, int64_t w_stride,
-                                                  int64_t pairs, float* sums, bool first, const uint32_t* later,
-                                                  int64_t lines) {
+// Before each 16 pairs it calls `meanwhile`, whose work overlaps with their products. Packed activations come from L2 one
+// after the other: loaded as what is not needed again soon, they leave L1 to the weights.
+template <class Tiles, bool PACKED, int R, int C, class Meanwhile>
+[[gnu::always_inline]] inline TARGET_AVX512_BF16 void multiply_tiles(const uint32_t* x, int64_t x_stride, const uint32_t* w,
+                                                                     int64_t w_stride, int64_t pairs, float* sums,
+                                                                     bool first, Meanwhile& meanwhile) {
   Tiles tiles;
   constexpr int64_t ROW = 64, SUMS_ROW = C * ROW;  // bytes
-  const int64_t x_row = x_stride != 0 ? x_stride * sizeof(uint32_t) : ROW;
-  const int64_t x_tile = TILE_ROWS * (x_stride != 0 ? x_stride : TILE_WORDS);  // words from row tile to row tile
-  const int64_t x_pair = x_stride != 0 ? 1 : R * TILE_ROWS;                    // and from pair to pair, between tiles
+  const int64_t x_row = PACKED ? ROW : x_stride * sizeof(uint32_t);
+  const int64_t x_tile = TILE_ROWS * (PACKED ? TILE_WORDS : x_stride);  // words from row tile to row tile
+  constexpr int64_t x_pair = PACKED ? R * TILE_ROWS : 1;                // and from pair to pair, between tiles
   float* below = sums + TILE_ROWS * C * TILE_WORDS;
   if (first) {
     tiles.template zero<0>();
@@ -38,7 +39,7 @@ template <class Tiles, int R, int C>
   }
   const auto multiply_16_pairs = [&](const uint32_t* x_tiles, const uint32_t* w_tile, int64_t stride)
                                      __attribute__((always_inline)) {
-    tiles.template load<4>(x_tiles, x_row);
+    tiles.template load<4, PACKED>(x_tiles, x_row);
     tiles.template load<6>(w_tile, ROW);
     tiles.template multiply<0, 4, 6>();
     if constexpr (C > 1) {
@@ -46,16 +47,14 @@ template <class Tiles, int R, int C>
       tiles.template multiply<1, 4, 7>();
     }
     if constexpr (R > 1) {
-      tiles.template load<5>(x_tiles + x_tile, x_row);
+      tiles.template load<5, PACKED>(x_tiles + x_tile, x_row);
       tiles.template multiply<2, 5, 6>();
     }
     if constexpr (R > 1 && C > 1) tiles.template multiply<3, 5, 7>();
   };
   int64_t p = 0;
-  const int64_t lines_each = (lines * TILE_ROWS + pairs - 1) / pairs;
-  for (; p + TILE_ROWS <= pairs; p += TILE_ROWS, lines -= lines_each) {
-    for (int64_t line = 0; line < std::min(lines, lines_each); ++line, later += TILE_WORDS)
-      for (int c = 0; c < C; ++c) __builtin_prefetch(later + c * w_stride, 0, 2);
+  for (; p + TILE_ROWS <= pairs; p += TILE_ROWS) {
+    meanwhile();
     multiply_16_pairs(x + p * x_pair, w + p * TILE_WORDS, w_stride);
   }
   if (p < pairs) {  // the last pairs of a K that is no multiple of 32, followed by zero weights

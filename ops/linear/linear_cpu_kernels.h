@@ -1,12 +1,16 @@
 // The linear layer's kernels for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the
 // macros. A micro kernel holds the sums of `M` rows by `C` column tiles in registers while it walks through a chunk.
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
 #include "../cpu/vectors.h"
-#include "linear_cpu_amx.h"
 #include "linear_cpu_types.h"
+
+#ifdef TILES
+#include "linear_cpu_amx.h"
+#endif
 
 namespace {
 namespace ISA {
@@ -20,18 +24,83 @@ INLINE void prefetch(const Work<T>& work, int64_t word) {
   for (int c = 0; c < C; ++c) __builtin_prefetch(ahead + c * work.w_stride, 0, 2);
 }
 
+// Row by row, since rows of the output are often whole pages apart: a cache line that is left half written would be gone
+// from the caches when its other half comes.
+template <class T>
+TARGET void finish(const Finish<T>& of) {
+  for (int64_t row = 0; row < of.rows; ++row)
+    for (int64_t i = 0; i < of.columns; i += TILE)
+      store_as(of.out + row * of.out_stride + i, load(of.sums + row * of.sums_stride + i) + load(of.bias + i),
+               of.columns - i);
+}
+
 #ifdef TILES
+// Two tiles are a cache line of the output. Where it is too large for the caches, lines are written past them, which
+// saves reading them first.
+INLINE void finish_line(const Finish<BFloat16>& of, int64_t row) {
+  const float* sums = of.sums + row * of.sums_stride;
+  BFloat16* out = of.out + row * of.out_stride;
+  const Vec line = to_bf16_pairs(load(sums) + load(of.bias), load(sums + TILE) + load(of.bias + TILE));
+  if (of.stream) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), reinterpret_cast<__m512i>(line));
+  else store(out, line);
+}
+
+TARGET void finish_lines(const Finish<BFloat16>& of) {
+  if (of.columns != 2 * TILE) return finish(of);
+  for (int64_t row = 0; row < of.rows; ++row) finish_line(of, row);
+}
 
 // 8 tiles of 16 rows: 2 x 2 of sums, 2 of activations, 2 of weights.
 constexpr int ROWS = 2, COLS = 2, ALIGN = TILE;
-// 2 tiles x 128 x 64 bytes = 16 KiB, a third of L1; all pairs of a block's rows stay in L2.
-constexpr int64_t CHUNK = 128, ROW_BLOCK = 384;
+// 2 tiles x 128 x 64 bytes = 16 KiB, a third of L1, or with many rows twice that; all pairs of a block's rows stay in L2.
+constexpr int64_t CHUNK = 128, ROW_BLOCK = 768;
+
+// Each of `steps` parts of the loop fetches a part of the weights wanted later into L2.
+template <int C>
+struct Fetch {
+  const uint32_t* line;
+  int64_t w_stride, lines, each;
+
+  Fetch(const Work<BFloat16>& work, int64_t steps)
+      : line(work.later), w_stride(work.w_stride), lines(work.later_lines), each((lines + steps - 1) / steps) {}
+  INLINE void operator()() {
+    for (int64_t i = 0; i < std::min(lines, each); ++i, line += TILE)
+      for (int c = 0; c < C; ++c) __builtin_prefetch(line + c * w_stride, 0, 2);
+    lines -= each;
+  }
+};
+
+// And finishes a part of the earlier sums: the products leave the rest of the core free.
+template <int C>
+struct FetchAndFinish {
+  Fetch<C> fetch;
+  const Finish<BFloat16>& before;
+  int64_t each, row = 0;
+
+  FetchAndFinish(const Work<BFloat16>& work, int64_t steps)
+      : fetch(work, steps), before(*work.before), each((before.rows + steps - 1) / steps) {}
+  INLINE void operator()() {
+    fetch();
+    for (const int64_t end = std::min(row + each, before.rows); row < end; ++row) finish_line(before, row);
+  }
+  INLINE void finish_all() {  // for a chunk that has no parts
+    for (; row < before.rows; ++row) finish_line(before, row);
+  }
+};
 
 // Aligned to a cache line: where it starts in the middle of one, a decode is 4% slower.
 template <int M, int C>
-[[gnu::aligned(64)]] void multiply_bf16(const Work<BFloat16>& work) {
-  multiply_tiles<TILES, M, C>(work.x, work.x_stride, work.w, work.w_stride, work.words, work.sums, work.first, work.later,
-                              work.later_lines);
+[[gnu::aligned(64)]] TARGET void multiply_bf16(const Work<BFloat16>& work) {
+  const int64_t steps = std::max<int64_t>(work.words / TILE, 1);
+  if (work.x_stride != 0) {
+    Fetch<C> meanwhile(work, steps);
+    multiply_tiles<TILES, false, M, C>(work.x, work.x_stride, work.w, work.w_stride, work.words, work.sums, work.first,
+                                       meanwhile);
+  } else {
+    FetchAndFinish<C> meanwhile(work, steps);
+    if (work.words < TILE) meanwhile.finish_all();
+    multiply_tiles<TILES, true, M, C>(work.x, 0, work.w, work.w_stride, work.words, work.sums, work.first, meanwhile);
+  }
 }
 
 #else
@@ -153,30 +222,6 @@ TARGET void multiply_floats(const Work<T>& work) {
 }
 #endif  // !DOT
 
-// Row by row, since rows of the output are often whole pages apart: a cache line that is left half written would be gone
-// from the caches when its other half comes.
-template <class T>
-TARGET void finish(const float* sums, int64_t sums_stride, const float* bias, int64_t rows, int64_t columns, T* out,
-                   int64_t out_stride, [[maybe_unused]] bool stream) {
-#ifdef TILES
-  // Two tiles are a cache line of the output. Where it is too large for the caches, lines are written past them, which
-  // saves reading them first.
-  if (columns == 2 * TILE) {
-    const bool past = stream && reinterpret_cast<uintptr_t>(out) % 64 == 0 && out_stride % (2 * TILE) == 0;
-    const Vec first = load(bias), second = load(bias + TILE);
-    for (int64_t row = 0; row < rows; ++row, sums += sums_stride, out += out_stride) {
-      const Vec line = to_bf16_pairs(load(sums) + first, load(sums + TILE) + second);
-      if (past) _mm512_stream_si512(reinterpret_cast<__m512i*>(out), reinterpret_cast<__m512i>(line));
-      else store(out, line);
-    }
-    return;
-  }
-#endif
-  for (int64_t row = 0; row < rows; ++row)
-    for (int64_t i = 0; i < columns; i += TILE)
-      store_as(out + row * out_stride + i, load(sums + row * sums_stride + i) + load(bias + i), columns - i);
-}
-
 template <size_t... I>
 constexpr std::array<void (*)(const Work<BFloat16>&), sizeof...(I)> products(std::index_sequence<I...>) {
   return {&multiply_bf16<I / COLS + 1, I % COLS + 1>...};
@@ -186,8 +231,11 @@ inline KernelsOf<BFloat16> bf16_kernels() {
   static constexpr auto table = products(std::make_index_sequence<ROWS * COLS>());
   static_assert(COLS <= MAX_COLS && ROW_BLOCK * COLS * TILE <= MAX_SUMS);
   static_assert(ROW_BLOCK % (ROWS * ALIGN) == 0 && CHUNK % ALIGN == 0);
-  KernelsOf<BFloat16> all = {ROWS * ALIGN, COLS, ALIGN, ROW_BLOCK, CHUNK, table.data(), finish, [](int64_t) {}, [] {}};
+  KernelsOf<BFloat16> all = {ROWS * ALIGN, COLS,   ALIGN,          ROW_BLOCK, CHUNK, table.data(),
+                             false,        finish, [](int64_t) {}, [] {}};
 #ifdef TILES
+  all.defers = true;
+  all.finish = finish_lines;
   all.begin = [](int64_t rows) { TILES::begin(std::min(rows, TILE)); };
   all.end = [] {
     TILES::end();
@@ -210,7 +258,7 @@ template <class T>
 KernelsOf<T> float_kernels() {
   static constexpr auto table = float_products<T>(std::make_index_sequence<FLOAT_ROWS * FLOAT_COLS>());
   static_assert(FLOAT_COLS <= MAX_COLS && FLOAT_ROW_BLOCK * FLOAT_COLS * TILE <= MAX_SUMS);
-  return {FLOAT_ROWS, FLOAT_COLS, 1, FLOAT_ROW_BLOCK, FLOAT_CHUNK, table.data(), finish, [](int64_t) {}, [] {}};
+  return {FLOAT_ROWS, FLOAT_COLS, 1, FLOAT_ROW_BLOCK, FLOAT_CHUNK, table.data(), false, finish, [](int64_t) {}, [] {}};
 }
 
 inline Kernels kernels() { return {bf16_kernels(), float_kernels<float>(), float_kernels<Half>()}; }

@@ -26,6 +26,18 @@ struct Packing<BFloat16> {
   using Input = uint16_t;
 };
 
+// Sums that are complete: the bias is added, and they are rounded.
+template <class T>
+struct Finish {
+  int64_t rows = 0, columns = 0;  // [rows, columns], without gaps but for the rows, `sums_stride` apart
+  const float* sums;
+  int64_t sums_stride;
+  float bias[MAX_COLS * TILE];
+  T* out;
+  int64_t out_stride;
+  bool stream;  // the output is too large for the caches
+};
+
 // What a micro kernel works on.
 template <class T>
 struct Work {
@@ -41,7 +53,8 @@ struct Work {
   bool prefetch;        // fetch the weights AHEAD of these into L2,
   int64_t left;         // which are in the next C tiles from the `left`-th word on
   const Word* later;    // AMX: weights to fetch into L2 meanwhile, in C tiles,
-  int64_t later_lines;  // and the number of cache lines, or words, of each
+  int64_t later_lines;  // and the number of cache lines, or words, of each;
+  const Finish<T>* before;  // and sums of an earlier call to finish
 };
 
 // The kernels of an instruction set for dtype T.
@@ -52,10 +65,8 @@ struct KernelsOf {
   int64_t row_block;  // rows that use a chunk of weights together, at most
   int64_t chunk;      // words of a chunk; with few rows other numbers
   void (*const* multiply)(const Work<T>&);  // [rows / align, cols]: entry [m - 1, c - 1] does m * align rows and c tiles
-  // Adds the bias to `rows` rows of `columns` sums and rounds them. They are stored without gaps, `sums_stride` apart.
-  // `stream` says that the output is too large for the caches.
-  void (*finish)(const float* sums, int64_t sums_stride, const float* bias, int64_t rows, int64_t columns, T* out,
-                 int64_t out_stride, bool stream);
+  bool defers;  // whether `multiply` of packed activations finishes Work::before meanwhile
+  void (*finish)(const Finish<T>&);
   void (*begin)(int64_t rows);  // in a thread, before its first product,
   void (*end)();                // and after its last one
 

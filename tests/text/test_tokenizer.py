@@ -183,7 +183,7 @@ def test_a_panic_of_the_library_is_an_error_that_names_the_file(
         def from_pretrained(*args: object, **kwargs: object) -> None:
             raise error
 
-        monkeypatch.setattr("compiled_llm.text.tokenizer_files.AutoTokenizer.from_pretrained", from_pretrained)
+        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
 
     end_in(PanicException("index out of bounds"))
     with pytest.raises(ValueError, match=r"tokenizer\.json.*PanicException: index out of bounds"):

@@ -1,0 +1,170 @@
+"""Compiled functions in a form that loads without torch's compiler, whose import takes longer than a whole warm start.
+
+What torch makes of a function for a CPU has three parts: Dynamo's bytecode, which takes the graph's inputs from the
+arguments; Inductor's program in Python, which allocates and calls; and the libraries with its kernels. Between the
+first two are layers for gradients, for aliases among inputs and outputs, and for tensors made of others. A step needs
+none of them. ``ready_code`` makes sure of that, and keeps the three parts alone. Where it cannot, torch's own form
+serves.
+"""
+
+import ast
+import contextlib
+import dis
+import importlib
+import itertools
+import marshal
+import pickle
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.torch_private import aot_result, cache_dir, inductor_module, load_kernel
+
+
+class _Helpers:
+    """In the place of the compiler's module whose functions Dynamo's bytecode calls."""
+
+    @staticmethod
+    def call_size(tensor: Tensor, dimension: int) -> int:
+        return tensor.size(dimension)
+
+    # These two only show the bytecode in torch's profiler.
+
+    @staticmethod
+    def record_pregraph_bytecode_enter() -> None: ...
+
+    @staticmethod
+    def record_pregraph_bytecode_exit(record: None) -> None: ...
+
+
+def ready_code(ahead: Any) -> bytes | None:
+    """The parts of an ``AOTCompiledFunction``, as ``load_ready`` takes them; None if it is more than these."""
+    environment, result = ahead._artifacts.runtime_env, aot_result(ahead)
+    modules = _modules(environment)
+    if modules is None or not _is_plain(result):
+        return None
+    program = _program(result.compiled_fw.result)
+    if program is None:
+        return None
+    closed_over = [cell.cell_contents for cell in environment.closure or ()]
+    bytecode = environment.bytecode
+    values = (bytecode.co_consts, closed_over, environment.used_globals, environment.argdefs, environment.kwdefaults)
+    try:
+        pickled = pickle.dumps(values)
+    except (pickle.PicklingError, AttributeError, TypeError):  # whatever a user's function closes over
+        return None
+    bytecode = bytecode.replace(co_consts=())  # where Dynamo also puts what marshal cannot write
+    return marshal.dumps((*program, bytecode, ahead._artifacts.backend_id, modules, pickled))
+
+
+def load_ready(code: bytes, function_globals: dict[str, Any]) -> Callable:
+    """The function. Runs what ``code`` holds. ``ImportError`` if one of its libraries is gone."""
+    program, kernels, bytecode, graph_name, modules, pickled = marshal.loads(code)
+    namespace: dict[str, Any] = {"__name__": graph_name}
+    namespace |= {name: load_kernel(Path(cache_dir(), library)) for name, library in kernels.items()}
+    exec(program, namespace)
+    run = namespace["call"]
+
+    def graph(*inputs: Any) -> Any:
+        return run(list(inputs))  # it empties the list, to free what it no longer needs
+
+    constants, closed_over, used_globals, defaults, keyword_defaults = pickle.loads(pickled)
+    imported = {alias: importlib.import_module(name) if name else _Helpers for alias, name in modules.items()}
+    known = {**imported, **used_globals, **function_globals, graph_name: graph}
+    cells = tuple(types.CellType(value) for value in closed_over)
+    function = types.FunctionType(bytecode.replace(co_consts=constants), known, argdefs=defaults, closure=cells)
+    function.__kwdefaults__ = keyword_defaults
+    return function
+
+
+def _is_plain(result: Any) -> bool:
+    """Whether to run the graph is all there is to do: what torch would do around it is nothing."""
+    metadata, graph = result.runtime_metadata, result.compiled_fw.result
+    around = (
+        result.compiled_bw,
+        result.maybe_subclass_meta,
+        result.indices_of_inps_to_detach,
+        [wrapper for wrapper in result.dispatch_wrappers if wrapper.needs_post_compile],
+        metadata.num_outputs_aliased,
+        metadata.num_intermediate_bases,
+        metadata.num_mutated_inp_runtime_indices,  # others than those that the graph writes itself
+        metadata.is_rng_op_functionalized,
+        metadata.tokens,
+        graph.inputs_to_check,
+        graph.constants,
+        graph.frozen_param_names,
+        graph.torchbind_constants,
+        graph.opaque_value_type_classes,
+        graph.partition_maps,
+        graph._wrap_compiled_regions,
+        graph._defers_input_alignment,
+        torch.is_autocast_enabled("cpu"),
+    )
+    return not any(around)
+
+
+def _modules(environment: Any) -> dict[str, str] | None:
+    """The modules that the bytecode uses, by the names that it has for them; "" for ``_Helpers``.
+
+    None if it uses one of the compiler's in another way.
+    """
+    code = list(dis.get_instructions(environment.bytecode))
+    used: dict[str, str] = {}
+    for instruction, following in itertools.pairwise(code):
+        name = instruction.argval
+        if instruction.opname != "LOAD_GLOBAL" or name not in environment.import_sources:
+            continue
+        used[name] = environment.import_sources[name]
+        if used[name].startswith("torch._"):
+            if not hasattr(_Helpers, str(following.argval)):
+                return None
+            used[name] = ""
+    return used
+
+
+def _program(graph: Any) -> tuple[types.CodeType, dict[str, str]] | None:
+    """Inductor's program without its kernels and what built them, and where the kernels are; None for another kind.
+
+    The kernels' names -> their libraries, below torch's cache directory.
+    """
+    module, kernels, kept = inductor_module(graph.cache_key), {}, []
+    if module is None:
+        return None
+    for statement in ast.parse(graph.source_code).body:
+        built = isinstance(statement, ast.Assign) and _called(statement.value)
+        if built == "async_compile.cpp_pybinding":
+            name = statement.targets[0].id
+            with contextlib.suppress(ValueError):
+                library = Path(getattr(module, name).__self__.__file__)
+                kernels[name] = str(library.resolve().relative_to(Path(cache_dir()).resolve()))
+                continue
+            return None
+        if "async_compile" not in {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}:
+            kept.append(statement)
+        elif built not in (False, "AsyncCompile") or isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            return None  # a kernel of another kind
+    program = ast.Module([statement for statement in map(_Needed(kept).visit, kept) if statement], [])
+    return compile(program, f"<{graph.cache_key}>", "exec"), kernels
+
+
+class _Needed(ast.NodeTransformer):
+    """Leaves out imports of names that the program does not use: Inductor writes the same ones into every program."""
+
+    def __init__(self, statements: list[ast.stmt]) -> None:
+        nodes = [node for statement in statements for node in ast.walk(statement)]
+        self._used = {node.id for node in nodes if isinstance(node, ast.Name)}
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.ImportFrom | None:
+        node.names = [alias for alias in node.names if (alias.asname or alias.name) in self._used]
+        return node if node.names else None
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        return node  # its imports are made when it is called
+
+
+def _called(value: ast.expr) -> str | None:
+    return ast.unparse(value.func) if isinstance(value, ast.Call) else None

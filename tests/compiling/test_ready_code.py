@@ -1,0 +1,127 @@
+"""Compiled functions that load without torch's compiler: they do what torch's own form does."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.compiling import compiler
+from compiled_llm.compiling.compiler import compile_ahead, from_bytes, to_bytes
+from compiled_llm.compiling.libraries import use_own_cache_directory
+from compiled_llm.compiling.ready_code import load_ready, ready_code
+from compiled_llm.ops.torch_private import compiler_settings, mark_dynamic
+
+ROOT = Path(__file__).parents[2]
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def scaled(pair: Pair, counts: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """Reads a nested tuple, writes an argument, and has kernels of its own."""
+    counts.add_(pair.second.shape[0])
+    return (pair.first.softmax(-1) * factor).relu(), pair.second.cumsum(0)
+
+
+def arguments() -> tuple[Pair, Tensor, float]:
+    generator = torch.Generator().manual_seed(0)
+    second = torch.randn(5, 3, generator=generator)
+    mark_dynamic(second, 0)
+    return Pair(torch.randn(8, 64, generator=generator), second), torch.zeros(4), 0.5
+
+
+@pytest.fixture(scope="module")
+def payload() -> bytes:
+    use_own_cache_directory()
+    return to_bytes(compile_ahead(scaled, "scaled", arguments())[0])
+
+
+def outputs(function: Callable, rows: int = 5) -> list[Tensor]:
+    pair, counts, factor = arguments()
+    made = function(pair._replace(second=pair.second[:rows]), counts, factor)
+    return [*made, counts]
+
+
+@pytest.mark.parametrize("rows", [5, 2])
+def test_equals_the_form_of_torch(rows: int) -> None:
+    use_own_cache_directory()
+    ahead = compile_ahead(scaled, "scaled", arguments())[0]
+    code = ready_code(ahead)
+    assert code is not None
+    ready = load_ready(code, scaled.__globals__)
+    with torch.no_grad():
+        pairs = zip(outputs(ready, rows), outputs(ahead.fn, rows), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_loads_without_the_compiler(payload: bytes, tmp_path: Path) -> None:
+    """Nor do an engine's modules import it, nor the look at a model's shapes."""
+    path = tmp_path / "payload"
+    path.write_bytes(payload)
+    script = f"""
+import sys, torch
+import compiled_llm.engine.engine
+from pathlib import Path
+from compiled_llm.compiling.compiler import from_bytes
+from compiled_llm.compiling.libraries import use_own_cache_directory
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.registry import family
+from compiled_llm.ops.torch_private import compiler_settings, keeps_compiled_code
+from tests.compiling.test_ready_code import outputs, scaled
+config = read_config(compiled_llm.engine.engine.DEMO_MODEL)
+family(config.architecture).describe(config, torch.bfloat16, Packed)
+use_own_cache_directory()
+with torch.no_grad():
+    torch.save(outputs(from_bytes(Path({str(path)!r}).read_bytes(), {{}}, scaled)), {str(tmp_path / "made")!r})
+assert keeps_compiled_code()
+print(compiler_settings(), *(name for name in ("torch._dynamo", "torch._inductor", "triton") if name in sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [compiler_settings()], done.stderr
+    with torch.no_grad():
+        expected = outputs(from_bytes(payload, {}, scaled))
+    made = torch.load(tmp_path / "made")
+    assert all(torch.equal(one, other) for one, other in zip(made, expected, strict=True))
+
+
+def test_what_is_more_than_its_parts_keeps_the_form_of_torch() -> None:
+    """An output that is part of an argument is made by what torch runs around the graph."""
+
+    def view(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[1:], x + 1
+
+    ahead, facts = compile_ahead(view, "view", (torch.ones(4),))
+    assert ready_code(ahead) is None
+    x = torch.arange(4.0)
+    loaded = from_bytes(to_bytes(ahead), facts["vec_isa"], view)
+    assert loaded(x)[0].data_ptr() == x[1:].data_ptr()
+
+
+def test_libraries_that_are_gone_are_built_again(payload: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's own form."""
+
+    def load_nothing(code: bytes, known: dict[str, Any]) -> Callable:
+        raise ImportError("cannot open shared object file")
+
+    with torch.no_grad():
+        expected = outputs(from_bytes(payload, {}, scaled))
+        monkeypatch.setattr(compiler, "load_ready", load_nothing)
+        built = outputs(from_bytes(payload, {"name": "unknown", "attributes": {}}, scaled))
+    assert all(torch.equal(one, other) for one, other in zip(built, expected, strict=True))
+
+
+def test_settings_are_seen_whether_changed_by_programs_or_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = compiler_settings()
+    with torch._inductor.config.patch({"cpp.simdlen": 256}):
+        assert compiler_settings() != usual
+    assert compiler_settings() == usual
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    assert compiler_settings() != usual
