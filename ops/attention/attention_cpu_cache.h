@@ -63,8 +63,69 @@ TARGET float write_row(const Problem& p, const T* from, bool is_key, int64_t off
   return scale;
 }
 
+#if WIDTH == 512
+// 16 rows of 16 lanes become 16 lanes of 16 rows, `stride` floats apart.
+INLINE void transpose(const float* from, int64_t row, float* to, int64_t stride) {
+  __m512 x[16], y[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) x[i] = _mm512_loadu_ps(from + i * row);
+  // Each step joins what is in neighbouring vectors, then two, four and eight vectors apart.
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    y[2 * i] = _mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]);
+    y[2 * i + 1] = _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]);
+  }
+  const auto pd = [](__m512 a) TARGET { return _mm512_castps_pd(a); };
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      x[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(pd(y[4 * i + j]), pd(y[4 * i + j + 2])));
+      x[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(pd(y[4 * i + j]), pd(y[4 * i + j + 2])));
+    }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    y[i] = _mm512_shuffle_f32x4(x[i], x[i + 4], 0x88);
+    y[i + 4] = _mm512_shuffle_f32x4(x[i], x[i + 4], 0xdd);
+    y[i + 8] = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0x88);
+    y[i + 12] = _mm512_shuffle_f32x4(x[i + 8], x[i + 12], 0xdd);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_ps(to + i * stride, _mm512_shuffle_f32x4(y[i], y[i + 8], 0x88));
+    _mm512_storeu_ps(to + (i + 8) * stride, _mm512_shuffle_f32x4(y[i], y[i + 8], 0xdd));
+    _mm512_storeu_ps(to + (i + 4) * stride, _mm512_shuffle_f32x4(y[i + 4], y[i + 12], 0x88));
+    _mm512_storeu_ps(to + (i + 12) * stride, _mm512_shuffle_f32x4(y[i + 4], y[i + 12], 0xdd));
+  }
+}
+
+// The same for 16 tokens, whose slots follow one another from a multiple of 16 on, in bfloat16.
+TARGET void write_16(const Problem& p, int64_t token) {
+  const int64_t block = p.slots[token] / p.block_size, offset = p.slots[token] % p.block_size;
+  alignas(64) uint16_t evens_and_odds[2][32];
+  for (int i = 0; i < 32; ++i)
+    for (int j = 0; j < 2; ++j) evens_and_odds[j][i] = static_cast<uint16_t>(16 * j + i / 2 + i % 2 * 32);
+  const __m512i low = _mm512_load_si512(evens_and_odds[0]), high = _mm512_load_si512(evens_and_odds[1]);
+  for (int64_t h = 0; h < p.kv_heads; ++h) {
+    const int64_t at = p.run(block, h) * p.head_dim;
+    const BFloat16* k = static_cast<const BFloat16*>(p.k) + token * p.k_token + h * p.k_head;
+    float* keys = reinterpret_cast<float*>(static_cast<BFloat16*>(p.k_cache) + at) + offset;
+    for (int64_t lane = 0; lane < p.head_dim / 2; lane += kLanes)
+      transpose(reinterpret_cast<const float*>(k) + lane, p.k_token / 2, keys + lane * p.block_size, p.block_size);
+    const BFloat16* v = static_cast<const BFloat16*>(p.v) + token * p.v_token + h * p.v_head;
+    BFloat16* values = static_cast<BFloat16*>(p.v_cache) + at + offset * p.head_dim;
+    for (int64_t i = 0; i < kLanes; i += 2, v += 2 * p.v_token, values += 2 * p.head_dim)
+      for (int64_t column = 0; column < p.head_dim; column += 2 * kLanes) {
+        const __m512i first = _mm512_loadu_si512(v + column), second = _mm512_loadu_si512(v + p.v_token + column);
+        _mm512_storeu_si512(values + 2 * column, _mm512_permutex2var_epi16(first, low, second));
+        _mm512_storeu_si512(values + 2 * column + 2 * kLanes, _mm512_permutex2var_epi16(first, high, second));
+      }
+  }
+}
+#endif
+
 template <class T, class C>
-TARGET void write(const Problem& p, int64_t token) {
+TARGET void write_token(const Problem& p, int64_t token) {
   const int64_t block = p.slots[token] / p.block_size, offset = p.slots[token] % p.block_size;
   for (int64_t h = 0; h < p.kv_heads; ++h) {
     const int64_t run = block * p.kv_heads + h, at = run * p.block_size * p.head_dim;
@@ -77,6 +138,27 @@ TARGET void write(const Problem& p, int64_t token) {
       p.v_scale[run * p.block_size + offset] = v_scale;
     }
   }
+}
+
+template <class T, class C>
+TARGET void write(const Problem& p, int64_t begin, int64_t end) {
+#if WIDTH == 512
+  if constexpr (std::is_same_v<T, BFloat16> && std::is_same_v<C, BFloat16>)
+    if (p.block_size % kLanes == 0 && p.head_dim % (2 * kLanes) == 0 && p.k_token % 2 == 0) {
+      const auto in_order = [&](int64_t token) {
+        if (p.slots[token] % kLanes != 0) return false;
+        for (int64_t i = 1; i < kLanes; ++i)
+          if (p.slots[token + i] != p.slots[token] + i) return false;
+        return true;
+      };
+      while (begin < end) {
+        if (end - begin >= kLanes && in_order(begin)) write_16(p, begin), begin += kLanes;
+        else write_token<T, C>(p, begin++);
+      }
+      return;
+    }
+#endif
+  for (; begin < end; ++begin) write_token<T, C>(p, begin);
 }
 
 // The keys and values of a tile: their places in the cache, in runs of 16 keys.

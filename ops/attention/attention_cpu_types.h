@@ -92,7 +92,7 @@ float* scratch(int64_t floats) {
 
 // For one dtype of the queries and one of the cache.
 struct PairKernels {
-  void (*write)(const Problem&, int64_t token);
+  void (*write)(const Problem&, int64_t begin, int64_t end);  // tokens
   void (*attend)(const Problem&, const Item&, float* states);
   void (*merge)(const Problem&, const Unit&, const float* states);
   int64_t unit_rows;

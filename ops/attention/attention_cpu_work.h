@@ -15,7 +15,7 @@ namespace {
 
 void write_cache(const Problem& p, const PairKernels& kernels) {
   parallel_for(0, p.tokens, ceil_div(16384, p.kv_heads * p.head_dim), [&](int64_t begin, int64_t end) {
-    for (int64_t token = begin; token < end; ++token) kernels.write(p, token);
+    kernels.write(p, begin, end);
   });
 }
 

@@ -82,7 +82,7 @@ def test_chunking_changes_no_bit(attend: Attend, group: int, options: dict) -> N
     whole = attend(*case.args())
     caches = case.args()[3:7]
     start, parts = 0, []
-    for length in (1, 510, 65, 120, 1, 1, 2):
+    for length in (1, 480, 30, 65, 60, 60, 1, 1, 2):
         rows = slice(start, start + length)
         chunk = replace(
             case,
