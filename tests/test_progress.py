@@ -192,7 +192,7 @@ def test_a_cold_start_names_every_graph_and_a_warm_one_none(
 
     def stage(self, name, weights, *, seconds=None, is_long=True, found=0):  # type: ignore[no-untyped-def]
         stages.append((name, list(weights), is_long))
-        if name == "compiling graphs":
+        if name.startswith("compiling graphs"):
             raise RuntimeError("seen")  # what follows is what takes minutes
         return shown(self, name, weights, seconds=seconds, is_long=is_long)
 
@@ -201,5 +201,5 @@ def test_a_cold_start_names_every_graph_and_a_warm_one_none(
     with pytest.raises(RuntimeError, match="seen"):
         CompiledEngine(bucket_sizes=(1, 2), token_bucket_sizes=(16,), max_model_len=64, num_kv_blocks=8)
     name, graphs, is_long = stages[-1]
-    assert (name, is_long) == ("compiling graphs", True)
+    assert (name.startswith("compiling graphs"), is_long) == (True, True)
     assert graphs == ["step", "sample", "sample_changed", "logprobs", "prompt_logprobs"]

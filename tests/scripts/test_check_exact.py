@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -179,11 +180,14 @@ def test_20_prompts_of_700_characters(kv_cache_dtype: str, is_eager: bool, scrip
 
 @contextlib.contextmanager
 def replaced(op: str, implementation: Callable) -> Iterator[None]:
-    """An op with another implementation on CPUs, for compiled code too."""
+    """An op with another implementation on CPUs, for compiled code too; ``implementation`` gets the op's own first."""
     for name in ("attention_cpu", "linear_cpu", "rowwise_cpu"):  # whose own must be there, to be replaced
         kernels(name)
+    kernel = torch.library.get_kernel(f"compiled_llm::{op}", "CPU")
+    on_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    own = functools.partial(kernel.call_boxed, on_cpu)
     with torch.library._scoped_library("compiled_llm", "IMPL") as library:
-        library.impl(op, implementation, "CPU", allow_override=True)
+        library.impl(op, functools.partial(implementation, own), "CPU", allow_override=True)
         yield
 
 
@@ -192,26 +196,28 @@ def _truncated(x: Tensor) -> Tensor:
     return (x.view(torch.int16) & -2).view(torch.bfloat16)
 
 
-def rounded_in_chunks(*args: Any) -> Tensor:
+def rounded_in_chunks(own: Callable, *args: Any) -> Tensor:
     """Attention of layers without a window that rounds otherwise where a request has several tokens in a step."""
-    max_query_len, window = args[13:15]
-    attended = kernels("attention_cpu").paged_attention(*args)
-    return _truncated(attended) if max_query_len > 1 and window == 0 else attended
+    query_start_loc, window = args[9], args[14]
+    attended = own(*args)
+    return _truncated(attended) if query_start_loc.diff().max() > 1 and window == 0 else attended
 
 
-def summed_otherwise_for_many_rows(x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
+def summed_otherwise_for_many_rows(
+    own: Callable, x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int
+) -> Tensor:
     """A linear layer of 160 inputs that adds two halves up, each rounded, where there are more than 8 rows."""
     if x.shape[0] <= 8 or x.shape[1] != 160:
-        return kernels("linear_cpu").packed_linear(x, packed, bias, out_features)
+        return own(x, packed, bias, out_features)
     weight = packed.transpose(1, 2).reshape(-1, 160)[:out_features]
     halves = [(x[:, part].float() @ weight[:, part].float().T).to(x.dtype) for part in (slice(80), slice(80, 160))]
     return halves[0] + halves[1] if bias is None else halves[0] + halves[1] + bias
 
 
-def summed_in_halves_for_a_row(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def summed_in_halves_for_a_row(own: Callable, x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """A norm that adds its squares up in two halves, the first of them rounded, in a step of a single row."""
     if x.shape[0] > 1:
-        return kernels("rowwise_cpu").rms_norm(x, weight, eps)
+        return own(x, weight, eps)
     first, second = x.float().square().chunk(2, dim=-1)
     total = first.sum(-1, keepdim=True).to(x.dtype) + second.sum(-1, keepdim=True)
     y = x.float() * torch.rsqrt(total / x.shape[-1] + eps)
@@ -285,8 +291,8 @@ def test_a_block_that_comes_back_otherwise_is_found(script: ModuleType, monkeypa
 def test_a_difference_after_the_step_is_none_of_its_ops(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def other_for_a_row(logits: Tensor) -> tuple[Tensor, Tensor]:
-        peak, total = kernels("rowwise_cpu").log_sum_exp(logits)
+    def other_for_a_row(own: Callable, logits: Tensor) -> tuple[Tensor, Tensor]:
+        peak, total = own(logits)
         return peak, total * (1 + 2**-20) if logits.shape[0] == 1 else total
 
     words = ["--model", str(checkpoint("llama-biases")), "--dtype", "bfloat16", "--requests", "3", "--tokens", "4"]
