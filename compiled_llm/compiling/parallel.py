@@ -15,6 +15,8 @@ from compiled_llm.compiling.messages import Built, Job, receive, send
 from compiled_llm.progress import StartProgress
 from compiled_llm.resources import granted_cores
 
+_SECONDS_A_PROCESS = 8.0  # about, for its imports, and for the header that all C++ of a machine shares
+
 
 def build_missing(
     cache: CompileCache, jobs: Sequence[Job], num_workers: int | None, progress: StartProgress
@@ -60,7 +62,8 @@ def build_missing(
             cache.built[job.name] = (reason, time.perf_counter() - started)
         stage.finish(job.name)
 
-    title, seconds = f"compiling graphs in {workers} processes", sum(left.values()) / workers
+    title = f"compiling graphs in {workers} processes"
+    seconds = _SECONDS_A_PROCESS + sum(left.values()) / workers
     shown = progress.stage(title, left, seconds=seconds, found=len(jobs) - len(missing))
     try:
         with shown as stage, ThreadPoolExecutor(workers) as pool:
