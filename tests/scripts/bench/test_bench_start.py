@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from compiled_llm.ops.native import cache_directory
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "bench_start.py"
 FAST = ["--shape", "tiny", "--enforce-eager", "--bucket-sizes", "1", "--max-model-len", "64", "--num-kv-blocks", "8"]
@@ -37,7 +38,7 @@ def test_the_stages_of_a_start_add_up_to_it(script: ModuleType, monkeypatch: pyt
     with script.engine_arguments(args) as arguments:
         assert arguments.keys() >= {"model", "enforce_eager", "bucket_sizes"}
         assert "load_format" not in arguments
-        start = script.start(script.THIS, Path(os.environ["COMPILED_LLM_CACHE"]), arguments)
+        start = script.start(script.THIS, cache_directory(), arguments)
     assert set(start["seconds"]) == set(script.STAGES)
     assert all(seconds >= 0 for seconds in start["seconds"].values())
     assert sum(start["seconds"].values()) == pytest.approx(start["total"], abs=0.01)
