@@ -11,6 +11,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as compiled_
 from torch._C._dynamo.guards import TensorGuards
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_SETTINGS = ("torch._inductor.config", "torch._functorch.config")
+_SETTINGS = ("torch._inductor.config", "torch._functorch.config", "torch.compiler.config")
 
 # -- Loading what was compiled
 
@@ -84,10 +85,11 @@ def _changed_settings(module: Any) -> list[str]:
 
 
 def _environment_settings() -> list[tuple[str, str]]:
-    """The environment variables that the compiler's settings are read from, except for where its cache is."""
+    """The environment variables that the compiler's settings are read from, except for those that change no code."""
     text = "".join(_settings_file(name).read_text() for name in _SETTINGS)
     found = {name: value for name, value in os.environ.items() if f'"{name}"' in text}
-    found.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "CI"):  # in CI a warning about ops is an error: the code is the same
+        found.pop(name, None)
     return sorted(found.items())
 
 
@@ -104,13 +106,30 @@ def keeps_compiled_code() -> bool:
     return torch._inductor.config.fx_graph_cache and not torch._inductor.config.force_disable_caches
 
 
-def with_caches() -> contextlib.AbstractContextManager:
-    """Allow what ``TORCHINDUCTOR_FORCE_DISABLE_CACHES`` forbids and ``aot_compile`` requires. Nothing is reused."""
-    import torch._inductor.config
+@contextlib.contextmanager
+def with_caches() -> Iterator[None]:
+    """Allow what ``TORCHINDUCTOR_FORCE_DISABLE_CACHES`` forbids and ``aot_compile`` requires. Nothing is reused then.
 
-    if not torch._inductor.config.force_disable_caches:
-        return contextlib.nullcontext()
-    return torch._inductor.config.patch(force_disable_caches=False, fx_graph_cache=False)
+    torch's caches know code that they may not reuse by a number from Python's random generator. In a program that seeds
+    it, that is the number of other code that an earlier run left on disk, which torch would run: so it gets other ones.
+    """
+    import torch._inductor.config
+    import torch.compiler.config
+
+    state = random.getstate()
+    random.seed()
+    setting = torch.compiler.config._config["force_disable_caches"]  # type: ignore[attr-defined]
+    given, off = setting.env_value_force, torch._inductor.config.force_disable_caches
+    try:
+        if not off:
+            yield
+            return
+        setting.env_value_force = False  # over what the environment says and what a program has set
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            yield
+    finally:
+        setting.env_value_force = given
+        random.setstate(state)
 
 
 # -- Tensors as the compiler sees them

@@ -75,10 +75,10 @@ def _amounts(
     sums = tl.zeros([CELLS, CHUNK], tl.int64)
     for chunk in range(first, end):
         if _depths(tl.load(row_maxima + chunk), largest, per_unit) <= low + step * CELLS:
-            x = _load_logits(row_logits, chunk * CHUNK + tl.arange(0, CHUNK), vocabulary)
+            x = _load_logits(row_logits, chunk * CHUNK + tl.arange(0, CHUNK)[None, :], vocabulary)
             depths = _depths(x, largest, per_unit)
             amounts = tl.where(by_count, 1, _weights(depths, UNIT))
-            sums += tl.where(depths[None, :] <= limits[:, None], amounts[None, :], 0)
+            sums += tl.where(depths <= limits[:, None], amounts, 0)
     return tl.sum(sums, 1)
 
 

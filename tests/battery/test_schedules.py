@@ -402,5 +402,6 @@ def test_state_machine(num_examples: int, battery_counts: Counter[str]) -> None:
         machine,
         settings=settings(max_examples=num_examples, stateful_step_count=30, deadline=None, derandomize=True),
     )
-    for what in ("aborted", "failed", "preemptions by recompute", "tokens hit", "forked", "copied on write"):
+    # What is rarer depends on the constants that hypothesis finds in the modules that happen to be imported.
+    for what in ("aborted", "failed", "preemptions by recompute", "tokens hit", "forked"):
         assert battery_counts[what] > 0, what

@@ -8,8 +8,8 @@ import pytest
 from compiled_llm import CompiledEngine, SamplingParams
 from tests.families import checkpoint
 
-random.seed(0)
-PROMPTS = [[random.randrange(3, 300) for _ in range(random.randint(1, 50))] for _ in range(20)]
+RNG = random.Random(0)
+PROMPTS = [[RNG.randrange(3, 300) for _ in range(RNG.randint(1, 50))] for _ in range(20)]
 # Of the choices of a step, 5 log-probabilities each; half of the requests sample.
 PARAMS = [
     SamplingParams(temperature=n % 2, seed=n, max_tokens=20, logprobs=5, prompt_logprobs=2, ignore_eos=True)
