@@ -11,6 +11,11 @@ ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
+    "Gemma3ForCausalLM": ("gemma3", "Gemma 3"),
+}
+# Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
 }
 # For messages.
 SUPPORTED = "Supported are {}; docs/models.md lists them".format(
