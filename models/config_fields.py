@@ -35,6 +35,7 @@ _NO_EFFECT = {
     "original_max_position_embeddings",  # as other fields of rotary embeddings: Family.read_ropes sees to it
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pad_token_id",
     "pretraining_tp",  # changes the order of a sum, not the function
     "problem_type",
@@ -42,6 +43,7 @@ _NO_EFFECT = {
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
+    "router_aux_loss_coef",  # of training
     "torch_dtype",
     "transformers_version",
     "use_cache",

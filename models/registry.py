@@ -10,6 +10,7 @@ from compiled_llm.models.family import Family
 ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3 with experts"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma 3"),
 }

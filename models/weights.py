@@ -1,6 +1,6 @@
 """A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.rope import rope_table
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Linear, LinearKind, Part
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part
 from compiled_llm.models.rope_config import Rope
 
 
@@ -79,6 +79,10 @@ class Source:
         """One linear layer that computes all ``parts``, which have the same input."""
         return self._linears.take(self.tensor, parts)
 
+    def experts(self, parts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+        """The layers of a mixture's experts, of which a token uses ``top_k``; of each one the parts of its layer."""
+        return self._linears.take_experts(lambda e: Dense.take(self.tensor, parts[e]), len(parts), top_k)
+
     def attention(self, name: str, config: ModelConfig, *, bias: bool = False) -> AttentionWeights:
         """A layer's projections as most checkpoints name them: queries, keys and values in one, and the output."""
         d, h, q_size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
@@ -124,8 +128,20 @@ def linears(weights: Any) -> list[Linear]:
     return list({id(linear): linear for linear in found}.values())
 
 
+def experts(weights: Any) -> list[Experts]:
+    """The layers of all mixtures of experts in a weights tuple."""
+    if isinstance(weights, Experts):
+        return [weights]
+    return [found for item in weights for found in experts(item)] if isinstance(weights, tuple) else []
+
+
 def bytes_to_read(weights: Any) -> int:
-    """Bytes that a step reads of a weights tuple that it uses once: tensors, and linear layers without padding."""
+    """Bytes that a step reads of a weights tuple that it uses once: tensors, and linear layers without padding.
+
+    Without those of experts, which follow from the tokens.
+    """
     if isinstance(weights, Tensor | Linear):
         return weights.nbytes
+    if isinstance(weights, Experts):
+        return 0
     return sum(map(bytes_to_read, weights)) if isinstance(weights, tuple) else 0

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.protocol import OfExpert, Part, Take
 
 
 class Dense(NamedTuple):
@@ -58,6 +59,10 @@ class Dense(NamedTuple):
         biases = [part.bias for part in parts if part.bias is not None]
         assert len(biases) in (0, len(parts)), "either all of the layers have a bias or none"
         return cls(_joined([part.weight for part in parts]), _joined(biases) if biases else None)
+
+    @staticmethod
+    def take_experts(of_expert: OfExpert, num_experts: int, top_k: int) -> DenseExperts:
+        return DenseExperts.take(of_expert, num_experts, top_k)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.protocol import OfExpert, Part, Take
 from compiled_llm.ops import exact_linear
 
 
@@ -45,6 +46,10 @@ class Exact(NamedTuple):
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Exact":
         return cls(Dense.take(take, parts))
+
+    @staticmethod
+    def take_experts(of_expert: OfExpert, num_experts: int, top_k: int) -> DenseExperts:
+        return DenseExperts.take(of_expert, num_experts, top_k)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.models.linears.experts import PackedExperts
+from compiled_llm.models.linears.protocol import OfExpert, Part, Take
 from compiled_llm.ops import native, pack_weight, packed_linear, unpack_rows
 
 
@@ -42,6 +43,10 @@ class Packed(NamedTuple):
     def take(cls, take: Take, parts: Sequence[Part]) -> "Packed":
         dense = Dense.take(take, parts)
         return cls(pack_weight(dense.weight), dense.bias, dense.out_features, dense.in_features)
+
+    @staticmethod
+    def take_experts(of_expert: OfExpert, num_experts: int, top_k: int) -> PackedExperts:
+        return PackedExperts.take(of_expert, num_experts, top_k)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:
