@@ -8,7 +8,7 @@ from typing import Any
 
 from compiled_llm.models import olmo2
 from compiled_llm.models.config import FULL, SLIDING, WindowedConfig
-from compiled_llm.models.family import Layers
+from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.layers.attention import windowed_layers
 from compiled_llm.models.olmo2 import Olmo2Config
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
@@ -31,6 +31,14 @@ def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
     return read_ropes_by_layer_type(config, {FULL: config.get("rope_theta", _THETA), SLIDING: _THETA})
 
 
-FAMILY = dataclasses.replace(
-    olmo2.FAMILY, hf_config="Olmo3Config", config=Olmo3Config, layers=layers, read_ropes=read_ropes
+FAMILY = Family(
+    "Olmo3Config",
+    Olmo3Config,
+    olmo2.take,
+    layers,
+    olmo2.forward,
+    olmo2.head,
+    requires=olmo2.FAMILY.requires,
+    read_ropes=read_ropes,
+    old_fields=olmo2.FAMILY.old_fields,
 )
