@@ -13,6 +13,8 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3 with experts"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma 3"),
+    "Olmo2ForCausalLM": ("olmo2", "OLMo 2"),
+    "Olmo3ForCausalLM": ("olmo3", "OLMo 3"),
 }
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
 WRAPPERS = {

