@@ -84,4 +84,5 @@ FAMILY = Family(
     forward,
     llama.head,
     requires={"hidden_act": ("silu", "swish")},
+    old_fields=("head_dim",),
 )
