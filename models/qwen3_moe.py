@@ -56,6 +56,7 @@ def take_mlp(config: Qwen3MoeConfig, source: Source, name: str) -> MlpWeights | 
         router=source.linear(Part(f"{name}.mlp.gate", config.num_experts, d)),
         gate_up=source.experts([[Part(f"{e}.{x}_proj", inner, d) for x in ("gate", "up")] for e in experts], top_k),
         down=source.experts([[Part(f"{e}.down_proj", d, inner)] for e in experts], top_k),
+        used=source.used_experts(),
     )
 
 

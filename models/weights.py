@@ -9,6 +9,7 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.moe import UsedExperts
 from compiled_llm.models.layers.rope import rope_table
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part
@@ -56,6 +57,7 @@ class Source:
     def __init__(self, read: Read, device: torch.device, linears: LinearKind) -> None:
         self._read, self._device, self._linears = read, device, linears
         self.may_repeat: dict[str, str] = {}
+        self._used_experts: UsedExperts | None = None
 
     def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
         """The checkpoint's tensor ``name``, in the model's dtype.
@@ -82,6 +84,11 @@ class Source:
     def experts(self, parts: Sequence[Sequence[Part]], top_k: int) -> Experts:
         """The layers of a mixture's experts, of which a token uses ``top_k``; of each one the parts of its layer."""
         return self._linears.take_experts(lambda e: Dense.take(self.tensor, parts[e]), len(parts), top_k)
+
+    def used_experts(self) -> UsedExperts:
+        """The model's count of experts, at 0."""
+        self._used_experts = self._used_experts or UsedExperts(torch.zeros(1, dtype=torch.int64, device=self._device))
+        return self._used_experts
 
     def attention(self, name: str, config: ModelConfig, *, bias: bool = False) -> AttentionWeights:
         """A layer's projections as most checkpoints name them: queries, keys and values in one, and the output."""
@@ -135,6 +142,19 @@ def experts(weights: Any) -> list[Experts]:
     return [found for item in weights for found in experts(item)] if isinstance(weights, tuple) else []
 
 
+def linear_layers(weights: Any) -> list[Linear | Experts]:
+    """All linear layers of a weights tuple, those of experts included."""
+    return [*linears(weights), *experts(weights)]
+
+
+def used_experts(weights: Any) -> Tensor | None:
+    """The tensor of ``UsedExperts`` in a weights tuple; None where there are no experts."""
+    if isinstance(weights, UsedExperts):
+        return weights.total
+    found = map(used_experts, weights) if isinstance(weights, tuple) else ()
+    return next((count for count in found if count is not None), None)
+
+
 def bytes_to_read(weights: Any) -> int:
     """Bytes that a step reads of a weights tuple that it uses once: tensors, and linear layers without padding.
 
@@ -142,6 +162,6 @@ def bytes_to_read(weights: Any) -> int:
     """
     if isinstance(weights, Tensor | Linear):
         return weights.nbytes
-    if isinstance(weights, Experts):
+    if isinstance(weights, Experts | UsedExperts):
         return 0
     return sum(map(bytes_to_read, weights)) if isinstance(weights, tuple) else 0

@@ -11,10 +11,17 @@ from compiled_llm.models.linears.protocol import Experts, Linear
 from compiled_llm.ops import expert_rows, gated_activation, route, weighted_sum
 
 
+class UsedExperts(NamedTuple):
+    """How many experts some token used, added up over layers and steps: each reads its weights once for all tokens."""
+
+    total: Tensor  # [1] int64, the same tensor in all layers of a model
+
+
 class MoeWeights(NamedTuple):
     router: Linear  # [E, D]
     gate_up: Experts  # [E, 2 * intermediate, D]
     down: Experts  # [E, D, intermediate]
+    used: UsedExperts
     choice_bias: Tensor | None = None  # [E] float32
 
 
@@ -45,6 +52,6 @@ def mixture_of_experts(
     weights, experts = route(
         logits, w.choice_bias, router.top_k, router.scoring, router.scale, router.groups, router.top_groups
     )
-    places, tokens, starts = expert_rows(experts, step.query_start_loc[-1:], w.gate_up.num_experts)
+    places, tokens, starts = expert_rows(experts, step.query_start_loc[-1:], w.used.total, w.gate_up.num_experts)
     hidden = gate(w.gate_up.apply_to(x, tokens, starts))
     return weighted_sum(w.down.apply_to(hidden, None, starts), places, weights)

@@ -23,7 +23,9 @@ LIBRARY.define(
     "route(Tensor logits, Tensor? choice_bias, int top_k, str scoring, float scale, int groups, int top_groups)"
     " -> (Tensor, Tensor)"
 )
-LIBRARY.define("expert_rows(Tensor experts, Tensor num_tokens, int num_experts) -> (Tensor, Tensor, Tensor)")
+LIBRARY.define(
+    "expert_rows(Tensor experts, Tensor num_tokens, Tensor(a!) used, int num_experts) -> (Tensor, Tensor, Tensor)"
+)
 LIBRARY.define("weighted_sum(Tensor y, Tensor places, Tensor weights) -> Tensor")
 
 _OPS = torch.ops.compiled_llm
@@ -58,12 +60,13 @@ def route(
     return _OPS.route(logits, choice_bias, top_k, scoring, scale, groups, top_groups)
 
 
-def expert_rows(experts: Tensor, num_tokens: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def expert_rows(experts: Tensor, num_tokens: Tensor, used: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of tokens in the order of the experts that they go to.
 
     Args:
         experts: ``[T, k]`` int32, see ``route``.
         num_tokens: ``[1]`` int32: the first so many tokens are real, the others are padding and go to no expert.
+        used: ``[1]`` int64, to which the number of experts that have rows is added.
         num_experts: E.
 
     Returns:
@@ -71,7 +74,7 @@ def expert_rows(experts: Tensor, num_tokens: Tensor, num_experts: int) -> tuple[
         each row; starts ``[E + 1]`` int32: the rows of expert e are ``starts[e]`` to ``starts[e + 1]``. The rows from
         ``starts[E]`` on belong to nobody.
     """
-    return _OPS.expert_rows(experts, num_tokens, num_experts)
+    return _OPS.expert_rows(experts, num_tokens, used, num_experts)
 
 
 def weighted_sum(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -110,13 +113,16 @@ def route_reference(
     return weights * scale, experts.int()
 
 
-def expert_rows_reference(experts: Tensor, num_tokens: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def expert_rows_reference(
+    experts: Tensor, num_tokens: Tensor, used: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The op in plain torch, without looking at a tensor's content on the host."""
     count, top_k = experts.shape
     token = torch.arange(count, device=experts.device)
     keys = torch.where((token < num_tokens)[:, None], experts, num_experts).flatten()
     ordered, rows = keys.sort(stable=True)
     starts = torch.searchsorted(ordered, torch.arange(num_experts + 1, device=experts.device), out_int32=True)
+    used += (starts[1:] > starts[:-1]).sum()
     order = torch.arange(len(rows), device=experts.device)
     places = torch.empty_like(rows).scatter_(0, rows, order)
     places = torch.where(keys < num_experts, places, -1)
@@ -139,7 +145,7 @@ def _fake_route(logits: Tensor, choice_bias: Tensor | None, top_k: int, *args) -
 
 
 @torch.library.register_fake("compiled_llm::expert_rows", lib=LIBRARY)
-def _fake_rows(experts: Tensor, num_tokens: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_rows(experts: Tensor, num_tokens: Tensor, used: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = experts.shape[0] * experts.shape[1]
     return experts.new_empty(experts.shape), experts.new_empty(rows), experts.new_empty(num_experts + 1)
 

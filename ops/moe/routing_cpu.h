@@ -109,12 +109,15 @@ inline std::tuple<Tensor, Tensor> route(const Tensor& logits, const OptionalTens
   return {std::move(weights), std::move(experts)};
 }
 
-inline std::tuple<Tensor, Tensor, Tensor> expert_rows(const Tensor& experts, const Tensor& num_tokens, int64_t num_experts) {
+inline std::tuple<Tensor, Tensor, Tensor> expert_rows(const Tensor& experts, const Tensor& num_tokens,
+                                                      const Tensor& used, int64_t num_experts) {
   CHECK_VALUE(experts.dim() == 2 && experts.dtype() == kInt && experts.is_contiguous() && experts.is_cpu(),
               "expert_rows: experts must be a contiguous [T, k] of int32 on the CPU, got ", experts.sizes(), " of ",
               experts.dtype());
   CHECK_VALUE(num_tokens.sizes() == Shape{1} && num_tokens.dtype() == kInt && num_tokens.is_cpu() && num_experts > 0,
               "expert_rows: num_tokens must be [1] of int32 on the CPU, and num_experts above 0");
+  CHECK_VALUE(used.sizes() == Shape{1} && used.dtype() == kLong && used.is_cpu(),
+              "expert_rows: used must be [1] of int64 on the CPU, got ", used.sizes(), " of ", used.dtype());
   const int64_t count = experts.size(0), k = experts.size(1);
   const int64_t real = *num_tokens.data<const int32_t>();
   CHECK_INDEX(real >= 0 && real <= count, "expert_rows: num_tokens must be from 0 to ", count, ", got ", real);
@@ -127,6 +130,7 @@ inline std::tuple<Tensor, Tensor, Tensor> expert_rows(const Tensor& experts, con
   auto* const start = starts.data<int32_t>();
   std::fill_n(start, num_experts + 1, 0);
   for (int64_t i = 0; i < real * k; ++i) ++start[expert[i] + 1];
+  *used.data<int64_t>() += num_experts - std::count(start + 1, start + num_experts + 1, 0);
   std::partial_sum(start, start + num_experts + 1, start);
   std::vector<int32_t> next(start, start + num_experts);
   for (int64_t i = 0; i < real * k; ++i) token[place[i] = next[expert[i]]++] = static_cast<int32_t>(i / k);
