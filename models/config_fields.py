@@ -87,11 +87,11 @@ def class_parameters(config_class: type) -> dict[str, Any]:
 def used_names(family: Family, config_class: type) -> set[str]:
     """The fields that go into the family's config, rotary embeddings left out.
 
-    Those that are not parameters of transformers' class are ignored by it, and here.
+    Those that are neither parameters of transformers' class nor ``old_fields`` are ignored by it, and here.
     """
     fields = {field.name for field in dataclasses.fields(family.config)}
     own = fields - {field.name for field in dataclasses.fields(ModelConfig)}
-    return (_USED | own) & class_parameters(config_class).keys()
+    return (_USED | own) & class_parameters(config_class).keys() | set(family.old_fields)
 
 
 def ignored_fields(config: dict[str, Any], family: Family, config_class: type) -> list[str]:

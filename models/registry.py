@@ -9,6 +9,8 @@ from compiled_llm.models.family import Family
 # This is the allow-list: nothing else is ever run, whatever a model directory asks for.
 ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
+    "MistralForCausalLM": ("mistral", "Mistral, Mistral Nemo, Mistral Small (text)"),
+    "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
 }

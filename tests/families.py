@@ -46,6 +46,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**_SMALL, **_heads(2, 2, 64), "vocab_size": 307, "attention_bias": True, "mlp_bias": True},
     ),
+    "mistral": ("MistralForCausalLM", {**_SMALL, **_heads(7, 1, 24), "vocab_size": 307, "sliding_window": 6}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(14, 2, 24),
+            "vocab_size": 307,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3": ("Qwen3ForCausalLM", {**_SMALL, **_heads(4, 1, 32), "vocab_size": 307, "tie_word_embeddings": True}),
     "qwen3-untied": (
         "Qwen3ForCausalLM",

