@@ -20,6 +20,7 @@ from compiled_llm.models.registry import SUPPORTED
 
 _NO_EFFECT = {
     "_name_or_path",
+    "_sliding_window_pattern",  # what Gemma 3's layer_types was made of
     "architectures",  # read beforehand
     "attention_dropout",
     "bos_token_id",

@@ -43,7 +43,7 @@ class Family(Generic[C, W]):
         requires: field of ``config.json`` -> the values that the functions above are right for. The first is named in
             messages.
         read_ropes: parsed ``config.json`` -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
-        old_fields: fields of earlier checkpoints' ``config.json`` that ``hf_config`` acts on without having them.
+        old_fields: fields that ``hf_config`` does not declare, and that it or its model acts on where they are given.
         derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
     """
 

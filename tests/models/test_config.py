@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -14,8 +15,9 @@ from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.registry import family
 from tests.models.published_configs import REFUSED, SUPPORTED
 from tests.models.published_dense import DENSE
+from tests.models.published_norms import NORMS
 
-PUBLISHED = {**SUPPORTED, **DENSE}
+PUBLISHED = {**SUPPORTED, **DENSE, **NORMS}
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -114,7 +116,13 @@ def test_as_published(name: str, tmp_path: Path) -> None:
         assert str(warned[0].message).endswith(": " + ", ".join(ignored))
     else:
         found = read_config(tmp_path)
-    wanted = transformers.AutoConfig.from_pretrained(tmp_path)
+    reads_as(found, transformers.AutoConfig.from_pretrained(tmp_path))
+    ids = content["eos_token_id"]
+    assert found.eos_token_ids == (tuple(ids) if isinstance(ids, list) else (ids,))
+
+
+def reads_as(found: ModelConfig, wanted: Any) -> None:
+    """``found`` has what transformers' ``wanted`` has."""
     for own, theirs in {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -129,12 +137,13 @@ def test_as_published(name: str, tmp_path: Path) -> None:
         "attention_bias": "attention_bias",
     }.items():
         assert getattr(found, own) == getattr(wanted, theirs, getattr(found, own)), own
-    (rope,) = found.ropes
-    assert rope.theta == wanted.rope_parameters["rope_theta"]
-    assert (rope.scaling is None) == (wanted.rope_parameters["rope_type"] == "default")
+    given = wanted.rope_parameters
+    by_kind = [given[kind] for kind in ("full_attention", "sliding_attention") if kind in given] or [given]
+    for rope, parameters in zip(found.ropes, by_kind, strict=True):
+        assert rope.theta == parameters["rope_theta"]
+        assert (rope.scaling is None) == (parameters["rope_type"] == "default")
+    assert getattr(found, "layer_types", ()) in ((), tuple(getattr(wanted, "layer_types", None) or ()))
     assert f"torch.{found.dtype}" == str(wanted.dtype)
-    ids = content["eos_token_id"]
-    assert found.eos_token_ids == (tuple(ids) if isinstance(ids, list) else (ids,))
 
 
 @pytest.mark.parametrize("name", REFUSED)
