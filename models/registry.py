@@ -9,12 +9,16 @@ from compiled_llm.models.family import Family
 # This is the allow-list: nothing else is ever run, whatever a model directory asks for.
 ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
+    "MistralForCausalLM": ("mistral", "Mistral, Mistral Nemo, Mistral Small (text)"),
+    "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3 with experts"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma 3"),
     "Olmo2ForCausalLM": ("olmo2", "OLMo 2"),
     "Olmo3ForCausalLM": ("olmo3", "OLMo 3"),
+    "GlmForCausalLM": ("glm", "GLM-4 of 2024"),
+    "Glm4ForCausalLM": ("glm4", "GLM-4 of 2025, dense"),
 }
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
 WRAPPERS = {

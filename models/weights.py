@@ -10,9 +10,9 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import UsedExperts
-from compiled_llm.models.layers.rope import rope_table
+from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
 from compiled_llm.models.rope_config import Rope
 
 
@@ -77,25 +77,50 @@ class Source:
         """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""
         return 1 + self.tensor(f"{name}.weight", (size,)).float()
 
+    def _take(self, parts: Sequence[Part]) -> Take:
+        """What gives the tensors of ``parts`` as their layers have them."""
+        by_name = {f"{part.name}.{which}": part for part in parts for which in ("weight", "bias")}
+
+        def take(name: str, shape: tuple[int, ...]) -> Tensor:
+            part = by_name[name]
+            transposed = part.transposed and len(shape) == 2
+            tensor = self.tensor(name, shape[::-1] if transposed else shape)
+            if tensor.is_meta:
+                return tensor.new_empty(shape)
+            tensor = tensor.t().contiguous() if transposed else tensor
+            return tensor if part.arrange is None else part.arrange(tensor)
+
+        return take
+
     def linear(self, *parts: Part) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input."""
-        return self._linears.take(self.tensor, parts)
+        return self._linears.take(self._take(parts), parts)
 
     def experts(self, parts: Sequence[Sequence[Part]], top_k: int) -> Experts:
         """The layers of a mixture's experts, of which a token uses ``top_k``; of each one the parts of its layer."""
-        return self._linears.take_experts(lambda e: Dense.take(self.tensor, parts[e]), len(parts), top_k)
+        return self._linears.take_experts(lambda e: Dense.take(self._take(parts[e]), parts[e]), len(parts), top_k)
 
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""
         self._used_experts = self._used_experts or UsedExperts(torch.zeros(1, dtype=torch.int64, device=self._device))
         return self._used_experts
 
-    def attention(self, name: str, config: ModelConfig, *, bias: bool = False) -> AttentionWeights:
-        """A layer's projections as most checkpoints name them: queries, keys and values in one, and the output."""
+    def attention(
+        self, name: str, config: ModelConfig, *, bias: bool = False, o_bias: bool | None = None
+    ) -> AttentionWeights:
+        """A layer's projections as most checkpoints name them: queries, keys and values in one, and the output.
+
+        Args:
+            bias: whether they have biases.
+            o_bias: the same of the output's; by default as ``bias``.
+        """
         d, h, q_size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-        qkv = self.linear(*(Part(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()))
-        return AttentionWeights(qkv, self.linear(Part(f"{name}.o_proj", d, q_size, bias)))
+        parts = {x: Part(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()}
+        for x in "qk":
+            parts[x] = parts[x]._replace(arrange=head_arrangement(config.ropes[0], h))
+        qkv = self.linear(*parts.values())
+        return AttentionWeights(qkv, self.linear(Part(f"{name}.o_proj", d, q_size, bias if o_bias is None else o_bias)))
 
     def mlp(self, name: str, config: ModelConfig, *, bias: bool = False) -> MlpWeights:
         """A layer's gated MLP as most checkpoints name it: gate and up in one, and down."""

@@ -46,6 +46,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**_SMALL, **_heads(2, 2, 64), "vocab_size": 307, "attention_bias": True, "mlp_bias": True},
     ),
+    "mistral": ("MistralForCausalLM", {**_SMALL, **_heads(7, 1, 24), "vocab_size": 307, "sliding_window": 6}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(14, 2, 24),
+            "vocab_size": 307,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3": ("Qwen3ForCausalLM", {**_SMALL, **_heads(4, 1, 32), "vocab_size": 307, "tie_word_embeddings": True}),
     "qwen3-untied": (
         "Qwen3ForCausalLM",
@@ -115,6 +127,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm": (
+        "GlmForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 1, 24),
+            "vocab_size": 307,
+            "attention_bias": False,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": 0,
+        },
+    ),
+    "glm4": ("Glm4ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "pad_token_id": 0}),
 }
 
 

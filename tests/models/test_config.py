@@ -14,9 +14,10 @@ from compiled_llm.models.config_fields import by_own_names, ignored_fields
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.registry import family
 from tests.models.published_configs import REFUSED, SUPPORTED
+from tests.models.published_dense import DENSE
 from tests.models.published_norms import NORMS
 
-PUBLISHED = {**SUPPORTED, **NORMS}
+PUBLISHED = {**SUPPORTED, **DENSE, **NORMS}
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -193,7 +194,7 @@ def test_fields_of_training_are_of_no_effect() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowedConfig(ModelConfig):
+class SwitchedConfig(ModelConfig):
     """Of a family of a test's own, whose layers may have windows."""
 
     sliding_window: int | None
@@ -206,14 +207,16 @@ def test_a_field_that_one_family_uses_is_refused_for_the_others(monkeypatch: pyt
     kinds = ["sliding_attention", "full_attention"]
     config = {**GOOD, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 4, "layer_types": kinds}
     config |= {"use_sliding_window": True, "residual_scale": 0.5}
+    plain = dataclasses.replace(family("Qwen3ForCausalLM"), config=ModelConfig)
+    monkeypatch.setattr("compiled_llm.models.config_file.family", lambda architecture: plain)
     with pytest.raises(ValueError, match="sliding_window=4 is not supported"):
         parse_config(config)
     windowed = dataclasses.replace(
-        family("Qwen3ForCausalLM"), config=WindowedConfig, requires={"hidden_act": ("gelu",), "attention_bias": (True,)}
+        family("Qwen3ForCausalLM"), config=SwitchedConfig, requires={"hidden_act": ("gelu",), "attention_bias": (True,)}
     )
     monkeypatch.setattr("compiled_llm.models.config_file.family", lambda architecture: windowed)
     found = parse_config({**config, "hidden_act": "gelu", "attention_bias": True})
-    assert isinstance(found, WindowedConfig)
+    assert isinstance(found, SwitchedConfig)
     assert (found.sliding_window, found.layer_types, found.residual_scale) == (4, tuple(kinds), 1.0)
     with pytest.raises(ValueError, match=r"hidden_act='silu' is not supported.*Supported value: 'gelu'"):
         parse_config({**config, "hidden_act": "silu"})

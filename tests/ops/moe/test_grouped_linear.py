@@ -1,4 +1,4 @@
-"""The experts' linear layers: every instruction set of this machine against float64, and the same bits in any company."""
+"""The experts' linear layers: each instruction set against float64, and the same bits in any company."""
 
 import itertools
 from collections.abc import Iterator
