@@ -77,7 +77,16 @@ class Source:
 
     def linear(self, *parts: Part) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input."""
-        return self._linears.take(self.tensor, parts)
+        orders = {part.name: part.order for part in parts if part.order is not None}
+
+        def take(name: str, shape: tuple[int, ...]) -> Tensor:
+            tensor, order = self.tensor(name, shape), orders.get(name.rpartition(".")[0])
+            if order is None or tensor.is_meta:
+                return tensor
+            assert len(order) == len(tensor)
+            return tensor[torch.tensor(order, device=tensor.device)]
+
+        return self._linears.take(take, parts)
 
     def attention(
         self, name: str, config: ModelConfig, *, bias: bool = False, o_bias: bool | None = None

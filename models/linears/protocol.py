@@ -8,12 +8,17 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """A linear layer as a checkpoint of plain weights has it: ``NAME.weight``, and ``NAME.bias`` where it has one."""
+    """A linear layer as a checkpoint of plain weights has it: ``NAME.weight``, and ``NAME.bias`` where it has one.
+
+    ``order``: for each row of the layer, that of the checkpoint; None: as they are. ``Source`` sees to it, kinds need
+    not.
+    """
 
     name: str
     out_features: int
     in_features: int
     bias: bool = False
+    order: Sequence[int] | None = None
 
 
 Take = Callable[[str, tuple[int, ...]], Tensor]
