@@ -36,7 +36,6 @@ _NO_EFFECT = {
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
-    "partial_rotary_factor",  # likewise
     "pretraining_tp",  # changes the order of a sum, not the function
     "problem_type",
     "return_dict",
@@ -71,6 +70,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "is_causal": (True, None),
     "is_encoder_decoder": (False, None),
     "kv_sharing_modes": (None,),
+    "partial_rotary_factor": (None, 1),
     "per_layer_config": (None, {}),
     "quantization": (None,),
     "quantization_config": (None,),

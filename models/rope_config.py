@@ -66,40 +66,44 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Base and scaling of the frequencies.
+    """Base and scaling of the frequencies, and which elements of a head they turn.
 
     Attributes:
+        partial: the share of a head's elements that are turned, the first ones.
+        interleaved: each of them is paired with its neighbour, not with the one that is half of them away.
         attention_factor: of cosines and sines, so of queries and keys.
-        partial_rotary_factor: share of a head's elements that are rotated, its first ones.
     """
 
     theta: float
     scaling: RopeScaling | None = None
+    partial: float = 1.0
+    interleaved: bool = False
     attention_factor: float = 1.0
-    partial_rotary_factor: float = 1.0
 
-    def num_rotated(self, head_dim: int) -> int:
-        """Elements of a head that are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many elements of a head are turned. ``ValueError`` unless they are pairs."""
+        turned = int(head_dim * self.partial)
+        if turned < 2 or turned % 2:
+            raise ValueError(
+                "config.json: partial_rotary_factor must turn an even number of a head's elements, given "
+                f"{self.partial}, which is {turned} of {head_dim}"
+            )
+        return turned
 
     def check(self, head_dim: int) -> None:
         """``ValueError`` where it does not fit heads of ``head_dim`` elements."""
-        rotated = self.num_rotated(head_dim)
-        if rotated < 2 or rotated % 2:
-            raise ValueError(
-                f"config.json: partial_rotary_factor must leave an even number of a head's {head_dim} elements "
-                f"to rotate, given {self.partial_rotary_factor}"
-            )
-        if isinstance(self.scaling, LongRopeScaling):
-            for name in ("short_factor", "long_factor"):
-                if len(getattr(self.scaling, name)) != rotated // 2:
-                    raise ValueError(
-                        f"config.json: {name} must have a number for each of the {rotated // 2} frequencies, given "
-                        f"{len(getattr(self.scaling, name))}"
-                    )
+        turned = self.rotary_dim(head_dim)
+        if not isinstance(self.scaling, LongRopeScaling):
+            return
+        for name in ("short_factor", "long_factor"):
+            given = len(getattr(self.scaling, name))
+            if given != turned // 2:
+                raise ValueError(
+                    f"config.json: {name} must have a number for each of the {turned // 2} frequencies, given {given}"
+                )
 
 
-def read_rope(config: dict[str, Any], *, default_theta: float = 10000.0, may_be_partial: bool = False) -> Rope:
+def read_rope(config: dict[str, Any], *, default_theta: float = 10000.0) -> Rope:
     """The rotary embeddings of a parsed ``config.json``.
 
     ``rope_type: "dynamic"`` scales texts longer than ``max_position_embeddings`` alone, which the engine refuses: so it
@@ -107,7 +111,6 @@ def read_rope(config: dict[str, Any], *, default_theta: float = 10000.0, may_be_
 
     Args:
         default_theta: where the file has none.
-        may_be_partial: whether the family can leave a part of each head as it is.
 
     Raises:
         ValueError: a kind or field is not supported; the message names it.
@@ -115,19 +118,29 @@ def read_rope(config: dict[str, Any], *, default_theta: float = 10000.0, may_be_
     parameters = _parameters(config)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     own = {name: value for name, value in parameters.items() if name not in ("rope_type", "type", "rope_theta")}
-    partial = own.pop("partial_rotary_factor", config.get("partial_rotary_factor"))
-    partial = 1.0 if partial is None else partial
-    if not _is_positive(partial) or partial > 1 or (partial != 1 and not may_be_partial):
-        allowed = "a number above 0 and at most 1" if may_be_partial else "1"
+    partial = own.pop("partial_rotary_factor", None)
+    if partial not in (None, 1):
         raise ValueError(
-            f"config.json: partial_rotary_factor={partial!r:.100} is not supported for this architecture: it must be "
-            f"{allowed}"
+            f"config.json: partial_rotary_factor must be 1 for this architecture, given {partial!r:.100}: the model is "
+            "not supported"
         )
-    scaling = _scaling(config, kind, own)
-    theta = _theta(config, parameters, default_theta)
+    scaling, theta = _scaling(config, kind, own), _theta(config, parameters, default_theta)
     if kind == "yarn" and theta <= 1:
         raise ValueError(f"config.json: rope_theta must be above 1 for rope_type 'yarn', given {theta}")
-    return Rope(theta, scaling, _attention_factor(config, scaling, own), float(partial))
+    return Rope(theta, scaling, attention_factor=_attention_factor(config, scaling, own))
+
+
+def read_partial_rope(config: dict[str, Any], default: float) -> Rope:
+    """The same where ``partial_rotary_factor`` says which share of a head is turned, ``default`` if it is left out."""
+    parameters = _parameters(config)
+    factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    if not _is_positive(factor) or factor > 1:
+        raise ValueError(
+            f"config.json: partial_rotary_factor must be a number above 0, at most 1, given {factor!r:.100}"
+        )
+    whole = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
+    rope = read_rope({**config, "rope_parameters": whole, "rope_scaling": None})
+    return dataclasses.replace(rope, partial=float(factor))
 
 
 def read_ropes_by_layer_type(config: dict[str, Any], thetas: dict[str, Any]) -> tuple[Rope, ...]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.rope import rope_table
+from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Linear, LinearKind, Part
 from compiled_llm.models.rope_config import Rope
@@ -77,14 +77,16 @@ class Source:
 
     def linear(self, *parts: Part) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input."""
-        orders = {part.name: part.order for part in parts if part.order is not None}
+        by_name = {f"{part.name}.{which}": part for part in parts for which in ("weight", "bias")}
 
         def take(name: str, shape: tuple[int, ...]) -> Tensor:
-            tensor, order = self.tensor(name, shape), orders.get(name.rpartition(".")[0])
-            if order is None or tensor.is_meta:
-                return tensor
-            assert len(order) == len(tensor)
-            return tensor[torch.tensor(order, device=tensor.device)]
+            part = by_name[name]
+            transposed = part.transposed and len(shape) == 2
+            tensor = self.tensor(name, shape[::-1] if transposed else shape)
+            if tensor.is_meta:
+                return tensor.new_empty(shape)
+            tensor = tensor.t().contiguous() if transposed else tensor
+            return tensor if part.arrange is None else part.arrange(tensor)
 
         return self._linears.take(take, parts)
 
@@ -99,7 +101,10 @@ class Source:
         """
         d, h, q_size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-        qkv = self.linear(*(Part(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()))
+        parts = {x: Part(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()}
+        for x in "qk":
+            parts[x] = parts[x]._replace(arrange=head_arrangement(config.ropes[0], h))
+        qkv = self.linear(*parts.values())
         return AttentionWeights(qkv, self.linear(Part(f"{name}.o_proj", d, q_size, bias if o_bias is None else o_bias)))
 
     def mlp(self, name: str, config: ModelConfig, *, bias: bool = False) -> MlpWeights:

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +18,12 @@ from compiled_llm.models.rope_config import (
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, length: int) -> Tensor:
-    """Angle a position, ``[H / 2]`` float32, scaled as ``rope`` says for texts of up to ``length`` tokens.
+    """Angle a position of each pair that is turned, ``[H / 2]`` float32 or fewer.
 
-    Elements that are not rotated have angle 0; see ``halves_order`` for where they are.
+    They are scaled as ``rope`` says for texts of up to ``length`` tokens.
     """
-    rotated, scaling = rope.num_rotated(head_dim), rope.scaling
-    inv_freq = 1.0 / rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
+    turned, scaling = rope.rotary_dim(head_dim), rope.scaling
+    inv_freq = 1.0 / rope.theta ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned)
     if isinstance(scaling, LinearRopeScaling):
         inv_freq = inv_freq / scaling.factor
     elif isinstance(scaling, Llama3RopeScaling):
@@ -32,7 +33,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, length: int) -> Tensor:
     elif isinstance(scaling, LongRopeScaling):
         is_long = length > scaling.original_max_position_embeddings
         inv_freq = inv_freq / torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
-    return F.pad(inv_freq, (0, (head_dim - rotated) // 2))
+    return inv_freq
 
 
 def _llama3_scaled(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
@@ -64,6 +65,25 @@ def _yarn_scaled(inv_freq: Tensor, scaling: YarnRopeScaling, theta: float) -> Te
     return keep * inv_freq + (1 - keep) * inv_freq / scaling.factor
 
 
+def head_arrangement(rope: Rope, head_dim: int) -> Callable[[Tensor], Tensor] | None:
+    """Puts a checkpoint's elements of queries and keys where ``ops.rope`` pairs them; None where they are there.
+
+    The op pairs a head's first half with its second. Scores are the same for any order of a head's elements, so the
+    weights are put in one where these are the pairs, those that are not turned come last in each half.
+    """
+    turned = rope.rotary_dim(head_dim)
+    if turned == head_dim and not rope.interleaved:
+        return None
+    first, second = (range(0, turned, 2), range(1, turned, 2)) if rope.interleaved else _halves(range(turned))
+    kept = _halves(range(turned, head_dim))
+    order = torch.tensor([*first, *kept[0], *second, *kept[1]])
+    return lambda rows: rows.unflatten(0, (-1, head_dim))[:, order.to(rows.device)].flatten(0, 1)
+
+
+def _halves(elements: range) -> tuple[range, range]:
+    return elements[: len(elements) // 2], elements[len(elements) // 2 :]
+
+
 def rope_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Tensor:
     """Cosines, then sines, of the positions below ``length``, ``[length, H]`` float32.
 
@@ -76,14 +96,14 @@ def rope_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> 
     positions = torch.arange(length, dtype=torch.float32)
     table = torch.empty(length, head_dim)
     cosines, sines = table.chunk(2, dim=-1)
-    # A long table takes memory once.
-    torch.mul(positions[:, None], inverse_frequencies(rope, head_dim, length), out=sines)
+    frequencies = inverse_frequencies(rope, head_dim, length)
+    still = frequencies.new_zeros(head_dim // 2 - len(frequencies))  # of pairs that are not turned
+    torch.mul(positions[:, None], torch.cat([frequencies, still]), out=sines)  # a long table takes memory once
     torch.cos(sines, out=cosines)
     sines.sin_()
     if rope.attention_factor != 1:
-        rotated = rope.num_rotated(head_dim) // 2
-        cosines[:, :rotated] *= rope.attention_factor
-        sines *= rope.attention_factor
+        for half in (cosines, sines):
+            half[:, : len(frequencies)] *= rope.attention_factor
     return table.to(device)
 
 
@@ -96,24 +116,6 @@ def _warn_of_long_factors(rope: Rope, length: int) -> None:
             "computed with its short_factor",
             stacklevel=2,
         )
-
-
-def halves_order(num_heads: int, head_dim: int, num_rotated: int, *, interleaved: bool = False) -> list[int]:
-    """Where ``ops.rope`` finds the elements of heads whose pairs a checkpoint has elsewhere.
-
-    The op pairs a head's first half with its second. Here pairs are element i with i + ``num_rotated`` / 2 or, where
-    they are ``interleaved``, 2i with 2i + 1; the elements from ``num_rotated`` on are not rotated. Scores do not depend
-    on the order, as long as queries and keys have the same.
-
-    Returns:
-        For each of the ``num_heads * head_dim`` rows of a projection as the op needs it, that of the checkpoint.
-    """
-    pairs = num_rotated // 2
-    first = range(0, num_rotated, 2) if interleaved else range(pairs)
-    second = range(1, num_rotated, 2) if interleaved else range(pairs, num_rotated)
-    middle = (num_rotated + head_dim) // 2
-    head = [*first, *range(num_rotated, middle), *second, *range(middle, head_dim)]
-    return [start + i for start in range(0, num_heads * head_dim, head_dim) for i in head]
 
 
 def rope_cos_sin(positions: Tensor, table: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables of rotary embeddings against transformers', for every kind of scaling."""
+"""Rotary embeddings: every kind of scaling against transformers; parts of a head, and neighbouring elements."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding, apply_rotary_pos_emb
 
-from compiled_llm.models.layers.rope import halves_order, inverse_frequencies, rope_cos_sin, rope_table
-from compiled_llm.models.rope_config import read_rope
-from compiled_llm.ops import rope
+from compiled_llm.models.layers.rope import head_arrangement, inverse_frequencies, rope_cos_sin, rope_table
+from compiled_llm.models.rope_config import Rope, read_partial_rope, read_rope
+from compiled_llm.ops import rope as rope_op
 
 CPU = torch.device("cpu")
 HEAD_DIM, LENGTH = 64, 2048
@@ -68,7 +68,7 @@ def test_longrope_and_a_part_of_each_head_equal_phi3s(partial: float, extra: dic
     config["original_max_position_embeddings"] = 256
     full = transformers.Phi3Config(hidden_size=4 * HEAD_DIM, num_attention_heads=4, pad_token_id=0, **config)
     cos, sin = (x[None] for x in Phi3RotaryEmbedding(full)(torch.zeros(1), torch.arange(length)[None])[:2])
-    with_parts = read_rope({**config, "rope_scaling": scaling}, may_be_partial=True)
+    with_parts = read_partial_rope({**config, "rope_scaling": scaling}, default=1.0)
     if length > 256:
         with pytest.warns(UserWarning, match="longer than original_max_position_embeddings"):
             table = rope_table(with_parts, HEAD_DIM, length, CPU)
@@ -77,23 +77,15 @@ def test_longrope_and_a_part_of_each_head_equal_phi3s(partial: float, extra: dic
 
     # As the op applies it to heads in its order, and transformers to the same in the checkpoint's.
     q, k = torch.randn(length, 2, HEAD_DIM), torch.randn(length, 1, HEAD_DIM)
-    orders = [torch.tensor(halves_order(heads, HEAD_DIM, 2 * pairs)) for heads in (2, 1)]
-    parts = [x.flatten(1)[:, order] for x, order in zip((q, k), orders, strict=True)]
+    arrange = head_arrangement(with_parts, HEAD_DIM) or (lambda rows: rows)
+    parts = [arrange(x.flatten(1).t()).t() for x in (q, k)]
     qkv = torch.cat([*parts, torch.zeros(length, HEAD_DIM)], dim=1)
     positions = torch.arange(length, dtype=torch.int32)
-    own = rope(qkv, rope_cos_sin(positions, table), None, None, 2, 1, 0.0)
+    own = rope_op(qkv, rope_cos_sin(positions, table), None, None, 2, 1, 0.0)
     wanted = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[0], sin[0])
-    for found, expected, order in zip(own, wanted, orders, strict=True):
-        in_order = expected[0].transpose(0, 1).flatten(1)[:, order]
+    for found, expected in zip(own, wanted, strict=True):
+        in_order = arrange(expected[0].transpose(0, 1).flatten(1).t()).t()
         torch.testing.assert_close(found.flatten(1), in_order, atol=2e-4, rtol=1e-4)
-
-
-def test_interleaved_pairs() -> None:
-    """Two heads of 8 elements, of which 4 are rotated: pairs 0 with 1 and 2 with 3."""
-    order = halves_order(2, 8, 4, interleaved=True)
-    assert order == [0, 2, 4, 5, 1, 3, 6, 7, 8, 10, 12, 13, 9, 11, 14, 15]
-    assert halves_order(1, 8, 4) == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert halves_order(2, 8, 8) == list(range(16))
 
 
 def test_the_table_holds_the_angles_of_every_position() -> None:
@@ -103,3 +95,42 @@ def test_the_table_holds_the_angles_of_every_position() -> None:
     angles = positions[:, None].double() * inverse_frequencies(scaled, HEAD_DIM, 256).double()
     torch.testing.assert_close(cos.double(), angles.cos(), atol=2e-5, rtol=0)  # of float32 angles up to 255
     torch.testing.assert_close(sin.double(), angles.sin(), atol=2e-5, rtol=0)
+
+
+POSITIONS = torch.tensor([0, 3, 17])
+
+
+def turned(heads: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """``[T, N, H]``, each pair turned by its angle: by definition."""
+    size = rope.rotary_dim(heads.shape[-1])
+    angles = POSITIONS[:, None, None] * inverse_frequencies(rope, heads.shape[-1], 18)
+    part, rest = heads[..., :size], heads[..., size:]
+    pairs = part.unflatten(-1, (-1, 2)) if rope.interleaved else part.unflatten(-1, (2, -1)).transpose(-1, -2)
+    numbers = torch.view_as_complex(pairs.contiguous()) * torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_real(numbers)
+    part = (pairs if rope.interleaved else pairs.transpose(-1, -2)).flatten(-2)
+    return torch.cat([part, rest], dim=-1)
+
+
+@pytest.mark.parametrize(("partial", "interleaved"), [(1.0, True), (0.5, True), (0.5, False), (0.75, False)])
+def test_an_arranged_head_is_turned_where_the_checkpoint_means_it(partial: float, interleaved: bool) -> None:
+    rope, head_dim = Rope(100.0, None, partial, interleaved), 16
+    arrange = head_arrangement(rope, head_dim)
+    assert arrange is not None
+    # As a linear layer whose weight is the heads themselves: one token after the other.
+    heads = torch.randn(3, 4, head_dim)
+    rows = torch.stack([arrange(token.flatten()).unflatten(0, (4, head_dim)) for token in heads])
+    angles = rope_cos_sin(POSITIONS, rope_table(rope, head_dim, 18, torch.device("cpu")))
+    q, k = rope_op(rows.flatten(1), angles, None, None, 2, 1, 0.0)
+    wanted = torch.stack([arrange(token.flatten()).unflatten(0, (4, head_dim)) for token in turned(heads, rope)])
+    torch.testing.assert_close(torch.cat([q, k], dim=1), wanted[:, :3])
+
+
+def test_a_whole_head_of_halves_stays_as_it_is() -> None:
+    assert head_arrangement(Rope(1e4, None), 16) is None
+
+
+@pytest.mark.parametrize("partial", [0.01, 0.19])
+def test_half_a_pair_is_refused(partial: float) -> None:
+    with pytest.raises(ValueError, match=r"config\.json: partial_rotary_factor must turn an even number"):
+        Rope(1e4, None, partial).rotary_dim(16)
