@@ -44,3 +44,24 @@ class ModelConfig:
             raise ValueError(f"config.json: rms_norm_eps must be a number of at least 0, given {self.rms_norm_eps}")
         if self.dtype not in _DTYPES:
             raise ValueError(f"config.json: dtype must be one of {', '.join(_DTYPES)}, given {self.dtype!r:.100}")
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowedConfig(ModelConfig):
+    """A model some of whose layers see a window of keys: those that ``layer_types`` calls ``SLIDING``."""
+
+    sliding_window: int | None
+    layer_types: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.layer_types) != self.num_layers or not {SLIDING, FULL}.issuperset(self.layer_types):
+            raise ValueError(
+                f"config.json: layer_types must be {SLIDING!r} or {FULL!r} for each of the {self.num_layers} layers, "
+                f"given {self.layer_types!r:.200}"
+            )
+        if SLIDING in self.layer_types and not (self.sliding_window and self.sliding_window > 0):
+            raise ValueError(f"config.json: sliding_window must be at least 1, given {self.sliding_window}")

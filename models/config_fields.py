@@ -20,6 +20,7 @@ from compiled_llm.models.registry import SUPPORTED
 
 _NO_EFFECT = {
     "_name_or_path",
+    "_sliding_window_pattern",  # what Gemma 3's layer_types was made of
     "architectures",  # read beforehand
     "attention_dropout",  # this and other dropouts: of training alone
     "attn_pdrop",
@@ -123,11 +124,11 @@ def by_own_names(config: dict[str, Any], config_class: Any) -> dict[str, Any]:
 def used_names(family: Family, config_class: type) -> set[str]:
     """The fields that go into the family's config, rotary embeddings left out.
 
-    Those that are not parameters of transformers' class are ignored by it, and here.
+    Those that are neither parameters of transformers' class nor ``old_fields`` are ignored by it, and here.
     """
     fields = {field.name for field in dataclasses.fields(family.config)}
     own = fields - {field.name for field in dataclasses.fields(ModelConfig)}
-    return (_USED | own) & class_parameters(config_class).keys()
+    return (_USED | own) & class_parameters(config_class).keys() | set(family.old_fields)
 
 
 def ignored_fields(config: dict[str, Any], family: Family, config_class: type) -> list[str]:

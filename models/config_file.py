@@ -14,6 +14,7 @@ from compiled_llm.models.config_fields import by_own_names, ignored_fields, used
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
 from compiled_llm.models.registry import SUPPORTED, family
+from compiled_llm.models.wrappers import is_wrapper, language_model
 
 # The largest value of each size. Checked before transformers sees them: its classes make lists of some lengths.
 _MOST = {
@@ -31,12 +32,19 @@ _MOST = {
 def read_config(directory: Path) -> ModelConfig:
     """Read ``config.json`` (and the end-of-text ids of ``generation_config.json``) of a model directory.
 
-    Warns of the fields that are ignored, once for all of them.
+    Warns of the fields that are ignored, once for all of them, and of a model of which only the language model is read.
 
     Raises:
         ValueError: a file is missing or not JSON, or a field is not supported; the message names it.
     """
     config = read_json(directory / "config.json")
+    if is_wrapper(config):
+        warnings.warn(
+            f"{directory / 'config.json'}: of {config['architectures'][0]} the language model alone is loaded: "
+            "prompts are text",
+            stacklevel=2,
+        )
+    config = language_model(config)
     made = parse_config(config, read_optional_json(directory / "generation_config.json"))
     model = family(made.architecture)
     config_class = _config_class(model)
@@ -53,6 +61,7 @@ def read_config(directory: Path) -> ModelConfig:
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """The same from parsed JSON, without the warning. Fields that are left out take transformers' defaults."""
+    config = language_model(config)
     architecture = _architecture(config)
     model = family(architecture)
     config_class = _config_class(model)

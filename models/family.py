@@ -43,6 +43,7 @@ class Family(Generic[C, W]):
         requires: field of ``config.json`` -> the values that the functions above are right for. The first is named in
             messages.
         read_ropes: parsed ``config.json`` -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
+        old_fields: fields that ``hf_config`` does not declare, and that it or its model acts on where they are given.
         derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
     """
 
@@ -54,6 +55,7 @@ class Family(Generic[C, W]):
     head: Callable[[W, Tensor, C], Tensor]
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     read_ropes: Callable[[dict[str, Any]], tuple[Rope, ...]] = one_rope
+    old_fields: tuple[str, ...] = ()
     derived_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def describe(self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense) -> "Description[W]":

@@ -5,15 +5,16 @@ Windows in some layers, soft caps of scores and logits, norms by ``1 + w`` befor
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config import WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention, windowed_layers
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
 from compiled_llm.models.layers.norm import add_rms_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
@@ -21,27 +22,16 @@ from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rms_norm, soft_cap
 
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-
 
 @dataclasses.dataclass(frozen=True)
-class Gemma2Config(ModelConfig):
+class Gemma2Config(WindowedConfig):
     attention_bias: bool
     query_pre_attn_scalar: float
-    sliding_window: int | None
-    layer_types: tuple[str, ...]
     attn_logit_softcapping: float | None
     final_logit_softcapping: float | None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.layer_types) != self.num_layers or not {_SLIDING, _FULL}.issuperset(self.layer_types):
-            raise ValueError(
-                f"config.json: layer_types must be {_SLIDING!r} or {_FULL!r} for each of the {self.num_layers} layers, "
-                f"given {self.layer_types!r:.200}"
-            )
-        if _SLIDING in self.layer_types and not (self.sliding_window and self.sliding_window > 0):
-            raise ValueError(f"config.json: sliding_window must be at least 1, given {self.sliding_window}")
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             value = getattr(self, name)
             if value is None and name != "query_pre_attn_scalar":
@@ -64,10 +54,11 @@ class Weights(NamedTuple):
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [D] float32
     head: Linear  # [V, D]
-    ropes: tuple[Tensor]  # [max_position_embeddings, H] float32
+    ropes: tuple[Tensor, ...]  # [max_position_embeddings, H] float32; where there are two, the last is the windows'
 
 
-def _take_layer(config: Gemma2Config, source: Source, name: str) -> LayerWeights:
+def take_layer(config: Gemma2Config, source: Source, name: str) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``."""
     d = config.hidden_size
     return LayerWeights(
         input_norm=source.norm_plus_one(f"{name}.input_layernorm", d),
@@ -79,17 +70,21 @@ def _take_layer(config: Gemma2Config, source: Source, name: str) -> LayerWeights
     )
 
 
-def take(config: Gemma2Config, source: Source) -> Weights:
-    """The weights."""
+def take(
+    config: Gemma2Config,
+    source: Source,
+    take_layer: Callable[[Gemma2Config, Source, str], LayerWeights] = take_layer,
+) -> Weights:
+    """The weights. A family that differs in its layers' tensors alone passes its own ``take_layer``."""
     embedding, head = source.embedding_and_head(
         "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
     return Weights(
         embedding=embedding,
-        layers=tuple(_take_layer(config, source, f"model.layers.{i}") for i in range(config.num_layers)),
+        layers=tuple(take_layer(config, source, f"model.layers.{i}") for i in range(config.num_layers)),
         final_norm=source.norm_plus_one("model.norm", config.hidden_size),
         head=head,
-        ropes=(source.rope(config.ropes[0], config.head_dim, config.max_position_embeddings),),
+        ropes=tuple(source.rope(rope, config.head_dim, config.max_position_embeddings) for rope in config.ropes),
     )
 
 
@@ -102,8 +97,7 @@ def layers(config: Gemma2Config) -> Layers:
         scale=config.query_pre_attn_scalar**-0.5,
         soft_cap=config.attn_logit_softcapping or 0.0,
     )
-    sliding = dataclasses.replace(full, window=config.sliding_window or 0)
-    return tuple(sliding if kind == _SLIDING else full for kind in config.layer_types)
+    return windowed_layers(config, full)
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
@@ -120,8 +114,9 @@ def forward(
     x = weights.embedding.rows(step.input_ids)
     x = x * _rounded(config.hidden_size**0.5, x.dtype)
     delta: Tensor | None = None
-    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]
     for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
+        cos_sin = angles[-1 if spec.window else 0]
         x, normed = add_rms_norm(x, delta, w.input_norm, eps)
         attended = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
         x, normed = add_rms_norm(x, rms_norm(attended, w.attention_norm, eps), w.mlp_norm, eps)

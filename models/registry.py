@@ -9,8 +9,17 @@ from compiled_llm.models.family import Family
 # This is the allow-list: nothing else is ever run, whatever a model directory asks for.
 ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
+    "MistralForCausalLM": ("mistral", "Mistral, Mistral Nemo, Mistral Small (text)"),
+    "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
+    "Gemma3ForCausalLM": ("gemma3", "Gemma 3"),
+    "Olmo2ForCausalLM": ("olmo2", "OLMo 2"),
+    "Olmo3ForCausalLM": ("olmo3", "OLMo 3"),
+}
+# Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
+WRAPPERS = {
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
 }
 # For messages.
 SUPPORTED = "Supported are {}; docs/models.md lists them".format(

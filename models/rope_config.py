@@ -36,6 +36,34 @@ def read_rope(config: dict[str, Any]) -> Rope:
     return rope
 
 
+def read_ropes_by_layer_type(config: dict[str, Any], thetas: dict[str, Any]) -> tuple[Rope, ...]:
+    """The rotary embeddings of a parsed ``config.json`` whose layers have one for each of their types.
+
+    Args:
+        thetas: layer type -> the base, where ``rope_parameters`` names none. An older checkpoint's ``rope_scaling`` is
+            that of the first type.
+
+    Returns:
+        One for each of ``thetas``, in their order.
+    """
+    given, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if not isinstance(given, dict) or not given.keys() <= thetas.keys():
+        raise ValueError(
+            f"config.json: rope_parameters must be an object with {' and '.join(thetas)}, given {given!r:.300}"
+        )
+    if given and old:
+        raise ValueError(f"config.json: rope_scaling must be left out beside rope_parameters, given {old!r:.200}")
+    ropes = []
+    for kind, theta in thetas.items():
+        parameters = given.get(kind) or old
+        if not isinstance(parameters, dict):
+            raise ValueError(f"config.json: the rope parameters of {kind} must be an object, given {parameters!r:.200}")
+        of_kind = {"rope_parameters": {"rope_theta": theta, **parameters}, "rope_scaling": None}
+        ropes.append(read_rope({**{name: config[name] for name in config.keys() - {"rope_theta"}}, **of_kind}))
+        old = {}
+    return tuple(ropes)
+
+
 def _parameters(config: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 writes rope_parameters; earlier checkpoints have rope_scaling beside rope_theta.
     new, old = config.get("rope_parameters"), config.get("rope_scaling")

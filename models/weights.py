@@ -115,12 +115,19 @@ class Source:
         """One linear layer that computes all ``parts``, which have the same input."""
         return self._linears.take(self, parts)
 
-    def attention(self, name: str, config: ModelConfig, *, bias: bool = False) -> AttentionWeights:
-        """A layer's projections as most checkpoints name them: queries, keys and values in one, and the output."""
+    def attention(
+        self, name: str, config: ModelConfig, *, bias: bool = False, o_bias: bool | None = None
+    ) -> AttentionWeights:
+        """A layer's projections as most checkpoints name them: queries, keys and values in one, and the output.
+
+        Args:
+            bias: whether they have biases.
+            o_bias: the same of the output's; by default as ``bias``.
+        """
         d, h, q_size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
         qkv = self.linear(*(Part(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()))
-        return AttentionWeights(qkv, self.linear(Part(f"{name}.o_proj", d, q_size, bias)))
+        return AttentionWeights(qkv, self.linear(Part(f"{name}.o_proj", d, q_size, bias if o_bias is None else o_bias)))
 
     def mlp(self, name: str, config: ModelConfig, *, bias: bool = False) -> MlpWeights:
         """A layer's gated MLP as most checkpoints name it: gate and up in one, and down."""

@@ -46,6 +46,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaForCausalLM",
         {**_SMALL, **_heads(2, 2, 64), "vocab_size": 307, "attention_bias": True, "mlp_bias": True},
     ),
+    "mistral": ("MistralForCausalLM", {**_SMALL, **_heads(7, 1, 24), "vocab_size": 307, "sliding_window": 6}),
+    "qwen2": (
+        "Qwen2ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(14, 2, 24),
+            "vocab_size": 307,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "max_window_layers": 1,
+        },
+    ),
     "qwen3": ("Qwen3ForCausalLM", {**_SMALL, **_heads(4, 1, 32), "vocab_size": 307, "tie_word_embeddings": True}),
     "qwen3-untied": (
         "Qwen3ForCausalLM",
@@ -65,6 +77,42 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "final_logit_softcapping": 8.0,
         },
     ),
+    "gemma3": (
+        "Gemma3ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(7, 1, 24),
+            "num_hidden_layers": 3,
+            "vocab_size": 409,
+            "tie_word_embeddings": False,  # as above
+            "query_pre_attn_scalar": 40,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**_LLAMA3_ROPE, "rope_theta": 2000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
+    "olmo2": (
+        "Olmo2ForCausalLM",
+        {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "attention_bias": True, "rope_parameters": _LLAMA3_ROPE},
+    ),
+    "olmo3": (
+        "Olmo3ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 2, 28),
+            "num_hidden_layers": 3,
+            "vocab_size": 307,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**_LLAMA3_ROPE, "rope_theta": 2000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
 }
 
 
@@ -76,7 +124,7 @@ COMPILED_SIZES: dict[str, Any] = {"bucket_sizes": (8,), "token_bucket_sizes": (3
 def transformers_model(name: str) -> transformers.PreTrainedModel:
     """transformers' model of a config, float32, seeded random weights (biases and norms too)."""
     class_name, fields = CONFIGS[name]
-    config = getattr(transformers, class_name.replace("ForCausalLM", "Config"))(**fields)
+    config = getattr(transformers, class_name).config_class(**fields)
     torch.manual_seed(0)
     model = getattr(transformers, class_name)(config).eval()
     with torch.no_grad():

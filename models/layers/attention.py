@@ -6,9 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.models.config import SLIDING, WindowedConfig
 from compiled_llm.models.inputs import LayerCache, StepInput
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import paged_attention, rope
+from compiled_llm.ops import paged_attention, rms_norm, rope
 from compiled_llm.ops.attention import kv_quant
 
 
@@ -53,11 +54,18 @@ class AttentionSpec:
         return held
 
 
+def windowed_layers(config: WindowedConfig, full: AttentionSpec) -> tuple[AttentionSpec, ...]:
+    """``full`` for each layer that sees all keys, and the same with a window for the others."""
+    sliding = dataclasses.replace(full, window=config.sliding_window or 0)
+    return tuple(sliding if kind == SLIDING else full for kind in config.layer_types)
+
+
 class AttentionWeights(NamedTuple):
     qkv: Linear  # [(N + 2 * K) * H, D]
     o: Linear  # [D, N * H]
-    q_norm: Tensor | None = None  # [H], for families that normalise each head's query and key
-    k_norm: Tensor | None = None  # [H]
+    # For families that normalise queries and keys: [H], of each head; or [N * H] and [K * H], of all heads together.
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
     sinks: Tensor | None = None  # [N] float32: for each query head the score of one more key, whose value is zero
 
 
@@ -78,8 +86,12 @@ def attention(
         eps: of the norms of queries and keys, where there are some.
         max_query_len: an upper bound of the tokens of a request in this step.
     """
-    qkv = w.qkv.apply(x)
-    q, k = rope(qkv, cos_sin, w.q_norm, w.k_norm, spec.num_heads, spec.num_kv_heads, eps)
+    qkv, q_norm, k_norm = w.qkv.apply(x), w.q_norm, w.k_norm
+    if q_norm is not None and k_norm is not None and len(q_norm) > spec.head_dim:
+        q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], dim=1)
+        qkv = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], dim=1)
+        q_norm = k_norm = None
+    q, k = rope(qkv, cos_sin, q_norm, k_norm, spec.num_heads, spec.num_kv_heads, eps)
     v = qkv.unflatten(-1, (-1, spec.head_dim))[:, spec.num_heads + spec.num_kv_heads :]
     out = paged_attention(
         q,

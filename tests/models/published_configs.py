@@ -320,6 +320,10 @@ SUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         [],
     ),
+    "Qwen3-8B with a window": (
+        {**_QWEN3_8B, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28},
+        [],
+    ),
     "gemma-2-2b": (_GEMMA2_2B, ["cache_implementation", "hidden_act"]),
     "gemma-2-9b": (
         {
@@ -348,12 +352,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**_LLAMA, **_7B, "max_position_embeddings": 32768, "sliding_window": 4096},
         "sliding_window",
     ),
-    "Mistral-7B": ({**_LLAMA, **_7B, "architectures": ["MistralForCausalLM"]}, "MistralForCausalLM"),
+    "Mistral's name": ({**_LLAMA, **_7B, "architectures": ["MistralForCausalLM"]}, "model_type"),
     "Mistral's type": ({**_LLAMA, **_7B, "model_type": "mistral"}, "model_type"),
-    "Qwen3-8B with a window": (
-        {**_QWEN3_8B, "use_sliding_window": True, "sliding_window": 4096},
-        "sliding_window",
-    ),
     "Qwen3-8B with YaRN": (
         {**_QWEN3_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         "rope scaling",

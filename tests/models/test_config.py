@@ -4,6 +4,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -13,6 +14,10 @@ from compiled_llm.models.config_fields import by_own_names, ignored_fields
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.registry import family
 from tests.models.published_configs import REFUSED, SUPPORTED
+from tests.models.published_dense import DENSE
+from tests.models.published_norms import NORMS
+
+PUBLISHED = {**SUPPORTED, **DENSE, **NORMS}
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -99,10 +104,10 @@ def test_refused_by_name(change: dict, words: list[str]) -> None:
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("name", SUPPORTED)
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_as_published(name: str, tmp_path: Path) -> None:
     """Read as transformers reads it; what it ignores is ignored, and listed once."""
-    content, ignored = SUPPORTED[name]
+    content, ignored = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(content))
     if ignored:
         with pytest.warns(UserWarning, match=r"config\.json: fields that transformers ignores") as warned:
@@ -111,7 +116,13 @@ def test_as_published(name: str, tmp_path: Path) -> None:
         assert str(warned[0].message).endswith(": " + ", ".join(ignored))
     else:
         found = read_config(tmp_path)
-    wanted = transformers.AutoConfig.from_pretrained(tmp_path)
+    reads_as(found, transformers.AutoConfig.from_pretrained(tmp_path))
+    ids = content["eos_token_id"]
+    assert found.eos_token_ids == (tuple(ids) if isinstance(ids, list) else (ids,))
+
+
+def reads_as(found: ModelConfig, wanted: Any) -> None:
+    """``found`` has what transformers' ``wanted`` has."""
     for own, theirs in {
         "vocab_size": "vocab_size",
         "hidden_size": "hidden_size",
@@ -125,13 +136,14 @@ def test_as_published(name: str, tmp_path: Path) -> None:
         "tie_word_embeddings": "tie_word_embeddings",
         "attention_bias": "attention_bias",
     }.items():
-        assert getattr(found, own) == getattr(wanted, theirs), own
-    (rope,) = found.ropes
-    assert rope.theta == wanted.rope_parameters["rope_theta"]
-    assert (rope.scaling is None) == (wanted.rope_parameters["rope_type"] == "default")
+        assert getattr(found, own) == getattr(wanted, theirs, getattr(found, own)), own
+    given = wanted.rope_parameters
+    by_kind = [given[kind] for kind in ("full_attention", "sliding_attention") if kind in given] or [given]
+    for rope, parameters in zip(found.ropes, by_kind, strict=True):
+        assert rope.theta == parameters["rope_theta"]
+        assert (rope.scaling is None) == (parameters["rope_type"] == "default")
+    assert getattr(found, "layer_types", ()) in ((), tuple(getattr(wanted, "layer_types", None) or ()))
     assert f"torch.{found.dtype}" == str(wanted.dtype)
-    ids = content["eos_token_id"]
-    assert found.eos_token_ids == (tuple(ids) if isinstance(ids, list) else (ids,))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -182,7 +194,7 @@ def test_fields_of_training_are_of_no_effect() -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowedConfig(ModelConfig):
+class SwitchedConfig(ModelConfig):
     """Of a family of a test's own, whose layers may have windows."""
 
     sliding_window: int | None
@@ -195,14 +207,16 @@ def test_a_field_that_one_family_uses_is_refused_for_the_others(monkeypatch: pyt
     kinds = ["sliding_attention", "full_attention"]
     config = {**GOOD, "architectures": ["Qwen3ForCausalLM"], "sliding_window": 4, "layer_types": kinds}
     config |= {"use_sliding_window": True, "residual_scale": 0.5}
+    plain = dataclasses.replace(family("Qwen3ForCausalLM"), config=ModelConfig)
+    monkeypatch.setattr("compiled_llm.models.config_file.family", lambda architecture: plain)
     with pytest.raises(ValueError, match="sliding_window=4 is not supported"):
         parse_config(config)
     windowed = dataclasses.replace(
-        family("Qwen3ForCausalLM"), config=WindowedConfig, requires={"hidden_act": ("gelu",), "attention_bias": (True,)}
+        family("Qwen3ForCausalLM"), config=SwitchedConfig, requires={"hidden_act": ("gelu",), "attention_bias": (True,)}
     )
     monkeypatch.setattr("compiled_llm.models.config_file.family", lambda architecture: windowed)
     found = parse_config({**config, "hidden_act": "gelu", "attention_bias": True})
-    assert isinstance(found, WindowedConfig)
+    assert isinstance(found, SwitchedConfig)
     assert (found.sliding_window, found.layer_types, found.residual_scale) == (4, tuple(kinds), 1.0)
     with pytest.raises(ValueError, match=r"hidden_act='silu' is not supported.*Supported value: 'gelu'"):
         parse_config({**config, "hidden_act": "silu"})

@@ -1,0 +1,44 @@
+"""OLMo 3 (OLMo team, 2025): OLMo 2 with windows in three of four layers.
+
+The rotary embedding of the others alone is scaled to longer texts.
+"""
+
+import dataclasses
+from typing import Any
+
+from compiled_llm.models import olmo2
+from compiled_llm.models.config import FULL, SLIDING, WindowedConfig
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.layers.attention import windowed_layers
+from compiled_llm.models.olmo2 import Olmo2Config
+from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
+
+_THETA = 5e5  # transformers' default; in older checkpoints rope_theta is that of layers without a window alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Olmo3Config(WindowedConfig, Olmo2Config):
+    pass
+
+
+def layers(config: Olmo3Config) -> Layers:
+    """Those of ``layer_types``: with the window and without."""
+    return windowed_layers(config, olmo2.layers(config)[0])
+
+
+def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """That of layers without a window, and that of layers with one."""
+    return read_ropes_by_layer_type(config, {FULL: config.get("rope_theta", _THETA), SLIDING: _THETA})
+
+
+FAMILY = Family(
+    "Olmo3Config",
+    Olmo3Config,
+    olmo2.take,
+    layers,
+    olmo2.forward,
+    olmo2.head,
+    requires=olmo2.FAMILY.requires,
+    read_ropes=read_ropes,
+    old_fields=olmo2.FAMILY.old_fields,
+)

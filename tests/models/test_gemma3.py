@@ -1,0 +1,45 @@
+"""What Gemma 3 alone has: two rotary embeddings, named in two ways, and a pattern of windows given as a number."""
+
+from typing import Any
+
+import pytest
+
+from compiled_llm.models.config_file import parse_config
+from tests.families import CONFIGS
+
+GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], **CONFIGS["gemma3"][1]}
+PLAIN = {name: value for name, value in GEMMA3.items() if name not in ("rope_parameters", "layer_types")}
+
+
+def test_layer_types_follow_from_the_pattern_of_older_checkpoints() -> None:
+    kinds = parse_config({**PLAIN, "sliding_window_pattern": 2}).layer_types
+    assert kinds == ("sliding_attention", "full_attention", "sliding_attention")
+    assert parse_config(PLAIN).layer_types == ("sliding_attention",) * 3  # one in six
+
+
+def test_rotary_embeddings_of_older_and_newer_checkpoints() -> None:
+    full, sliding = parse_config({**PLAIN, "rope_theta": 5e5, "rope_local_base_freq": 2e4}).ropes
+    assert (full.theta, sliding.theta) == (5e5, 2e4)
+    assert [rope.theta for rope in parse_config(PLAIN).ropes] == [1e6, 1e4]
+    scaling = GEMMA3["rope_parameters"]["full_attention"]
+    full, sliding = parse_config({**PLAIN, "rope_scaling": scaling}).ropes
+    assert full.scaling is not None
+    assert sliding.scaling is None
+    full, sliding = parse_config(GEMMA3).ropes
+    assert (full.theta, sliding.theta) == (2000, 50)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sliding_window_pattern": 0, "layer_types": None}, "ZeroDivisionError"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be null"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters must be an object with full_attention and"),
+        ({"rope_parameters": {"full_attention": "default"}}, "rope parameters of full_attention must be an object"),
+        ({"rope_scaling": {"rope_type": "default"}}, "rope_scaling must be left out beside rope_parameters"),
+    ],
+)
+def test_refused_by_name(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=f"config.json: .*{words}"):
+        parse_config({**GEMMA3, **change})
