@@ -83,8 +83,6 @@ class CheckpointReader:
         start = 0
         for one in wanted:
             num_rows = one.shape[0] if len(one.shape) > 1 else 1
-            if math.prod(one.shape) == 0:
-                continue
             step = max(1, PIECE_BYTES * num_rows // self._stored[one.name].nbytes)
             step = step // 16 * 16 or step  # whole tiles of packed layers
             pieces += [
