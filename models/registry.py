@@ -16,6 +16,8 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": ("gemma3", "Gemma 3"),
     "Olmo2ForCausalLM": ("olmo2", "OLMo 2"),
     "Olmo3ForCausalLM": ("olmo3", "OLMo 3"),
+    "GlmForCausalLM": ("glm", "GLM-4 of 2024"),
+    "Glm4ForCausalLM": ("glm4", "GLM-4 of 2025, dense"),
 }
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
 WRAPPERS = {

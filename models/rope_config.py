@@ -16,10 +16,27 @@ class Llama3RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Base and scaling of the frequencies."""
+    """Base and scaling of the frequencies, and which elements of a head they turn.
+
+    Attributes:
+        partial: the share of a head's elements that are turned, the first ones.
+        interleaved: each of them is paired with its neighbour, not with the one that is half of them away.
+    """
 
     theta: float
     scaling: Llama3RopeScaling | None
+    partial: float = 1.0
+    interleaved: bool = False
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many elements of a head are turned. ``ValueError`` unless they are pairs."""
+        turned = int(head_dim * self.partial)
+        if turned < 2 or turned % 2:
+            raise ValueError(
+                "config.json: partial_rotary_factor must turn an even number of a head's elements, given "
+                f"{self.partial}, which is {turned} of {head_dim}"
+            )
+        return turned
 
 
 def read_rope(config: dict[str, Any]) -> Rope:
@@ -34,6 +51,19 @@ def read_rope(config: dict[str, Any]) -> Rope:
             f"{rope.scaling.original_max_position_embeddings!r}"
         )
     return rope
+
+
+def read_partial_rope(config: dict[str, Any], default: float) -> Rope:
+    """The same where ``partial_rotary_factor`` says which share of a head is turned, ``default`` if it is left out."""
+    parameters = _parameters(config)
+    factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
+    if not _is_positive(factor) or factor > 1:
+        raise ValueError(
+            f"config.json: partial_rotary_factor must be a number above 0, at most 1, given {factor!r:.100}"
+        )
+    whole = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
+    rope = read_rope({**config, "rope_parameters": whole, "rope_scaling": None})
+    return dataclasses.replace(rope, partial=float(factor))
 
 
 def read_ropes_by_layer_type(config: dict[str, Any], thetas: dict[str, Any]) -> tuple[Rope, ...]:

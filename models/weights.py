@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.rope import rope_table
+from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Linear, LinearKind, Part, Put
 from compiled_llm.models.rope_config import Rope
@@ -113,7 +113,7 @@ class Source:
 
     def linear(self, *parts: Part) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input."""
-        return self._linears.take(self, parts)
+        return self._linears.take(_PartsTake(self, parts), parts)
 
     def attention(
         self, name: str, config: ModelConfig, *, bias: bool = False, o_bias: bool | None = None
@@ -126,7 +126,10 @@ class Source:
         """
         d, h, q_size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
         heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
-        qkv = self.linear(*(Part(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()))
+        parts = {x: Part(f"{name}.{x}_proj", n * h, d, bias) for x, n in heads.items()}
+        for x in "qk":
+            parts[x] = parts[x]._replace(arrange=head_arrangement(config.ropes[0], h))
+        qkv = self.linear(*parts.values())
         return AttentionWeights(qkv, self.linear(Part(f"{name}.o_proj", d, q_size, bias if o_bias is None else o_bias)))
 
     def mlp(self, name: str, config: ModelConfig, *, bias: bool = False) -> MlpWeights:
@@ -149,6 +152,38 @@ class Source:
     def rope(self, rope: Rope, head_dim: int, length: int) -> Tensor:
         """The table of ``rope``, see ``rope_table``."""
         return rope_table(rope, head_dim, length, self.device)
+
+
+class _PartsTake:
+    """What ``parts`` take from ``source``: their tensors in the order and direction that the model takes them in."""
+
+    def __init__(self, source: Source, parts: Sequence[Part]) -> None:
+        self.dtype, self.device = source.dtype, source.device
+        self._source = source
+        self._parts = {f"{part.name}.{which}": part for part in parts for which in ("weight", "bias")}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        part = self._parts[name]
+        transposed = part.transposed and len(shape) == 2
+        tensor = self._source.tensor(name, shape[::-1] if transposed else shape)
+        if tensor.is_meta:
+            return tensor.new_empty(shape)
+        tensor = tensor.t().contiguous() if transposed else tensor
+        return tensor if part.arrange is None else part.arrange(tensor)
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        """Those that are to be changed are read as a whole first, one at a time."""
+        changed = {name for name in shapes if self._parts[name].transposed or self._parts[name].arrange is not None}
+        if not changed:
+            self._source.rows(shapes, put)
+            return
+        start = 0
+        for name, shape in shapes.items():
+            if name not in changed:
+                self._source.rows({name: shape}, lambda first, rows, start=start: put(start + first, rows))
+            elif not (tensor := self(name, shape)).is_meta:
+                put(start, tensor)
+            start += shape[0]
 
 
 def _wanted(name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Wanted:

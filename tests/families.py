@@ -113,6 +113,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "glm": (
+        "GlmForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 1, 24),
+            "vocab_size": 307,
+            "attention_bias": False,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": 0,
+        },
+    ),
+    "glm4": ("Glm4ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "pad_token_id": 0}),
 }
 
 

@@ -1,6 +1,7 @@
 """The angles of rotary position embeddings (Su et al., 2021); ``ops.rope`` rotates by them."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,9 @@ from compiled_llm.models.rope_config import Llama3RopeScaling, Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Angle a position, ``[H / 2]`` float32, scaled as ``rope`` says."""
-    inv_freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    """Angle a position of each pair that is turned, ``[H / 2]`` float32 or fewer, scaled as ``rope`` says."""
+    turned = rope.rotary_dim(head_dim)
+    inv_freq = 1.0 / rope.theta ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned)
     return inv_freq if rope.scaling is None else _llama3_scaled(inv_freq, rope.scaling)
 
 
@@ -24,6 +26,25 @@ def _llama3_scaled(inv_freq: Tensor, scaling: Llama3RopeScaling) -> Tensor:
     return keep * inv_freq + (1 - keep) * inv_freq / scaling.factor
 
 
+def head_arrangement(rope: Rope, head_dim: int) -> Callable[[Tensor], Tensor] | None:
+    """Puts a checkpoint's elements of queries and keys where ``ops.rope`` pairs them; None where they are there.
+
+    The op pairs a head's first half with its second. Scores are the same for any order of a head's elements, so the
+    weights are put in one where these are the pairs, those that are not turned come last in each half.
+    """
+    turned = rope.rotary_dim(head_dim)
+    if turned == head_dim and not rope.interleaved:
+        return None
+    first, second = (range(0, turned, 2), range(1, turned, 2)) if rope.interleaved else _halves(range(turned))
+    kept = _halves(range(turned, head_dim))
+    order = torch.tensor([*first, *kept[0], *second, *kept[1]])
+    return lambda rows: rows.unflatten(0, (-1, head_dim))[:, order.to(rows.device)].flatten(0, 1)
+
+
+def _halves(elements: range) -> tuple[range, range]:
+    return elements[: len(elements) // 2], elements[len(elements) // 2 :]
+
+
 def rope_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> Tensor:
     """Cosines, then sines, of the positions below ``length``, ``[length, H]`` float32.
 
@@ -34,7 +55,9 @@ def rope_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> 
     positions = torch.arange(length, dtype=torch.float32)
     table = torch.empty(length, head_dim)
     cosines, sines = table.chunk(2, dim=-1)
-    torch.mul(positions[:, None], inverse_frequencies(rope, head_dim), out=sines)  # a long table takes memory once
+    frequencies = inverse_frequencies(rope, head_dim)
+    still = frequencies.new_zeros(head_dim // 2 - len(frequencies))  # of pairs that are not turned
+    torch.mul(positions[:, None], torch.cat([frequencies, still]), out=sines)  # a long table takes memory once
     torch.cos(sines, out=cosines)
     sines.sin_()
     return table.to(device)

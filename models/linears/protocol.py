@@ -8,12 +8,20 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """A linear layer as a checkpoint of plain weights has it: ``NAME.weight``, and ``NAME.bias`` where it has one."""
+    """A linear layer as a checkpoint of plain weights has it: ``NAME.weight``, and ``NAME.bias`` where it has one.
+
+    Attributes:
+        transposed: the checkpoint has the weight as ``[in_features, out_features]``.
+        arrange: rows of the checkpoint's weight (elements of its bias) -> the same in the order that the model takes
+            the layer's outputs in. None: they are in it.
+    """
 
     name: str
     out_features: int
     in_features: int
     bias: bool = False
+    transposed: bool = False
+    arrange: Callable[[Tensor], Tensor] | None = None
 
 
 Put = Callable[[int, Tensor], None]

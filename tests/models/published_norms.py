@@ -73,6 +73,39 @@ _OLMO2_7B = {
     "use_cache": True,
     "vocab_size": 100352,
 }
+_GLM4_2024 = {
+    "architectures": ["GlmForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151329, 151336, 151338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 13696,
+    "max_position_embeddings": 131072,
+    "model_type": "glm",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "pad_token_id": 151329,
+    "rms_norm_eps": 1.5625e-07,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.47.0.dev0",
+    "use_cache": True,
+    "vocab_size": 151552,
+}
+_GLM4_9B = {
+    **_GLM4_2024,
+    "architectures": ["Glm4ForCausalLM"],
+    "max_position_embeddings": 32768,
+    "model_type": "glm4",
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "transformers_version": "4.52.0.dev0",
+}
 
 # Name -> (config.json, the fields that transformers ignores).
 NORMS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -99,6 +132,20 @@ NORMS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "num_hidden_layers": 64,
             "num_key_value_heads": 8,
             "torch_dtype": "bfloat16",
+        },
+        [],
+    ),
+    "glm-4-9b-chat-hf": (_GLM4_2024, []),
+    "GLM-4-9B-0414": (_GLM4_9B, []),
+    "GLM-4-32B-0414": (
+        {
+            **_GLM4_9B,
+            "attention_bias": False,
+            "hidden_size": 6144,
+            "intermediate_size": 23040,
+            "num_attention_heads": 48,
+            "num_hidden_layers": 61,
+            "num_key_value_heads": 8,
         },
         [],
     ),

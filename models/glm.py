@@ -1,0 +1,53 @@
+"""GLM-4 as published in 2024 (GLM team, arXiv:2406.12793).
+
+Llama with biases of queries, keys and values, and a rotary embedding of half of each head, of neighbouring elements.
+"""
+
+import dataclasses
+from typing import Any
+
+from compiled_llm.models import llama
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.layers.attention import AttentionWeights
+from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
+from compiled_llm.models.rope_config import Rope, read_partial_rope
+from compiled_llm.models.weights import Source
+
+
+def take_attention(source: Source, name: str, config: LlamaConfig) -> AttentionWeights:
+    """The projections, of which the output's never has a bias."""
+    return source.attention(name, config, bias=config.attention_bias, o_bias=False)
+
+
+def take_mlp(source: Source, name: str, config: ModelConfig) -> MlpWeights:
+    """The MLP, whose gate and up are one tensor."""
+    d, intermediate = config.hidden_size, config.intermediate_size
+    gate_up = source.linear(Part(f"{name}.gate_up_proj", 2 * intermediate, d))
+    return MlpWeights(gate_up, source.linear(Part(f"{name}.down_proj", d, intermediate)))
+
+
+def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``."""
+    return LayerWeights(
+        input_norm=source.norm(f"{name}.input_layernorm", config.hidden_size),
+        attention=take_attention(source, f"{name}.self_attn", config),
+        mlp_norm=source.norm(f"{name}.post_attention_layernorm", config.hidden_size),
+        mlp=take_mlp(source, f"{name}.mlp", config),
+    )
+
+
+def take(config: LlamaConfig, source: Source) -> Weights:
+    """The weights."""
+    return llama.take(config, source, take_layer)
+
+
+def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """One for all layers."""
+    return (dataclasses.replace(read_partial_rope(config, default=0.5), interleaved=True),)
+
+
+FAMILY = dataclasses.replace(
+    llama.FAMILY, hf_config="GlmConfig", take=take, read_ropes=read_ropes, old_fields=("partial_rotary_factor",)
+)
