@@ -178,9 +178,13 @@ class _PartsTake:
             self._source.rows(shapes, put)
             return
         start = 0
+
+        def put_below(first: int, rows: Tensor) -> None:
+            put(start + first, rows)
+
         for name, shape in shapes.items():
             if name not in changed:
-                self._source.rows({name: shape}, lambda first, rows, start=start: put(start + first, rows))
+                self._source.rows({name: shape}, put_below)
             elif not (tensor := self(name, shape)).is_meta:
                 put(start, tensor)
             start += shape[0]
