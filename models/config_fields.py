@@ -22,26 +22,40 @@ _NO_EFFECT = {
     "_name_or_path",
     "_sliding_window_pattern",  # what Gemma 3's layer_types was made of
     "architectures",  # read beforehand
-    "attention_dropout",
+    "attention_dropout",  # this and other dropouts: of training alone
+    "attn_pdrop",
     "bos_token_id",
+    "classifier_dropout",
     "dtype",  # read by itself
+    "embd_pdrop",
     "eos_token_id",  # likewise
+    "hidden_dropout",
     "id2label",
     "initializer_range",
     "keys_to_ignore_at_inference",
     "label2id",
     "max_window_layers",  # where a sliding window begins, and there is none
     "model_type",  # checked beforehand
+    "num_mtp_layers",  # of layers that guess further tokens, which are left out
     "original_max_position_embeddings",  # as other fields of rotary embeddings: Family.read_ropes sees to it
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pad_token_id",
     "pretraining_tp",  # changes the order of a sum, not the function
     "problem_type",
+    "resid_pdrop",
     "return_dict",
     "rope_parameters",
     "rope_scaling",
     "rope_theta",
+    "router_aux_loss_coef",  # of training
+    "router_jitter_noise",  # likewise
+    "summary_activation",  # this and the like: of a head of GPT-2 that makes no tokens
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
     "torch_dtype",
     "transformers_version",
     "use_cache",
@@ -83,6 +97,28 @@ def class_parameters(config_class: type) -> dict[str, Any]:
     """Name -> default of every field that transformers' config class takes."""
     parameters = inspect.signature(config_class).parameters.values()
     return {p.name: p.default for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+
+
+def by_own_names(config: dict[str, Any], config_class: Any) -> dict[str, Any]:
+    """``config`` with every field under the name that is a parameter of transformers' class.
+
+    transformers takes some fields under a second name (``attribute_map``), so such a field is not one it ignores.
+
+    Raises:
+        ValueError: a field is given under both names, with different values.
+    """
+    known, own = class_parameters(config_class), dict(config)
+    for pair in config_class.attribute_map.items():
+        for name, other in (pair, pair[::-1]):
+            if other not in own or other in known or name not in known:
+                continue
+            value = own.pop(other)
+            if own.setdefault(name, value) != value:
+                raise ValueError(
+                    f"config.json: {name}={own[name]!r:.100} and {other}={value!r:.100} contradict each other: both "
+                    "name one field"
+                )
+    return own
 
 
 def used_names(family: Family, config_class: type) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.config_fields import ignored_fields, used_names
+from compiled_llm.models.config_fields import by_own_names, ignored_fields, used_names
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
 from compiled_llm.models.registry import SUPPORTED, family
@@ -47,7 +47,8 @@ def read_config(directory: Path) -> ModelConfig:
     config = language_model(config)
     made = parse_config(config, read_optional_json(directory / "generation_config.json"))
     model = family(made.architecture)
-    ignored = ignored_fields(config, model, _config_class(model))
+    config_class = _config_class(model)
+    ignored = ignored_fields(by_own_names(config, config_class), model, config_class)
     if ignored:
         shown = f"{', '.join(ignored):.1000}"
         warnings.warn(
@@ -70,6 +71,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
             f"config.json: model_type must be {config_class.model_type!r} where architectures is "
             f"[{architecture!r}], given {model_type!r:.100}. {SUPPORTED}"
         )
+    config = by_own_names(config, config_class)
     ignored_fields(config, model, config_class)
     ropes = model.read_ropes(config)
     used = {name: config[name] for name in config.keys() & used_names(model, config_class)}

@@ -44,28 +44,30 @@ class Dense(NamedTuple):
 
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Dense":
-        taken = []
-        for part in parts:
-            weight = take(f"{part.name}.weight", (part.out_features, part.in_features))
-            taken.append(cls(weight, take(f"{part.name}.bias", (part.out_features,)) if part.bias else None))
-        return cls.concat(taken)
+        shape = sum(part.out_features for part in parts), parts[0].in_features
+        weight = torch.empty(shape, dtype=take.dtype, device=take.device)
 
-    @classmethod
-    def concat(cls, parts: Sequence["Dense"]) -> "Dense":
-        """One layer that computes several over the same input: one pass over ``x``, one kernel."""
-        if len(parts) == 1:
-            return parts[0]
-        biases = [part.bias for part in parts if part.bias is not None]
-        assert len(biases) in (0, len(parts)), "either all of the layers have a bias or none"
-        return cls(_joined([part.weight for part in parts]), _joined(biases) if biases else None)
+        def put(start: int, rows: Tensor) -> None:
+            weight[start : start + len(rows)] = rows
+
+        take.rows(weight_shapes(parts), put)
+        return cls(weight, take_bias(take, parts))
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:
         return 0
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """``torch.cat``. On the device "meta" that is Python code of torch's, which imports the compiler."""
-    if tensors[0].is_meta:
-        return tensors[0].new_empty(sum(map(len, tensors)), *tensors[0].shape[1:])
-    return torch.cat(list(tensors))
+def weight_shapes(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the parts' weights in a checkpoint."""
+    return {f"{part.name}.weight": (part.out_features, part.in_features) for part in parts}
+
+
+def take_bias(take: Take, parts: Sequence[Part]) -> Tensor | None:
+    """The biases of all ``parts`` one after the other, ``[out_features]``; None where they have none."""
+    assert len({part.bias for part in parts}) == 1, "either all of the layers have a bias or none"
+    if not parts[0].bias:
+        return None
+    bias = torch.empty(sum(part.out_features for part in parts), dtype=take.dtype, device=take.device)
+    taken = [take(f"{part.name}.bias", (part.out_features,)) for part in parts]
+    return bias if bias.is_meta else torch.cat(taken, out=bias)

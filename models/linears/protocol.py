@@ -1,6 +1,6 @@
 """What a kind of linear layer has to provide. Families and engine know a linear layer by this alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -24,8 +24,29 @@ class Part(NamedTuple):
     arrange: Callable[[Tensor], Tensor] | None = None
 
 
-Take = Callable[[str, tuple[int, ...]], Tensor]
-"""(name, shape) -> that tensor of the checkpoint, in the model's dtype on its device. Each is taken once."""
+Put = Callable[[int, Tensor], None]
+"""(first row, rows ``[n, K]``): takes some rows of a matrix. It must be done with them when it returns."""
+
+
+class Take(Protocol):
+    """The tensors of a checkpoint, in the model's dtype on its device. Each is taken once."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device:
+        """ "meta" where only names and shapes are asked for."""
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The whole tensor."""
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        """The rows of the matrices of these names, one below the other: straight to where a layer keeps them.
+
+        ``put`` gets each row once, in any order, a piece at a time and from several threads. When this returns, it
+        has got all. On the device "meta" it gets none.
+        """
 
 
 @runtime_checkable

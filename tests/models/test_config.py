@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.config_fields import ignored_fields
+from compiled_llm.models.config_fields import by_own_names, ignored_fields
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.registry import family
 from tests.models.published_configs import REFUSED, SUPPORTED
@@ -184,6 +184,26 @@ def test_a_field_that_transformers_knows_and_this_engine_does_not_must_have_its_
     assert ignored_fields({**GOOD, "residual_scale": 1.0}, llama, Newer) == []
     with pytest.raises(ValueError, match=r"residual_scale=0\.5 is not supported.*Supported value: 1\.0"):
         ignored_fields({**GOOD, "residual_scale": 0.5}, llama, Newer)
+
+
+def test_a_field_under_its_second_name_is_not_ignored() -> None:
+    class Renamed(transformers.LlamaConfig):
+        attribute_map = {"n_embd": "hidden_size", "num_heads": "heads"}  # noqa: RUF012
+        num_heads: int = 4
+
+    own = by_own_names({"n_embd": 64, "heads": 8, "other": 1}, Renamed)
+    assert own == {"hidden_size": 64, "num_heads": 8, "other": 1}
+    assert by_own_names({"n_embd": 64, "hidden_size": 64}, Renamed) == {"hidden_size": 64}
+    with pytest.raises(ValueError, match=r"hidden_size=32 and n_embd=64 contradict each other"):
+        by_own_names({"n_embd": 64, "hidden_size": 32}, Renamed)
+    llama = family("LlamaForCausalLM")
+    with pytest.raises(ValueError, match=r"num_heads=8 is not supported.*Supported value: 4"):
+        ignored_fields(own, llama, Renamed)
+
+
+def test_fields_of_training_are_of_no_effect() -> None:
+    extra = {"resid_pdrop": 0.1, "router_aux_loss_coef": 0.01, "num_mtp_layers": 1}
+    assert ignored_fields({**GOOD, **extra}, family("LlamaForCausalLM"), transformers.LlamaConfig) == []
 
 
 @dataclasses.dataclass(frozen=True)
