@@ -27,10 +27,16 @@ class Stage:
     Args:
         weights: how long each item takes, by its name, in any unit: what is left follows from what is done.
         seconds: what the stage takes by experience; shown until some items are done, which tell more. None: unknown.
+        in_bytes: the weights are bytes, which are shown instead of items.
     """
 
-    def __init__(self, name: str, weights: Mapping[str, float], seconds: float | None) -> None:
+    def __init__(
+        self, name: str, weights: Mapping[str, float], seconds: float | None = None, in_bytes: bool = False
+    ) -> None:
         self.name = name
+        self._in_bytes = in_bytes
+        self._parts: dict[str, float] = {}  # of items that are at work, how much of their weight is done
+        self._lock = threading.Lock()
         self._weights = dict(weights)
         self._seconds = seconds
         self._running: list[str] = []
@@ -42,9 +48,20 @@ class Stage:
         """Work on ``item`` starts, beside the items that are unfinished."""
         self._running = [*self._running, item]
 
+    def advance(self, item: str, amount: float) -> None:
+        """So much more of the weight of ``item`` is done; it is finished when all of it is."""
+        with self._lock:
+            self._parts = {**self._parts, item: self._parts.get(item, 0.0) + amount}
+            is_whole = self._parts[item] >= self._weights[item]
+        if is_whole:
+            self.finish(item)
+        self._last_change = time.monotonic()
+
     def finish(self, item: str) -> None:
-        self._running = [name for name in self._running if name != item]
-        self._done = [*self._done, item]
+        with self._lock:
+            self._running = [name for name in self._running if name != item]
+            self._done = [*self._done, item]
+            self._parts = {name: part for name, part in self._parts.items() if name != item}
         self._last_change = time.monotonic()
 
     def next(self, item: str) -> None:
@@ -61,7 +78,10 @@ class Stage:
     def share(self) -> float:
         """Of the work, how much is done: 0 to 1."""
         whole = sum(self._weights.values())
-        return min(1.0, sum(self._weights.get(name, 0.0) for name in self._done) / whole) if whole else 1.0
+        return min(1.0, self._amount() / whole) if whole else 1.0
+
+    def _amount(self) -> float:
+        return sum(self._weights.get(name, 0.0) for name in self._done) + sum(self._parts.values())
 
     def remaining(self) -> float | None:
         """Seconds that are left, as far as anyone can tell: by experience at first, then more and more by what is done.
@@ -77,6 +97,10 @@ class Stage:
         return None if whole is None else max(0.0, whole - self.elapsed)
 
     def head(self) -> str:
+        if self._in_bytes:
+            whole = sum(self._weights.values())
+            unit, name = (1e9, "GB") if whole >= 1e9 else (1e6, "MB")
+            return f"{self.name} {self._amount() / unit:.2f}/{whole / unit:.2f} {name}"
         return f"{self.name} {len(self._done)}/{len(self._weights)}"
 
     def state(self) -> str:
@@ -113,15 +137,16 @@ class StartProgress:
         seconds: float | None = None,
         is_long: bool = True,
         found: int = 0,
+        in_bytes: bool = False,
     ) -> Iterator[Stage]:
         """Show a stage while the block runs.
 
         Args:
-            weights, seconds: as ``Stage`` takes them.
+            weights, seconds, in_bytes: as ``Stage`` takes them.
             is_long: it deserves lines of its own in a log.
             found: how many more there would be, if they were not on disk already.
         """
-        stage = Stage(name, weights, seconds)
+        stage = Stage(name, weights, seconds, in_bytes)
         if self._mode == "off" or not weights:
             yield stage
             return

@@ -41,7 +41,7 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ValueError(f"config.json: head_dim must be even (rotary embedding), given {self.head_dim}")
         for rope in self.ropes:
-            rope.rotary_dim(self.head_dim)
+            rope.check(self.head_dim)
         if not 0 <= self.rms_norm_eps < math.inf:
             raise ValueError(f"config.json: rms_norm_eps must be a number of at least 0, given {self.rms_norm_eps}")
         if self.dtype not in _DTYPES:

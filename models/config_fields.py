@@ -115,8 +115,8 @@ def by_own_names(config: dict[str, Any], config_class: Any) -> dict[str, Any]:
             value = own.pop(other)
             if own.setdefault(name, value) != value:
                 raise ValueError(
-                    f"config.json: {name}={own[name]!r:.100} and {other}={value!r:.100} contradict each other: "
-                    "both name one field"
+                    f"config.json: {name}={own[name]!r:.100} and {other}={value!r:.100} contradict each other: both "
+                    "name one field"
                 )
     return own
 

@@ -1,7 +1,7 @@
 """What a model family is to the engine: one object of this class, ``FAMILY`` in the family's file."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -11,9 +11,9 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.protocol import LinearKind, Put
 from compiled_llm.models.rope_config import Rope, read_rope
-from compiled_llm.models.weights import ModelWeights, Source
+from compiled_llm.models.weights import ModelWeights, Source, Wanted
 
 C = TypeVar("C", bound=ModelConfig)
 W = TypeVar("W", bound=ModelWeights)
@@ -60,16 +60,27 @@ class Family(Generic[C, W]):
 
     def describe(self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense) -> "Description[W]":
         """What the weights of a model in ``dtype`` are, without reading any."""
-        shapes: dict[str, tuple[int, ...]] = {}
-
-        def read(name: str, shape: tuple[int, ...], mean: float, std: float) -> Tensor:
-            assert name not in shapes, f"{name} is taken twice"
-            shapes[name] = shape
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        source = Source(read, torch.device("meta"), linears)
+        reader = _ShapeReader(dtype)
+        source = Source(reader, linears)
         weights = self.take(config, source)
-        return Description(shapes, source.may_repeat, weights)
+        return Description(reader.shapes, source.may_repeat, weights)
+
+
+class _ShapeReader:
+    """Notes names and shapes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, torch.device("meta")
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def tensor(self, wanted: Wanted) -> Tensor:
+        assert wanted.name not in self.shapes, f"{wanted.name} is taken twice"
+        self.shapes[wanted.name] = wanted.shape
+        return torch.empty(wanted.shape, dtype=self.dtype, device="meta")
+
+    def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
+        for one in wanted:
+            self.tensor(one)
 
 
 @dataclasses.dataclass(frozen=True)

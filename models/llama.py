@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
@@ -14,7 +15,6 @@ from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
-from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.layers.norm import add_rms_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.protocol import Linear
@@ -32,7 +32,7 @@ class LayerWeights(NamedTuple):
     input_norm: Tensor  # [D]
     attention: AttentionWeights
     mlp_norm: Tensor  # [D]
-    mlp: MlpWeights | MoeWeights
+    mlp: Any  # MlpWeights; in families with experts also MoeWeights
 
 
 class Weights(NamedTuple):
@@ -40,10 +40,12 @@ class Weights(NamedTuple):
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [D]
     head: Linear  # [V, D]
-    ropes: tuple[Tensor]  # [max_position_embeddings, H] float32
+    ropes: tuple[
+        Tensor, ...
+    ]  # [max_position_embeddings, H] float32; a second one [max_position_embeddings, 1] scales queries
 
 
-TakeMlp = Callable[[Any, Source, str], MlpWeights | MoeWeights]
+TakeMlp = Callable[[Any, Source, str], Any]
 FeedForward = Callable[[Tensor, Any, StepInput, Any], Tensor]
 
 
@@ -108,9 +110,10 @@ def forward(
     x = weights.embedding.rows(step.input_ids)
     delta: Tensor | None = None  # what the last block adds to x
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    query_scale = F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None
     for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
         x, normed = add_rms_norm(x, delta, w.input_norm, eps)
-        delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
+        delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
         x, normed = add_rms_norm(x, delta, w.mlp_norm, eps)
         delta = feed_forward(normed, w.mlp, step, config)
     assert delta is not None

@@ -1,7 +1,8 @@
 """A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import UsedExperts
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put
 from compiled_llm.models.rope_config import Rope
 
 
@@ -38,26 +39,60 @@ class ModelWeights(Protocol):
         """Tables of rotary embeddings, ``[max_position_embeddings, H]`` float32 each, made from the config."""
 
 
-Read = Callable[[str, tuple[int, ...], float, float], Tensor]
-"""(name, shape, mean, standard deviation) -> that tensor of a checkpoint, in the model's dtype on its device.
+class Wanted(NamedTuple):
+    """A tensor that a family asks for.
 
-Mean and standard deviation are those of random weights, where there is no checkpoint.
-"""
+    Attributes:
+        name: in a checkpoint.
+        mean, std: of random values, where there is no checkpoint.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    mean: float
+    std: float
+
+
+class Reader(Protocol):
+    """Reads the tensors of a checkpoint, or makes them, in the model's dtype on its device."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def tensor(self, wanted: Wanted) -> Tensor: ...
+
+    def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
+        """As ``Take.rows``."""
 
 
 class Source:
     """Where a family's weights come from: a checkpoint, random numbers, or nowhere (``Family.describe``).
 
-    A family names every tensor of its checkpoints once, with its shape, when it takes it from here.
+    A family names every tensor of its checkpoints once, with its shape, when it takes it from here. Linear layers take
+    theirs from here as well: this is their ``Take``.
 
     Attributes:
         may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
     """
 
-    def __init__(self, read: Read, device: torch.device, linears: LinearKind) -> None:
-        self._read, self._device, self._linears = read, device, linears
+    def __init__(self, reader: Reader, linears: LinearKind) -> None:
+        self._reader, self._linears = reader, linears
         self.may_repeat: dict[str, str] = {}
         self._used_experts: UsedExperts | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._reader.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._reader.device
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        return self.tensor(name, shape)
 
     def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
         """The checkpoint's tensor ``name``, in the model's dtype.
@@ -65,9 +100,11 @@ class Source:
         Args:
             mean, std: of random weights; by default such that activations keep their size.
         """
-        if std is None:
-            std = shape[-1] ** -0.5 if len(shape) > 1 else 0.1
-        return self._read(name, shape, mean, std)
+        return self._reader.tensor(_wanted(name, shape, mean, std))
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        """The rows of the matrices of these names, one below the other; see ``Take.rows``."""
+        self._reader.rows([_wanted(name, shape) for name, shape in shapes.items()], put)
 
     def norm(self, name: str, size: int) -> Tensor:
         """The weight ``[size]`` of an RMS norm."""
@@ -77,32 +114,17 @@ class Source:
         """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""
         return 1 + self.tensor(f"{name}.weight", (size,)).float()
 
-    def _take(self, parts: Sequence[Part]) -> Take:
-        """What gives the tensors of ``parts`` as their layers have them."""
-        by_name = {f"{part.name}.{which}": part for part in parts for which in ("weight", "bias")}
-
-        def take(name: str, shape: tuple[int, ...]) -> Tensor:
-            part = by_name[name]
-            transposed = part.transposed and len(shape) == 2
-            tensor = self.tensor(name, shape[::-1] if transposed else shape)
-            if tensor.is_meta:
-                return tensor.new_empty(shape)
-            tensor = tensor.t().contiguous() if transposed else tensor
-            return tensor if part.arrange is None else part.arrange(tensor)
-
-        return take
-
     def linear(self, *parts: Part) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input."""
-        return self._linears.take(self._take(parts), parts)
+        return self._linears.take(_PartsTake(self, parts), parts)
 
-    def experts(self, parts: Sequence[Sequence[Part]], top_k: int) -> Experts:
-        """The layers of a mixture's experts, of which a token uses ``top_k``; of each one the parts of its layer."""
-        return self._linears.take_experts(lambda e: Dense.take(self._take(parts[e]), parts[e]), len(parts), top_k)
+    def experts(self, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+        """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
+        return self._linears.take_experts(_PartsTake(self, list(itertools.chain(*experts))), experts, top_k)
 
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""
-        self._used_experts = self._used_experts or UsedExperts(torch.zeros(1, dtype=torch.int64, device=self._device))
+        self._used_experts = self._used_experts or UsedExperts(torch.zeros(1, dtype=torch.int64, device=self.device))
         return self._used_experts
 
     def attention(
@@ -136,12 +158,52 @@ class Source:
             self.may_repeat[f"{head}.weight"] = f"{embedding}.weight"
             both = self.linear(Part(embedding, vocab_size, hidden_size))
             return both, both
-        table = Dense.take(self.tensor, [Part(embedding, vocab_size, hidden_size)])
+        table = Dense.take(self, [Part(embedding, vocab_size, hidden_size)])
         return table, self.linear(Part(head, vocab_size, hidden_size))
 
     def rope(self, rope: Rope, head_dim: int, length: int) -> Tensor:
         """The table of ``rope``, see ``rope_table``."""
-        return rope_table(rope, head_dim, length, self._device)
+        return rope_table(rope, head_dim, length, self.device)
+
+
+class _PartsTake:
+    """What ``parts`` take from ``source``: their tensors in the order and direction that the model takes them in."""
+
+    def __init__(self, source: Source, parts: Sequence[Part]) -> None:
+        self.dtype, self.device = source.dtype, source.device
+        self._source = source
+        self._parts = {f"{part.name}.{which}": part for part in parts for which in ("weight", "bias")}
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        part = self._parts[name]
+        transposed = part.transposed and len(shape) == 2
+        tensor = self._source.tensor(name, shape[::-1] if transposed else shape)
+        if tensor.is_meta:
+            return tensor.new_empty(shape)
+        tensor = tensor.t().contiguous() if transposed else tensor
+        return tensor if part.arrange is None else part.arrange(tensor)
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        """Those that are to be changed are read as a whole first, one at a time."""
+        changed = {name for name in shapes if self._parts[name].transposed or self._parts[name].arrange is not None}
+        if not changed:
+            self._source.rows(shapes, put)
+            return
+        start = 0
+
+        def put_below(first: int, rows: Tensor) -> None:
+            put(start + first, rows)
+
+        for name, shape in shapes.items():
+            if name not in changed:
+                self._source.rows({name: shape}, put_below)
+            elif not (tensor := self(name, shape)).is_meta:
+                put(start, tensor)
+            start += shape[0]
+
+
+def _wanted(name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Wanted:
+    return Wanted(name, shape, mean, std if std is not None else shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
 
 
 def tensors(weights: Any) -> list[Tensor]:

@@ -103,6 +103,11 @@ def kernel_library(op: str, isa: str) -> Library:
     return Library(f"{op}.{isa}", ROOT / "cpu" / "one_isa.cpp", defines)
 
 
+def pack_library() -> Library:
+    """What packs weights (``linear/packed_linear.py``)."""
+    return Library("pack_cpu", ROOT / "linear" / "pack_cpu.cpp")
+
+
 def features_library() -> Library:
     """What tells which sets a CPU has."""
     return Library("features", ROOT / "cpu" / "features.cpp")
@@ -120,6 +125,7 @@ def isas_of(op: str) -> tuple[str, ...]:
 def shipped() -> Iterator[Library]:
     """All that a wheel carries."""
     yield features_library()
+    yield pack_library()
     for op in (*OPS, "limits_cpu"):
         yield op_library(op)
     for op in OPS:

@@ -40,6 +40,30 @@ def test_lines_say_what_and_how_many_when_a_long_stage_starts_and_ends() -> None
     assert "\r" not in stream.getvalue()
 
 
+def test_bytes_of_items_that_are_at_work_count() -> None:
+    stage = Stage("loading", {"a": 3e9, "b": 1e9}, in_bytes=True)
+    assert stage.head() == "loading 0.00/4.00 GB"
+    stage.advance("a", 1e9)
+    assert (stage.head(), stage.share) == ("loading 1.00/4.00 GB", 0.25)
+    stage.advance("b", 1e9)
+    stage.advance("a", 2e9)
+    assert (stage.head(), stage.share) == ("loading 4.00/4.00 GB", 1.0)
+    assert Stage("loading", {"a": 5e6}, in_bytes=True).head() == "loading 0.00/5.00 MB"
+
+
+def test_no_part_of_the_work_is_lost_among_threads() -> None:
+    stage = Stage("loading", dict.fromkeys("abcd", 1000.0), in_bytes=True)
+    threads = [
+        threading.Thread(target=lambda name=name: [stage.advance(name, 1.0) for _ in range(1000)]) for name in "abcd"
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert stage.share == 1.0
+    assert stage.state().startswith("0 s"), "none is at work any more"
+
+
 def test_a_short_stage_leaves_no_line() -> None:
     stream = io.StringIO()
     run("auto", stream, is_long=False)
@@ -190,7 +214,7 @@ def test_a_cold_start_names_every_graph_and_a_warm_one_none(
     stages: list[tuple[str, list[str], bool]] = []
     shown = StartProgress.stage
 
-    def stage(self, name, weights, *, seconds=None, is_long=True, found=0):  # type: ignore[no-untyped-def]
+    def stage(self, name, weights, *, seconds=None, is_long=True, found=0, in_bytes=False):  # type: ignore[no-untyped-def]
         stages.append((name, list(weights), is_long))
         if name.startswith("compiling graphs"):
             raise RuntimeError("seen")  # what follows is what takes minutes

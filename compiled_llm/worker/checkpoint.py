@@ -5,11 +5,13 @@ parsed once, and a tensor is read from its place in the file, into memory of its
 """
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -40,19 +42,49 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     offset: int
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
     def read(self) -> Tensor:
-        """The tensor, on the host in its own dtype. ``CheckpointError`` where the file has become shorter meanwhile."""
+        """The tensor, on the host in its own dtype. Raises as ``read_into``."""
         tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
-        content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
-        try:
-            with open_file(self.path) as file:
-                file.seek(self.offset)
-                num_read = file.readinto(content)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: {self.name} is not readable: {error}") from error
-        if num_read != len(content):
-            raise CheckpointError(f"{self.path}: cut off within {self.name}")
+        with open_file(self.path) as file:
+            self.read_into(tensor.reshape(-1).view(torch.uint8).numpy(), 0, file.fileno())
         return tensor
+
+    def read_into(self, content: np.ndarray, start: int, file: int) -> None:
+        """Fill ``content``, an array of bytes, with those of the tensor from its byte ``start`` on.
+
+        Args:
+            file: descriptor of the open file. Any number of threads may read it.
+
+        Raises:
+            CheckpointError: the file cannot be read, or has become shorter meanwhile.
+        """
+        left = memoryview(content.data)
+        while left:
+            try:
+                num_read = os.preadv(file, [left], self.offset + start + len(content) - len(left))
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: {self.name} is not readable: {error}") from error
+            if num_read == 0:
+                raise CheckpointError(f"{self.path}: cut off within {self.name}")
+            left = left[num_read:]
+
+
+def have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether two tensors of one shape and dtype are the same. Raises as ``read_into``."""
+    step = 1 << 20
+    a, b = np.empty(step, dtype=np.uint8), np.empty(step, dtype=np.uint8)
+    with open_file(one.path) as file, open_file(other.path) as other_file:
+        for start in range(0, one.nbytes, step):
+            count = min(step, one.nbytes - start)
+            one.read_into(a[:count], start, file.fileno())
+            other.read_into(b[:count], start, other_file.fileno())
+            if not np.array_equal(a[:count], b[:count]):
+                return False
+    return True
 
 
 def locate(directory: Path) -> dict[str, StoredTensor]:
@@ -64,7 +96,10 @@ def locate(directory: Path) -> dict[str, StoredTensor]:
     index_path = directory / "model.safetensors.index.json"
     if os.path.lexists(index_path):
         return _locate_by_index(index_path)
-    paths = sorted(directory.glob("*.safetensors"))
+    # Some directories hold the same weights a second time, in another format of names.
+    paths = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith("consolidated"))
+    if directory / "model.safetensors" in paths:
+        paths = [directory / "model.safetensors"]
     if not paths:
         raise CheckpointError(f"{directory}: no .safetensors file. Other formats can hold code and are not read.")
     found: dict[str, StoredTensor] = {}

@@ -1,9 +1,10 @@
 """Model directory -> weights. Every tensor is accounted for: missing, extra and mis-shaped ones are listed by file."""
 
-import math
 import re
+import warnings
 import zlib
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,14 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.protocol import LinearKind, Put
 from compiled_llm.models.registry import family
-from compiled_llm.models.weights import Source
-from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, listed, locate
+from compiled_llm.models.weights import Source, Wanted
+from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, have_same_bytes, listed, locate
+from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
+from compiled_llm.worker.tensor_names import by_family_names, part_of
 
 _DATA_FILES = ("*.json", "*.safetensors", "*.jinja")  # of a hub's model: configs, weights, chat templates
-
-OnTensor = Callable[[str], None]
-"""Is called with the name of each tensor that has been read or made."""
 
 
 def load_weights(
@@ -29,36 +29,23 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     linears: LinearKind = Dense,
-    on_tensor: OnTensor = lambda name: None,
+    on_bytes: OnBytes = lambda name, count: None,
 ) -> Any:
     """The weights of ``directory`` in ``dtype`` on ``device``, its linear layers of the kind ``linears``.
 
-    Tensors are read one by one, and made into linear layers as they come.
+    Tensors are read in pieces on several threads, each piece straight into its layer. Those that belong to other parts
+    than the language model are left, and a warning names the parts.
 
     Raises:
         ValueError: a file is missing, cut off or not safetensors, its tensors are not those of ``config``, or one holds
             NaN or infinite values.
     """
-    stored = locate(directory)
+    description = family(config.architecture).describe(config)
+    names = [*description.shapes, *description.may_repeat]
+    stored = by_family_names(locate(directory), names)
     _check(directory, config, stored)
-
-    def read(name: str, shape: tuple[int, ...], mean: float, std: float) -> Tensor:
-        original = stored[name].read()
-        tensor = original.to(device=device, dtype=dtype)
-        if not _is_finite(tensor):
-            what = "NaN or infinite values: the file is damaged"
-            if _is_finite(original):
-                what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
-            raise CheckpointError(f"{stored[name].path}: {name} holds {what}")
-        on_tensor(name)
-        return tensor
-
-    return family(config.architecture).take(config, Source(read, device, linears))
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are. One pass at the speed of memory; ``isfinite`` would write what it finds."""
-    return all(math.isfinite(bound) for bound in torch.aminmax(tensor))
+    with CheckpointReader(stored, dtype, device, on_bytes) as reader:
+        return family(config.architecture).take(config, Source(reader, linears))
 
 
 def dummy_weights(
@@ -67,26 +54,42 @@ def dummy_weights(
     device: torch.device,
     seed: int,
     linears: LinearKind = Dense,
-    on_tensor: OnTensor = lambda name: None,
+    on_bytes: OnBytes = lambda name, count: None,
 ) -> Any:
     """Seeded random weights of the shapes that ``config`` implies: norms near 1, matrices of variance 1 / in_features.
 
     So activations keep their size through the layers, and the logits are as spread as a model's. A tensor depends on
     ``seed`` and its name, not on the order in which a family takes them.
     """
-    generator = torch.Generator(device)
+    return family(config.architecture).take(config, Source(RandomReader(dtype, device, seed, on_bytes), linears))
 
-    def read(name: str, shape: tuple[int, ...], mean: float, std: float) -> Tensor:
-        generator.manual_seed(seed + zlib.crc32(name.encode()))
-        values = torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator).mul_(std)
-        on_tensor(name)
-        return values.add_(mean) if mean else values
 
-    return family(config.architecture).take(config, Source(read, device, linears))
+class RandomReader:
+    """A ``Reader`` that makes seeded random tensors, each as a whole."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, seed: int, on_bytes: OnBytes = lambda name, count: None
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self._seed, self._on_bytes = seed, on_bytes
+        self._generator = torch.Generator(device)
+
+    def tensor(self, wanted: Wanted) -> Tensor:
+        self._generator.manual_seed(self._seed + zlib.crc32(wanted.name.encode()))
+        values = torch.empty(wanted.shape, dtype=self.dtype, device=self.device)
+        values.normal_(generator=self._generator).mul_(wanted.std)
+        self._on_bytes(wanted.name, values.nbytes)
+        return values.add_(wanted.mean) if wanted.mean else values
+
+    def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
+        start = 0
+        for one in wanted:
+            put(start, self.tensor(one))
+            start += one.shape[0]
 
 
 def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]) -> None:
-    """``CheckpointError`` unless the tensors are those that the config implies."""
+    """``CheckpointError`` unless the tensors are those that the config implies. Warns of those that are left."""
     model, problems = family(config.architecture), []
     description = model.describe(config)
     shapes = description.shapes
@@ -99,6 +102,9 @@ def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]
         if name in extra:
             extra.remove(name)
             problems += _check_repeated(name, original, shapes[original], stored)
+    parts = {name: part_of(name, config.num_layers, extra) for name in extra}
+    left = Counter(part for part in parts.values() if part is not None)
+    extra = [name for name in extra if parts[name] is None]
     if extra:
         found = listed(f"{name:.100} ({stored[name].path.name})" for name in extra)
         problems.append(f"not part of {config.architecture}: {found}")
@@ -112,6 +118,9 @@ def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]
         problems.append(f"mismatched: {listed(wrong)}")
     if problems:
         raise CheckpointError(f"{directory}: the checkpoint does not match its config.json; {'; '.join(problems)}")
+    if left:
+        named = listed(f"{part} ({count} tensors)" for part, count in left.items())
+        warnings.warn(f"{directory}: left, since the language model has no such parts: {named}", stacklevel=3)
 
 
 def _difference(tensor: StoredTensor, shape: tuple[int, ...]) -> str | None:
@@ -126,9 +135,10 @@ def _check_repeated(name: str, original: str, shape: tuple[int, ...], stored: di
     # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are the same.
     if original not in stored or _difference(stored[original], shape):
         return []  # which is a problem of its own
-    is_like = _difference(stored[name], shape) is None
-    same = is_like and torch.equal(stored[name].read(), stored[original].read())
-    return [] if same else [f"{name} differs from {original}, though config.json says they are tied"]
+    is_like = stored[name][2:4] == stored[original][2:4]
+    if is_like and have_same_bytes(stored[name], stored[original]):
+        return []
+    return [f"{stored[name].name} differs from {stored[original].name}, though config.json says they are tied"]
 
 
 def model_directory(model: str, revision: str | None = None, name: str = "model") -> Path:

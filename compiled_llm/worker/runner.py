@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -291,6 +292,7 @@ class ModelRunner(Worker):
         largest = max(*of_experts, *(linear.nbytes for linear in linears(description.weights)))
         rope_bytes = _num_bytes(description.weights.ropes)
         needed = _num_bytes(description.weights) + self.linears.bytes_while_taking(largest)
+        needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole
         free = free_bytes(self.device)
         if needed > free:
             raise ValueError(
@@ -298,12 +300,12 @@ class ModelRunner(Worker):
                 f"{rope_bytes >> 20} of them for max_model_len={c.max_position_embeddings}, and {free >> 20} are free "
                 f"on {self.device}: choose a smaller model, a shorter dtype, a smaller max_model_len or another device"
             )
-        sizes = {name: torch.Size(shape).numel() for name, shape in description.shapes.items()}
-        with progress.stage("loading weights", sizes, is_long=False) as stage:
+        sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.shapes.items()}
+        with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":
-                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.finish)
+                weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.advance)
             else:
-                weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.finish)
+                weights = loader.load_weights(directory, c, self.dtype, self.device, self.linears, stage.advance)
         for tensor in tensors(weights):
             mark_static_address(tensor)
         self.start_times.weights = time.perf_counter() - started

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.linears.experts import DenseExperts
-from compiled_llm.models.linears.protocol import OfExpert, Part, Take
+from compiled_llm.models.linears.parts import take_bias, weight_shapes
+from compiled_llm.models.linears.protocol import Part, Take
 
 
 class Dense(NamedTuple):
@@ -45,32 +46,19 @@ class Dense(NamedTuple):
 
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Dense":
-        taken = []
-        for part in parts:
-            weight = take(f"{part.name}.weight", (part.out_features, part.in_features))
-            taken.append(cls(weight, take(f"{part.name}.bias", (part.out_features,)) if part.bias else None))
-        return cls.concat(taken)
+        shape = sum(part.out_features for part in parts), parts[0].in_features
+        weight = torch.empty(shape, dtype=take.dtype, device=take.device)
 
-    @classmethod
-    def concat(cls, parts: Sequence["Dense"]) -> "Dense":
-        """One layer that computes several over the same input: one pass over ``x``, one kernel."""
-        if len(parts) == 1:
-            return parts[0]
-        biases = [part.bias for part in parts if part.bias is not None]
-        assert len(biases) in (0, len(parts)), "either all of the layers have a bias or none"
-        return cls(_joined([part.weight for part in parts]), _joined(biases) if biases else None)
+        def put(start: int, rows: Tensor) -> None:
+            weight[start : start + len(rows)] = rows
+
+        take.rows(weight_shapes(parts), put)
+        return cls(weight, take_bias(take, parts))
 
     @staticmethod
-    def take_experts(of_expert: OfExpert, num_experts: int, top_k: int) -> DenseExperts:
-        return DenseExperts.take(of_expert, num_experts, top_k)
+    def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
+        return DenseExperts.take(take, experts, top_k)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:
         return 0
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    """``torch.cat``. On the device "meta" that is Python code of torch's, which imports the compiler."""
-    if tensors[0].is_meta:
-        return tensors[0].new_empty(sum(map(len, tensors)), *tensors[0].shape[1:])
-    return torch.cat(list(tensors))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
-from compiled_llm.models.linears.protocol import OfExpert, Part, Take
+from compiled_llm.models.linears.protocol import Part, Take
 from compiled_llm.ops import exact_linear
 
 
@@ -48,8 +48,8 @@ class Exact(NamedTuple):
         return cls(Dense.take(take, parts))
 
     @staticmethod
-    def take_experts(of_expert: OfExpert, num_experts: int, top_k: int) -> DenseExperts:
-        return DenseExperts.take(of_expert, num_experts, top_k)
+    def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
+        return DenseExperts.take(take, experts, top_k)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:

@@ -1,12 +1,14 @@
 """The linear layers of a mixture of experts: one for each expert, of one shape, each for rows of its own."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from compiled_llm.models.linears.protocol import OfExpert
-from compiled_llm.ops import grouped_linear, grouped_packed_linear, native, pack_weight
+from compiled_llm.models.linears.parts import take_bias, weight_shapes
+from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.ops import TILE, empty_packed, grouped_linear, grouped_packed_linear, pack_rows
 
 
 class DenseExperts(NamedTuple):
@@ -36,12 +38,17 @@ class DenseExperts(NamedTuple):
         return grouped_linear(x, self.weight, self.bias, rows, starts)
 
     @classmethod
-    def take(cls, of_expert: OfExpert, num_experts: int, top_k: int) -> "DenseExperts":
+    def take(cls, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> "DenseExperts":
         """As ``LinearKind.take_experts``."""
-        weight, bias = _gathered(
-            of_expert, num_experts, lambda weight: weight, lambda shape, like: like.new_empty(shape)
-        )
-        return cls(weight, bias, top_k)
+        out_features, in_features = _sizes(experts[0])
+        weight = torch.empty(len(experts), out_features, in_features, dtype=take.dtype, device=take.device)
+        rows_of_all = weight.view(-1, in_features)
+
+        def put(start: int, rows: Tensor) -> None:
+            rows_of_all[start : start + len(rows)] = rows
+
+        take.rows(_all_shapes(experts), put)
+        return cls(weight, _take_biases(take, experts), top_k)
 
 
 class PackedExperts(NamedTuple):
@@ -66,40 +73,36 @@ class PackedExperts(NamedTuple):
         return grouped_packed_linear(x, self.packed, self.bias, rows, starts, self.out_features)
 
     @classmethod
-    def take(cls, of_expert: OfExpert, num_experts: int, top_k: int) -> "PackedExperts":
+    def take(cls, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> "PackedExperts":
         """As ``LinearKind.take_experts``."""
-        sizes = []
+        out_features, in_features = _sizes(experts[0])
+        tiled = -(-out_features // TILE) * TILE
+        packed = empty_packed(len(experts) * tiled, in_features, take.dtype, take.device).unflatten(
+            0, (len(experts), -1)
+        )
 
-        def pack(weight: Tensor) -> Tensor:
-            sizes.append(weight.shape)
-            return pack_weight(weight)
+        def put(start: int, rows: Tensor) -> None:
+            expert, row = divmod(start, out_features)
+            pack_rows(packed[expert], row, rows)
 
-        packed, bias = _gathered(of_expert, num_experts, pack, lambda shape, like: native.huge_zeros(shape, like.dtype))
-        out_features, in_features = sizes[0]
-        return cls(packed, bias, out_features, in_features, top_k)
+        take.rows(_all_shapes(experts), put)
+        return cls(packed, _take_biases(take, experts), out_features, in_features, top_k)
 
 
-def _gathered(
-    of_expert: OfExpert,
-    num_experts: int,
-    kept: Callable[[Tensor], Tensor],
-    room: Callable[[tuple[int, ...], Tensor], Tensor],
-) -> tuple[Tensor, Tensor | None]:
-    """What ``kept`` makes of each expert's weight, side by side in ``room``, and the biases. One expert at a time."""
-    weights = biases = None
-    for expert in range(num_experts):
-        weight, bias = of_expert(expert)
-        weight = kept(weight)
-        if weights is None:
-            shape = (num_experts, *weight.shape)
-            weights = weight.new_empty(shape) if weight.is_meta else room(shape, weight)
-            if bias is not None:
-                biases = bias.new_empty(num_experts, *bias.shape)
-        if weight.is_meta:
-            continue
-        weights[expert].copy_(weight)
-        if biases is not None:
-            assert bias is not None, "either all of the experts have a bias or none"
-            biases[expert].copy_(bias)
-    assert weights is not None, "there are experts"
-    return weights, biases
+def _take_biases(take: Take, experts: Sequence[Sequence[Part]]) -> Tensor | None:
+    """``[num_experts, out_features]``; None where they have none."""
+    biases = [bias for parts in experts if (bias := take_bias(take, parts)) is not None]
+    assert len(biases) in (0, len(experts)), "either all of the experts have a bias or none"
+    if not biases:
+        return None
+    stacked = torch.empty(len(experts), len(biases[0]), dtype=take.dtype, device=take.device)
+    return stacked if stacked.is_meta else torch.stack(biases, out=stacked)
+
+
+def _all_shapes(experts: Sequence[Sequence[Part]]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for parts in experts for name, shape in weight_shapes(parts).items()}
+
+
+def _sizes(parts: Sequence[Part]) -> tuple[int, int]:
+    """Outputs and inputs of one expert."""
+    return sum(part.out_features for part in parts), parts[0].in_features

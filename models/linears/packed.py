@@ -6,16 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import PackedExperts
-from compiled_llm.models.linears.protocol import OfExpert, Part, Take
-from compiled_llm.ops import native, pack_weight, packed_linear, unpack_rows
+from compiled_llm.models.linears.parts import take_bias, weight_shapes
+from compiled_llm.models.linears.protocol import Part, Take
+from compiled_llm.ops import empty_packed, native, pack_rows, packed_linear, unpack_rows
 
 
 class Packed(NamedTuple):
-    """A ``Dense`` layer, packed."""
+    """A linear layer as ``Dense``, packed."""
 
-    packed: Tensor  # what pack_weight makes of [out_features, in_features]
+    packed: Tensor  # what pack_rows makes of [out_features, in_features]
     bias: Tensor | None  # [out_features]
     out_features: int
     in_features: int
@@ -41,13 +41,15 @@ class Packed(NamedTuple):
 
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Packed":
-        dense = Dense.take(take, parts)
-        return cls(pack_weight(dense.weight), dense.bias, dense.out_features, dense.in_features)
+        out_features, in_features = sum(part.out_features for part in parts), parts[0].in_features
+        packed = empty_packed(out_features, in_features, take.dtype, take.device)
+        take.rows(weight_shapes(parts), lambda start, rows: pack_rows(packed, start, rows))
+        return cls(packed, take_bias(take, parts), out_features, in_features)
 
     @staticmethod
-    def take_experts(of_expert: OfExpert, num_experts: int, top_k: int) -> PackedExperts:
-        return PackedExperts.take(of_expert, num_experts, top_k)
+    def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> PackedExperts:
+        return PackedExperts.take(take, experts, top_k)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:
-        return nbytes  # as it was in the checkpoint
+        return 0

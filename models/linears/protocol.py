@@ -1,6 +1,6 @@
 """What a kind of linear layer has to provide. Families and engine know a linear layer by this alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -24,8 +24,29 @@ class Part(NamedTuple):
     arrange: Callable[[Tensor], Tensor] | None = None
 
 
-Take = Callable[[str, tuple[int, ...]], Tensor]
-"""(name, shape) -> that tensor of the checkpoint, in the model's dtype on its device. Each is taken once."""
+Put = Callable[[int, Tensor], None]
+"""(first row, rows ``[n, K]``): takes some rows of a matrix. It must be done with them when it returns."""
+
+
+class Take(Protocol):
+    """The tensors of a checkpoint, in the model's dtype on its device. Each is taken once."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device:
+        """ "meta" where only names and shapes are asked for."""
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The whole tensor."""
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        """The rows of the matrices of these names, one below the other: straight to where a layer keeps them.
+
+        ``put`` gets each row once, in any order, a piece at a time and from several threads. When this returns, it
+        has got all. On the device "meta" it gets none.
+        """
 
 
 @runtime_checkable
@@ -51,10 +72,6 @@ class Linear(Protocol):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ``ids`` ``[T]`` (int32 or int64) of ``W``, ``[T, in_features]``: an embedding of the tokens ``ids``."""
-
-
-OfExpert = Callable[[int], tuple[Tensor, Tensor | None]]
-"""Number of an expert -> its weight ``[out_features, in_features]`` and its bias. Asked once for each, in order."""
 
 
 @runtime_checkable
@@ -103,8 +120,8 @@ class LinearKind(Protocol):
         On the device "meta" it tells names and shapes alone, which is how a checkpoint is checked before it is read.
         """
 
-    def take_experts(self, of_expert: OfExpert, num_experts: int, top_k: int) -> Experts:
-        """The layers of ``num_experts`` experts, of which a token uses ``top_k``."""
+    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+        """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
 
     def bytes_while_taking(self, nbytes: int) -> int:
         """Bytes that making a layer of ``nbytes`` takes besides, until it is made."""

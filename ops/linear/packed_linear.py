@@ -10,11 +10,16 @@ with rows past N and columns past K zero. N out_features, K in_features, TILE = 
 inputs of a word: 2 in bfloat16, the pairs that its dot-product instructions take, and else 1.
 """
 
+import ctypes
+import functools
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops import native
+from compiled_llm.ops.kernel_build import pack_library
 from compiled_llm.ops.library import LIBRARY
 
 TILE = 16
@@ -27,14 +32,54 @@ LIBRARY.define("packed_linear(Tensor x, Tensor packed, Tensor? bias, int out_fea
 def pack_weight(weight: Tensor) -> Tensor:
     """Pack ``weight`` ``[N, K]`` -> ``[ceil(N / 16), ceil(K / I), 16, I]`` in its dtype, contiguous on the CPU."""
     out_features, in_features = weight.shape
-    word = WORDS[weight.dtype]
-    inputs = word.itemsize // weight.itemsize
-    if out_features % TILE or in_features % inputs:
-        weight = F.pad(weight, (0, in_features % inputs, 0, -out_features % TILE))
-    words = weight.contiguous().view(word)  # a pair is copied as one number: 10 times as fast
-    tiles = words.view(-1, TILE, words.shape[1]).transpose(1, 2)
-    packed = tiles.contiguous() if weight.is_meta else native.huge_zeros(tiles.shape, word).copy_(tiles)
-    return packed.view(weight.dtype).unflatten(-1, (TILE, inputs))
+    packed = empty_packed(out_features, in_features, weight.dtype, weight.device)
+    if not weight.is_meta:
+        pack_rows(packed, 0, weight)
+    return packed
+
+
+def empty_packed(out_features: int, in_features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A packed weight of zeros, for ``pack_rows``. On the CPU in huge pages, which are taken as they are written."""
+    word = WORDS[dtype]
+    inputs = word.itemsize // dtype.itemsize
+    shape = -(-out_features // TILE), -(-in_features // inputs), TILE
+    words = torch.empty(shape, dtype=word, device=device) if device.type == "meta" else native.huge_zeros(shape, word)
+    return words.view(dtype).unflatten(-1, (TILE, inputs))
+
+
+def pack_rows(packed: Tensor, start: int, rows: Tensor) -> None:
+    """Write ``rows`` ``[n, K]``, the rows of ``W`` from ``start`` on, into ``packed``, in its dtype on the CPU.
+
+    Several threads may do so at once, each with rows of its own.
+    """
+    count, in_features = rows.shape
+    num_words, inputs = packed.shape[1], packed.shape[3]
+    assert rows.dtype == packed.dtype, "rows are packed in their own dtype"
+    assert num_words == -(-in_features // inputs), f"rows of {in_features} inputs for {num_words} words"
+    assert 0 <= start <= start + count <= packed.shape[0] * TILE, "rows beyond the last tile"
+    word = WORDS[rows.dtype]
+    padded = F.pad(rows, (0, 1)) if in_features % inputs else rows
+    words = padded.contiguous().view(word)
+    pack = _packing().get(word)
+    if pack is not None:
+        assert packed.is_contiguous()
+        pack(words.data_ptr(), count, num_words, start, packed.data_ptr())
+    else:
+        into = torch.arange(start, start + count)
+        packed.flatten(2).view(word)[into // TILE, :, into % TILE] = words
+
+
+@functools.cache
+def _packing() -> dict[torch.dtype, Any]:
+    """Word -> the C++ function that packs rows of such words; none without a compiler."""
+    library = native.open_library(pack_library())
+    if library is None:
+        return {}
+    functions = {torch.int32: library.pack_words32, torch.int16: library.pack_words16}
+    for function in functions.values():
+        size, address = ctypes.c_int64, ctypes.c_void_p
+        function.argtypes, function.restype = (address, size, size, size, address), None
+    return functions
 
 
 def unpack_rows(packed: Tensor, rows: Tensor) -> Tensor:

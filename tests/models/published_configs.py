@@ -181,6 +181,27 @@ SUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["max_length"],
     ),
+    "deepseek-coder-1.3b": (
+        {
+            **_LLAMA,
+            "bos_token_id": 32013,
+            "eos_token_id": 32014,
+            "hidden_size": 2048,
+            "intermediate_size": 5504,
+            "max_position_embeddings": 16384,
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 16,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-06,
+            "rope_scaling": {"factor": 4.0, "type": "linear"},
+            "rope_theta": 100000,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.33.1",
+            "vocab_size": 32256,
+        },
+        [],
+    ),
     "open_llama_3b": (
         {
             **_LLAMA,
@@ -324,6 +345,14 @@ SUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {**_QWEN3_8B, "use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28},
         [],
     ),
+    "Qwen3-8B with YaRN": (
+        {
+            **_QWEN3_8B,
+            "max_position_embeddings": 131072,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+        },
+        [],
+    ),
     "gemma-2-2b": (_GEMMA2_2B, ["cache_implementation", "hidden_act"]),
     "gemma-2-9b": (
         {
@@ -342,10 +371,6 @@ SUPPORTED: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 # Name -> (config.json, the field that says why not).
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "deepseek-coder-1.3b": (
-        {**_LLAMA, **_7B, "max_position_embeddings": 16384, "rope_scaling": {"factor": 4.0, "type": "linear"}},
-        "rope scaling",
-    ),
     "Llama-3.1-8B in 4 bits": ({**_LLAMA31, "quantization_config": {"bits": 4}}, "quantization_config"),
     "Llama-3.2-1B for MLX": ({**_LLAMA32_1B, "quantization": {"bits": 4, "group_size": 64}}, "quantization"),
     "Mistral under another name": (
@@ -354,8 +379,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "Mistral's name": ({**_LLAMA, **_7B, "architectures": ["MistralForCausalLM"]}, "model_type"),
     "Mistral's type": ({**_LLAMA, **_7B, "model_type": "mistral"}, "model_type"),
-    "Qwen3-8B with YaRN": (
-        {**_QWEN3_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "rope scaling",
+    "Llama with half of each head rotated": (
+        {**_LLAMA, **_7B, "partial_rotary_factor": 0.5},
+        "partial_rotary_factor",
     ),
 }

@@ -36,6 +36,9 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+LONG_LENGTH = {"max_position_embeddings": 256}
 
 
 def test_fields_and_defaults() -> None:
@@ -79,7 +82,17 @@ def test_qwen3_head_dim_comes_from_its_own_defaults() -> None:
         ({"eos_token_id": True}, ["eos_token_id"]),
         ({"layer_types": ["sliding_attention", "full_attention"]}, ["layer_types"]),
         ({"use_sliding_window": True, "sliding_window": 4}, ["sliding_window"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 4.0}}, ["spiral", "yarn", "llama3"]),
+        ({"rope_scaling": {"rope_type": ["yarn"], "factor": 4.0}}, ["rope_type"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["original_max_position_embeddings"]),
+        ({"rope_scaling": {**YARN, "slope": 1.0}}, ["slope", "beta_fast"]),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, ["truncate"]),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, ["rope_theta must be above 1"]),
+        ({"rope_scaling": {"type": "linear"}}, ["factor"]),
+        ({"rope_scaling": {"type": "default", "factor": 2.0}}, ["no other field"]),
+        ({"rope_scaling": {**LONG, "short_factor": [1.0] * 7}, **LONG_LENGTH}, ["short_factor", "8 frequencies"]),
+        ({"rope_scaling": {**LONG, "long_factor": [0.0] * 8}, **LONG_LENGTH}, ["long_factor"]),
+        ({"rope_scaling": {**LONG, "original_max_position_embeddings": 1}, **LONG_LENGTH}, ["lengths above 1"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, ["low_freq_factor"]),
         ({"rope_scaling": {**LLAMA3, "factor": -1.0}}, ["factor"]),
         ({"rope_scaling": {**LLAMA3, "factor": "8"}, "rope_parameters": {"rope_theta": 5.0}}, ["contradict"]),

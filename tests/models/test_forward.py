@@ -8,7 +8,6 @@ import torch
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
-from compiled_llm.models.layers.rope import inverse_frequencies, rope_cos_sin, rope_table
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
@@ -120,14 +119,3 @@ def test_tied_weights_are_one_tensor_packed_or_not(name: str, dtype: torch.dtype
     assert len(tables) == (1 if config.tie_word_embeddings else 2)
     ids = torch.tensor([0, config.vocab_size - 1, 5, 5, 200], dtype=torch.int32)
     assert torch.equal(packed.embedding.rows(ids), plain.embedding.rows(ids))
-
-
-def test_rope_table_holds_the_angles_of_every_position() -> None:
-    config = read_config(checkpoint("llama-rope3-tied"))
-    (rope,), positions = config.ropes, torch.tensor([0, 1, 17, 255], dtype=torch.int32)
-    table = rope_table(rope, config.head_dim, 256, torch.device("cpu"))
-    assert table.shape == (256, config.head_dim)
-    cos, sin = rope_cos_sin(positions, table).chunk(2, dim=-1)
-    angles = positions[:, None].double() * inverse_frequencies(rope, config.head_dim).double()
-    torch.testing.assert_close(cos.double(), angles.cos(), atol=2e-5, rtol=0)  # of float32 angles up to 255
-    torch.testing.assert_close(sin.double(), angles.sin(), atol=2e-5, rtol=0)

@@ -10,9 +10,9 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind, Part
 from compiled_llm.models.registry import family
-from compiled_llm.models.weights import Source, bytes_to_read, linears, tensors
+from compiled_llm.models.weights import Source, Wanted, bytes_to_read, linears, tensors
 from compiled_llm.worker.checkpoint import locate
-from compiled_llm.worker.loader import load_weights
+from compiled_llm.worker.loader import RandomReader, load_weights
 from tests.families import CONFIGS, checkpoint
 
 CPU = torch.device("cpu")
@@ -41,7 +41,11 @@ def test_a_tensor_is_taken_once() -> None:
 
 
 def test_what_a_step_reads() -> None:
-    source = Source(lambda name, shape, mean, std: torch.full(shape, mean, dtype=torch.bfloat16), CPU, Packed)
+    class Means(RandomReader):
+        def tensor(self, wanted: Wanted) -> torch.Tensor:
+            return torch.full(wanted.shape, wanted.mean, dtype=self.dtype)
+
+    source = Source(Means(torch.bfloat16, CPU, seed=0), Packed)
     layer = source.linear(Part("a", 17, 8, bias=True), Part("b", 2, 8, bias=True))
     norms = source.norm("c", 8), source.norm_plus_one("d", 8)
     assert torch.equal(norms[0].float(), norms[1])

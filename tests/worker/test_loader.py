@@ -83,6 +83,51 @@ def test_tied_head_may_stand_twice_if_it_is_the_same(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def test_a_tied_head_is_compared_piece_by_piece(tmp_path: Path) -> None:
+    shutil.copytree(checkpoint("qwen3"), tmp_path, dirs_exist_ok=True)
+    rows = torch.randn(5000, 112)
+    save_file(
+        {"a": rows, "b": rows.clone(), "c": rows + (torch.arange(5000) == 4999)[:, None]}, tmp_path / "x.safetensors"
+    )
+    stored = checkpoint_files.stored_tensors(tmp_path / "x.safetensors")
+    assert stored["a"].nbytes > 2 << 20
+    assert checkpoint_files.have_same_bytes(stored["a"], stored["b"])
+    assert not checkpoint_files.have_same_bytes(stored["a"], stored["c"])
+
+
+def test_a_language_model_in_another_model(directory: Path) -> None:
+    """Under another prefix, with parts that it has not, and buffers that old checkpoints hold."""
+    own = load(directory)
+
+    def edit(tensors: dict) -> None:
+        for name in list(tensors):
+            tensors[f"language_model.{name}"] = tensors.pop(name)
+        tensors["vision_tower.blocks.0.weight"] = torch.ones(3, dtype=torch.int8)
+        tensors["multi_modal_projector.linear.weight"] = torch.ones(3)
+        tensors["multi_modal_projector.linear.bias"] = torch.ones(3)
+        tensors["language_model.model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+
+    change(directory, edit)
+    with pytest.warns(UserWarning, match="left, since the language model has no such parts") as warned:
+        found = load(directory)
+    assert len(warned) == 1
+    for words in ("vision_tower (1 tensors)", "multi_modal_projector (2 tensors)"):
+        assert words in str(warned[0].message)
+    assert torch.equal(own.head.weight, found.head.weight)
+    assert torch.equal(own.layers[1].mlp.gate_up.weight, found.layers[1].mlp.gate_up.weight)
+    change(directory, lambda tensors: tensors.update({"language_model.model.layers.0.mlp.scale": torch.ones(1)}))
+    with pytest.raises(
+        CheckpointError, match=r"not part of LlamaForCausalLM: language_model\.model\.layers\.0\.mlp\.scale"
+    ):
+        load(directory)
+
+
+def test_weights_that_stand_there_twice_in_two_formats(directory: Path) -> None:
+    shutil.copy(directory / "model.safetensors", directory / "consolidated.safetensors")
+    shutil.copy(directory / "model.safetensors", directory / "another.safetensors")
+    assert load(directory).layers
+
+
 def test_truncated_file(directory: Path) -> None:
     path = directory / "model.safetensors"
     content = path.read_bytes()

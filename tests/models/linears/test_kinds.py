@@ -1,6 +1,6 @@
 """Kinds of linear layer: each computes what the checkpoint's weights say, and one more needs no change elsewhere."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -14,11 +14,34 @@ from compiled_llm.models.linears import kinds
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.packed import Packed
-from compiled_llm.models.linears.protocol import Linear, LinearKind, Part, Take
+from compiled_llm.models.linears.protocol import Linear, LinearKind, Part, Put, Take
 from compiled_llm.models.weights import tensors as tensors_of
 from compiled_llm.ops import native
 from compiled_llm.report.roofline import ModelWork
 from tests.families import checkpoint
+
+
+class TensorTake(NamedTuple):
+    """Gives rows of ``tensors`` in pieces of odd sizes, the last ones first."""
+
+    tensors: dict[str, Tensor]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.tensors.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        assert self.tensors[name].shape == shape
+        return self.tensors[name]
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        whole = torch.cat([self(name, shape) for name, shape in shapes.items()])
+        for start in reversed(range(0, 0 if whole.is_meta else len(whole), 7)):
+            put(start, whole[start : start + 7])
 
 
 @pytest.mark.parametrize("in_features", [32, 33])
@@ -33,11 +56,7 @@ def test_parts_over_the_same_input_are_one_layer(
     tensors = {f"{part.name}.weight": torch.randn(part.out_features, in_features).to(dtype) for part in parts}
     tensors |= {f"{part.name}.bias": torch.randn(part.out_features).to(dtype) for part in parts if bias}
 
-    def take(name: str, shape: tuple[int, ...]) -> Tensor:
-        assert tensors[name].shape == shape
-        return tensors[name]
-
-    w, x = kind.take(take, parts), torch.randn(3, in_features).to(dtype)
+    w, x = kind.take(TensorTake(tensors), parts), torch.randn(3, in_features).to(dtype)
     assert isinstance(w, Linear)
     assert (w.out_features, w.in_features, w.nbytes) == (38, in_features, sum(t.nbytes for t in tensors.values()))
     for part, got in zip(parts, w.apply(x).split([17, 16, 5], dim=1), strict=True):
@@ -46,7 +65,7 @@ def test_parts_over_the_same_input_are_one_layer(
     ids = torch.tensor([0, 16, 37, 16], dtype=torch.int32)
     weight = torch.cat([tensors[f"{part.name}.weight"] for part in parts])
     assert torch.equal(w.rows(ids), weight[ids])
-    described = kind.take(lambda name, shape: tensors[name].to("meta"), parts)
+    described = kind.take(TensorTake({name: tensor.to("meta") for name, tensor in tensors.items()}), parts)
     assert [t.shape for t in tensors_of(described)] == [t.shape for t in tensors_of(w)]
     assert described.nbytes == w.nbytes
 

@@ -185,6 +185,23 @@ def test_pack_weight_layout_by_single_inputs(dtype: torch.dtype) -> None:
     assert torch.equal(packed.transpose(1, 2).reshape(32, 5), F.pad(weight, (0, 0, 0, 14)))
 
 
+@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.parametrize("in_features", [1, 33, 70])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_are_packed_wherever_a_piece_begins(
+    dtype: torch.dtype, in_features: int, has_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(53, in_features).to(dtype)
+    expected = linear.pack_weight(weight)
+    if not has_compiler:
+        monkeypatch.setattr(linear, "_packing", dict)
+    packed = linear.empty_packed(53, in_features, dtype, torch.device("cpu"))
+    for start, end in ((20, 53), (0, 3), (3, 20)):
+        linear.pack_rows(packed, start, weight[start:end])
+    assert torch.equal(packed, expected)
+    assert torch.equal(packed.transpose(1, 2).reshape(64, -1)[:53, :in_features], weight)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pack_weight_in_huge_pages(dtype: torch.dtype) -> None:
     weight = torch.randn(1000, 2050).to(dtype)

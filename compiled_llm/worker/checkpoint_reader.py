@@ -1,0 +1,130 @@
+"""Reads the tensors of a checkpoint in pieces, on several threads, each piece straight to where it is kept.
+
+A piece is read, converted, checked and handed on while it is in the caches. So a model is never in memory twice: what
+loading takes besides the weights is a piece for each thread.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.files import open_file
+from compiled_llm.models.linears.protocol import Put
+from compiled_llm.models.weights import Wanted
+from compiled_llm.resources import granted_cores
+from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor
+
+PIECE_BYTES = 1 << 20  # in the file: a piece and what is made of it stay in a core's L2
+_MOST_THREADS = 16
+
+OnBytes = Callable[[str, int], None]
+"""(name of a tensor, bytes): is told from several threads how much of it is in its place, in bytes of the model."""
+
+
+class _Piece(NamedTuple):
+    """Rows ``first`` to ``end`` of a tensor, for ``put`` the rows from ``start`` on."""
+
+    wanted: Wanted
+    first: int
+    end: int
+    start: int
+    put: Put
+
+
+class CheckpointReader:
+    """A ``Reader`` of the tensors ``stored`` has, in ``dtype`` on ``device``; to be used in a ``with`` statement."""
+
+    def __init__(
+        self, stored: Mapping[str, StoredTensor], dtype: torch.dtype, device: torch.device, on_bytes: OnBytes
+    ) -> None:
+        self.dtype, self.device = dtype, device
+        self._stored, self._on_bytes = stored, on_bytes
+        self._files: dict[str, BinaryIO] = {}
+        self._lock = threading.Lock()
+        self._own = threading.local()
+        self._num_torch_threads = torch.get_num_threads()
+        # Threads of torch's own in each of these would only be in each other's way.
+        self._pool = ThreadPoolExecutor(
+            min(_MOST_THREADS, granted_cores()), "read-weights", torch.set_num_threads, (1,)
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._num_torch_threads)
+        for file in self._files.values():
+            file.close()
+
+    def tensor(self, wanted: Wanted) -> Tensor:
+        """The whole tensor.
+
+        Raises:
+            CheckpointError: the file has become shorter meanwhile, or the tensor holds NaN or infinite values.
+        """
+        tensor = torch.empty(wanted.shape, dtype=self.dtype, device=self.device)
+        into = tensor.view(wanted.shape[0] if len(wanted.shape) > 1 else 1, -1)
+
+        def put(start: int, rows: Tensor) -> None:
+            into[start : start + len(rows)] = rows
+
+        self.rows([wanted], put)
+        return tensor
+
+    def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
+        """As ``Take.rows``; a tensor of more than two dimensions is a matrix of its first one. Raises as ``tensor``."""
+        pieces: list[_Piece] = []
+        start = 0
+        for one in wanted:
+            num_rows = one.shape[0] if len(one.shape) > 1 else 1
+            step = max(1, PIECE_BYTES * num_rows // self._stored[one.name].nbytes)
+            step = step // 16 * 16 or step  # whole tiles of packed layers
+            pieces += [
+                _Piece(one, first, min(first + step, num_rows), start + first, put)
+                for first in range(0, num_rows, step)
+            ]
+            start += num_rows
+        if len(pieces) == 1:
+            self._read(pieces[0])
+            return
+        for _ in self._pool.map(self._read, pieces):
+            pass
+
+    def _read(self, piece: _Piece) -> None:
+        stored, num_rows = self._stored[piece.wanted.name], piece.end - piece.first
+        row_bytes = stored.nbytes // (piece.wanted.shape[0] if len(piece.wanted.shape) > 1 else 1)
+        content = self._buffer(num_rows * row_bytes)
+        stored.read_into(content.numpy(), piece.first * row_bytes, self._file(stored))
+        original = content.view(DTYPES[stored.dtype]).view(num_rows, -1)
+        rows = original.to(device=self.device, dtype=self.dtype)
+        if not _is_finite(rows):
+            what = "NaN or infinite values: the file is damaged"
+            if _is_finite(original):
+                what = f"values too large for {str(self.dtype)[6:]}: choose a wider dtype"
+            raise CheckpointError(f"{stored.path}: {stored.name} holds {what}")
+        piece.put(piece.start, rows)
+        self._on_bytes(piece.wanted.name, rows.nbytes)
+
+    def _buffer(self, size: int) -> Tensor:
+        """Memory of this thread's own, used for every piece that it reads."""
+        if getattr(self._own, "buffer", None) is None or len(self._own.buffer) < size:
+            self._own.buffer = torch.empty(size, dtype=torch.uint8)
+        return self._own.buffer[:size]
+
+    def _file(self, stored: StoredTensor) -> int:
+        """Descriptor of the tensor's file, opened once."""
+        with self._lock:
+            if str(stored.path) not in self._files:
+                self._files[str(stored.path)] = open_file(stored.path)
+            return self._files[str(stored.path)].fileno()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are. One pass at the speed of memory; ``isfinite`` would write what it finds."""
+    return all(math.isfinite(bound) for bound in torch.aminmax(tensor))

@@ -1,0 +1,98 @@
+"""Where a checkpoint keeps a family's tensors: under the family's names, or under those of a model around it."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+# Parts of models that hold a language model besides: what sees and hears, further heads, layers that guess tokens.
+_OTHER_PARTS = {
+    "audio_encoder",
+    "audio_model",
+    "audio_tower",
+    "code2wav",
+    "connector",
+    "embed_audio",
+    "embed_vision",
+    "image_newline",
+    "mm_projector",
+    "mtp",
+    "mtp_layers",
+    "multi_modal_projector",
+    "patch_merger",
+    "talker",
+    "token2wav",
+    "v_head",
+    "vision_embed_tokens",
+    "vision_encoder",
+    "vision_language_adapter",
+    "vision_model",
+    "vision_projection",
+    "vision_tower",
+    "visual",
+}
+# What only layers have that guess the token after the next. They follow the last layer in number.
+_GUESSING = ("eh_proj", "enorm", "hnorm", "shared_head")
+_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
+
+
+def by_family_names(stored: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
+    """``stored`` with the tensors of a family under the family's names, the others as they are.
+
+    Args:
+        stored: by the names in the checkpoint.
+        names: of the family, such as ``model.layers.0.mlp.up_proj.weight`` and ``lm_head.weight``.
+    """
+    root = _root(names)
+    ways = _ways(root) if root else [lambda name: name]
+    way = max(ways, key=lambda way: sum(way(name) in stored for name in names))  # of equals, the first
+    renamed = dict(stored)
+    for name in names:
+        found = way(name)
+        if name not in stored and found in stored:
+            renamed[name] = renamed.pop(found)
+    return renamed
+
+
+def _root(names: Iterable[str]) -> str:
+    """The first part of the names of a family's layers, such as ``model``."""
+    roots = Counter(name.partition(".")[0] for name in names if re.search(r"\.\d+\.", name))
+    return roots.most_common(1)[0][0] if roots else ""
+
+
+def _ways(root: str) -> list[Callable[[str], str]]:
+    """How names differ from a family's: ``root.X`` and, such as the head, ``Y``."""
+
+    def within(prefix: str) -> Callable[[str], str]:
+        """``root.X`` -> ``prefixX``; ``Y`` stays."""
+        return lambda name: prefix + name.removeprefix(f"{root}.") if name.startswith(f"{root}.") else name
+
+    return [
+        lambda name: name,
+        lambda name: f"language_model.{name}",  # a whole model in another
+        within(f"{root}.language_model."),  # its body in another's, as transformers writes it since 4.52
+        within(f"{root}.text_model."),
+        within(""),  # a body alone
+        within("language_model."),  # a body alone in another's
+    ]
+
+
+def part_of(name: str, num_layers: int, names: Collection[str]) -> str | None:
+    """Of which part besides the language model a tensor is; None: of none that is known.
+
+    Args:
+        names: of all tensors of the checkpoint.
+    """
+    for part in name.split("."):
+        if part in _OTHER_PARTS or part.startswith("mtp_"):
+            return part
+        if part.isdigit():
+            break
+    found = _LAYER.match(name)
+    if found and int(found[2]) >= num_layers:
+        layer = f"{found[1]}{found[2]}."
+        if any(other.startswith(tuple(f"{layer}{part}" for part in _GUESSING)) for other in names):
+            return layer.removesuffix(".")
+    return None
