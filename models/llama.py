@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
@@ -39,7 +40,9 @@ class Weights(NamedTuple):
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [D]
     head: Linear  # [V, D]
-    ropes: tuple[Tensor]  # [max_position_embeddings, H] float32
+    ropes: tuple[
+        Tensor, ...
+    ]  # [max_position_embeddings, H] float32; a second one [max_position_embeddings, 1] scales queries
 
 
 def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:
@@ -84,9 +87,10 @@ def forward(
     x = weights.embedding.rows(step.input_ids)
     delta: Tensor | None = None  # what the last block adds to x
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    query_scale = F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None
     for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
         x, normed = add_rms_norm(x, delta, w.input_norm, eps)
-        delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
+        delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
         x, normed = add_rms_norm(x, delta, w.mlp_norm, eps)
         delta = gated_mlp(normed, w.mlp)
     assert delta is not None

@@ -10,6 +10,11 @@ from compiled_llm.models.family import Family
 ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
     "MistralForCausalLM": ("mistral", "Mistral, Mistral Nemo, Mistral Small (text)"),
+    "MinistralForCausalLM": ("ministral", "Ministral with layer_types"),
+    "Ministral3ForCausalLM": ("ministral3", "Ministral 3"),
+    "SmolLM3ForCausalLM": ("smollm3", "SmolLM3"),
+    "GraniteForCausalLM": ("granite", "Granite 3, dense"),
+    "Phi3ForCausalLM": ("phi3", "Phi-3, Phi-3.5 and Phi-4"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
@@ -22,6 +27,7 @@ ARCHITECTURES = {
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
 }
 # For messages.
 SUPPORTED = "Supported are {}; docs/models.md lists them".format(

@@ -72,6 +72,7 @@ class Rope:
         partial: the share of a head's elements that are turned, the first ones.
         interleaved: each of them is paired with its neighbour, not with the one that is half of them away.
         attention_factor: of cosines and sines, so of queries and keys.
+        query_beta: a query at position p is multiplied by ``1 + query_beta * log(1 + floor(p / original length))``.
     """
 
     theta: float
@@ -79,6 +80,7 @@ class Rope:
     partial: float = 1.0
     interleaved: bool = False
     attention_factor: float = 1.0
+    query_beta: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many elements of a head are turned. ``ValueError`` unless they are pairs."""
@@ -141,6 +143,21 @@ def read_partial_rope(config: dict[str, Any], default: float) -> Rope:
     whole = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
     rope = read_rope({**config, "rope_parameters": whole, "rope_scaling": None})
     return dataclasses.replace(rope, partial=float(factor))
+
+
+def read_query_scale(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """``Rope.query_beta`` of a parsed ``config.json``, and the file without it, for ``read_rope``. The kind is yarn."""
+    parameters = _parameters(config)
+    beta, kind = parameters.get("llama_4_scaling_beta"), parameters.get("rope_type", parameters.get("type"))
+    if kind != "yarn" or not _is_positive(beta):
+        raise ValueError(
+            "config.json: rope_parameters must have rope_type 'yarn' and a positive llama_4_scaling_beta for this "
+            f"architecture, given {kind!r:.100} and {beta!r:.100}"
+        )
+    # The length beside it is that of the whole config, which nothing reads there.
+    own = ("llama_4_scaling_beta", "max_position_embeddings")
+    rest = {name: value for name, value in parameters.items() if name not in own}
+    return float(parameters["llama_4_scaling_beta"]), {**config, "rope_parameters": rest, "rope_scaling": None}
 
 
 def read_ropes_by_layer_type(config: dict[str, Any], thetas: dict[str, Any]) -> tuple[Rope, ...]:

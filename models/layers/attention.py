@@ -25,6 +25,7 @@ class AttentionSpec:
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay as they are.
         shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own. The
             op writes before it reads, so such a layer gives it the step's keys and values of that earlier one.
+        rotary: whether queries and keys are turned by their positions.
         exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
     """
 
@@ -35,6 +36,7 @@ class AttentionSpec:
     window: int = 0
     soft_cap: float = 0.0
     shares_cache_of: int | None = None
+    rotary: bool = True
     exact: bool = False
 
     def cache_tensors(
@@ -78,6 +80,7 @@ def attention(
     spec: AttentionSpec,
     eps: float,
     max_query_len: int,
+    query_scale: Tensor | None = None,
 ) -> Tensor:
     """Self-attention block on ``x`` ``[T, D]``, which also writes this step's keys and values to the cache.
 
@@ -85,14 +88,21 @@ def attention(
         cos_sin: ``[T, H]`` float32, see ``rope_cos_sin``.
         eps: of the norms of queries and keys, where there are some.
         max_query_len: an upper bound of the tokens of a request in this step.
+        query_scale: ``[T, 1]`` in the dtype of ``x``, multiplies the queries.
     """
     qkv, q_norm, k_norm = w.qkv.apply(x), w.q_norm, w.k_norm
     if q_norm is not None and k_norm is not None and len(q_norm) > spec.head_dim:
         q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], dim=1)
         qkv = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], dim=1)
         q_norm = k_norm = None
-    q, k = rope(qkv, cos_sin, q_norm, k_norm, spec.num_heads, spec.num_kv_heads, eps)
-    v = qkv.unflatten(-1, (-1, spec.head_dim))[:, spec.num_heads + spec.num_kv_heads :]
+    heads = qkv.unflatten(-1, (-1, spec.head_dim))
+    q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+    if spec.rotary:
+        q, k = rope(qkv, cos_sin, q_norm, k_norm, spec.num_heads, spec.num_kv_heads, eps)
+    else:
+        assert q_norm is None, "the op that turns heads normalises them, too"
+    if query_scale is not None:
+        q = q * query_scale[:, None]
     out = paged_attention(
         q,
         k,

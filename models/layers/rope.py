@@ -118,6 +118,15 @@ def _warn_of_long_factors(rope: Rope, length: int) -> None:
         )
 
 
+def query_scale_table(rope: Rope, length: int, like: Tensor) -> Tensor:
+    """What multiplies the query of each position below ``length``, ``[length, 1]`` in dtype and device of ``like``."""
+    if like.is_meta:
+        return like.new_empty(length, 1)
+    assert isinstance(rope.scaling, YarnRopeScaling)
+    periods = torch.floor(torch.arange(length) / rope.scaling.original_max_position_embeddings)
+    return (1 + rope.query_beta * torch.log(1 + periods))[:, None].to(like)
+
+
 def rope_cos_sin(positions: Tensor, table: Tensor) -> Tensor:
     """Cosines, then sines, for tokens at ``positions`` ``[T]``: ``[T, H]`` float32."""
     return F.embedding(positions, table)

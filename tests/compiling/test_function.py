@@ -68,11 +68,15 @@ def engine_and_codes(
             return run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE, **sizes, **arguments))
 
 
+# "llama" has a line of its own; the others differ from Llama by windows, which "gemma2" has, and at load.
+NO_NEW_GRAPH = ("llama", "mistral", "phi3", "qwen2")
+
+
 @pytest.mark.parametrize(
     ("name", "buckets", "samples"),
     [
         pytest.param("llama", ALL_BUCKETS, False, id="llama"),
-        *(pytest.param(name, TWO_BUCKETS, name == "qwen3", id=name) for name in CONFIGS if name != "llama"),
+        *(pytest.param(name, TWO_BUCKETS, name == "qwen3", id=name) for name in CONFIGS if name not in NO_NEW_GRAPH),
         *(pytest.param(name, ALL_BUCKETS, True, id=f"{name}-all", marks=pytest.mark.battery) for name in CONFIGS),
     ],
 )

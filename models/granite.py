@@ -1,0 +1,72 @@
+"""Granite: Llama with four multipliers, of embeddings, scores, what a block adds, and logits (as in muP; Yang et al.,
+2022, arXiv:2203.03466).
+"""
+
+import dataclasses
+import math
+
+from torch import Tensor
+
+from compiled_llm.models import llama
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import attention
+from compiled_llm.models.layers.mlp import gated_mlp
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.llama import LlamaConfig, Weights
+from compiled_llm.ops import add_rms_norm, rms_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class GraniteConfig(LlamaConfig):
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0  # logits are divided by it
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"config.json: {name} must be a positive number, given {value}")
+
+
+def layers(config: GraniteConfig) -> Layers:
+    """Llama's, with the multiplier of scores in the place of ``H ** -0.5``."""
+    return tuple(dataclasses.replace(spec, scale=config.attention_multiplier) for spec in llama.layers(config))
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: GraniteConfig, layers: Layers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``, normalised; the step's keys and values go to ``kv_cache``."""
+    eps, multiplier = config.rms_norm_eps, config.residual_multiplier
+    x = weights.embedding.rows(step.input_ids) * config.embedding_multiplier
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    normed = rms_norm(x, weights.layers[0].input_norm, eps)
+    next_norms = [w.input_norm for w in weights.layers[1:]] + [weights.final_norm]
+    for w, next_norm, cache, spec in zip(weights.layers, next_norms, kv_cache, layers, strict=True):
+        delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
+        x, normed = add_rms_norm(x, delta * multiplier, w.mlp_norm, eps)
+        delta = gated_mlp(normed, w.mlp)
+        # The final norm, too, is taken here: the op rounds the product before it adds it, in compiled code as well.
+        x, normed = add_rms_norm(x, delta * multiplier, next_norm, eps)
+    return normed
+
+
+def head(weights: Weights, rows: Tensor, config: GraniteConfig) -> Tensor:
+    """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
+    return weights.head.apply(rows) / config.logits_scaling
+
+
+FAMILY = Family(
+    "GraniteConfig",
+    GraniteConfig,
+    llama.take,
+    layers,
+    forward,
+    head,
+    requires=llama.FAMILY.requires,
+    old_fields=("head_dim",),
+)
