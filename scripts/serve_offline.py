@@ -17,7 +17,7 @@ including those that failed, and gives the same tokens as one run would.
 ``--report DIR`` writes a report of the run and its share of the machine's limits (``report.html``, ``report.json``; see
 docs/report.md), ``--trace FILE`` the shapes of its steps, which ``scripts/tune_buckets.py`` reads.
 
-Exit status: 0 when every row was served, 1 when some failed or a result could not be written, and for a ``--check`` that
+Exit status: 0 when every row was served, 1 when some failed or a result could not be written, or for a ``--check`` that
 found a difference, 2 for bad arguments, 128 + the signal's number after SIGINT (130) or SIGTERM (143), 141 when stdout
 was closed and there is no ``--output``.
 """

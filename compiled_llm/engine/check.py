@@ -11,20 +11,21 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from compiled_llm.config import integer
+from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.prompts import EncodedPrompt, Prompt, prompt_list
 from compiled_llm.worker.memory import free_bytes
 
-if TYPE_CHECKING:
-    from compiled_llm.engine.engine import CompiledEngine
+Generate = Callable[..., list[RequestOutput]]
+"""``CompiledEngine.generate``."""
 
 PROMPTS = (
     "The capital of France is",
@@ -137,16 +138,18 @@ class CheckReport:
         return "\n".join(text)
 
 
-def check(engine: "CompiledEngine", directory: Path, prompts: Sequence[Prompt] | None, max_tokens: int) -> CheckReport:
-    """As ``CompiledEngine.check``; ``directory`` has the model's files."""
+def check(
+    engine: StepEngine, generate: Generate, directory: Path, prompts: Sequence[Prompt] | None, max_tokens: int
+) -> CheckReport:
+    """As ``CompiledEngine.check``; ``generate`` serves with ``engine``, and ``directory`` has the model's files."""
     integer("max_tokens", max_tokens, 1, engine.runner.limits.max_model_len - 1)
     runner = engine.runner
     items = _default_prompts(engine, max_tokens) if prompts is None else prompt_list(prompts)
     if not items:
         raise ValueError("prompts must not be empty")
-    compiled = _serve(engine, items, max_tokens, "compiled")
+    compiled = _serve(generate, items, max_tokens, "compiled")
     with runner.uncompiled():
-        uncompiled = _serve(engine, items, max_tokens, "uncompiled")
+        uncompiled = _serve(generate, items, max_tokens, "uncompiled")
     sequences = [output.prompt_token_ids + output.outputs[0].token_ids for output in compiled]
     without = _obstacle(engine)
     logits = itertools.repeat(None) if without else _transformers_logits(directory, sequences, engine)
@@ -169,7 +172,7 @@ def check(engine: "CompiledEngine", directory: Path, prompts: Sequence[Prompt] |
     )
 
 
-def _default_prompts(engine: "CompiledEngine", max_tokens: int) -> list[Any]:
+def _default_prompts(engine: StepEngine, max_tokens: int) -> list[Any]:
     room = engine.runner.limits.max_model_len - max_tokens
     if engine.tokenizer is None:
         numbers = random.Random(0)
@@ -178,13 +181,13 @@ def _default_prompts(engine: "CompiledEngine", max_tokens: int) -> list[Any]:
     return [EncodedPrompt(text, engine.tokenizer.encode(text)[:room]) for text in PROMPTS]
 
 
-def _serve(engine: "CompiledEngine", items: Sequence[Any], max_tokens: int, salt: str) -> list[RequestOutput]:
+def _serve(generate: Generate, items: Sequence[Any], max_tokens: int, salt: str) -> list[RequestOutput]:
     """Greedy outputs with all log-probabilities. ``salt``: nothing that another way computed is found in the cache."""
     params = SamplingParams(
         temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
     )
     prompts = [_salted(item, salt) for item in items]
-    outputs = engine.generate(prompts, params, use_tqdm=False, raise_on_error=True)
+    outputs = generate(prompts, params, use_tqdm=False, raise_on_error=True)
     for output in outputs:
         if output.outputs[0].finish_reason != "length":
             raise RuntimeError(f"a prompt of the check ended early: {output.outputs[0].stop_reason}")
@@ -230,7 +233,7 @@ def _row(ours: RequestOutput, other: RequestOutput, logits: torch.Tensor | None,
     )
 
 
-def _obstacle(engine: "CompiledEngine") -> str | None:
+def _obstacle(engine: StepEngine) -> str | None:
     """Why transformers cannot run the same model here."""
     if engine.config.load_format == "dummy":
         return "random weights (load_format='dummy') are in no file"
@@ -241,7 +244,7 @@ def _obstacle(engine: "CompiledEngine") -> str | None:
     return None
 
 
-def _transformers_logits(directory: Path, sequences: Sequence[list[int]], engine: "CompiledEngine") -> Any:
+def _transformers_logits(directory: Path, sequences: Sequence[list[int]], engine: StepEngine) -> Any:
     """Logits ``[T, V]`` of each sequence, float32 on the host: transformers' own classes, in the engine's dtype."""
     from transformers import AutoModelForCausalLM
 

@@ -324,7 +324,7 @@ class CompiledEngine(StepEngine):
         """
         if self.has_unfinished_requests():
             raise RuntimeError("check() while requests are unfinished: finish or abort them first")
-        return check(self, checkpoint_directory(self.config), prompts, max_tokens)
+        return check(self, self.generate, checkpoint_directory(self.config), prompts, max_tokens)
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and its state now."""
