@@ -126,6 +126,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3ForCausalLM",
         {**_SMALL, **_heads(14, 2, 24), "vocab_size": 409, "tie_word_embeddings": False, "attention_bias": True},
     ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 1, 32),
+            "vocab_size": 307,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 72,
+            "norm_topk_prob": True,
+        },
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         {
