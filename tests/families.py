@@ -237,7 +237,11 @@ def transformers_model(name: str) -> transformers.PreTrainedModel:
     class_name, fields = CONFIGS[name]
     config = getattr(transformers, class_name).config_class(**fields)
     torch.manual_seed(0)
-    model = getattr(transformers, class_name)(config).eval()
+    return strengthened(getattr(transformers, class_name)(config).eval())
+
+
+def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The model, with biases and norms that matter: transformers begins with zeros and ones."""
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
