@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": ("phi3", "Phi-3, Phi-3.5 and Phi-4"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
+    "GptOssForCausalLM": ("gpt_oss", "gpt-oss in bfloat16"),
     "MixtralForCausalLM": ("mixtral", "Mixtral"),
     "Glm4MoeForCausalLM": ("glm4_moe", "GLM-4.5 and 4.6"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3 with experts"),

@@ -1,7 +1,7 @@
 """A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -158,6 +158,24 @@ class Source:
             used=self.used_experts(),
         )
 
+    def stacked_experts(
+        self,
+        name: str,
+        num_experts: int,
+        out_features: int,
+        in_features: int,
+        top_k: int,
+        arrange: Callable[[Tensor], Tensor] = lambda rows: rows,
+    ) -> Experts:
+        """The layers of experts that lie in one tensor, ``name`` ``[num_experts, in_features, out_features]``.
+
+        Their biases are ``name_bias`` ``[num_experts, out_features]``. ``arrange`` is ``Part.arrange``.
+        """
+        weight = self.tensor(name, (num_experts, in_features, out_features), std=in_features**-0.5)
+        bias = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1)
+        parts = [[Part(str(e), out_features, in_features, bias=True)] for e in range(num_experts)]
+        return self._linears.take_experts(_StackedTake(weight, bias, arrange), parts, top_k)
+
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""
         self._used_experts = self._used_experts or UsedExperts(torch.zeros(1, dtype=torch.int64, device=self.device))
@@ -236,6 +254,24 @@ class _PartsTake:
             elif not (tensor := self(name, shape)).is_meta:
                 put(start, tensor)
             start += shape[0]
+
+
+class _StackedTake:
+    """What experts take whose number is the name of their part, from ``weight`` and ``bias`` of all."""
+
+    def __init__(self, weight: Tensor, bias: Tensor, arrange: Callable[[Tensor], Tensor]) -> None:
+        self.dtype, self.device = weight.dtype, weight.device
+        self._weight, self._bias, self._arrange = weight, bias, arrange
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        bias = self._bias[int(name.removesuffix(".bias"))]
+        return bias if bias.is_meta else self._arrange(bias)
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        if self._weight.is_meta:
+            return
+        for place, (name, (out_features, _)) in enumerate(shapes.items()):
+            put(place * out_features, self._arrange(self._weight[int(name.removesuffix(".weight"))].t()).contiguous())
 
 
 def _wanted(

@@ -10,12 +10,21 @@ from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_packed_linear
 from compiled_llm.ops.moe.routing import expert_rows, route, weighted_sum
-from compiled_llm.ops.rowwise.rowwise import add_rms_norm, gated_activation, log_sum_exp, rms_norm, rope, soft_cap
+from compiled_llm.ops.rowwise.rowwise import (
+    add_rms_norm,
+    clamped_swiglu,
+    gated_activation,
+    log_sum_exp,
+    rms_norm,
+    rope,
+    soft_cap,
+)
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens, uniform
 
 __all__ = [
     "TILE",
     "add_rms_norm",
+    "clamped_swiglu",
     "empty_packed",
     "exact_linear",
     "expert_rows",

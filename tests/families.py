@@ -148,6 +148,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "topk_group": 2,
         },
     ),
+    "gpt-oss": (
+        "GptOssForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 2, 24),
+            "vocab_size": 307,
+            "sliding_window": 6,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 0.9,
+            "swiglu_alpha": 1.3,
+        },
+    ),
     "qwen3-moe": (
         "Qwen3MoeForCausalLM",
         {

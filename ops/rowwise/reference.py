@@ -49,6 +49,13 @@ def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
+def clamped_swiglu_reference(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """The op in plain torch."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * (gate * torch.sigmoid(gate * alpha))).to(gate_up.dtype)
+
+
 def soft_cap_reference(x: Tensor, cap: float) -> Tensor:
     """The op in plain torch."""
     return torch.tanh(x / cap) * cap

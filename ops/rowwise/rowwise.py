@@ -22,6 +22,7 @@ LIBRARY.define(
     " -> (Tensor, Tensor)"
 )
 LIBRARY.define("gated_activation(Tensor gate_up, str activation) -> Tensor")
+LIBRARY.define("clamped_swiglu(Tensor gate_up, float alpha, float limit) -> Tensor")
 LIBRARY.define("soft_cap(Tensor x, float cap) -> Tensor")
 LIBRARY.define("log_sum_exp(Tensor logits) -> (Tensor, Tensor)")
 
@@ -74,6 +75,14 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     return _OPS.gated_activation(gate_up, activation)
 
 
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """``(up + 1) * gate * sigmoid(alpha * gate)`` of ``[T, 2 * I]``, gate and up side by side: ``[T, I]`` (gpt-oss).
+
+    Before that the gate is at most ``limit``, and up from ``-limit`` to ``limit``. Computed in float32, rounded once.
+    """
+    return _OPS.clamped_swiglu(gate_up, alpha, limit)
+
+
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """``cap * tanh(x / cap)`` for a positive ``cap``, ``[T, D]`` -> ``[T, D]`` (Gemma 2, arXiv:2408.00118)."""
     return _OPS.soft_cap(x, cap)
@@ -104,7 +113,8 @@ def _fake_rope(
 
 
 @torch.library.register_fake("compiled_llm::gated_activation", lib=LIBRARY)
-def _fake_gated(gate_up: Tensor, activation: str) -> Tensor:
+@torch.library.register_fake("compiled_llm::clamped_swiglu", lib=LIBRARY)
+def _fake_gated(gate_up: Tensor, *args) -> Tensor:
     return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
 
 
@@ -125,5 +135,5 @@ def _register(name: str) -> None:
     LIBRARY.impl(name, plain, "CUDA")
 
 
-for _name in ("rms_norm", "add_rms_norm", "rope", "gated_activation", "soft_cap", "log_sum_exp"):
+for _name in ("rms_norm", "add_rms_norm", "rope", "gated_activation", "clamped_swiglu", "soft_cap", "log_sum_exp"):
     _register(_name)

@@ -138,6 +138,20 @@ Tensor gated_activation(const Tensor& gate_up, const std::string& activation) {
   return out;
 }
 
+Tensor clamped_swiglu(const Tensor& gate_up, double alpha, double limit) {
+  const RowKernels& kernels = kernels_for(gate_up, "clamped_swiglu");
+  const Rows from = rows_of(gate_up, "clamped_swiglu", "gate_up");
+  CHECK_VALUE(gate_up.size(1) % 2 == 0 && limit > 0, "clamped_swiglu: gate_up must have an even number of columns, and "
+              "limit be above 0, got ", gate_up.size(1), " and ", limit);
+  const int64_t rows = gate_up.size(0), size = gate_up.size(1) / 2, up = size * bytes_of(gate_up.dtype());
+  Tensor out = empty({rows, size}, gate_up.dtype());
+  const Rows to = rows_of(out, "clamped_swiglu", "out");
+  for_rows(rows, 2 * size, [&](int64_t row) {
+    kernels.clamped_swiglu(from[row], from[row] + up, static_cast<float>(alpha), static_cast<float>(limit), to[row], size);
+  });
+  return out;
+}
+
 Tensor soft_cap(const Tensor& x, double cap) {
   const RowKernels& kernels = kernels_for(x, "soft_cap");
   CHECK_VALUE(cap > 0, "soft_cap: cap must be above 0, got ", cap);
@@ -170,6 +184,7 @@ const std::vector<Op> ops = {
     {"add_rms_norm", Boxed<add_rms_norm>::call},
     {"rope", Boxed<rope>::call},
     {"gated_activation", Boxed<gated_activation>::call},
+    {"clamped_swiglu", Boxed<clamped_swiglu>::call},
     {"soft_cap", Boxed<soft_cap>::call},
     {"log_sum_exp", Boxed<log_sum_exp>::call},
     {"route", Boxed<route>::call},

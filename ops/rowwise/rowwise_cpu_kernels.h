@@ -144,6 +144,16 @@ TARGET void gated(Activation activation, const void* gate, const void* up, void*
 }
 
 template <class T>
+TARGET void clamped_swiglu(const void* gate, const void* up, float alpha, float limit, void* out, int64_t size) {
+  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    Vec g = load_floats(static_cast<const T*>(gate) + i, count), u = load_floats(static_cast<const T*>(up) + i, count);
+    g = g > limit ? broadcast(limit) : g;
+    u = u > limit ? broadcast(limit) : u < -limit ? broadcast(-limit) : u;
+    store_as(static_cast<T*>(out) + i, (u + 1) * (g * sigmoid(g * alpha)), count);
+  });
+}
+
+template <class T>
 TARGET void soft_cap(const void* x, float cap, void* out, int64_t size) {
   for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
     const Vec v = rounded<T>(load_floats(static_cast<const T*>(x) + i, count) / cap);
@@ -197,7 +207,7 @@ TARGET void weighted_sum(const void* y, int64_t stride, const int32_t* places, c
 
 template <class T>
 constexpr RowKernels row_kernels() {
-  return {norm<T, T>, norm<T, float>, rope<T, T>,     rope<T, float>, gated<T>, soft_cap<T>,
+  return {norm<T, T>, norm<T, float>, rope<T, T>,     rope<T, float>, gated<T>, clamped_swiglu<T>, soft_cap<T>,
           log_sum_exp<T>, widen<T>, weighted_sum<T>};
 }
 

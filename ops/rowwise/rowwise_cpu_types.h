@@ -32,6 +32,7 @@ struct RowKernels {
   void (*rope)(const HeadsRow&);
   void (*rope_float_weight)(const HeadsRow&);
   void (*gated)(Activation, const void* gate, const void* up, void* out, int64_t size);
+  void (*clamped_swiglu)(const void* gate, const void* up, float alpha, float limit, void* out, int64_t size);
   void (*soft_cap)(const void* x, float cap, void* out, int64_t size);
   void (*log_sum_exp)(const void* x, int64_t size, float* peak, float* log_total);
   void (*widen)(const void* x, float* out, int64_t size);

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compiled_llm.ops.rowwise import reference
 from compiled_llm.ops.rowwise.triton_kernels import (
+    clamped_swiglu_kernel,
     gated_kernel,
     log_sum_exp_kernel,
     norm_kernel,
@@ -161,6 +162,26 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
         with torch.cuda.device_of(gate_up):
             gated_kernel[(rows, triton.cdiv(size, block))](
                 gate_up, out, stride, SIZE=size, SILU=activation == "silu", BLOCK=block, **_options(block)
+            )
+    return out
+
+
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """The op."""
+    gate_up, stride = _rows(gate_up, "clamped_swiglu", "gate_up")
+    rows, columns = gate_up.shape
+    if columns % 2 or not limit > 0:
+        raise ValueError(
+            "clamped_swiglu: gate_up must have an even number of columns, and limit be above 0, got "
+            f"{columns} and {limit}"
+        )
+    size = columns // 2
+    out = gate_up.new_empty(rows, size)
+    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
+    if out.numel():
+        with torch.cuda.device_of(gate_up):
+            clamped_swiglu_kernel[(rows, triton.cdiv(size, block))](
+                gate_up, out, stride, alpha, limit, SIZE=size, BLOCK=block, **_options(block)
             )
     return out
 

@@ -48,6 +48,7 @@ CASES: dict[str, Case] = {
     ),
     "silu": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 5.0), "silu")),
     "gelu_tanh": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), "gelu_tanh")),
+    "clamped_swiglu": ("clamped_swiglu", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), 1.7, 1.5)),
     "soft_cap": ("soft_cap", lambda t, r, n: (numbers(r, n, t, 40.0), 30.0)),
     "log_sum_exp": ("log_sum_exp", lambda t, r, n: (numbers(r, n, t, 5.0),)),
 }

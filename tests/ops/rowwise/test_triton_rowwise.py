@@ -22,7 +22,14 @@ triton = pytest.importorskip("triton")
 from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
-KERNELS = ("norm_kernel", "rope_kernel", "gated_kernel", "soft_cap_kernel", "log_sum_exp_kernel")
+KERNELS = (
+    "norm_kernel",
+    "rope_kernel",
+    "gated_kernel",
+    "clamped_swiglu_kernel",
+    "soft_cap_kernel",
+    "log_sum_exp_kernel",
+)
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
@@ -138,6 +145,7 @@ def compiled_cases(dtype: torch.dtype, norm_dtype: torch.dtype) -> Iterator[tupl
         yield "rope", [x(8, (HEADS + 2 * KV_HEADS) * H), angles, *norms, HEADS, KV_HEADS, 1e-6]
     for activation in reference.ACTIVATIONS:
         yield "gated_activation", [x(8, 2 * INTERMEDIATE), activation]
+    yield "clamped_swiglu", [x(8, 2 * INTERMEDIATE), 1.7, 7.0]
     yield "soft_cap", [x(8, V), 30.0]
     yield "log_sum_exp", [x(8, V)]
 

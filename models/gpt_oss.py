@@ -1,0 +1,119 @@
+"""gpt-oss (OpenAI, 2025, arXiv:2508.10925): a mixture of experts with biases and clamped gates, and attention sinks.
+
+Windows in every second layer; each query head has a sink, the score of one more key whose value is zero.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models import llama
+from compiled_llm.models.config import WindowedConfig
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import windowed_layers
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
+from compiled_llm.models.rope_config import Rope, read_rope
+from compiled_llm.models.weights import Source
+from compiled_llm.ops import clamped_swiglu
+
+# transformers' own, where a config.json has none.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GptOssConfig(LlamaConfig, WindowedConfig):
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 4
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_router(self.num_local_experts, self.num_experts_per_tok)
+        for name in ("swiglu_alpha", "swiglu_limit"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"config.json: {name} must be a positive number, given {getattr(self, name)!r:.100}")
+
+
+def _gates_first(rows: Tensor) -> Tensor:
+    """A checkpoint has gates and ups in turn."""
+    return torch.cat([rows[::2], rows[1::2]])
+
+
+def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:
+    """The experts of the layer whose tensors' names begin with ``name``."""
+    d, inner, num_experts, top_k = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_local_experts,
+        config.num_experts_per_tok,
+    )
+    experts = f"{name}.mlp.experts"
+    return MoeWeights(
+        router=source.linear(Part(f"{name}.mlp.router", num_experts, d, bias=True)),
+        gate_up=source.stacked_experts(f"{experts}.gate_up_proj", num_experts, 2 * inner, d, top_k, _gates_first),
+        down=source.stacked_experts(f"{experts}.down_proj", num_experts, d, inner, top_k),
+        used=source.used_experts(),
+    )
+
+
+def take_layer(config: Any, source: Source, name: str) -> LayerWeights:
+    """Llama's layer, with experts and sinks."""
+    layer = llama.take_layer(config, source, name, take_mlp)
+    sinks = source.tensor(f"{name}.self_attn.sinks", (config.num_heads,), dtype=torch.float32)
+    return layer._replace(attention=layer.attention._replace(sinks=sinks))
+
+
+def take(config: GptOssConfig, source: Source) -> Weights:
+    """The weights."""
+    return llama.take(config, source, take_layer)
+
+
+def layers(config: GptOssConfig) -> Layers:
+    """Llama's, with a window where ``layer_types`` says so."""
+    return windowed_layers(config, llama.layers(config)[0])
+
+
+def feed_forward(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
+    """A layer's experts, whose weights add up to 1."""
+    gate = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
+    return mixture_of_experts(x, w, step, Router(config.num_experts_per_tok, "softmax_of_chosen"), gate)
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: GptOssConfig, layers: Layers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, feed_forward)
+
+
+def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """One for all layers, scaled by yarn unless the file says otherwise."""
+    has_own = config.get("rope_parameters") or config.get("rope_scaling")
+    return (read_rope(config if has_own else {**config, "rope_parameters": _YARN}, default_theta=150000.0),)
+
+
+FAMILY = Family(
+    "GptOssConfig",
+    GptOssConfig,
+    take,
+    layers,
+    forward,
+    llama.head,
+    requires=llama.FAMILY.requires,
+    read_ropes=read_ropes,
+)
