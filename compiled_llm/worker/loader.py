@@ -73,9 +73,9 @@ class RandomReader:
 
     def tensor(self, wanted: Wanted) -> Tensor:
         self._generator.manual_seed(self._seed + zlib.crc32(wanted.name.encode()))
-        values = torch.empty(wanted.shape, dtype=self.dtype, device=self.device)
+        values = torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device=self.device)
         values.normal_(generator=self._generator).mul_(wanted.std)
-        self._on_bytes(wanted.name, values.nbytes)
+        self._on_bytes(wanted.name, values.numel() * self.dtype.itemsize)
         return values.add_(wanted.mean) if wanted.mean else values
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
