@@ -6,7 +6,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +257,18 @@ class ModelRunner(Worker):
         del self.swap_space
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Steps run uncompiled meanwhile, on the same weights and KV cache. No request may be unfinished."""
+        compiled = self.steps
+        with torch.inference_mode(False):
+            self.steps = compiled.uncompiled(self.cache_dtypes)
+        try:
+            yield
+        finally:
+            self.steps.close()
+            self.steps = compiled
 
     # -- What it is and did
 

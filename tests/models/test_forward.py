@@ -12,7 +12,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family
-from compiled_llm.models.weights import tensors
+from compiled_llm.models.weights import experts, tensors
 from compiled_llm.worker import loader
 from tests.families import CONFIGS, checkpoint, transformers_model
 
@@ -20,8 +20,8 @@ BLOCK_SIZE = 4
 BLOCKS = 64
 
 
-def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32) -> KVCache:
-    shape = (BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32, num_blocks: int = BLOCKS) -> KVCache:
+    shape = (num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     # Poison: what was never written must never be read.
     poison = torch.full(shape, float("nan"), dtype=dtype)
     return tuple(LayerCache(poison.clone(), poison.clone()) for _ in range(config.num_layers))
@@ -83,8 +83,10 @@ def test_bfloat16_is_as_close_as_transformers_is(name: str, kind: LinearKind) ->
         exact = theirs.float()(prompt[None]).logits[0]
         hidden = model.forward(weights, step, empty_cache(config, dtype), config, model.layers(config), len(prompt))
         own = model.head(weights, hidden, config).float()
-    error, allowed = (x.sub(exact).square().mean().sqrt() for x in (own, rounded))
-    assert error <= 1.2 * allowed
+    errors = [x.sub(exact).square().mean(1) for x in (own, rounded)]
+    # Rounding may choose another expert for a token with two of nearly the same score: then the typical token counts.
+    error, allowed = (each.median() if experts(weights) else each.mean() for each in errors)
+    assert error.sqrt() <= 1.2 * allowed.sqrt()
 
 
 def test_dummy_weights_are_seeded_and_shaped_like_a_checkpoint() -> None:

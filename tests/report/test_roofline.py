@@ -33,6 +33,7 @@ def test_bytes_and_operations_of_one_token_are_those_of_the_model(name: str) -> 
     model = transformers_model(name)
     config = json.loads((checkpoint(name) / "config.json").read_text())
     parameters = dict(model.named_parameters())
+    parameters |= {key: buffer for key, buffer in model.named_buffers() if key.endswith("correction_bias")}
     embedding = parameters.pop("model.embed_tokens.weight")
     head = embedding if config["tie_word_embeddings"] else parameters.pop("lm_head.weight")
     work = model_work(name)
