@@ -121,14 +121,15 @@ def by_own_names(config: dict[str, Any], config_class: Any) -> dict[str, Any]:
     return own
 
 
-def used_names(family: Family, config_class: type) -> set[str]:
+def used_names(family: Family, config_class: Any) -> set[str]:
     """The fields that go into the family's config, rotary embeddings left out.
 
     Those that are neither parameters of transformers' class nor ``old_fields`` are ignored by it, and here.
     """
     fields = {field.name for field in dataclasses.fields(family.config)}
     own = fields - {field.name for field in dataclasses.fields(ModelConfig)}
-    return (_USED | own) & class_parameters(config_class).keys() | set(family.old_fields)
+    renamed = {config_class.attribute_map.get(name, name) for name in _USED | own}
+    return renamed & class_parameters(config_class).keys() | set(family.old_fields)
 
 
 def ignored_fields(config: dict[str, Any], family: Family, config_class: type) -> list[str]:

@@ -8,15 +8,28 @@ when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
-from compiled_llm.ops.rowwise.rowwise import add_rms_norm, gated_activation, log_sum_exp, rms_norm, rope, soft_cap
+from compiled_llm.ops.rowwise.rowwise import (
+    activation,
+    add_layer_norm,
+    add_rms_norm,
+    gated_activation,
+    layer_norm,
+    log_sum_exp,
+    rms_norm,
+    rope,
+    soft_cap,
+)
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens, uniform
 
 __all__ = [
+    "activation",
+    "add_layer_norm",
     "add_rms_norm",
     "empty_packed",
     "exact_linear",
     "gated_activation",
     "greedy_tokens",
+    "layer_norm",
     "log_sum_exp",
     "pack_rows",
     "pack_weight",
