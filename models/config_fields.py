@@ -128,8 +128,9 @@ def used_names(family: Family, config_class: Any) -> set[str]:
     """
     fields = {field.name for field in dataclasses.fields(family.config)}
     own = fields - {field.name for field in dataclasses.fields(ModelConfig)}
-    renamed = {config_class.attribute_map.get(name, name) for name in _USED | own}
-    return renamed & class_parameters(config_class).keys() | set(family.old_fields)
+    known, names = class_parameters(config_class).keys(), _USED | own
+    renamed = {config_class.attribute_map[name] for name in config_class.attribute_map.keys() & names - known}
+    return (names | renamed) & known | set(family.old_fields)
 
 
 def ignored_fields(config: dict[str, Any], family: Family, config_class: type) -> list[str]:

@@ -5,7 +5,7 @@ Touvron et al., 2023 (arXiv:2302.13971, 2307.09288); Llama 3: arXiv:2407.21783.
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +32,7 @@ class LayerWeights(NamedTuple):
     input_norm: Tensor  # [D]
     attention: AttentionWeights
     mlp_norm: Tensor  # [D]
-    mlp: MlpWeights
+    mlp: Any  # MlpWeights; in families with experts also MoeWeights
 
 
 class Weights(NamedTuple):
@@ -45,13 +45,22 @@ class Weights(NamedTuple):
     ]  # [max_position_embeddings, H] float32; a second one [max_position_embeddings, 1] scales queries
 
 
-def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:
-    """The layer whose tensors' names begin with ``name``."""
+TakeMlp = Callable[[Any, Source, str], Any]
+FeedForward = Callable[[Tensor, Any, StepInput, Any], Tensor]
+
+
+def take_mlp(config: LlamaConfig, source: Source, name: str) -> MlpWeights:
+    """The MLP of the layer whose tensors' names begin with ``name``."""
+    return source.mlp(f"{name}.mlp", config, bias=config.mlp_bias)
+
+
+def take_layer(config: LlamaConfig, source: Source, name: str, take_mlp: TakeMlp = take_mlp) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``. A family with experts passes its own ``take_mlp``."""
     return LayerWeights(
         input_norm=source.norm(f"{name}.input_layernorm", config.hidden_size),
         attention=source.attention(f"{name}.self_attn", config, bias=config.attention_bias),
         mlp_norm=source.norm(f"{name}.post_attention_layernorm", config.hidden_size),
-        mlp=source.mlp(f"{name}.mlp", config, bias=config.mlp_bias),
+        mlp=take_mlp(config, source, name),
     )
 
 
@@ -79,10 +88,24 @@ def layers(config: LlamaConfig) -> Layers:
     return (spec,) * config.num_layers
 
 
+def feed_forward(x: Tensor, w: MlpWeights, step: StepInput, config: LlamaConfig) -> Tensor:
+    """What follows attention in a layer: the MLP."""
+    return gated_mlp(x, w)
+
+
 def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: LlamaConfig, layers: Layers, max_query_len: int
+    weights: Weights,
+    step: StepInput,
+    kv_cache: KVCache,
+    config: LlamaConfig,
+    layers: Layers,
+    max_query_len: int,
+    feed_forward: FeedForward = feed_forward,
 ) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``.
+
+    A family with experts passes its own ``feed_forward``.
+    """
     eps = config.rms_norm_eps
     x = weights.embedding.rows(step.input_ids)
     delta: Tensor | None = None  # what the last block adds to x
@@ -92,7 +115,7 @@ def forward(
         x, normed = add_rms_norm(x, delta, w.input_norm, eps)
         delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
         x, normed = add_rms_norm(x, delta, w.mlp_norm, eps)
-        delta = gated_mlp(normed, w.mlp)
+        delta = feed_forward(normed, w.mlp, step, config)
     assert delta is not None
     return x + delta
 

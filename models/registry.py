@@ -17,6 +17,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": ("phi3", "Phi-3, Phi-3.5 and Phi-4"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3 with experts"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma 3"),
     "Olmo2ForCausalLM": ("olmo2", "OLMo 2"),

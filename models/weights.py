@@ -1,5 +1,6 @@
 """A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -9,10 +10,11 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.moe import UsedExperts
 from compiled_llm.models.layers.norm import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Linear, LinearKind, Part, Put
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put
 from compiled_llm.models.rope_config import Rope
 
 
@@ -80,6 +82,7 @@ class Source:
     def __init__(self, reader: Reader, linears: LinearKind) -> None:
         self._reader, self._linears = reader, linears
         self.may_repeat: dict[str, str] = {}
+        self._used_experts: UsedExperts | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -119,6 +122,15 @@ class Source:
     def linear(self, *parts: Part) -> Linear:
         """One linear layer that computes all ``parts``, which have the same input."""
         return self._linears.take(_PartsTake(self, parts), parts)
+
+    def experts(self, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+        """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
+        return self._linears.take_experts(_PartsTake(self, list(itertools.chain(*experts))), experts, top_k)
+
+    def used_experts(self) -> UsedExperts:
+        """The model's count of experts, at 0."""
+        self._used_experts = self._used_experts or UsedExperts(torch.zeros(1, dtype=torch.int64, device=self.device))
+        return self._used_experts
 
     def attention(
         self, name: str, config: ModelConfig, *, bias: bool = False, o_bias: bool | None = None
@@ -215,8 +227,33 @@ def linears(weights: Any) -> list[Linear]:
     return list({id(linear): linear for linear in found}.values())
 
 
+def experts(weights: Any) -> list[Experts]:
+    """The layers of all mixtures of experts in a weights tuple."""
+    if isinstance(weights, Experts):
+        return [weights]
+    return [found for item in weights for found in experts(item)] if isinstance(weights, tuple) else []
+
+
+def linear_layers(weights: Any) -> list[Linear | Experts]:
+    """All linear layers of a weights tuple, those of experts included."""
+    return [*linears(weights), *experts(weights)]
+
+
+def used_experts(weights: Any) -> Tensor | None:
+    """The tensor of ``UsedExperts`` in a weights tuple; None where there are no experts."""
+    if isinstance(weights, UsedExperts):
+        return weights.total
+    found = map(used_experts, weights) if isinstance(weights, tuple) else ()
+    return next((count for count in found if count is not None), None)
+
+
 def bytes_to_read(weights: Any) -> int:
-    """Bytes that a step reads of a weights tuple that it uses once: tensors, and linear layers without padding."""
+    """Bytes that a step reads of a weights tuple that it uses once: tensors, and linear layers without padding.
+
+    Without those of experts, which follow from the tokens.
+    """
     if isinstance(weights, Tensor | Linear):
         return weights.nbytes
+    if isinstance(weights, Experts | UsedExperts):
+        return 0
     return sum(map(bytes_to_read, weights)) if isinstance(weights, tuple) else 0

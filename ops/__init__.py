@@ -7,7 +7,9 @@ when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.linear.exact_linear import exact_linear
-from compiled_llm.ops.linear.packed_linear import empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
+from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
+from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_packed_linear
+from compiled_llm.ops.moe.routing import expert_rows, route, weighted_sum
 from compiled_llm.ops.rowwise.rowwise import (
     activation,
     add_layer_norm,
@@ -22,13 +24,17 @@ from compiled_llm.ops.rowwise.rowwise import (
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens, uniform
 
 __all__ = [
+    "TILE",
     "activation",
     "add_layer_norm",
     "add_rms_norm",
     "empty_packed",
     "exact_linear",
+    "expert_rows",
     "gated_activation",
     "greedy_tokens",
+    "grouped_linear",
+    "grouped_packed_linear",
     "layer_norm",
     "log_sum_exp",
     "pack_rows",
@@ -38,8 +44,10 @@ __all__ = [
     "paged_attention_reference",
     "rms_norm",
     "rope",
+    "route",
     "sample_tokens",
     "soft_cap",
     "uniform",
     "unpack_rows",
+    "weighted_sum",
 ]

@@ -11,11 +11,15 @@ that were served; ``index`` is the place of a row in the input, from 0. Rows tha
 ``--resume`` continues the file of an earlier run, however that ended: it serves the rows that are not in the file,
 including those that failed, and gives the same tokens as one run would.
 
+``--check`` serves no file: it compares compiled steps, uncompiled steps and transformers on the first prompts of
+``--input``, or on a few of its own, and prints one table.
+
 ``--report DIR`` writes a report of the run and its share of the machine's limits (``report.html``, ``report.json``; see
 docs/report.md), ``--trace FILE`` the shapes of its steps, which ``scripts/tune_buckets.py`` reads.
 
-Exit status: 0 when every row was served, 1 when some failed or a result could not be written, 2 for bad arguments,
-128 + the signal's number after SIGINT (130) or SIGTERM (143), 141 when stdout was closed and there is no ``--output``.
+Exit status: 0 when every row was served, 1 when some failed or a result could not be written, or for a ``--check`` that
+found a difference, 2 for bad arguments, 128 + the signal's number after SIGINT (130) or SIGTERM (143), 141 when stdout
+was closed and there is no ``--output``.
 """
 
 import argparse
@@ -59,6 +63,7 @@ if TYPE_CHECKING:  # they load torch, which takes seconds: bad arguments are fou
 BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.jsonl"
 DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
 QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler
+CHECKED_ROWS = 4
 REPORT_FILES = ("report.html", "report.json", "trace.json")
 
 
@@ -78,11 +83,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the shapes of all steps, for tune_buckets.py")
     remeasure = "measure the machine's limits even if they are known"
     parser.add_argument("--remeasure-limits", action="store_true", help=remeasure)
+    check = (
+        f"compare compiled, uncompiled and transformers on the first {CHECKED_ROWS} prompts of --input, or on our own"
+    )
+    parser.add_argument("--check", action="store_true", help=check)
     add_engine_arguments(parser)
     add_sampling_arguments(parser, **DEFAULT_SAMPLING)
     args = parser.parse_args()
     if args.resume and args.output is None:
         parser.error("--resume needs --output, the file to resume")
+    files = {"--output": args.output, "--report": args.report, "--trace": args.trace}
+    written = [flag for flag, path in files.items() if path is not None]
+    if args.check and (written or sampling_arguments(args)):
+        parser.error(f"--check serves no file: leave out {', '.join(written) or 'the sampling parameters'}")
     if args.report is None and args.report_profile_steps is not None:
         parser.error("--report-profile-steps needs --report, the directory to write to")
     if args.report_profile_steps is not None and not 0 <= args.report_profile_steps <= 1000:
@@ -252,8 +265,26 @@ def write_reports(engine: "CompiledEngine", report: "RunReport", args: argparse.
     return not failed
 
 
+def run_check(args: argparse.Namespace) -> int:
+    """Compare the ways to compute the model; returns the exit status."""
+    with errors_end("serve_offline"):
+        rows = [] if args.input is None else read_rows(args.input)
+        bad = next((row for row in rows[:CHECKED_ROWS] if row.error is not None), None)
+        if bad is not None:
+            raise ValueError(f"{bad.name}: {bad.error}")
+        config = engine_config(args)
+        from compiled_llm import CompiledEngine
+
+        with CompiledEngine.from_config(config) as engine:
+            report = engine.check([row.prompt for row in rows[:CHECKED_ROWS]] or None)
+    print(report)
+    return 0 if report.agrees else 1
+
+
 def run(args: argparse.Namespace, stdout: GuardedStream) -> int:
     """Serve the rows that are left to serve; returns the exit status."""
+    if args.check:
+        return run_check(args)
     rows, results = prepare(args)
     with results or contextlib.nullcontext():
         done = set(results.done) if results is not None else set()

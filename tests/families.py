@@ -3,6 +3,7 @@
 A new family is one more line in ``CONFIGS``: the equality, loader and graph-break tests then run for it.
 """
 
+import copy
 import functools
 import tempfile
 from pathlib import Path
@@ -126,6 +127,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3ForCausalLM",
         {**_SMALL, **_heads(14, 2, 24), "vocab_size": 409, "tie_word_embeddings": False, "attention_bias": True},
     ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 1, 32),
+            "vocab_size": 307,
+            "num_hidden_layers": 3,
+            "mlp_only_layers": [1],
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 72,
+            "norm_topk_prob": True,
+        },
+    ),
     "gemma2": (
         "Gemma2ForCausalLM",
         {
@@ -231,9 +246,13 @@ COMPILED_SIZES: dict[str, Any] = {"bucket_sizes": (8,), "token_bucket_sizes": (3
 def transformers_model(name: str) -> transformers.PreTrainedModel:
     """transformers' model of a config, float32, seeded random weights (biases and norms too)."""
     class_name, fields = CONFIGS[name]
-    config = getattr(transformers, class_name).config_class(**fields)
+    config = getattr(transformers, class_name).config_class(**copy.deepcopy(fields))  # it fills in their dictionaries
     torch.manual_seed(0)
-    model = getattr(transformers, class_name)(config).eval()
+    return strengthened(getattr(transformers, class_name)(config).eval())
+
+
+def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The model, with biases and norms that matter: transformers begins with zeros and ones."""
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):

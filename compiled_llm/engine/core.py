@@ -188,7 +188,7 @@ class EngineCore:
         self.counts.num_steps += 1
         self.counts.num_output_tokens += sum(request.generates for request in advanced)
         self.counts.num_computed_tokens += output.num_tokens
-        self.log.record_step(result.bucket, output, result.seconds)
+        self.log.record_step(result.bucket, output, result.seconds, result.num_experts)
         if self.log.series.is_due():
             scheduler, pool = self.scheduler, self.scheduler.pool
             self.log.record_state(pool.num_used, pool.num_cached, len(scheduler.running), scheduler.num_waiting)

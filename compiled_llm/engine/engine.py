@@ -8,9 +8,11 @@ from tqdm import tqdm
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, integer
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
+from compiled_llm.engine.check import CheckReport, check
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.failures import warn_if_all_failed
 from compiled_llm.engine.model_files import DEMO_MODEL as DEMO_MODEL
+from compiled_llm.engine.model_files import checkpoint_directory
 from compiled_llm.engine.scoring import score_output, scoring_params
 from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.error_texts import shown
@@ -303,6 +305,26 @@ class CompiledEngine(StepEngine):
                     self._core.end_beams(group)
 
     # -- Reports
+
+    def check(self, prompts: Sequence[Prompt] | None = None, max_tokens: int = 16) -> CheckReport:
+        """Whether compiled steps, uncompiled steps and transformers' own classes agree on the model, on a few prompts.
+
+        For whoever doubts a model. transformers loads it a second time, where there is memory for that.
+
+        Args:
+            prompts: None: four of our own, of random tokens where the model has no tokenizer.
+            max_tokens: to generate for each prompt.
+
+        Returns:
+            A table as ``str()``; ``agrees`` is the verdict.
+
+        Raises:
+            ValueError: an argument or a prompt does not allow it.
+            RuntimeError: requests are unfinished.
+        """
+        if self.has_unfinished_requests():
+            raise RuntimeError("check() while requests are unfinished: finish or abort them first")
+        return check(self, self.generate, checkpoint_directory(self.config), prompts, max_tokens)
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and its state now."""

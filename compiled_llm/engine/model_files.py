@@ -9,7 +9,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.text.tokenizer_files import files_of, read_parts
-from compiled_llm.worker.loader import model_directory
+from compiled_llm.worker.hub import model_directory
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 

@@ -2,8 +2,9 @@
 
 What is counted is what no implementation can leave out:
 
-- read: all weights once a step, of the embedding only the rows of the step's tokens, of the head all rows if the step
-  samples; the keys and values (and scales) of each request's context, its new tokens included.
+- read: all weights once a step, of the embedding only the rows of the step's tokens, of a mixture only the experts that
+  a token uses, of the head all rows if the step samples; the keys and values (and scales) of each request's context,
+  its new tokens included.
 - written: keys and values of the step's tokens.
 - floating-point operations, a multiply-add is two: the linear layers for each token, attention for each pair of a query
   and a key that it sees, the head for each row that is sampled from.
@@ -18,9 +19,9 @@ import torch
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Linear, LinearKind
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind
 from compiled_llm.models.registry import family
-from compiled_llm.models.weights import bytes_to_read, linears
+from compiled_llm.models.weights import bytes_to_read, experts, linear_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class StepWork:
         num_logits: rows that were sampled from.
         num_keys: over all requests of a step, tokens of the context, the new ones included.
         num_pairs: over all tokens, keys that they see.
+        num_experts: experts that some token used, over all layers.
         in_windows: (keys, pairs) likewise in layers with a sliding window, for each of the model's windows.
     """
 
@@ -42,15 +44,17 @@ class StepWork:
     num_logits: float = 0
     num_keys: float = 0
     num_pairs: float = 0
+    num_experts: float = 0
     in_windows: tuple[tuple[float, float], ...] = ()
 
     @classmethod
-    def of(cls, requests: list[tuple[int, int]], windows: Sequence[int] = ()) -> "StepWork":
+    def of(cls, requests: list[tuple[int, int]], windows: Sequence[int] = (), num_experts: float = 0) -> "StepWork":
         """One step in which each request runs ``count`` tokens after ``computed`` ones; each samples a token.
 
         Args:
             requests: (computed, count) of each: (99, 1) decodes with a context of 100, (0, 512) is a prompt of 512.
             windows: the model's, see ``windows_of``.
+            num_experts: see ``StepWork``.
         """
         return cls(
             num_steps=1,
@@ -59,6 +63,7 @@ class StepWork:
             num_logits=len(requests),
             num_keys=sum(computed + count for computed, count in requests),
             num_pairs=sum(num_pairs(computed, count) for computed, count in requests),
+            num_experts=num_experts,
             in_windows=tuple(work_in_window(window, requests) for window in windows),
         )
 
@@ -88,6 +93,7 @@ class ModelWork:
     """What a model makes of each unit of ``StepWork``: bytes, and floating-point operations.
 
     Attributes:
+        expert_bytes: of one expert, on average.
         windows: of its layers. ``per_key`` has for all layers without one, and then for those with each of them, the
             bytes that are read for a key, and the operations of a pair.
     """
@@ -96,6 +102,7 @@ class ModelWork:
     head_bytes_per_step: int
     embedding_bytes_per_token: int
     kv_bytes_per_token: int
+    expert_bytes: float
     linear_flops_per_token: int
     head_flops_per_row: int
     windows: tuple[int, ...]
@@ -123,7 +130,8 @@ class ModelWork:
             head_bytes_per_step=bytes_to_read(weights.head),
             embedding_bytes_per_token=row_bytes + (0 if positions is None else positions[0].nbytes),
             kv_bytes_per_token=sum(kv_bytes_per_token),
-            linear_flops_per_token=sum(_flops_per_row(linear) for part in read for linear in linears(part)),
+            expert_bytes=_expert_bytes(experts(weights)),
+            linear_flops_per_token=sum(map(_flops_per_row, linear_layers(tuple(read)))),
             head_flops_per_row=_flops_per_row(weights.head),
             windows=windows,
             per_key=tuple(per_key.values()),
@@ -134,6 +142,7 @@ class ModelWork:
         return (
             work.num_steps * self.weight_bytes_per_step
             + work.num_head_steps * self.head_bytes_per_step
+            + work.num_experts * self.expert_bytes
             + work.num_tokens * self.embedding_bytes_per_token
             + work.num_tokens * self.kv_bytes_per_token
             + sum(keys * num_bytes for (keys, _), (num_bytes, _) in self._attention(work))
@@ -155,5 +164,10 @@ class ModelWork:
         return max(self.bytes(work) / bytes_per_second, self.flops(work) / flops_per_second)
 
 
-def _flops_per_row(linear: Linear) -> int:
-    return 2 * linear.in_features * linear.out_features
+def _flops_per_row(linear: Linear | Experts) -> int:
+    return 2 * linear.in_features * linear.out_features * (linear.top_k if isinstance(linear, Experts) else 1)
+
+
+def _expert_bytes(layers: Sequence[Experts]) -> float:
+    """An expert has two layers: into its inner size, and out of it."""
+    return sum(layer.nbytes for layer in layers) / max(1, sum(layer.num_experts for layer in layers) / 2)

@@ -92,7 +92,8 @@ class StepRow:
         num_requests, num_tokens: of each step.
         recent: seconds of the latest steps in the bucket; all rows of the bucket share it.
         count, seconds: number of steps, and their time on the device.
-        total_requests, total_tokens, num_logits, num_keys, num_pairs: sums over the steps; see ``StepWork``.
+        total_requests, total_tokens, num_logits, num_keys, num_pairs, num_experts: sums over the steps; see
+            ``StepWork``.
     """
 
     bucket: Bucket
@@ -107,11 +108,12 @@ class StepRow:
     num_logits: int = 0
     num_keys: int = 0
     num_pairs: int = 0
+    num_experts: int = 0
     in_windows: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
     def work(self) -> StepWork:
         heads = self.num_head_steps, self.total_tokens, self.num_logits
-        return StepWork(self.count, *heads, self.num_keys, self.num_pairs, tuple(self.in_windows))
+        return StepWork(self.count, *heads, self.num_keys, self.num_pairs, self.num_experts, tuple(self.in_windows))
 
 
 class StepLog:
@@ -181,8 +183,11 @@ class StepLog:
 
     # -- Steps
 
-    def record_step(self, bucket: Bucket, output: SchedulerOutput, seconds: float) -> None:
-        """A step ran in ``bucket`` and took ``seconds`` on the device. Time before the log's start is left out."""
+    def record_step(self, bucket: Bucket, output: SchedulerOutput, seconds: float, num_experts: int = 0) -> None:
+        """A step ran in ``bucket`` and took ``seconds`` on the device. Time before the log's start is left out.
+
+        ``num_experts``: see ``StepWork``.
+        """
         if self.started is not None:
             # Steps run on the device one after the other. With overlap, one is recorded when the next one runs already.
             room = max(0.0, time.perf_counter() - self.started - self._device_seconds)
@@ -196,6 +201,7 @@ class StepLog:
         row.recent.append(seconds)
         row.total_requests += requests
         row.total_tokens += tokens
+        row.num_experts += num_experts
         row.num_logits += sum(output.num_samples)
         row.num_head_steps += any(output.num_samples)
         computed = sum(output.num_computed_tokens)

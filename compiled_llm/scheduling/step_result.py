@@ -32,6 +32,7 @@ class StepResult:
         logprobs: of the sampled tokens, one for each logits row; None where no request asks for them.
         prompt_logprobs: of the step's ``prompt_targets``, one target after another; None where there are none.
         seconds: that the device took.
+        num_experts: experts that some token used, over all layers; 0 in a model without.
     """
 
     bucket: Bucket
@@ -39,3 +40,4 @@ class StepResult:
     logprobs: LogprobColumns | None = None
     prompt_logprobs: LogprobColumns | None = None
     seconds: float = 0.0
+    num_experts: int = 0

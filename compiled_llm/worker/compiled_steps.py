@@ -1,5 +1,6 @@
 """CompiledSteps: the compiled steps of all buckets, and everything that they read and write on the device."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -82,7 +83,7 @@ class CompiledSteps:
             uses_trees=device.type == "cuda" and graph_pool is None and not config.enforce_eager,
         )
         self.cache: CompileCache | None = None
-        self._dtype = dtype
+        self._config, self._transforms, self._dtype = config, transforms, dtype
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self._graph_pool = graph_pool
         self._is_generic = is_generic
@@ -142,6 +143,21 @@ class CompiledSteps:
             title = f"compiling {len(seconds)} graphs, loading {len(weights) - len(seconds)}"
         with progress.stage(title, weights, seconds=sum(seconds.values()) or None, is_long=bool(seconds)) as stage:
             self._warm_up(enforce_eager, stage)
+
+    def uncompiled(self, cache_dtypes: Sequence[torch.dtype]) -> "CompiledSteps":
+        """The same steps without compiling, on the same weights and KV cache."""
+        steps = CompiledSteps(
+            dataclasses.replace(self._config, enforce_eager=True),
+            self.model_config,
+            self.limits,
+            self.device,
+            self._dtype,
+            self.weights,
+            self.kv_cache,
+            transforms=self._transforms,
+        )
+        steps.compile(cache_dtypes, enforce_eager=True, num_workers=None, progress=StartProgress("off"))
+        return steps
 
     def _warm_up(self, enforce_eager: bool, stage: Stage) -> None:
         def make(function: Callable, name: str, keep: bool = True) -> CompiledFunction:

@@ -1,6 +1,5 @@
 """Model directory -> weights. Every tensor is accounted for: missing, extra and mis-shaped ones are listed by file."""
 
-import re
 import warnings
 import zlib
 from collections import Counter
@@ -19,8 +18,6 @@ from compiled_llm.models.weights import Source, Wanted
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
 from compiled_llm.worker.tensor_names import by_family_names, part_of
-
-_DATA_FILES = ("*.json", "*.safetensors", "*.jinja")  # of a hub's model: configs, weights, chat templates
 
 
 def load_weights(
@@ -139,31 +136,3 @@ def _check_repeated(name: str, original: str, shape: tuple[int, ...], stored: di
     if is_like and have_same_bytes(stored[name], stored[original]):
         return []
     return [f"{stored[name].name} differs from {stored[original].name}, though config.json says they are tied"]
-
-
-def model_directory(model: str, revision: str | None = None, name: str = "model") -> Path:
-    """The directory of a model: ``model`` itself, or the hub's snapshot of that id with data files alone.
-
-    The hub is asked with the access token of the environment variable HF_TOKEN, or of ``hf auth login``.
-
-    Args:
-        revision: branch, tag or commit of a hub id; None: the main branch.
-        name: of the argument, for messages.
-
-    Raises:
-        ValueError: it is neither, a directory is given a revision, or the hub does not give it.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        if revision is not None:
-            raise ValueError(f"revision must be None for a directory, such as {model!r}, given {revision!r}")
-        return path
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
-        raise ValueError(f"{name}={model!r} is neither a directory nor a hub id ('organisation/name')")
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_DATA_FILES)))
-    except Exception as error:  # of the network, the hub or the disk
-        at = "" if revision is None else f", revision={revision!r}"
-        raise ValueError(f"{name}={model!r}{at} is no directory here, nor to be had as a hub id: {error}") from error

@@ -14,8 +14,9 @@ import torch
 
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.linears.protocol import Experts, Linear
 from compiled_llm.models.registry import family
-from compiled_llm.models.weights import linears
+from compiled_llm.models.weights import linear_layers
 from compiled_llm.resources import free_memory, total_memory
 
 # Blocks of the pool to compile on, the sink among them. Not fewer: a size of 1 would be compiled in as a constant.
@@ -260,10 +261,15 @@ def estimated_activations(model_config: ModelConfig, limits: EngineLimits, items
     Logits, and what goes into and comes out of the linear layers of the widest decoder layer.
     """
     weights = family(model_config.architecture).describe(model_config).weights
-    per_token = max(sum(w.in_features + w.out_features for w in linears(layer)) for layer in weights.layers)
+    per_token = max(sum(map(_width, linear_layers(layer))) for layer in weights.layers)
     rows = limits.decode_bucket_sizes[-1] * (1 + limits.num_draft_tokens)
     logits = rows * model_config.vocab_size * 16
     return limits.token_bucket_sizes[-1] * per_token * itemsize + logits * len(limits.decode_bucket_sizes)
+
+
+def _width(linear: Linear | Experts) -> int:
+    """Elements of a token that go into a linear layer, and come out."""
+    return (linear.in_features + linear.out_features) * (linear.top_k if isinstance(linear, Experts) else 1)
 
 
 def free_bytes(device: torch.device) -> int:

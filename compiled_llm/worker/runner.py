@@ -6,7 +6,7 @@ import functools
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.kinds import linear_kind
 from compiled_llm.models.registry import family
-from compiled_llm.models.weights import linears, tensors
+from compiled_llm.models.weights import experts, linears, tensors, used_experts
 from compiled_llm.ops import native, swap
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.progress import StartProgress
@@ -63,6 +63,7 @@ class LaunchedStep:
         prompt_logprobs: of the step's ``prompt_targets``, on the host.
         seconds: what the device took; on a GPU known once the step is collected.
         started, ended: on a GPU, events before and after the step.
+        num_experts: ``[1]`` as ``tokens``: experts that some token used, over all layers; None without experts.
     """
 
     bucket: Bucket
@@ -73,6 +74,7 @@ class LaunchedStep:
     seconds: float = 0.0
     started: torch.cuda.Event | None = None
     ended: torch.cuda.Event | None = None
+    num_experts: Tensor | None = None
 
 
 class ModelRunner(Worker):
@@ -184,9 +186,13 @@ class ModelRunner(Worker):
         started, ended = self._event(), self._event()
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
         tokens_before = None if profiler is None else steps.last_tokens.clone()
+        used = used_experts(steps.weights)
+        if used is not None:
+            used.zero_()
         around = None if self.watch is None else functools.partial(self.watch, output, bucket)
         logprobs = steps.run(bucket, needs, around)
         prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
+        num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
         if ended is None:
             tokens = steps.last_tokens[:num_rows].clone()
         else:
@@ -204,7 +210,8 @@ class ModelRunner(Worker):
             self.times.launch_seconds += finished - prepared
         if profiler is not None and tokens_before is not None:
             self._profile(profiler, bucket, needs, tokens_before)
-        return LaunchedStep(bucket, num_rows, tokens, logprobs, prompt_logprobs, finished - copied, started, ended)
+        seconds = finished - copied
+        return LaunchedStep(bucket, num_rows, tokens, logprobs, prompt_logprobs, seconds, started, ended, num_experts)
 
     def _profile(self, profiler: StepProfiler, bucket: Bucket, needs: SamplingNeeds, tokens_before: Tensor) -> None:
         """Repeat the step that has just run, for the profiler. ``tokens_before``: the ``last_tokens`` before it."""
@@ -232,6 +239,7 @@ class ModelRunner(Worker):
             None if step.logprobs is None else _columns(step.logprobs, step.num_rows),
             None if step.prompt_logprobs is None else _columns(step.prompt_logprobs, len(step.prompt_logprobs.rank)),
             step.seconds,
+            0 if step.num_experts is None else int(step.num_experts),
         )
 
     def _event(self) -> torch.cuda.Event | None:
@@ -247,6 +255,18 @@ class ModelRunner(Worker):
         del self.swap_space
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    @contextlib.contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Steps run uncompiled meanwhile, on the same weights and KV cache. No request may be unfinished."""
+        compiled = self.steps
+        with torch.inference_mode(False):
+            self.steps = compiled.uncompiled(self.cache_dtypes)
+        try:
+            yield
+        finally:
+            self.steps.close()
+            self.steps = compiled
 
     # -- What it is and did
 
@@ -280,7 +300,8 @@ class ModelRunner(Worker):
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
         description = family(c.architecture).describe(c, self.dtype, self.linears)
-        largest = max(linear.nbytes for linear in linears(description.weights))
+        of_experts = [layer.nbytes // layer.num_experts for layer in experts(description.weights)]
+        largest = max(*of_experts, *(linear.nbytes for linear in linears(description.weights)))
         rope_bytes = _num_bytes(description.weights.ropes)
         needed = _num_bytes(description.weights) + self.linears.bytes_while_taking(largest)
         needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole

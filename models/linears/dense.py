@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.parts import take_bias, weight_shapes
 from compiled_llm.models.linears.protocol import Part, Take
 
 
@@ -54,20 +56,9 @@ class Dense(NamedTuple):
         return cls(weight, take_bias(take, parts))
 
     @staticmethod
+    def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
+        return DenseExperts.take(take, experts, top_k)
+
+    @staticmethod
     def bytes_while_taking(nbytes: int) -> int:
         return 0
-
-
-def weight_shapes(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the parts' weights in a checkpoint."""
-    return {f"{part.name}.weight": (part.out_features, part.in_features) for part in parts}
-
-
-def take_bias(take: Take, parts: Sequence[Part]) -> Tensor | None:
-    """The biases of all ``parts`` one after the other, ``[out_features]``; None where they have none."""
-    assert len({part.bias for part in parts}) == 1, "either all of the layers have a bias or none"
-    if not parts[0].bias:
-        return None
-    bias = torch.empty(sum(part.out_features for part in parts), dtype=take.dtype, device=take.device)
-    taken = [take(f"{part.name}.bias", (part.out_features,)) for part in parts]
-    return bias if bias.is_meta else torch.cat(taken, out=bias)

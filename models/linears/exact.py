@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.protocol import Part, Take
 from compiled_llm.ops import exact_linear
 
@@ -45,6 +46,10 @@ class Exact(NamedTuple):
     @classmethod
     def take(cls, take: Take, parts: Sequence[Part]) -> "Exact":
         return cls(Dense.take(take, parts))
+
+    @staticmethod
+    def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
+        return DenseExperts.take(take, experts, top_k)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:

@@ -74,6 +74,37 @@ class Linear(Protocol):
         """Rows ``ids`` ``[T]`` (int32 or int64) of ``W``, ``[T, in_features]``: an embedding of the tokens ``ids``."""
 
 
+@runtime_checkable
+class Experts(Protocol):
+    """``x @ W[e].T + bias[e]`` for each expert e of a mixture, however ``W`` is kept.
+
+    A NamedTuple as ``Linear`` is, and as pure.
+    """
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def top_k(self) -> int:
+        """Experts that a token uses."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all experts' weights, padding left out."""
+
+    def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
+        """``[T, in_features]`` -> ``[R, out_features]``, each row by the expert that it belongs to.
+
+        ``rows`` and ``starts`` are those of ``ops.grouped_linear``.
+        """
+
+
 class LinearKind(Protocol):
     """How linear layers of a kind come about: the class of the layers, with these as class or static methods."""
 
@@ -88,6 +119,9 @@ class LinearKind(Protocol):
 
         On the device "meta" it tells names and shapes alone, which is how a checkpoint is checked before it is read.
         """
+
+    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+        """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
 
     def bytes_while_taking(self, nbytes: int) -> int:
         """Bytes that making a layer of ``nbytes`` takes besides, until it is made."""

@@ -44,9 +44,9 @@ T argument(StableIValue value) {
 }
 
 inline void give(StableIValue* stack, Tensor result) { stack[0] = reinterpret_cast<StableIValue>(result.release()); }
-inline void give(StableIValue* stack, std::tuple<Tensor, Tensor> results) {
-  give(stack, std::move(std::get<0>(results)));
-  give(stack + 1, std::move(std::get<1>(results)));
+template <class... Results>
+void give(StableIValue* stack, std::tuple<Results...> results) {
+  std::apply([&](auto&... each) { (give(stack++, std::move(each)), ...); }, results);
 }
 
 // An op as torch calls it: the arguments are on the stack, and the results take their place.

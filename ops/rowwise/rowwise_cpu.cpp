@@ -192,6 +192,12 @@ std::tuple<Tensor, Tensor> log_sum_exp(const Tensor& logits) {
   return {std::move(peak), std::move(log_total)};
 }
 
+}  // namespace
+
+#include "../moe/routing_cpu.h"
+
+namespace {
+
 const std::vector<Op> ops = {
     {"rms_norm", Boxed<rms_norm>::call},
     {"add_rms_norm", Boxed<add_rms_norm>::call},
@@ -202,6 +208,9 @@ const std::vector<Op> ops = {
     {"activation", Boxed<activation>::call},
     {"soft_cap", Boxed<soft_cap>::call},
     {"log_sum_exp", Boxed<log_sum_exp>::call},
+    {"route", Boxed<route>::call},
+    {"expert_rows", Boxed<expert_rows>::call},
+    {"weighted_sum", Boxed<weighted_sum>::call},
 };
 
 }  // namespace

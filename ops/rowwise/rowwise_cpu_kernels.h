@@ -239,9 +239,30 @@ TARGET void log_sum_exp(const void* all, int64_t size, float* peak, float* log_t
 }
 
 template <class T>
+TARGET void widen(const void* x, float* out, int64_t size) {
+  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    store_as(out + i, load_floats(static_cast<const T*>(x) + i, count), count);
+  });
+}
+
+template <class T>
+TARGET void weighted_sum(const void* y, int64_t stride, const int32_t* places, const float* weights, int64_t terms, void* out,
+                         int64_t size) {
+  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    Vec sum = {};
+    for (int64_t j = 0; j < terms; ++j) {
+      if (places[j] < 0) continue;
+      const T* row = reinterpret_cast<const T*>(static_cast<const char*>(y) + places[j] * stride);
+      sum += weights[j] * load_floats(row + i, count);
+    }
+    store_as(static_cast<T*>(out) + i, sum, count);
+  });
+}
+
+template <class T>
 constexpr RowKernels row_kernels() {
-  return {norm<T, T>,     norm<T, float>, layer_norm<T>, rope<T, T>,    rope<T, float>,
-          gated<T>,       activate<T>,    soft_cap<T>,   log_sum_exp<T>};
+  return {norm<T, T>, norm<T, float>, layer_norm<T>, rope<T, T>,     rope<T, float>, gated<T>,
+          activate<T>, soft_cap<T>,   log_sum_exp<T>, widen<T>, weighted_sum<T>};
 }
 
 inline Kernels kernels() { return {row_kernels<float>(), row_kernels<BFloat16>(), row_kernels<Half>()}; }

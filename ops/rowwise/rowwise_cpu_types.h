@@ -36,6 +36,10 @@ struct RowKernels {
   void (*activate)(Activation, const void* x, void* out, int64_t size);
   void (*soft_cap)(const void* x, float cap, void* out, int64_t size);
   void (*log_sum_exp)(const void* x, int64_t size, float* peak, float* log_total);
+  void (*widen)(const void* x, float* out, int64_t size);
+  // Of the rows `places` of y, `stride` bytes apart; those below 0 add nothing.
+  void (*weighted_sum)(const void* y, int64_t stride, const int32_t* places, const float* weights, int64_t count, void* out,
+                       int64_t size);
 };
 
 struct Kernels {

@@ -20,8 +20,8 @@ BLOCK_SIZE = 4
 BLOCKS = 64
 
 
-def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32) -> KVCache:
-    shape = (BLOCKS, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32, num_blocks: int = BLOCKS) -> KVCache:
+    shape = (num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
     # Poison: what was never written must never be read.
     poison = torch.full(shape, float("nan"), dtype=dtype)
     return tuple(LayerCache(poison.clone(), poison.clone()) for _ in range(config.num_layers))

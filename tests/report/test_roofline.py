@@ -7,7 +7,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from compiled_llm.models.config_file import read_config
+from compiled_llm.models.family import Description
 from compiled_llm.models.registry import family
+from compiled_llm.models.weights import experts
 from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs, windows_of
 from compiled_llm.step.kv_cache import bytes_per_layer
 from tests.families import CONFIGS, checkpoint, transformers_model
@@ -20,6 +22,11 @@ def model_work(name: str) -> ModelWork:
     return ModelWork.of(config, torch.float32, [KV_BYTES] + [0] * (config.num_layers - 1))
 
 
+def description(name: str) -> Description:
+    config = read_config(checkpoint(name))
+    return family(config.architecture).describe(config)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_and_operations_of_one_token_are_those_of_the_model(name: str) -> None:
     model = transformers_model(name)
@@ -30,13 +37,14 @@ def test_bytes_and_operations_of_one_token_are_those_of_the_model(name: str) -> 
     once = [embedding, head, positions]
     parameters = {name: p for name, p in parameters.items() if all(p is not other for other in once)}
     work = model_work(name)
-    step = StepWork.of([(0, 1)], work.windows)
+    layers = experts(description(name).weights)
+    step = StepWork.of([(0, 1)], work.windows, num_experts=sum(layer.top_k for layer in layers) / 2)
     weights = sum(parameter.nbytes for parameter in parameters.values()) + head.nbytes
-    assert (
-        work.bytes(step) == weights + embedding[0].nbytes + positions[0].nbytes + 2 * KV_BYTES
-    )  # a key is written, and read
+    weights -= sum(layer.nbytes // layer.num_experts * (layer.num_experts - layer.top_k) for layer in layers)
+    assert work.bytes(step) == weights + embedding[0].nbytes + positions[0].nbytes + 2 * KV_BYTES  # of a key, twice
 
     model.set_attn_implementation("eager")  # whose products are counted
+    model.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.tensor([[5]]))
     rotary = counter.get_total_flops() - work.flops(step)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, RequestOutput
 from compiled_llm.engine.engine import DEMO_MODEL
@@ -59,6 +60,20 @@ def test_bundled_prompts_and_the_summary(monkeypatch: pytest.MonkeyPatch, capsys
     ):
         assert word in out
     assert "def " in out
+
+
+def test_a_check_prints_one_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fast = ["--enforce-eager", "--bucket-sizes", "4", "--num-kv-blocks", "100", "--check"]
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"import number{n}\n" for n in range(6)))
+    assert run(monkeypatch, *fast, "--input", str(prompts)) == 0
+    out = capsys.readouterr().out
+    assert out.count("agrees") == out.count("import number") == 4
+    monkeypatch.setattr("compiled_llm.engine.check._TOLERANCES", {torch.bfloat16: 1e-6})
+    assert run(monkeypatch, *fast, "--input", str(prompts)) == 1
+    assert capsys.readouterr().out.count("DIFFERS") == 4
 
 
 def test_the_summary_says_what_the_kv_cache_takes(
@@ -183,6 +198,8 @@ def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (["--trace", "/no/such/directory/trace.json"], "/no/such/directory"),
         (["--report", __file__], "must be a directory"),
         (["--report-profile-steps", "2"], "needs --report"),
+        (["--check", "--output", "out.jsonl"], "--check serves no file: leave out --output"),
+        (["--check", "--temperature", "1"], "--check serves no file: leave out the sampling parameters"),
         (["--report", "report", "--report-profile-steps=-1"], "0 to 1000"),
     ],
 )

@@ -12,8 +12,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from compiled_llm import EngineConfig
-from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.worker import checkpoint as checkpoint_files
@@ -242,39 +240,3 @@ def test_tensors_are_read_as_they_were_written(tmp_path: Path, dtype: torch.dtyp
     for name, tensor in tensors.items():
         assert torch.equal(stored[name].read(), tensor)
         assert stored[name].read().dtype == dtype
-
-
-# -- The hub
-
-
-def test_a_revision_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
-    asked: list[tuple] = []
-
-    def download(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.append((repo_id, revision))
-        assert set(allow_patterns) == {"*.json", "*.safetensors", "*.jinja"}, "data files alone"
-        return str(directory)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    config = EngineConfig(model="us/model", revision="v1.1", tokenizer="us/words", tokenizer_revision="abc123")
-    assert checkpoint_directory(config) == directory
-    with pytest.raises(ValueError, match="tokenizer"):  # there is none in the directory
-        load_tokenizer(config, directory)
-    assert checkpoint_directory(EngineConfig(model="us/model")) == directory
-    assert asked == [("us/model", "v1.1"), ("us/words", "abc123"), ("us/model", None)]
-
-
-def test_what_the_hub_says_is_told_with_the_revision(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repo_id: str, **options: object) -> str:
-        raise OSError("401 Client Error: gated")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    with pytest.raises(ValueError, match=r"tokenizer='us/words', revision='v1' is no directory here, .* 401 .* gated"):
-        loader.model_directory("us/words", "v1", "tokenizer")
-    with pytest.raises(ValueError, match="model='us/model' is no directory here, nor to be had as a hub id: 401"):
-        loader.model_directory("us/model")
-
-
-def test_a_directory_has_no_revisions(directory: Path) -> None:
-    with pytest.raises(ValueError, match=r"revision must be None for a directory, .* given 'v1'"):
-        loader.model_directory(str(directory), "v1")

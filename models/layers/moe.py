@@ -1,0 +1,57 @@
+"""A mixture of experts in the place of an MLP (Shazeer et al., 2017, arXiv:1701.06538)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from compiled_llm.models.inputs import StepInput
+from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.ops import expert_rows, gated_activation, route, weighted_sum
+
+
+class UsedExperts(NamedTuple):
+    """How many experts some token used, added up over layers and steps: each reads its weights once for all tokens."""
+
+    total: Tensor  # [1] int64, the same tensor in all layers of a model
+
+
+class MoeWeights(NamedTuple):
+    router: Linear  # [E, D]
+    gate_up: Experts  # [E, 2 * intermediate, D]
+    down: Experts  # [E, D, intermediate]
+    used: UsedExperts
+    choice_bias: Tensor | None = None  # [E] float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How a token's experts are chosen and weighted; ``ops.route`` says what the fields mean."""
+
+    top_k: int
+    scoring: str
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+
+
+def silu_gate(gate_up: Tensor) -> Tensor:
+    """SwiGLU, ``[R, 2 * intermediate]`` -> ``[R, intermediate]``."""
+    return gated_activation(gate_up, "silu")
+
+
+def mixture_of_experts(
+    x: Tensor, w: MoeWeights, step: StepInput, router: Router, gate: Callable[[Tensor], Tensor] = silu_gate
+) -> Tensor:
+    """The weighted sum of what each token's experts, gated MLPs, give: ``[T, D]`` -> ``[T, D]``; 0 for padding.
+
+    Shapes are static: every token has ``top_k`` rows, and which expert has which of them is data.
+    """
+    logits = w.router.apply(x)
+    weights, experts = route(
+        logits, w.choice_bias, router.top_k, router.scoring, router.scale, router.groups, router.top_groups
+    )
+    places, tokens, starts = expert_rows(experts, step.query_start_loc[-1:], w.used.total, w.gate_up.num_experts)
+    hidden = gate(w.gate_up.apply_to(x, tokens, starts))
+    return weighted_sum(w.down.apply_to(hidden, None, starts), places, weights)

@@ -1,0 +1,23 @@
+"""What linear layers of all kinds take of a checkpoint."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.linears.protocol import Part, Take
+
+
+def weight_shapes(parts: Sequence[Part]) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of the parts' weights in a checkpoint."""
+    return {f"{part.name}.weight": (part.out_features, part.in_features) for part in parts}
+
+
+def take_bias(take: Take, parts: Sequence[Part]) -> Tensor | None:
+    """The biases of all ``parts`` one after the other, ``[out_features]``; None where they have none."""
+    assert len({part.bias for part in parts}) == 1, "either all of the layers have a bias or none"
+    if not parts[0].bias:
+        return None
+    bias = torch.empty(sum(part.out_features for part in parts), dtype=take.dtype, device=take.device)
+    taken = [take(f"{part.name}.bias", (part.out_features,)) for part in parts]
+    return bias if bias.is_meta else torch.cat(taken, out=bias)

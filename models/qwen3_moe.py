@@ -1,0 +1,89 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in the place of some or all MLPs (Yang et al., 2025, arXiv:2505.09388)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from compiled_llm.models import llama, qwen3
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.moe import MoeWeights, Router, mixture_of_experts
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.llama import LlamaConfig, Weights
+from compiled_llm.models.weights import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3MoeConfig(LlamaConfig):
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 768
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_experts", "moe_intermediate_size", "decoder_sparse_step"):
+            if not 0 < getattr(self, name) <= 2**24:
+                raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")
+        if not 0 < self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"config.json: num_experts_per_tok must be from 1 to num_experts={self.num_experts}, given "
+                f"{self.num_experts_per_tok!r:.100}"
+            )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer number ``layer`` has experts, and no plain MLP."""
+        return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
+
+    @property
+    def router(self) -> Router:
+        return Router(self.num_experts_per_tok, "softmax_of_chosen" if self.norm_topk_prob else "softmax")
+
+
+def take_mlp(config: Qwen3MoeConfig, source: Source, name: str) -> MlpWeights | MoeWeights:
+    """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
+    if not config.has_experts(int(name.rsplit(".", 1)[1])):
+        return llama.take_mlp(config, source, name)
+    d, inner = config.hidden_size, config.moe_intermediate_size
+    experts = [f"{name}.mlp.experts.{e}" for e in range(config.num_experts)]
+    top_k = config.num_experts_per_tok
+    return MoeWeights(
+        router=source.linear(Part(f"{name}.mlp.gate", config.num_experts, d)),
+        gate_up=source.experts([[Part(f"{e}.{x}_proj", inner, d) for x in ("gate", "up")] for e in experts], top_k),
+        down=source.experts([[Part(f"{e}.down_proj", d, inner)] for e in experts], top_k),
+        used=source.used_experts(),
+    )
+
+
+def take(config: Qwen3MoeConfig, source: Source) -> Weights:
+    """The weights: Qwen3's, with experts in the layers that have some."""
+    return llama.take(config, source, functools.partial(qwen3.take_layer, take_mlp=take_mlp))
+
+
+def feed_forward(x: Tensor, w: MlpWeights | MoeWeights, step: StepInput, config: Any) -> Tensor:
+    """A layer's experts, or its MLP."""
+    return mixture_of_experts(x, w, step, config.router) if isinstance(w, MoeWeights) else gated_mlp(x, w)
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: Qwen3MoeConfig, layers: Layers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, feed_forward)
+
+
+FAMILY = Family(
+    "Qwen3MoeConfig",
+    Qwen3MoeConfig,
+    take,
+    llama.layers,
+    forward,
+    llama.head,
+    requires={"hidden_act": ("silu", "swish")},
+    old_fields=("head_dim",),
+)

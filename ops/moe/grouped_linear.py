@@ -1,0 +1,92 @@
+"""The linear layers of experts, each for rows of its own: references, schemas, registration.
+
+    y[r] = x[rows[r]] @ W[e].T + bias[e]        for the rows r from starts[e] to starts[e + 1]
+
+One op for all experts. It reads the weights of those that have rows, once each, and has the same shapes whichever those
+are. An output is one float32 sum over the inputs in one order, whatever other rows the expert has. ``routing.py`` makes
+``rows`` and ``starts``. E experts, R rows, N out_features, K in_features.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.linear.packed_linear import pack_weight
+
+_ROWS = "Tensor? bias, Tensor? rows, Tensor starts"
+LIBRARY.define(f"grouped_linear(Tensor x, Tensor weight, {_ROWS}) -> Tensor")
+LIBRARY.define(f"grouped_packed_linear(Tensor x, Tensor packed, {_ROWS}, int out_features) -> Tensor")
+
+
+def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> Tensor:
+    """The experts' layers, accumulated in float32 and rounded once.
+
+    Args:
+        x: ``[T, K]`` float32, bfloat16 or float16; rows may be strided, the last stride is 1.
+        weight: ``[E, N, K]`` contiguous, bias: ``[E, N]`` or None; dtype of ``x``.
+        rows: ``[R]`` int32: the row of ``x`` that each row takes; None: its own, and R is T.
+        starts: ``[E + 1]`` int32, ascending, from 0 to at most R.
+
+    Returns:
+        ``[R, N]`` in the dtype of ``x``, contiguous. Rows that belong to no expert are not written.
+    """
+    return torch.ops.compiled_llm.grouped_linear(x, weight, bias, rows, starts)
+
+
+def grouped_packed_linear(
+    x: Tensor, packed: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, out_features: int
+) -> Tensor:
+    """The same for weights packed by ``pack_weights``, for CPUs. ``out_features``: N."""
+    return torch.ops.compiled_llm.grouped_packed_linear(x, packed, bias, rows, starts, out_features)
+
+
+def pack_weights(weights: list[Tensor]) -> Tensor:
+    """Each expert's ``[N, K]`` as ``pack_weight`` packs it: ``[E, ceil(N / 16), ceil(K / I), 16, I]``."""
+    return torch.stack([pack_weight(weight) for weight in weights])
+
+
+def grouped_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor
+) -> Tensor:
+    """The op in plain torch: an expert at a time. Rows that belong to none are 0."""
+    x = x if rows is None else x[rows]
+    out = x.new_zeros(x.shape[0], weight.shape[1])
+    ends = starts.tolist()
+    for expert, (first, end) in enumerate(itertools.pairwise(ends)):
+        if end > first:
+            own = None if bias is None else bias[expert].float()
+            out[first:end] = F.linear(x[first:end].float(), weight[expert].float(), own).to(x.dtype)
+    return out
+
+
+def grouped_packed_linear_reference(
+    x: Tensor, packed: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, out_features: int
+) -> Tensor:
+    """The op in plain torch: unpack, multiply."""
+    weight = packed.transpose(2, 3).reshape(packed.shape[0], packed.shape[1] * packed.shape[3], -1)
+    return grouped_linear_reference(x, weight[:, :out_features, : x.shape[1]], bias, rows, starts)
+
+
+@torch.library.register_fake("compiled_llm::grouped_linear", lib=LIBRARY)
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> Tensor:
+    return x.new_empty((x if rows is None else rows).shape[0], weight.shape[1])
+
+
+@torch.library.register_fake("compiled_llm::grouped_packed_linear", lib=LIBRARY)
+def _fake_packed(
+    x: Tensor, packed: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, out_features: int
+) -> Tensor:
+    return x.new_empty((x if rows is None else rows).shape[0], out_features)
+
+
+def _without_kernels(*args):
+    """Until linear_cpu.cpp is loaded, which registers its own implementation; or for good, without a compiler."""
+    return (grouped_packed_linear if native.load("linear_cpu") else grouped_packed_linear_reference)(*args)
+
+
+LIBRARY.impl("grouped_packed_linear", _without_kernels, "CompositeExplicitAutograd")
+LIBRARY.impl("grouped_linear", grouped_linear_reference, "CompositeExplicitAutograd")

@@ -1,0 +1,63 @@
+"""Published configs made small: each field that says what is computed stays, sizes and lengths shrink."""
+
+from typing import Any
+
+LENGTH = 512  # of the longest text
+HEAD_DIM = 16
+NUM_LAYERS = 6
+_TOKENS = {"vocab_size": 331, "initializer_range": 0.1}  # logits that tell tokens apart
+
+
+def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with six layers of a few narrow heads.
+
+    Windows become shorter than a text of 300 tokens. Lengths of rotary embeddings keep their ratio to the longest text,
+    ``LENGTH``, and each frequency its factor.
+    """
+    if config["model_type"] == "gpt2":  # whose names for sizes are its own
+        sizes = {"n_embd": 112, "n_head": 7, "n_layer": NUM_LAYERS, "n_positions": LENGTH}
+        return {**config, **_TOKENS, **sizes, "bos_token_id": 1, "eos_token_id": 2}
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    num_kv_heads = 1 if kv_heads == 1 else 2
+    num_heads = num_kv_heads * min(heads // kv_heads, 5)
+    small = {
+        **config,
+        "hidden_size": num_heads * HEAD_DIM if config.get("head_dim") is None else 112,
+        "intermediate_size": 96,
+        "num_hidden_layers": NUM_LAYERS,
+        "num_attention_heads": num_heads,
+        **_TOKENS,
+    }
+    ratio = LENGTH / config.get("max_position_embeddings", LENGTH)
+    changes: dict[str, Any] = {
+        "head_dim": HEAD_DIM,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": LENGTH,
+        "original_max_position_embeddings": round(config.get("original_max_position_embeddings", LENGTH) * ratio),
+        "sliding_window": 40,
+        "layer_types": (config.get("layer_types") or [])[:NUM_LAYERS],
+        "no_rope_layers": (config.get("no_rope_layers") or [])[:NUM_LAYERS],
+        "max_window_layers": 3,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    small |= {name: value for name, value in changes.items() if config.get(name) is not None}
+    rotated = int(HEAD_DIM * config.get("partial_rotary_factor", 1.0))
+    for name in ("rope_scaling", "rope_parameters"):
+        if config.get(name) is not None:
+            small[name] = _scaled_rope(config[name], ratio, rotated // 2)
+    return small
+
+
+def _scaled_rope(rope: dict[str, Any], ratio: float, num_frequencies: int) -> dict[str, Any]:
+    small: dict[str, Any] = {}
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            small[name] = _scaled_rope(value, ratio, num_frequencies)
+        elif name.endswith("max_position_embeddings"):
+            small[name] = max(round(value * ratio), 8)
+        else:
+            small[name] = value[:num_frequencies] if isinstance(value, list) else value
+    return small

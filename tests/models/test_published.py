@@ -1,0 +1,85 @@
+"""Published configs, scaled down, against transformers: every position of a prompt that is longer than windows.
+
+The checkpoint has the ``config.json`` as it was published, but for its sizes.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.linears.packed import Packed
+from compiled_llm.models.registry import family
+from compiled_llm.worker import loader
+from tests.families import strengthened
+from tests.models.published_configs import SUPPORTED
+from tests.models.published_dense import DENSE
+from tests.models.published_norms import NORMS
+from tests.models.scaled_down import scaled_down
+from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
+
+PUBLISHED = {**SUPPORTED, **DENSE, **NORMS}
+NUM_TOKENS = 300
+NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
+SHARED_BLOCKS = 50  # of a request that finds its beginning in the cache
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Other tests see to what is warned of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_position_of_300_tokens(name: str, tmp_path: Path) -> None:
+    prompt, expected = checkpoint_of(scaled_down(PUBLISHED[name][0]), tmp_path)
+    config = read_config(tmp_path)
+    weights = loader.load_weights(tmp_path, config, torch.float32, torch.device("cpu"), Packed)
+    model = family(config.architecture)
+
+    def logits(cache: KVCache, begin: int, end: int, table: list[int]) -> Tensor:
+        step = step_input([(prompt[begin:end], begin)], [table])
+        with torch.no_grad():
+            hidden = model.forward(weights, step, cache, config, model.layers(config), end - begin)
+            return model.head(weights, hidden, config)
+
+    first, second = list(range(1, 1 + NUM_BLOCKS)), list(range(1 + NUM_BLOCKS, 1 + 2 * NUM_BLOCKS))
+    cache = empty_cache(config, num_blocks=1 + 2 * NUM_BLOCKS)
+    shared = SHARED_BLOCKS * BLOCK_SIZE
+    served = {
+        "whole": logits(cache, 0, NUM_TOKENS, first),
+        "in chunks": torch.cat(
+            [logits(cache, *bounds, second) for bounds in ((0, 7), (7, 130), (130, 131), (131, NUM_TOKENS))]
+        ),
+        "behind a prefix": logits(cache, shared, NUM_TOKENS, first[:SHARED_BLOCKS] + second[SHARED_BLOCKS:]),
+    }
+    top = expected.topk(2).values
+    clear = top[:, 0] - top[:, 1] > 1e-3
+    assert clear.sum() > NUM_TOKENS // 2
+    for way, found in served.items():
+        wanted, is_clear = expected[-len(found) :], clear[-len(found) :]
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4, msg=lambda text, way=way: f"{way}: {text}")
+        assert torch.equal(found.argmax(-1)[is_clear], wanted.argmax(-1)[is_clear])
+
+
+def checkpoint_of(content: dict[str, Any], directory: Path) -> tuple[list[int], Tensor]:
+    """Saves a model with random weights under ``content``; returns a prompt and its logits by transformers."""
+    (directory / "config.json").write_text(json.dumps(content))
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(directory)
+    model = strengthened(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    model.save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps(content))
+    prompt = torch.randint(3, content["vocab_size"], (1, NUM_TOKENS))
+    with torch.no_grad():
+        return prompt[0].tolist(), model(prompt).logits[0]
