@@ -79,7 +79,7 @@ class _ShapeReader:
     def tensor(self, wanted: Wanted) -> Tensor:
         assert wanted.name not in self.shapes, f"{wanted.name} is taken twice"
         self.shapes[wanted.name] = wanted.shape
-        return torch.empty(wanted.shape, dtype=self.dtype, device="meta")
+        return torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device="meta")
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
         for one in wanted:

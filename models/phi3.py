@@ -3,6 +3,7 @@
 Mistral whose checkpoints have projections of the same input as one tensor; longrope, and heads turned in part.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,15 +21,17 @@ from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 
 
+def _arrangement(config: LlamaConfig) -> Callable[[Tensor], Tensor] | None:
+    """That of the heads of queries and keys in a tensor that has the values behind them."""
+    arrange, turned = head_arrangement(config.ropes[0], config.head_dim), config.num_heads + config.num_kv_heads
+    if arrange is None:
+        return None
+    return lambda rows: torch.cat([arrange(rows[: turned * config.head_dim]), rows[turned * config.head_dim :]])
+
+
 def _take_attention(source: Source, name: str, config: LlamaConfig) -> AttentionWeights:
-    d, h = config.hidden_size, config.head_dim
-    turned = (config.num_heads + config.num_kv_heads) * h  # queries and keys; values stay as they are
-    arrange = head_arrangement(config.ropes[0], h)
-
-    def arranged(rows: Tensor) -> Tensor:
-        return rows if arrange is None else torch.cat([arrange(rows[:turned]), rows[turned:]])
-
-    qkv = source.linear(Part(f"{name}.qkv_proj", turned + config.num_kv_heads * h, d, arrange=arranged))
+    d, h, heads = config.hidden_size, config.head_dim, config.num_heads + 2 * config.num_kv_heads
+    qkv = source.linear(Part(f"{name}.qkv_proj", heads * h, d, arrange=_arrangement(config)))
     return AttentionWeights(qkv, source.linear(Part(f"{name}.o_proj", d, config.num_heads * h)))
 
 

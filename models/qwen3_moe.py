@@ -10,8 +10,7 @@ from compiled_llm.models import llama, qwen3
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
-from compiled_llm.models.layers.moe import MoeWeights, Router, mixture_of_experts
-from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
 from compiled_llm.models.llama import LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
@@ -27,14 +26,10 @@ class Qwen3MoeConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("num_experts", "moe_intermediate_size", "decoder_sparse_step"):
+        check_router(self.num_experts, self.num_experts_per_tok)
+        for name in ("moe_intermediate_size", "decoder_sparse_step"):
             if not 0 < getattr(self, name) <= 2**24:
                 raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")
-        if not 0 < self.num_experts_per_tok <= self.num_experts:
-            raise ValueError(
-                f"config.json: num_experts_per_tok must be from 1 to num_experts={self.num_experts}, given "
-                f"{self.num_experts_per_tok!r:.100}"
-            )
 
     def has_experts(self, layer: int) -> bool:
         """Whether layer number ``layer`` has experts, and no plain MLP."""
@@ -49,14 +44,13 @@ def take_mlp(config: Qwen3MoeConfig, source: Source, name: str) -> MlpWeights | 
     """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
     if not config.has_experts(int(name.rsplit(".", 1)[1])):
         return llama.take_mlp(config, source, name)
-    d, inner = config.hidden_size, config.moe_intermediate_size
-    experts = [f"{name}.mlp.experts.{e}" for e in range(config.num_experts)]
-    top_k = config.num_experts_per_tok
-    return MoeWeights(
-        router=source.linear(Part(f"{name}.mlp.gate", config.num_experts, d)),
-        gate_up=source.experts([[Part(f"{e}.{x}_proj", inner, d) for x in ("gate", "up")] for e in experts], top_k),
-        down=source.experts([[Part(f"{e}.down_proj", d, inner)] for e in experts], top_k),
-        used=source.used_experts(),
+    return source.mixture(
+        f"{name}.mlp.gate",
+        f"{name}.mlp.experts",
+        config,
+        config.num_experts,
+        config.num_experts_per_tok,
+        config.moe_intermediate_size,
     )
 
 

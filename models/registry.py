@@ -17,6 +17,8 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": ("phi3", "Phi-3, Phi-3.5 and Phi-4"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
+    "MixtralForCausalLM": ("mixtral", "Mixtral"),
+    "Glm4MoeForCausalLM": ("glm4_moe", "GLM-4.5 and 4.6"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3 with experts"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma 3"),

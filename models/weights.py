@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import UsedExperts
+from compiled_llm.models.layers.moe import MoeWeights, UsedExperts
 from compiled_llm.models.layers.norm import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.dense import Dense
@@ -46,12 +46,14 @@ class Wanted(NamedTuple):
     Attributes:
         name: in a checkpoint.
         mean, std: of random values, where there is no checkpoint.
+        dtype: that it is wanted in; None: the model's.
     """
 
     name: str
     shape: tuple[int, ...]
     mean: float
     std: float
+    dtype: torch.dtype | None = None
 
 
 class Reader(Protocol):
@@ -95,17 +97,24 @@ class Source:
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         return self.tensor(name, shape)
 
-    def tensor(self, name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Tensor:
-        """The checkpoint's tensor ``name``, in the model's dtype.
+    def tensor(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        mean: float = 0.0,
+        std: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The checkpoint's tensor ``name``, in the model's dtype or in ``dtype``.
 
         Args:
             mean, std: of random weights; by default such that activations keep their size.
         """
-        return self._reader.tensor(_wanted(name, shape, mean, std))
+        return self._reader.tensor(_wanted(name, shape, mean, std, dtype))
 
-    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put, dtype: torch.dtype | None = None) -> None:
         """The rows of the matrices of these names, one below the other; see ``Take.rows``."""
-        self._reader.rows([_wanted(name, shape) for name, shape in shapes.items()], put)
+        self._reader.rows([_wanted(name, shape, dtype=dtype) for name, shape in shapes.items()], put)
 
     def norm(self, name: str, size: int) -> Tensor:
         """The weight ``[size]`` of an RMS norm."""
@@ -119,13 +128,40 @@ class Source:
         """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""
         return 1 + self.tensor(f"{name}.weight", (size,)).float()
 
-    def linear(self, *parts: Part) -> Linear:
-        """One linear layer that computes all ``parts``, which have the same input."""
-        return self._linears.take(_PartsTake(self, parts), parts)
+    def linear(self, *parts: Part, dtype: torch.dtype | None = None) -> Linear:
+        """One linear layer that computes all ``parts``, which have the same input; in ``dtype``, or the model's."""
+        return self._linears.take(_PartsTake(self, parts, dtype), parts)
 
     def experts(self, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
         return self._linears.take_experts(_PartsTake(self, list(itertools.chain(*experts))), experts, top_k)
+
+    def mixture(
+        self,
+        router: str,
+        experts: str,
+        config: ModelConfig,
+        num_experts: int,
+        top_k: int,
+        inner: int,
+        *,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        router_dtype: torch.dtype | None = None,
+    ) -> MoeWeights:
+        """A mixture of gated MLPs of ``inner`` elements as most checkpoints have it, a tensor for each expert.
+
+        Args:
+            router, experts: beginnings of the tensors' names; after the second come the number and one of ``names``.
+            router_dtype: of the router; None: the model's.
+        """
+        d, each = config.hidden_size, [f"{experts}.{e}" for e in range(num_experts)]
+        gate, up, down = names
+        return MoeWeights(
+            router=self.linear(Part(router, num_experts, d), dtype=router_dtype),
+            gate_up=self.experts([[Part(f"{e}.{x}", inner, d) for x in (gate, up)] for e in each], top_k),
+            down=self.experts([[Part(f"{e}.{down}", d, inner)] for e in each], top_k),
+            used=self.used_experts(),
+        )
 
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""
@@ -174,15 +210,15 @@ class Source:
 class _PartsTake:
     """What ``parts`` take from ``source``: their tensors in the order and direction that the model takes them in."""
 
-    def __init__(self, source: Source, parts: Sequence[Part]) -> None:
-        self.dtype, self.device = source.dtype, source.device
+    def __init__(self, source: Source, parts: Sequence[Part], dtype: torch.dtype | None = None) -> None:
+        self.dtype, self.device = dtype or source.dtype, source.device
         self._source = source
         self._parts = {f"{part.name}.{which}": part for part in parts for which in ("weight", "bias")}
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         part = self._parts[name]
         transposed = part.transposed and len(shape) == 2
-        tensor = self._source.tensor(name, shape[::-1] if transposed else shape)
+        tensor = self._source.tensor(name, shape[::-1] if transposed else shape, dtype=self.dtype)
         if tensor.is_meta:
             return tensor.new_empty(shape)
         tensor = tensor.t().contiguous() if transposed else tensor
@@ -192,7 +228,7 @@ class _PartsTake:
         """Those that are to be changed are read as a whole first, one at a time."""
         changed = {name for name in shapes if self._parts[name].transposed or self._parts[name].arrange is not None}
         if not changed:
-            self._source.rows(shapes, put)
+            self._source.rows(shapes, put, self.dtype)
             return
         start = 0
 
@@ -201,14 +237,20 @@ class _PartsTake:
 
         for name, shape in shapes.items():
             if name not in changed:
-                self._source.rows({name: shape}, put_below)
+                self._source.rows({name: shape}, put_below, self.dtype)
             elif not (tensor := self(name, shape)).is_meta:
                 put(start, tensor)
             start += shape[0]
 
 
-def _wanted(name: str, shape: tuple[int, ...], mean: float = 0.0, std: float | None = None) -> Wanted:
-    return Wanted(name, shape, mean, std if std is not None else shape[-1] ** -0.5 if len(shape) > 1 else 0.1)
+def _wanted(
+    name: str,
+    shape: tuple[int, ...],
+    mean: float = 0.0,
+    std: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> Wanted:
+    return Wanted(name, shape, mean, std if std is not None else shape[-1] ** -0.5 if len(shape) > 1 else 0.1, dtype)
 
 
 def tensors(weights: Any) -> list[Tensor]:

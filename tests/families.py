@@ -127,6 +127,28 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3ForCausalLM",
         {**_SMALL, **_heads(14, 2, 24), "vocab_size": 409, "tie_word_embeddings": False, "attention_bias": True},
     ),
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**_SMALL, **_heads(4, 2, 24), "vocab_size": 307, "sliding_window": 9, "num_local_experts": 5},
+    ),
+    "glm4-moe": (
+        "Glm4MoeForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 2, 24),
+            "vocab_size": 307,
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "n_routed_experts": 12,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 2.5,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "qwen3-moe": (
         "Qwen3MoeForCausalLM",
         {
@@ -259,6 +281,9 @@ def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrained
                 parameter.normal_(std=0.2)
             elif "norm" in parameter_name or ".ln_" in parameter_name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.2)
     return model
 
 

@@ -68,7 +68,7 @@ class CheckpointReader:
         Raises:
             CheckpointError: the file has become shorter meanwhile, or the tensor holds NaN or infinite values.
         """
-        tensor = torch.empty(wanted.shape, dtype=self.dtype, device=self.device)
+        tensor = torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device=self.device)
         into = tensor.view(wanted.shape[0] if len(wanted.shape) > 1 else 1, -1)
 
         def put(start: int, rows: Tensor) -> None:
@@ -102,14 +102,15 @@ class CheckpointReader:
         content = self._buffer(num_rows * row_bytes)
         stored.read_into(content.numpy(), piece.first * row_bytes, self._file(stored))
         original = content.view(DTYPES[stored.dtype]).view(num_rows, -1)
-        rows = original.to(device=self.device, dtype=self.dtype)
+        dtype = piece.wanted.dtype or self.dtype
+        rows = original.to(device=self.device, dtype=dtype)
         if not _is_finite(rows):
             what = "NaN or infinite values: the file is damaged"
             if _is_finite(original):
-                what = f"values too large for {str(self.dtype)[6:]}: choose a wider dtype"
+                what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
             raise CheckpointError(f"{stored.path}: {stored.name} holds {what}")
         piece.put(piece.start, rows)
-        self._on_bytes(piece.wanted.name, rows.nbytes)
+        self._on_bytes(piece.wanted.name, rows.numel() * self.dtype.itemsize)
 
     def _buffer(self, size: int) -> Tensor:
         """Memory of this thread's own, used for every piece that it reads."""

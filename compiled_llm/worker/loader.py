@@ -17,7 +17,7 @@ from compiled_llm.models.registry import family
 from compiled_llm.models.weights import Source, Wanted
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
-from compiled_llm.worker.tensor_names import by_family_names, part_of
+from compiled_llm.worker.tensor_names import by_family_names, parts_of
 
 
 def load_weights(
@@ -73,9 +73,9 @@ class RandomReader:
 
     def tensor(self, wanted: Wanted) -> Tensor:
         self._generator.manual_seed(self._seed + zlib.crc32(wanted.name.encode()))
-        values = torch.empty(wanted.shape, dtype=self.dtype, device=self.device)
+        values = torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device=self.device)
         values.normal_(generator=self._generator).mul_(wanted.std)
-        self._on_bytes(wanted.name, values.nbytes)
+        self._on_bytes(wanted.name, values.numel() * self.dtype.itemsize)
         return values.add_(wanted.mean) if wanted.mean else values
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
@@ -99,7 +99,7 @@ def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]
         if name in extra:
             extra.remove(name)
             problems += _check_repeated(name, original, shapes[original], stored)
-    parts = {name: part_of(name, config.num_layers, extra) for name in extra}
+    parts = parts_of(extra, config.num_layers)
     left = Counter(part for part in parts.values() if part is not None)
     extra = [name for name in extra if parts[name] is None]
     if extra:

@@ -11,6 +11,14 @@ from compiled_llm.models.linears.protocol import Experts, Linear
 from compiled_llm.ops import expert_rows, gated_activation, route, weighted_sum
 
 
+def check_router(num_experts: int, top_k: int) -> None:
+    """``ValueError`` unless a token can use ``top_k`` of ``num_experts`` experts."""
+    if not 0 < num_experts <= 2**16:
+        raise ValueError(f"config.json: the number of experts must be from 1 to {2**16}, given {num_experts!r:.100}")
+    if not 0 < top_k <= num_experts:
+        raise ValueError(f"config.json: num_experts_per_tok must be from 1 to {num_experts}, given {top_k!r:.100}")
+
+
 class UsedExperts(NamedTuple):
     """How many experts some token used, added up over layers and steps: each reads its weights once for all tokens."""
 
@@ -27,13 +35,17 @@ class MoeWeights(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Router:
-    """How a token's experts are chosen and weighted; ``ops.route`` says what the fields mean."""
+    """How a token's experts are chosen and weighted; ``ops.route`` says what the fields mean.
+
+    ``in_float32``: the logits are computed in float32, by a router of that dtype.
+    """
 
     top_k: int
     scoring: str
     scale: float = 1.0
     groups: int = 1
     top_groups: int = 1
+    in_float32: bool = False
 
 
 def silu_gate(gate_up: Tensor) -> Tensor:
@@ -48,7 +60,7 @@ def mixture_of_experts(
 
     Shapes are static: every token has ``top_k`` rows, and which expert has which of them is data.
     """
-    logits = w.router.apply(x)
+    logits = w.router.apply(x.float() if router.in_float32 else x)
     weights, experts = route(
         logits, w.choice_bias, router.top_k, router.scoring, router.scale, router.groups, router.top_groups
     )

@@ -90,3 +90,12 @@ def _without_kernels(*args):
 
 LIBRARY.impl("grouped_packed_linear", _without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("grouped_linear", grouped_linear_reference, "CompositeExplicitAutograd")
+
+
+def _cuda(*args) -> Tensor:
+    from compiled_llm.ops.moe import triton_grouped  # the first call on a GPU loads Triton, not the import
+
+    return triton_grouped.grouped_linear(*args)
+
+
+LIBRARY.impl("grouped_linear", _cuda, "CUDA")

@@ -105,7 +105,8 @@ def route_reference(
     experts = choice.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
     chosen = scores.gather(1, experts)
     if scoring == "sigmoid":
-        weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20)
+        total = sum(chosen.unbind(1), start=torch.full_like(chosen[:, 0], 1e-20))  # in one order on every device
+        weights = chosen / total[:, None]
     elif scoring == "softmax":
         weights = logits.softmax(-1).gather(1, experts)
     else:

@@ -31,6 +31,7 @@ def description(name: str) -> Description:
 def test_bytes_and_operations_of_one_token_are_those_of_the_model(name: str) -> None:
     model = transformers_model(name)
     parameters = dict(model.named_parameters())
+    parameters |= {key: buffer for key, buffer in model.named_buffers() if key.endswith("correction_bias")}
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     positions = parameters.get("transformer.wpe.weight", torch.empty(1, 0))

@@ -1,0 +1,141 @@
+"""GLM-4.5 and 4.6: a mixture of experts beside one that all tokens share (GLM team, 2025, arXiv:2508.06471).
+
+The router is DeepSeek-V3's (arXiv:2412.19437): sigmoids in float32, a bias for the choice alone, groups of experts.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models import llama
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
+from compiled_llm.models.layers.rope import head_arrangement
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
+from compiled_llm.models.rope_config import Rope, read_partial_rope
+from compiled_llm.models.weights import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Glm4MoeConfig(LlamaConfig):
+    use_qk_norm: bool = False
+    n_routed_experts: int = 128
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    moe_intermediate_size: int = 1408
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_router(self.n_routed_experts, self.num_experts_per_tok)
+        for name in ("n_shared_experts", "moe_intermediate_size", "n_group"):
+            if not 0 < getattr(self, name) <= 2**24:
+                raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")
+        size, rest = divmod(self.n_routed_experts, self.n_group)
+        if rest or not 0 < self.topk_group <= self.n_group or self.num_experts_per_tok > size * self.topk_group:
+            raise ValueError(
+                f"config.json: n_group must divide n_routed_experts={self.n_routed_experts}, topk_group of them hold "
+                f"num_experts_per_tok={self.num_experts_per_tok} experts, given {self.n_group} and {self.topk_group}"
+            )
+
+    @property
+    def router(self) -> Router:
+        return Router(
+            self.num_experts_per_tok,
+            "sigmoid",
+            self.routed_scaling_factor,
+            self.n_group,
+            self.topk_group,
+            in_float32=True,
+        )
+
+
+class SharedMoeWeights(NamedTuple):
+    routed: MoeWeights
+    shared: MlpWeights  # that all tokens use
+
+
+def take_mlp(config: Glm4MoeConfig, source: Source, name: str) -> MlpWeights | SharedMoeWeights:
+    """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
+    if int(name.rsplit(".", 1)[1]) < config.first_k_dense_replace:
+        return source.mlp(f"{name}.mlp", config)
+    d, inner, num_experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    routed = source.mixture(
+        f"{name}.mlp.gate",
+        f"{name}.mlp.experts",
+        config,
+        num_experts,
+        config.num_experts_per_tok,
+        inner,
+        router_dtype=torch.float32,
+    )
+    bias = source.tensor(f"{name}.mlp.gate.e_score_correction_bias", (num_experts,), dtype=torch.float32)
+    shared, size = f"{name}.mlp.shared_experts", inner * config.n_shared_experts
+    gate_up = source.linear(*(Part(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
+    down = source.linear(Part(f"{shared}.down_proj", d, size))
+    return SharedMoeWeights(routed._replace(choice_bias=bias), MlpWeights(gate_up, down))
+
+
+def take_layer(config: Any, source: Source, name: str) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``."""
+    attention = source.attention(f"{name}.self_attn", config, bias=config.attention_bias, o_bias=False)
+    if config.use_qk_norm:
+        q_norm, k_norm = (_head_norm(config, source, f"{name}.self_attn.{x}_norm") for x in "qk")
+        attention = attention._replace(q_norm=q_norm, k_norm=k_norm)
+    return LayerWeights(
+        input_norm=source.norm(f"{name}.input_layernorm", config.hidden_size),
+        attention=attention,
+        mlp_norm=source.norm(f"{name}.post_attention_layernorm", config.hidden_size),
+        mlp=take_mlp(config, source, name),
+    )
+
+
+def _head_norm(config: Glm4MoeConfig, source: Source, name: str) -> Tensor:
+    """Its elements are in the order of the heads'."""
+    weight, arrange = source.norm(name, config.head_dim), head_arrangement(config.ropes[0], config.head_dim)
+    return weight if arrange is None or weight.is_meta else arrange(weight)
+
+
+def take(config: Glm4MoeConfig, source: Source) -> Weights:
+    """The weights."""
+    return llama.take(config, source, take_layer)
+
+
+def feed_forward(x: Tensor, w: MlpWeights | SharedMoeWeights, step: StepInput, config: Any) -> Tensor:
+    """A layer's experts, or its MLP."""
+    if isinstance(w, MlpWeights):
+        return gated_mlp(x, w)
+    return mixture_of_experts(x, w.routed, step, config.router) + gated_mlp(x, w.shared)
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: Glm4MoeConfig, layers: Layers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, feed_forward)
+
+
+def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """One for all layers, which turns half of each head unless the file says otherwise."""
+    return (read_partial_rope(config, default=0.5),)
+
+
+FAMILY = Family(
+    "Glm4MoeConfig",
+    Glm4MoeConfig,
+    take,
+    llama.layers,
+    forward,
+    llama.head,
+    requires={**llama.FAMILY.requires, "norm_topk_prob": (True,)},
+    read_ropes=read_ropes,
+    old_fields=("head_dim", "partial_rotary_factor"),
+)

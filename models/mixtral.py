@@ -1,0 +1,60 @@
+"""Mixtral: Mistral with a mixture of experts in the place of each MLP (Jiang et al., 2024, arXiv:2401.04088)."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from compiled_llm.models import llama, mistral
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
+from compiled_llm.models.llama import Weights
+from compiled_llm.models.mistral import MistralConfig
+from compiled_llm.models.weights import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtralConfig(MistralConfig):
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_router(self.num_local_experts, self.num_experts_per_tok)
+
+
+def take_mlp(config: MixtralConfig, source: Source, name: str) -> MoeWeights:
+    """The experts of the layer whose tensors' names begin with ``name``."""
+    return source.mixture(
+        f"{name}.block_sparse_moe.gate",
+        f"{name}.block_sparse_moe.experts",
+        config,
+        config.num_local_experts,
+        config.num_experts_per_tok,
+        config.intermediate_size,
+        names=("w1", "w3", "w2"),
+    )
+
+
+def take(config: MixtralConfig, source: Source) -> Weights:
+    """The weights: Llama's, with experts."""
+    return llama.take(config, source, functools.partial(llama.take_layer, take_mlp=take_mlp))
+
+
+def feed_forward(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
+    """A layer's experts, whose weights add up to 1."""
+    return mixture_of_experts(x, w, step, Router(config.num_experts_per_tok, "softmax_of_chosen"))
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: MixtralConfig, layers: Layers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, feed_forward)
+
+
+FAMILY = Family(
+    "MixtralConfig", MixtralConfig, take, mistral.layers, forward, llama.head, requires=llama.FAMILY.requires
+)
