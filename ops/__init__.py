@@ -11,9 +11,12 @@ from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows,
 from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_packed_linear
 from compiled_llm.ops.moe.routing import expert_rows, route, weighted_sum
 from compiled_llm.ops.rowwise.rowwise import (
+    activation,
+    add_layer_norm,
     add_rms_norm,
     clamped_swiglu,
     gated_activation,
+    layer_norm,
     log_sum_exp,
     rms_norm,
     rope,
@@ -23,6 +26,8 @@ from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_token
 
 __all__ = [
     "TILE",
+    "activation",
+    "add_layer_norm",
     "add_rms_norm",
     "clamped_swiglu",
     "empty_packed",
@@ -32,6 +37,7 @@ __all__ = [
     "greedy_tokens",
     "grouped_linear",
     "grouped_packed_linear",
+    "layer_norm",
     "log_sum_exp",
     "pack_rows",
     "pack_weight",
