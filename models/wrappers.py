@@ -27,13 +27,13 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         raise ValueError(f"config.json: text_config must be an object where architectures is [{wrapper!r}]")
     kind = text.get("model_type", next(iter(kinds)))
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(
             f"config.json: model_type of text_config must be {' or '.join(kinds)} where architectures is "
             f"[{wrapper!r}], given {kind!r:.100}. {SUPPORTED}"
         )
     shared = {name: config[name] for name in _SHARED if name in config}
-    tied = {part["tie_word_embeddings"] for part in (text, shared) if "tie_word_embeddings" in part}
-    if len(tied) > 1:
+    tied = [part["tie_word_embeddings"] for part in (text, shared) if "tie_word_embeddings" in part]
+    if any(value != tied[0] for value in tied):
         raise ValueError("config.json: tie_word_embeddings of text_config contradicts that of the whole")
     return {**shared, **text, "architectures": [kinds[kind]]}

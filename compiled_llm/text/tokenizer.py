@@ -43,7 +43,7 @@ class Tokenizer:
         """``parts``: what ``read_parts(directory)`` returned, where that is known."""
         self._directory = directory
         parts = read_parts(directory) if parts is None else parts
-        self._backend = Backend.from_str(parts.backend)
+        self._backend = _parsed(parts.backend, directory)
         # A file may ask for either; a prompt is never cut or filled up here.
         self._backend.no_truncation()
         self._backend.no_padding()
@@ -171,7 +171,7 @@ class Tokenizer:
         ]
 
     def _with_stand_ins(self) -> Backend:
-        backend = Backend.from_str(self._backend.to_str())
+        backend = _parsed(self._backend.to_str(), self._directory)
         backend.encode_special_tokens = True  # no part of what is written
         backend.add_tokens(self._stand_in_tokens)
         self._stand_ins = {backend.token_to_id(token.content) for token in self._stand_in_tokens}
@@ -192,6 +192,17 @@ class Tokenizer:
                 if not (token.single_word and re.search(r"\w", around)):
                     yield start, stop, token
                 break
+
+
+def _parsed(content: str, directory: Path) -> Backend:
+    """The backend of ``directory`` that the library wrote as ``content``.
+
+    It may refuse what it wrote itself: of two words with one id it keeps either, and a merge may need the other.
+    """
+    try:
+        return Backend.from_str(content)
+    except BaseException as error:
+        raise _library_error(f"be made of {directory / 'tokenizer.json'}", error) from error
 
 
 def _encode(backend: Backend, texts: list[str], add_special_tokens: bool) -> list[list[int]]:

@@ -175,7 +175,7 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
 def listed(names: Iterable[str]) -> str:
     """Names for a message: the first ones, and how many more there are."""
     names = list(names)
-    shown = ", ".join(f"{name:.200}" for name in names[:_LISTED])
+    shown = ", ".join(f"{name:.200}" if name.isprintable() else f"{name!r:.200}" for name in names[:_LISTED])
     return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 

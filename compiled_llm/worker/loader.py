@@ -17,7 +17,7 @@ from compiled_llm.models.registry import family
 from compiled_llm.models.weights import Source, Wanted
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
-from compiled_llm.worker.tensor_names import by_family_names, part_of
+from compiled_llm.worker.tensor_names import by_family_names, parts_of
 
 
 def load_weights(
@@ -99,7 +99,7 @@ def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]
         if name in extra:
             extra.remove(name)
             problems += _check_repeated(name, original, shapes[original], stored)
-    parts = {name: part_of(name, config.num_layers, extra) for name in extra}
+    parts = parts_of(extra, config.num_layers)
     left = Counter(part for part in parts.values() if part is not None)
     extra = [name for name in extra if parts[name] is None]
     if extra:

@@ -35,7 +35,7 @@ _OTHER_PARTS = {
 }
 # What only layers have that guess the token after the next. They follow the last layer in number.
 _GUESSING = ("eh_proj", "enorm", "hnorm", "shared_head")
-_LAYER = re.compile(r"(.*\blayers\.)(\d+)\.(.+)")
+_LAYER = re.compile(r"(.*\blayers\.([0-9]{1,6}))\.(.+)")
 
 
 def by_family_names(stored: Mapping[str, T], names: Collection[str]) -> dict[str, T]:
@@ -79,20 +79,19 @@ def _ways(root: str) -> list[Callable[[str], str]]:
     ]
 
 
-def part_of(name: str, num_layers: int, names: Collection[str]) -> str | None:
-    """Of which part besides the language model a tensor is; None: of none that is known.
+def parts_of(names: Collection[str], num_layers: int) -> dict[str, str | None]:
+    """Name -> of which part besides a language model of ``num_layers`` a tensor is; None: of none that is known."""
+    layers = {name: found for name in names if (found := _LAYER.match(name)) and int(found[2]) >= num_layers}
+    guessing = {found[1] for found in layers.values() if found[3].startswith(_GUESSING)}
+    parts = {name: _other_part(name) for name in names}
+    return parts | {name: found[1] for name, found in layers.items() if parts[name] is None and found[1] in guessing}
 
-    Args:
-        names: of all tensors of the checkpoint.
-    """
+
+def _other_part(name: str) -> str | None:
+    """The part that a tensor's name tells before the number of a layer."""
     for part in name.split("."):
         if part in _OTHER_PARTS or part.startswith("mtp_"):
             return part
         if part.isdigit():
             break
-    found = _LAYER.match(name)
-    if found and int(found[2]) >= num_layers:
-        layer = f"{found[1]}{found[2]}."
-        if any(other.startswith(tuple(f"{layer}{part}" for part in _GUESSING)) for other in names):
-            return layer.removesuffix(".")
     return None

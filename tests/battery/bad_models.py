@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pickle
 import random
 import shutil
 import socket
@@ -17,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.llama import FAMILY
+from tests.battery import bad_names
 
 Spoil = Callable[[Path], None]
 
@@ -103,25 +105,48 @@ def cases() -> dict[str, Spoil]:
         for name, spoil in part().items():
             assert name not in found, name
             found[name] = spoil
-    return found
+    return found | bad_names.cases()
 
 
 def flips(count: int) -> dict[str, Spoil]:
-    """Seeded flips of one bit each, in turn of a safetensors header, of an index and of a config."""
+    """Seeded flips of one bit each, in turn of a safetensors header, its tensors, an index, a config, a tokenizer."""
     rng = random.Random(15)
-    files = (SHARDS[0], INDEX, "config.json")
+    files = (f"header of {SHARDS[0]}", f"tensors of {SHARDS[1]}", INDEX, "config.json", "tokenizer.json")
     return {
-        f"index flip {i} of {files[i % 3]}": functools.partial(_flip, files[i % 3], rng.random(), rng.randrange(8))
+        f"index flip {i} of {files[i % 5]}": functools.partial(_flip, files[i % 5], rng.random(), rng.randrange(8))
         for i in range(count)
     }
 
 
-def _flip(name: str, where: float, bit: int, directory: Path) -> None:
+def _flip(place: str, where: float, bit: int, directory: Path) -> None:
+    part, _, name = place.rpartition(" of ")
     path = directory / name
     content = bytearray(path.read_bytes())
-    end = 8 + int.from_bytes(content[:8], "little") if name.endswith(".safetensors") else len(content)
-    content[int(where * end)] ^= 1 << bit
+    begin, end = 0, len(content)
+    if part:
+        header = 8 + int.from_bytes(content[:8], "little")
+        begin, end = (0, header) if part == "header" else (header, end)
+    content[begin + int(where * (end - begin))] ^= 1 << bit
     path.write_bytes(content)
+
+
+class _Bomb:
+    """What a pickle of it does when it is loaded."""
+
+    def __init__(self, sign: Path) -> None:
+        self._sign = sign
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._sign),)
+
+
+def plant_code(directory: Path, sign: Path) -> None:
+    """Code of all kinds that a model directory may have. If any of it runs, ``sign`` is there."""
+    code = f"import os\nos.makedirs({str(sign)!r}, exist_ok=True)\nclass Evil: pass\n"
+    for name in ("evil.py", "modeling_llama.py", "configuration_llama.py", "tokenization_llama.py", "__init__.py"):
+        (directory / name).write_text(code)
+    for name in ("pytorch_model.bin", "model.pt", "training_args.bin"):
+        (directory / name).write_bytes(pickle.dumps(_Bomb(sign)))
 
 
 # -- config.json

@@ -1,6 +1,6 @@
 """B11: hostile model directories. Each ends in a clear error that names the file, or in a model that serves.
 
-In five seconds, and in less than a gigabyte; nothing of a directory is executed.
+In five seconds, and in less than a gigabyte; nothing of a directory is executed. Where a tensor is spoilt, it is named.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from tests.battery import bad_models
+from tests.battery import bad_models, bad_names
 
 MOST_SECONDS = 5  # of work, or of waiting; more than that of both is a busy machine
 MOST_BYTES = 1 << 30
@@ -28,6 +28,7 @@ def outcomes(names: dict[str, bad_models.Spoil], directory: Path) -> dict[str, d
     """Name -> what ``try_models.py`` says of the directory."""
     for kind in ("whole", "sharded"):
         bad_models.make_good(directory / kind, sharded=kind == "sharded")
+        bad_models.plant_code(directory / kind, directory / "executed")
     found: dict[str, dict[str, Any]] = {}
     waiting = list(names)
     while waiting:
@@ -54,6 +55,7 @@ def _run(
             child.stdin.flush()
             answer = child.stdout.readline()
             found[name] = json.loads(answer) if answer else {"error": "the process ended", "message": _end(errors)}
+            found[name]["executed"] = (directory / "executed").exists()
             shutil.rmtree(case)
             done.append(name)
             if not answer:
@@ -67,15 +69,23 @@ def _end(file: TextIO) -> str:
     return file.read()[-500:]
 
 
-def complaint(outcome: dict[str, Any]) -> str | None:
-    """What is wrong with an outcome."""
+def complaint(name: str, outcome: dict[str, Any]) -> str | None:
+    """What is wrong with the outcome of the case ``name``."""
+    if outcome["executed"]:
+        return "code of the directory was executed"
+    if name in bad_names.SERVED and "error" in outcome:
+        return f"is no corruption, and yet {outcome['error']}: {outcome['message']:.300}"
     if "error" in outcome:
         # A clear error is a ValueError that names a file of the directory, or at least the directory.
         named = any(word in outcome["message"] for word in (".json", ".safetensors", ".jinja", "/case:"))
         if outcome["error"] not in ("ValueError", "CheckpointError") or not named:
             return f"{outcome['error']}: {outcome['message']:.300}"
+        if not all(word in outcome["message"] for word in bad_names.must_name(name)):
+            return f"does not name {bad_names.must_name(name)}: {outcome['message']:.300}"
         if len(outcome["message"]) > 4000:
             return f"a message of {len(outcome['message'])} characters"
+    elif bad_names.must_name(name):
+        return f"served, though {bad_names.must_name(name)} is spoilt"
     elif any(reason == "error" and not any(word in why for word in REASONS) for reason, why in outcome["served"]):
         return f"served, and then {outcome['served']}"
     if "seconds" in outcome and outcome["seconds"] > MOST_SECONDS and outcome["cpu_seconds"] > MOST_SECONDS:
@@ -103,7 +113,7 @@ def test_bad_models(size: tuple[int | None, int], tmp_path: Path, battery_counts
         battery_counts["refused" if "error" in outcome else "served"] += 1
     battery_counts["longest, ms"] = round(1000 * max(outcome.get("cpu_seconds", 0) for outcome in found.values()))
     battery_counts["largest, MiB"] = max(outcome.get("bytes", 0) for outcome in found.values()) >> 20
-    complaints = {name: text for name, outcome in found.items() if (text := complaint(outcome))}
+    complaints = {name: text for name, outcome in found.items() if (text := complaint(name, outcome))}
     assert not complaints, "\n".join(f"{name}: {text}" for name, text in complaints.items())
     assert battery_counts["refused"] > 0
     for name in GOOD:

@@ -38,6 +38,8 @@ def test_is_the_language_model_alone_and_says_so(tmp_path: Path) -> None:
         ({"text_config": None}, "text_config must be an object"),
         ({"text_config": {**TEXT, "model_type": "llama"}}, "model_type of text_config must be gemma3_text .*'llama'"),
         ({"text_config": {**TEXT, "tie_word_embeddings": True}}, "tie_word_embeddings of text_config contradicts"),
+        ({"text_config": {**TEXT, "model_type": []}}, "model_type of text_config must be"),
+        ({"text_config": {**TEXT, "tie_word_embeddings": []}}, "tie_word_embeddings of text_config contradicts"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"architectures": ["LlavaForConditionalGeneration"]}, "LlavaForConditionalGeneration.* is not supported"),
     ],

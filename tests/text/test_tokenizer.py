@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from compiled_llm.engine.model_files import DEMO_MODEL
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.text.tokenizer_files import read_parts
 
 TEXT = "naïve café 🚀🌍 สวัสดีชาวโลก 你好，世界 Ελληνικά\n\tdef f(x):  return x\n"
 
@@ -56,6 +57,15 @@ def test_round_trip_and_special_tokens_are_only_text(tokenizer: Tokenizer) -> No
     ids = tokenizer.encode("a<|end|>b")
     assert 0 not in ids
     assert tokenizer.decode(ids) == "a<|end|>b"
+
+
+def test_what_the_library_wrote_and_does_not_read_is_named(directory: Path) -> None:
+    """Of two words with one id it keeps either, and a merge may need the other."""
+    parts = read_parts(directory)
+    content = json.loads(parts.backend)
+    del content["model"]["vocab"]["a"]
+    with pytest.raises(ValueError, match=r"the tokenizer cannot be made of .*tokenizer\.json: Exception: "):
+        Tokenizer(directory, parts._replace(backend=json.dumps(content)))
 
 
 def test_streamed_text_grows_and_ends_as_the_whole(tokenizer: Tokenizer) -> None:

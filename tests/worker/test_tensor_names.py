@@ -2,7 +2,7 @@
 
 import pytest
 
-from compiled_llm.worker.tensor_names import by_family_names, part_of
+from compiled_llm.worker.tensor_names import by_family_names, parts_of
 
 NAMES = ["model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"]
 # As checkpoints of models around a language model, and of its body alone, have them.
@@ -52,8 +52,9 @@ def test_nothing_is_renamed_where_nothing_fits() -> None:
         ("model.layers.1.self_attn.q_norm.weight", None),  # a layer that is run
         ("model.layers.1.mlp.visual.weight", None),
         ("model.embed_positions.weight", None),
+        (f"model.layers.{'9' * 5000}.eh_proj.weight", None),
     ],
 )
 def test_parts_that_may_be_left(name: str, part: str | None) -> None:
     extra = ["model.layers.2.eh_proj.weight", "model.layers.2.mlp.up_proj.weight", name]
-    assert part_of(name, 2, extra) == part
+    assert parts_of(extra, 2)[name] == part
