@@ -6,7 +6,7 @@ No torch here: the scheduler reads these too.
 import dataclasses
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from compiled_llm.error_texts import shown
 from compiled_llm.names import ENGINE_ARGUMENTS, refuse_unknown_names, value_hint
@@ -32,11 +32,12 @@ class EngineConfig:
         load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``.
-        token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None: a ladder of three
-            below ``max_num_batched_tokens``, each a quarter of the next.
+        token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None:
+            ``max_num_batched_tokens`` and smaller ones, each a quarter of the next: three. On a CPU, where one graph
+            serves all: seven, each half of the next.
         max_num_seqs: most requests running at once. None: the largest bucket.
-        max_num_batched_tokens: most tokens in a step. None: 512 on a CPU, 2048 on a GPU; the whole ``max_model_len``
-            without chunked prefill.
+        max_num_batched_tokens: most tokens in a step. None: 2048, but on a CPU 512 while requests decode; the whole
+            ``max_model_len`` without chunked prefill.
         block_size: tokens in a KV block.
         num_kv_blocks: the KV pool's size in blocks. None: see ``kv_cache_memory_bytes``.
         kv_cache_memory_bytes: the KV pool's size in bytes. None: see ``gpu_memory_utilization``.
@@ -54,7 +55,7 @@ class EngineConfig:
         scheduling_policy: "fcfs", first come first served, or "priority": lower numbers first, then by arrival; a
             waiting request may preempt running ones of a higher number.
         target_itl_ms: time between two tokens of a request to aim at. While requests decode, prompts are computed in
-            steps of the largest token bucket that was measured to take no longer. None: ``max_num_batched_tokens``.
+            steps of the largest token bucket that was measured to take no longer. None: as ``max_num_batched_tokens``.
         enable_prefix_caching: keep the KV blocks of finished requests, as long as there is room, for requests that
             start with the same tokens. A prompt's ``cache_salt`` keeps its blocks to requests of the same salt.
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
@@ -197,6 +198,24 @@ _INTEGERS = {
 }
 
 
+_SMALLEST_TOKEN_BUCKET = 16  # of those that are not asked for
+
+
+class StepDefaults(NamedTuple):
+    """The sizes of steps where the engine arguments leave them open.
+
+    Attributes:
+        batched_tokens: most tokens in a step.
+        beside_decodes: the same of a step in which requests decode. Each of them waits for all of it.
+        token_buckets, ratio: how many sizes there are, each so many times the one before.
+    """
+
+    batched_tokens: int
+    beside_decodes: int
+    token_buckets: int
+    ratio: int
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineLimits:
     """The sizes of an engine, all known: what the scheduler obeys and what the buckets are made of."""
@@ -209,6 +228,7 @@ class EngineLimits:
     token_bucket_sizes: tuple[int, ...]
     chunked_prefill: bool
     num_draft_tokens: int = 0  # most that a drafter proposes for a request and step
+    max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others
 
     @property
     def blocks_per_request(self) -> int:
@@ -216,7 +236,7 @@ class EngineLimits:
         return -(-self.max_model_len // self.block_size)
 
     @classmethod
-    def resolve(cls, config: EngineConfig, model_max_len: int, default_batched_tokens: int) -> "EngineLimits":
+    def resolve(cls, config: EngineConfig, model_max_len: int, defaults: StepDefaults) -> "EngineLimits":
         """Fill in what ``config`` leaves open. ``ValueError`` where its sizes contradict each other or the model."""
         if config.max_model_len is None and model_max_len > MOST_IMPLIED_LEN:
             raise ValueError(
@@ -237,12 +257,14 @@ class EngineLimits:
         decode = [size for size in config.bucket_sizes if size < max_num_seqs]
         decode.append(min(size for size in config.bucket_sizes if size >= max_num_seqs))
 
-        batched = config.max_num_batched_tokens
+        batched, beside_decodes = config.max_num_batched_tokens, None
         if batched is None and config.token_bucket_sizes:
             batched = config.token_bucket_sizes[-1]
         elif batched is None:
-            batched = min(max(default_batched_tokens, max_num_seqs), max_model_len * max_num_seqs)
-            if not config.enable_chunked_prefill:
+            batched = min(max(defaults.batched_tokens, max_num_seqs), max_model_len * max_num_seqs)
+            if config.enable_chunked_prefill:
+                beside_decodes = min(max(defaults.beside_decodes, max_num_seqs), batched)
+            else:
                 batched = max(batched, max_model_len)
         if batched < max_num_seqs:
             raise ValueError(
@@ -255,7 +277,8 @@ class EngineLimits:
                 f"prompt runs in one step), given {batched}"
             )
         if config.token_bucket_sizes is None:
-            ladder = {size for size in (batched // 16, batched // 4) if size >= 16} | {batched}
+            smaller = {batched // defaults.ratio**n for n in range(defaults.token_buckets)}
+            ladder = {size for size in smaller if size >= _SMALLEST_TOKEN_BUCKET} | {batched}
         else:
             ladder = set(config.token_bucket_sizes)
             if max(ladder) < batched:
@@ -272,6 +295,7 @@ class EngineLimits:
             decode_bucket_sizes=tuple(decode),
             token_bucket_sizes=tuple(sorted(ladder)),
             chunked_prefill=config.enable_chunked_prefill,
+            max_tokens_beside_decodes=beside_decodes,
         )
 
 

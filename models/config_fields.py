@@ -121,14 +121,16 @@ def by_own_names(config: dict[str, Any], config_class: Any) -> dict[str, Any]:
     return own
 
 
-def used_names(family: Family, config_class: type) -> set[str]:
+def used_names(family: Family, config_class: Any) -> set[str]:
     """The fields that go into the family's config, rotary embeddings left out.
 
     Those that are neither parameters of transformers' class nor ``old_fields`` are ignored by it, and here.
     """
     fields = {field.name for field in dataclasses.fields(family.config)}
     own = fields - {field.name for field in dataclasses.fields(ModelConfig)}
-    return (_USED | own) & class_parameters(config_class).keys() | set(family.old_fields)
+    known, names = class_parameters(config_class).keys(), _USED | own
+    renamed = {config_class.attribute_map[name] for name in config_class.attribute_map.keys() & names - known}
+    return (names | renamed) & known | set(family.old_fields)
 
 
 def ignored_fields(config: dict[str, Any], family: Family, config_class: type) -> list[str]:

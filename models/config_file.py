@@ -81,28 +81,30 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     try:
         # transformers fills in the defaults of fields that the file leaves out.
         full = config_class(**used)
-        rms_norm_eps = float(full.rms_norm_eps)
+        sizes: dict[str, Any] = {name: getattr(full, name, None) for name in (*_MOST, "rms_norm_eps")} | model.sizes(
+            full
+        )
+        rms_norm_eps = float(sizes["rms_norm_eps"])
     except Exception as error:  # a wrong type meets transformers' own validation, in whatever exception it uses
         raise ValueError(f"config.json: {type(error).__name__}: {error!s:.500}") from error
-    head_dim = getattr(full, "head_dim", None) or full.hidden_size // full.num_attention_heads
-    _check_size("head_dim", head_dim)
-    for name in _MOST.keys() - {"head_dim"}:
-        _check_size(name, getattr(full, name))
+    sizes["head_dim"] = sizes["head_dim"] or full.hidden_size // full.num_attention_heads
+    for name in _MOST:
+        _check_size(name, sizes[name])
     return model.config(
         architecture=architecture,
-        vocab_size=full.vocab_size,
-        hidden_size=full.hidden_size,
-        intermediate_size=full.intermediate_size,
-        num_layers=full.num_hidden_layers,
-        num_heads=full.num_attention_heads,
-        num_kv_heads=full.num_key_value_heads,
-        head_dim=head_dim,
+        vocab_size=sizes["vocab_size"],
+        hidden_size=sizes["hidden_size"],
+        intermediate_size=sizes["intermediate_size"],
+        num_layers=sizes["num_hidden_layers"],
+        num_heads=sizes["num_attention_heads"],
+        num_kv_heads=sizes["num_key_value_heads"],
+        head_dim=sizes["head_dim"],
         rms_norm_eps=rms_norm_eps,
         ropes=ropes,
-        max_position_embeddings=full.max_position_embeddings,
+        max_position_embeddings=sizes["max_position_embeddings"],
         tie_word_embeddings=bool(full.tie_word_embeddings),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-        eos_token_ids=_eos_token_ids(config, generation or {}, full.vocab_size),
+        eos_token_ids=_eos_token_ids(config, generation or {}, sizes["vocab_size"]),
         **_own_fields(model, full),
     )
 

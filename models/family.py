@@ -44,6 +44,8 @@ class Family(Generic[C, W]):
             messages.
         read_ropes: parsed ``config.json`` -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
         old_fields: fields that ``hf_config`` does not declare, and that it or its model acts on where they are given.
+        sizes: transformers' config -> those of ``ModelConfig``'s fields that it has under other names, by their usual
+            ones. The other names belong to ``old_fields``.
         derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
     """
 
@@ -56,6 +58,7 @@ class Family(Generic[C, W]):
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     read_ropes: Callable[[dict[str, Any]], tuple[Rope, ...]] = one_rope
     old_fields: tuple[str, ...] = ()
+    sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
     derived_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def describe(self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense) -> "Description[W]":

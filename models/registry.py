@@ -26,6 +26,8 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": ("olmo3", "OLMo 3"),
     "GlmForCausalLM": ("glm", "GLM-4 of 2024"),
     "Glm4ForCausalLM": ("glm4", "GLM-4 of 2025, dense"),
+    "GPTNeoXForCausalLM": ("gpt_neox", "GPT-NeoX and Pythia"),
+    "GPT2LMHeadModel": ("gpt2", "GPT-2"),
 }
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
 WRAPPERS = {

@@ -11,6 +11,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights, UsedExperts
+from compiled_llm.models.layers.norm import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put
@@ -118,6 +119,10 @@ class Source:
     def norm(self, name: str, size: int) -> Tensor:
         """The weight ``[size]`` of an RMS norm."""
         return self.tensor(f"{name}.weight", (size,), mean=1.0)
+
+    def layer_norm(self, name: str, size: int) -> LayerNorm:
+        """Weight and bias, ``[size]`` each, of a layer norm."""
+        return LayerNorm(self.norm(name, size), self.tensor(f"{name}.bias", (size,)))
 
     def norm_plus_one(self, name: str, size: int) -> Tensor:
         """The same for checkpoints that hold ``w`` where the norm multiplies by ``1 + w``: that sum, in float32."""

@@ -10,11 +10,23 @@ from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_packed_linear
 from compiled_llm.ops.moe.routing import expert_rows, route, weighted_sum
-from compiled_llm.ops.rowwise.rowwise import add_rms_norm, gated_activation, log_sum_exp, rms_norm, rope, soft_cap
+from compiled_llm.ops.rowwise.rowwise import (
+    activation,
+    add_layer_norm,
+    add_rms_norm,
+    gated_activation,
+    layer_norm,
+    log_sum_exp,
+    rms_norm,
+    rope,
+    soft_cap,
+)
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens, uniform
 
 __all__ = [
     "TILE",
+    "activation",
+    "add_layer_norm",
     "add_rms_norm",
     "empty_packed",
     "exact_linear",
@@ -23,6 +35,7 @@ __all__ = [
     "greedy_tokens",
     "grouped_linear",
     "grouped_packed_linear",
+    "layer_norm",
     "log_sum_exp",
     "pack_rows",
     "pack_weight",

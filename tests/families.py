@@ -3,6 +3,7 @@
 A new family is one more line in ``CONFIGS``: the equality, loader and graph-break tests then run for it.
 """
 
+import copy
 import functools
 import tempfile
 from pathlib import Path
@@ -223,6 +224,38 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "gpt-neox": (
+        "GPTNeoXForCausalLM",
+        {**_SMALL, "num_attention_heads": 7, "vocab_size": 307, "rotary_pct": 0.5, "rotary_emb_base": 100},
+    ),
+    "gpt-neox-in-turn": (
+        "GPTNeoXForCausalLM",
+        {
+            **_SMALL,
+            "num_attention_heads": 14,
+            "vocab_size": 307,
+            "rotary_pct": 1.0,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "hidden_act": "gelu_fast",
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt2": (
+        "GPT2LMHeadModel",
+        {
+            "n_embd": 112,
+            "n_head": 7,
+            "n_layer": 2,
+            "n_inner": 160,
+            "n_positions": 256,
+            "vocab_size": 307,
+            "initializer_range": 0.2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
+    ),
     "glm4": ("Glm4ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "pad_token_id": 0}),
 }
 
@@ -235,7 +268,7 @@ COMPILED_SIZES: dict[str, Any] = {"bucket_sizes": (8,), "token_bucket_sizes": (3
 def transformers_model(name: str) -> transformers.PreTrainedModel:
     """transformers' model of a config, float32, seeded random weights (biases and norms too)."""
     class_name, fields = CONFIGS[name]
-    config = getattr(transformers, class_name).config_class(**fields)
+    config = getattr(transformers, class_name).config_class(**copy.deepcopy(fields))  # it fills in their dictionaries
     torch.manual_seed(0)
     return strengthened(getattr(transformers, class_name)(config).eval())
 
@@ -246,7 +279,7 @@ def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrained
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
                 parameter.normal_(std=0.2)
-            elif "norm" in parameter_name:
+            elif "norm" in parameter_name or ".ln_" in parameter_name:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):

@@ -4,11 +4,13 @@ import math
 
 import pytest
 
-from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
+
+DEFAULTS = StepDefaults(batched_tokens=512, beside_decodes=128, token_buckets=3, ratio=4)
 
 
 def limits(model_max_len: int = 256, **arguments) -> EngineLimits:
-    return EngineLimits.resolve(EngineConfig(**arguments), model_max_len, default_batched_tokens=512)
+    return EngineLimits.resolve(EngineConfig(**arguments), model_max_len, DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,10 @@ def test_defaults() -> None:
     assert resolved.decode_bucket_sizes == (1, 8, 32)
     assert resolved.max_num_seqs == 32
     assert resolved.token_bucket_sizes == (32, 128, 512)
+    assert (resolved.max_num_batched_tokens, resolved.max_tokens_beside_decodes) == (512, 128)
     assert resolved.max_model_len == 256
+    assert limits(bucket_sizes=(200,)).max_tokens_beside_decodes == 200, "a token for each running request"
+    assert limits(bucket_sizes=(1,), max_model_len=100).token_bucket_sizes == (25, 100)
 
 
 def test_a_model_may_not_ask_for_any_length() -> None:
@@ -141,9 +146,15 @@ def test_bucket_sizes_are_sorted_and_those_nothing_needs_left_out() -> None:
     assert limits(token_bucket_sizes=(64, 192)).max_num_batched_tokens == 192
 
 
+@pytest.mark.parametrize("arguments", [{"max_num_batched_tokens": 300}, {"token_bucket_sizes": (64, 300)}])
+def test_a_step_of_a_size_that_is_given_is_no_smaller_beside_decodes(arguments: dict) -> None:
+    assert limits(**arguments).max_tokens_beside_decodes is None
+
+
 def test_whole_prompts_fit_without_chunked_prefill() -> None:
     resolved = limits(enable_chunked_prefill=False, max_num_seqs=1)
     assert resolved.max_num_batched_tokens >= resolved.max_model_len
+    assert resolved.max_tokens_beside_decodes is None
 
 
 @pytest.mark.parametrize(

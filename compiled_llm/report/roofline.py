@@ -120,12 +120,15 @@ class ModelWork:
             num_bytes, flops = per_key[layer.window]
             per_key[layer.window] = num_bytes + key_bytes, flops + 4 * layer.num_heads * layer.head_dim
         weights = model.describe(config, dtype, kind).weights
-        # The embedding and the tables of rotary embeddings are not read whole.
-        read = [getattr(weights, name) for name in weights._fields if name not in ("embedding", "head", "ropes")]
+        # The embedding and the tables of positions are not read whole.
+        rows = ("embedding", "head", "positions", "ropes")
+        read = [getattr(weights, name) for name in weights._fields if name not in rows]
+        positions = getattr(weights, "positions", None)  # of families that learn a vector for each
+        row_bytes = weights.embedding.nbytes // weights.embedding.out_features
         return cls(
             weight_bytes_per_step=sum(map(bytes_to_read, read)),
             head_bytes_per_step=bytes_to_read(weights.head),
-            embedding_bytes_per_token=weights.embedding.nbytes // weights.embedding.out_features,
+            embedding_bytes_per_token=row_bytes + (0 if positions is None else positions[0].nbytes),
             kv_bytes_per_token=sum(kv_bytes_per_token),
             expert_bytes=_expert_bytes(experts(weights)),
             linear_flops_per_token=sum(map(_flops_per_row, linear_layers(tuple(read)))),

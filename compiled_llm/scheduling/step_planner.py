@@ -201,8 +201,10 @@ class StepPlanner:
     def budget(self, num_decodes: int) -> int:
         """Most tokens of this step."""
         budget = self.limits.max_num_batched_tokens
-        if self.target_itl_ms is None or num_decodes == 0:
+        if num_decodes == 0:
             return budget
+        if self.target_itl_ms is None:
+            return self.limits.max_tokens_beside_decodes or budget
         sizes = self.limits.token_bucket_sizes
         # At least one token beside the decodes, so that prompts progress whatever the target is.
         allowed = self.costs.largest_within(self.target_itl_ms / 1e3) or sizes[0]

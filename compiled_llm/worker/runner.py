@@ -17,7 +17,7 @@ from compiled_llm.compiling.compiler import check_torch
 from compiled_llm.compiling.cuda_graphs import graph_pool
 from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
-from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.kinds import linear_kind
@@ -45,7 +45,11 @@ from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
-_DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
+# By device. A CPU compiles one graph for all sizes, a GPU one for each.
+_STEP_DEFAULTS = {
+    "cpu": StepDefaults(batched_tokens=2048, beside_decodes=512, token_buckets=7, ratio=2),
+    "cuda": StepDefaults(batched_tokens=2048, beside_decodes=2048, token_buckets=3, ratio=4),
+}
 _SWAP_REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
@@ -115,9 +119,7 @@ class ModelRunner(Worker):
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
         use_device(self.device, self.cache_dtypes)
-        limits = EngineLimits.resolve(
-            config, model_config.max_position_embeddings, _DEFAULT_BATCHED_TOKENS[self.device.type]
-        )
+        limits = EngineLimits.resolve(config, model_config.max_position_embeddings, _STEP_DEFAULTS[self.device.type])
         self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None

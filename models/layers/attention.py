@@ -74,7 +74,7 @@ class AttentionWeights(NamedTuple):
 def attention(
     x: Tensor,
     w: AttentionWeights,
-    cos_sin: Tensor,
+    cos_sin: Tensor | None,
     cache: LayerCache,
     step: StepInput,
     spec: AttentionSpec,
@@ -85,7 +85,7 @@ def attention(
     """Self-attention block on ``x`` ``[T, D]``, which also writes this step's keys and values to the cache.
 
     Args:
-        cos_sin: ``[T, H]`` float32, see ``rope_cos_sin``.
+        cos_sin: ``[T, H]`` float32, see ``rope_cos_sin``; None where no layer turns its heads.
         eps: of the norms of queries and keys, where there are some.
         max_query_len: an upper bound of the tokens of a request in this step.
         query_scale: ``[T, 1]`` in the dtype of ``x``, multiplies the queries.
@@ -98,6 +98,7 @@ def attention(
     heads = qkv.unflatten(-1, (-1, spec.head_dim))
     q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
     if spec.rotary:
+        assert cos_sin is not None
         q, k = rope(qkv, cos_sin, q_norm, k_norm, spec.num_heads, spec.num_kv_heads, eps)
     else:
         assert q_norm is None, "the op that turns heads normalises them, too"

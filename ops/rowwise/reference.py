@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,6 +18,23 @@ def add_rms_norm_reference(x: Tensor, delta: Tensor, weight: Tensor, eps: float)
     """The op in plain torch."""
     x = x + delta
     return x, rms_norm_reference(x, weight, eps)
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The op in plain torch, over the last dimension of ``x`` of any shape."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    y = y - y.mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y * weight.to(wide) + bias.to(wide)).to(x.dtype)
+
+
+def add_layer_norm_reference(
+    x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The op in plain torch."""
+    x = x + delta
+    return x, layer_norm_reference(x, weight, bias, eps)
 
 
 def rope_reference(
@@ -46,7 +63,14 @@ def _rotated(x: Tensor, cos_sin: Tensor) -> Tensor:
 def gated_activation_reference(gate_up: Tensor, activation: str) -> Tensor:
     """The op in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return activation_reference(gate, activation) * up
+
+
+def activation_reference(x: Tensor, activation: str) -> Tensor:
+    """The op in plain torch."""
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def soft_cap_reference(x: Tensor, cap: float) -> Tensor:

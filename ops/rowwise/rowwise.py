@@ -17,11 +17,14 @@ from compiled_llm.ops.rowwise import reference
 
 LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 LIBRARY.define("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
+LIBRARY.define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")
+LIBRARY.define("add_layer_norm(Tensor x, Tensor delta, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)")
 LIBRARY.define(
     "rope(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, float eps)"
     " -> (Tensor, Tensor)"
 )
 LIBRARY.define("gated_activation(Tensor gate_up, str activation) -> Tensor")
+LIBRARY.define("activation(Tensor x, str activation) -> Tensor")
 LIBRARY.define("soft_cap(Tensor x, float cap) -> Tensor")
 LIBRARY.define("log_sum_exp(Tensor logits) -> (Tensor, Tensor)")
 
@@ -40,6 +43,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x + delta``, rounded to their dtype, and its ``rms_norm``: two ``[T, D]``."""
     return _OPS.add_rms_norm(x, delta, weight, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """``(x - mean(x)) / std(x) * weight + bias`` (Ba et al., 2016, arXiv:1607.06450), ``[T, D]`` -> ``[T, D]``.
+
+    ``weight`` and ``bias`` ``[D]`` have the dtype of ``x``. Computed in float32 and rounded once.
+    """
+    return _OPS.layer_norm(x, weight, bias, eps)
+
+
+def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``x + delta``, rounded to their dtype, and its ``layer_norm``: two ``[T, D]``."""
+    return _OPS.add_layer_norm(x, delta, weight, bias, eps)
 
 
 def rope(
@@ -68,10 +84,17 @@ def rope(
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """``activation(gate) * up`` (Shazeer, 2020, arXiv:2002.05202) of ``[T, 2 * I]``, the two side by side: ``[T, I]``.
 
-    ``activation``: "silu", or "gelu_tanh" for GELU with the tanh in the place of the error function.
+    ``activation``: "silu", "gelu" (Hendrycks and Gimpel, 2016, arXiv:1606.08415), or "gelu_tanh" for GELU with the tanh
+    in the place of the error function.
     """
     assert activation in reference.ACTIVATIONS
     return _OPS.gated_activation(gate_up, activation)
+
+
+def activation(x: Tensor, activation: str) -> Tensor:
+    """``activation(x)`` of ``[T, I]``; those of ``gated_activation``."""
+    assert activation in reference.ACTIVATIONS
+    return _OPS.activation(x, activation)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -85,12 +108,15 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("compiled_llm::rms_norm", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::layer_norm", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::activation", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::soft_cap", lib=LIBRARY)
 def _fake_like(x: Tensor, *args) -> Tensor:
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("compiled_llm::add_rms_norm", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::add_layer_norm", lib=LIBRARY)
 def _fake_add_rms_norm(x: Tensor, *args) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
@@ -125,5 +151,15 @@ def _register(name: str) -> None:
     LIBRARY.impl(name, plain, "CUDA")
 
 
-for _name in ("rms_norm", "add_rms_norm", "rope", "gated_activation", "soft_cap", "log_sum_exp"):
+for _name in (
+    "rms_norm",
+    "add_rms_norm",
+    "layer_norm",
+    "add_layer_norm",
+    "rope",
+    "gated_activation",
+    "activation",
+    "soft_cap",
+    "log_sum_exp",
+):
     _register(_name)

@@ -56,11 +56,16 @@ void for_rows(int64_t rows, int64_t size, const Work& work) {
   });
 }
 
-Tensor norm(const Tensor& x, const Tensor* delta, Tensor* sum, const Tensor& weight, double eps, const char* op) {
+// Of RMS or, where there is a `bias`, a layer norm.
+Tensor norm(const Tensor& x, const Tensor* delta, Tensor* sum, const Tensor& weight, const Tensor* bias, double eps,
+            const char* op) {
   const RowKernels& kernels = kernels_for(x, op);
   const Rows from = rows_of(x, op, "x");
   const int64_t rows = x.size(0), size = x.size(1);
   const void* w = weight_of(weight, x, size, op);
+  const void* b = bias != nullptr ? weight_of(*bias, x, size, op) : nullptr;
+  CHECK_VALUE(bias == nullptr || (weight.dtype() == x.dtype() && bias->dtype() == x.dtype()), op,
+              ": weight and bias must be of ", x.dtype());
   Tensor out = empty({rows, size}, x.dtype());
   const Rows to = rows_of(out, op, "out");
   Rows added = {}, sums = {};
@@ -72,21 +77,34 @@ Tensor norm(const Tensor& x, const Tensor* delta, Tensor* sum, const Tensor& wei
     added = rows_of(*delta, op, "delta");
     sums = rows_of(*sum, op, "sum");
   }
-  const auto kernel = weight.dtype() == x.dtype() ? kernels.norm : kernels.norm_float_weight;
+  const auto kernel = bias != nullptr              ? kernels.layer_norm
+                      : weight.dtype() == x.dtype() ? kernels.norm
+                                                    : kernels.norm_float_weight;
   for_rows(rows, size, [&](int64_t row) {
-    kernel({from[row], delta != nullptr ? added[row] : nullptr, w, delta != nullptr ? sums[row] : nullptr, to[row], size,
-            static_cast<float>(eps)});
+    kernel({from[row], delta != nullptr ? added[row] : nullptr, w, b, delta != nullptr ? sums[row] : nullptr, to[row],
+            size, static_cast<float>(eps)});
   });
   return out;
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  return norm(x, nullptr, nullptr, weight, eps, "rms_norm");
+  return norm(x, nullptr, nullptr, weight, nullptr, eps, "rms_norm");
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& delta, const Tensor& weight, double eps) {
   Tensor sum;
-  Tensor normed = norm(x, &delta, &sum, weight, eps, "add_rms_norm");
+  Tensor normed = norm(x, &delta, &sum, weight, nullptr, eps, "add_rms_norm");
+  return {std::move(sum), std::move(normed)};
+}
+
+Tensor layer_norm(const Tensor& x, const Tensor& weight, const Tensor& bias, double eps) {
+  return norm(x, nullptr, nullptr, weight, &bias, eps, "layer_norm");
+}
+
+std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& delta, const Tensor& weight,
+                                          const Tensor& bias, double eps) {
+  Tensor sum;
+  Tensor normed = norm(x, &delta, &sum, weight, &bias, eps, "add_layer_norm");
   return {std::move(sum), std::move(normed)};
 }
 
@@ -121,11 +139,15 @@ std::tuple<Tensor, Tensor> rope(const Tensor& qkv, const Tensor& cos_sin, const 
   return {std::move(q), std::move(k)};
 }
 
+Activation activation_of(const std::string& name, const char* op) {
+  CHECK_VALUE(name == "silu" || name == "gelu_tanh" || name == "gelu", op,
+              ": activation must be silu, gelu_tanh or gelu, got ", name);
+  return name == "silu" ? Activation::silu : name == "gelu" ? Activation::gelu : Activation::gelu_tanh;
+}
+
 Tensor gated_activation(const Tensor& gate_up, const std::string& activation) {
   const RowKernels& kernels = kernels_for(gate_up, "gated_activation");
-  const bool silu = activation == "silu";
-  CHECK_VALUE(silu || activation == "gelu_tanh", "gated_activation: activation must be silu or gelu_tanh, got ",
-              activation);
+  const Activation by = activation_of(activation, "gated_activation");
   const Rows from = rows_of(gate_up, "gated_activation", "gate_up");
   CHECK_VALUE(gate_up.size(1) % 2 == 0, "gated_activation: gate_up must have an even number of columns, got ",
               gate_up.size(1));
@@ -133,8 +155,19 @@ Tensor gated_activation(const Tensor& gate_up, const std::string& activation) {
   Tensor out = empty({rows, size}, gate_up.dtype());
   const Rows to = rows_of(out, "gated_activation", "out");
   for_rows(rows, 2 * size, [&](int64_t row) {
-    kernels.gated(silu ? Activation::silu : Activation::gelu_tanh, from[row], from[row] + up, to[row], size);
+    kernels.gated(by, from[row], from[row] + up, to[row], size);
   });
+  return out;
+}
+
+Tensor activation(const Tensor& x, const std::string& activation) {
+  const RowKernels& kernels = kernels_for(x, "activation");
+  const Activation by = activation_of(activation, "activation");
+  const Rows from = rows_of(x, "activation", "x");
+  const int64_t rows = x.size(0), size = x.size(1);
+  Tensor out = empty({rows, size}, x.dtype());
+  const Rows to = rows_of(out, "activation", "out");
+  for_rows(rows, 2 * size, [&](int64_t row) { kernels.activate(by, from[row], to[row], size); });
   return out;
 }
 
@@ -168,8 +201,11 @@ namespace {
 const std::vector<Op> ops = {
     {"rms_norm", Boxed<rms_norm>::call},
     {"add_rms_norm", Boxed<add_rms_norm>::call},
+    {"layer_norm", Boxed<layer_norm>::call},
+    {"add_layer_norm", Boxed<add_layer_norm>::call},
     {"rope", Boxed<rope>::call},
     {"gated_activation", Boxed<gated_activation>::call},
+    {"activation", Boxed<activation>::call},
     {"soft_cap", Boxed<soft_cap>::call},
     {"log_sum_exp", Boxed<log_sum_exp>::call},
     {"route", Boxed<route>::call},

@@ -6,11 +6,11 @@
 
 namespace {
 
-enum class Activation { silu, gelu_tanh };
+enum class Activation { silu, gelu_tanh, gelu };
 
-// One row of a norm. Where there is a `delta`, x + delta is normed, and written to `sum`.
+// One row of a norm. Where there is a `delta`, x + delta is normed, and written to `sum`. Layer norms have a `bias`.
 struct NormRow {
-  const void *x, *delta, *weight;
+  const void *x, *delta, *weight, *bias;
   void *sum, *out;
   int64_t size;
   float eps;
@@ -29,9 +29,11 @@ struct HeadsRow {
 struct RowKernels {
   void (*norm)(const NormRow&);
   void (*norm_float_weight)(const NormRow&);
+  void (*layer_norm)(const NormRow&);
   void (*rope)(const HeadsRow&);
   void (*rope_float_weight)(const HeadsRow&);
   void (*gated)(Activation, const void* gate, const void* up, void* out, int64_t size);
+  void (*activate)(Activation, const void* x, void* out, int64_t size);
   void (*soft_cap)(const void* x, float cap, void* out, int64_t size);
   void (*log_sum_exp)(const void* x, int64_t size, float* peak, float* log_total);
   void (*widen)(const void* x, float* out, int64_t size);

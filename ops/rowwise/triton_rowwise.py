@@ -15,7 +15,9 @@ from torch import Tensor
 
 from compiled_llm.ops.rowwise import reference
 from compiled_llm.ops.rowwise.triton_kernels import (
+    activation_kernel,
     gated_kernel,
+    layer_norm_kernel,
     log_sum_exp_kernel,
     norm_kernel,
     rope_kernel,
@@ -65,10 +67,17 @@ def _weight(weight: Tensor, x: Tensor, size: int, op: str) -> Tensor:
     return weight.clone() if weight.data_ptr() % _ALIGNMENT else weight
 
 
-def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, op: str) -> tuple[Tensor | None, Tensor]:
+def _norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, op: str
+) -> tuple[Tensor | None, Tensor]:
+    """An RMS or, where there is a ``bias``, a layer norm."""
     x, stride = _rows(x, op, "x")
     rows, size = x.shape
     weight = _weight(weight, x, size, op)
+    if bias is not None:
+        bias = _weight(bias, x, size, op)
+        if not weight.dtype == bias.dtype == x.dtype:
+            raise ValueError(f"{op}: weight and bias must be of {x.dtype}, got {weight.dtype} and {bias.dtype}")
     total, delta_stride = None, size
     if delta is not None:
         if (delta.shape, delta.dtype, delta.device) != (x.shape, x.dtype, x.device):
@@ -82,9 +91,15 @@ def _norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, op: str) 
     block = min(triton.next_power_of_2(size), _MOST_OF_A_ROW)
     if x.numel():
         with torch.cuda.device_of(x):
-            norm_kernel[(rows,)](
-                x, delta, weight, total, out, stride, delta_stride, eps, SIZE=size, BLOCK=block, **_options(block)
-            )
+            if bias is None:
+                norm_kernel[(rows,)](
+                    x, delta, weight, total, out, stride, delta_stride, eps, SIZE=size, BLOCK=block, **_options(block)
+                )
+            else:
+                layer_norm_kernel[(rows,)](
+                    x, delta, weight, bias, total, out, stride, delta_stride, eps,
+                    SIZE=size, BLOCK=block, **_options(block),
+                )  # fmt: skip
     return total, out
 
 
@@ -94,12 +109,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; likewise the others.
     """
-    return _norm(x, None, weight, eps, "rms_norm")[1]
+    return _norm(x, None, weight, None, eps, "rms_norm")[1]
 
 
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The op."""
-    total, out = _norm(x, delta, weight, eps, "add_rms_norm")
+    total, out = _norm(x, delta, weight, None, eps, "add_rms_norm")
+    assert total is not None
+    return total, out
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The op."""
+    return _norm(x, None, weight, bias, eps, "layer_norm")[1]
+
+
+def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The op."""
+    total, out = _norm(x, delta, weight, bias, eps, "add_layer_norm")
     assert total is not None
     return total, out
 
@@ -148,8 +175,7 @@ def rope(
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """The op."""
-    if activation not in reference.ACTIVATIONS:
-        raise ValueError(f"gated_activation: activation must be silu or gelu_tanh, got {activation}")
+    _check_activation("gated_activation", activation)
     gate_up, stride = _rows(gate_up, "gated_activation", "gate_up")
     rows, columns = gate_up.shape
     if columns % 2:
@@ -160,9 +186,29 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     if out.numel():
         with torch.cuda.device_of(gate_up):
             gated_kernel[(rows, triton.cdiv(size, block))](
-                gate_up, out, stride, SIZE=size, SILU=activation == "silu", BLOCK=block, **_options(block)
+                gate_up, out, stride, SIZE=size, ACTIVATION=activation, BLOCK=block, **_options(block)
             )
     return out
+
+
+def activation(x: Tensor, activation: str) -> Tensor:
+    """The op."""
+    _check_activation("activation", activation)
+    x, stride = _rows(x, "activation", "x")
+    rows, size = x.shape
+    out = x.new_empty(rows, size)
+    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
+    if out.numel():
+        with torch.cuda.device_of(x):
+            activation_kernel[(rows, triton.cdiv(size, block))](
+                x, out, stride, SIZE=size, ACTIVATION=activation, BLOCK=block, **_options(block)
+            )
+    return out
+
+
+def _check_activation(op: str, activation: str) -> None:
+    if activation not in reference.ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be {' or '.join(reference.ACTIVATIONS)}, got {activation}")
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

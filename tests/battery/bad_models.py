@@ -177,7 +177,7 @@ def _config_values() -> dict[str, Spoil]:
         for name, value in values.items()
     }
     changes: dict[str, dict[str, Any]] = {
-        "unknown architecture": {"architectures": ["GPT2LMHeadModel"]},
+        "unknown architecture": {"architectures": ["BloomForCausalLM"]},
         "two architectures": {"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]},
         "another family": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
         "code of its own": {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}},

@@ -330,8 +330,8 @@ def test_models_that_cannot_be_had(tmp_path: Path) -> None:
     for model in (str(tmp_path / "nowhere"), "../up/too", "no-such-organisation/no-such-model"):
         with pytest.raises(ValueError, match="model="):
             CompiledEngine(model)
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
-    with pytest.raises(ValueError, match=r"GPT2LMHeadModel.*Supported are Llama .*LlamaForCausalLM.* Qwen3"):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["BloomForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"BloomForCausalLM.*Supported are Llama .*LlamaForCausalLM.* Qwen3"):
         CompiledEngine(str(tmp_path))
     with pytest.raises(ValueError, match="bucket_size"):
         CompiledEngine(bucket_size=(1,))

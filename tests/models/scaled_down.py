@@ -5,6 +5,7 @@ from typing import Any
 LENGTH = 512  # of the longest text
 HEAD_DIM = 16
 NUM_LAYERS = 6
+_TOKENS = {"vocab_size": 331, "initializer_range": 0.1}  # logits that tell tokens apart
 
 
 def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
@@ -13,6 +14,9 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
     Windows become shorter than a text of 300 tokens. Lengths of rotary embeddings keep their ratio to the longest text,
     ``LENGTH``, and each frequency its factor.
     """
+    if config["model_type"] == "gpt2":  # whose names for sizes are its own
+        sizes = {"n_embd": 112, "n_head": 7, "n_layer": NUM_LAYERS, "n_positions": LENGTH}
+        return {**config, **_TOKENS, **sizes, "bos_token_id": 1, "eos_token_id": 2}
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
     num_kv_heads = 1 if kv_heads == 1 else 2
@@ -23,8 +27,7 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": 96,
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": num_heads,
-        "vocab_size": 331,
-        "initializer_range": 0.1,  # logits that tell tokens apart
+        **_TOKENS,
     }
     ratio = LENGTH / config.get("max_position_embeddings", LENGTH)
     changes: dict[str, Any] = {

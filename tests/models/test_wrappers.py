@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from compiled_llm.models.config_file import parse_config, read_config
-from tests.families import CONFIGS
+from compiled_llm.models.weights import tensors
+from compiled_llm.worker.loader import load_weights
+from tests.families import CONFIGS, checkpoint
 
 TEXT = {**CONFIGS["gemma3"][1], "model_type": "gemma3_text"}
 WHOLE: dict[str, Any] = {
@@ -30,6 +34,18 @@ def test_is_the_language_model_alone_and_says_so(tmp_path: Path) -> None:
     alone = {**TEXT, "architectures": ["Gemma3ForCausalLM"], "dtype": "bfloat16", "eos_token_id": [1, 106]}
     assert found == parse_config(alone)
     assert not found.tie_word_embeddings
+
+
+def test_its_tensors_are_those_of_the_language_model(tmp_path: Path) -> None:
+    stored = load_file(checkpoint("gemma3") / "model.safetensors")
+    whole = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    save_file(whole | {"vision_tower.embeddings.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(WHOLE))
+    config = parse_config(WHOLE)
+    with pytest.warns(UserWarning, match="vision_tower"):
+        found = load_weights(tmp_path, config, torch.float32, torch.device("cpu"))
+    alone = load_weights(checkpoint("gemma3"), config, torch.float32, torch.device("cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(alone), strict=True))
 
 
 @pytest.mark.parametrize(

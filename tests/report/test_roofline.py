@@ -1,7 +1,6 @@
 """The arithmetic of bytes and operations, against transformers' parameters and the products that torch counts."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
@@ -31,24 +30,28 @@ def description(name: str) -> Description:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_and_operations_of_one_token_are_those_of_the_model(name: str) -> None:
     model = transformers_model(name)
-    config = json.loads((checkpoint(name) / "config.json").read_text())
     parameters = dict(model.named_parameters())
     parameters |= {key: buffer for key, buffer in model.named_buffers() if key.endswith("correction_bias")}
-    embedding = parameters.pop("model.embed_tokens.weight")
-    head = embedding if config["tie_word_embeddings"] else parameters.pop("lm_head.weight")
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
+    positions = parameters.get("transformer.wpe.weight", torch.empty(1, 0))
+    once = [embedding, head, positions]
+    parameters = {name: p for name, p in parameters.items() if all(p is not other for other in once)}
     work = model_work(name)
     layers = experts(description(name).weights)
     step = StepWork.of([(0, 1)], work.windows, num_experts=sum(layer.top_k for layer in layers) / 2)
     weights = sum(parameter.nbytes for parameter in parameters.values()) + head.nbytes
     weights -= sum(layer.nbytes // layer.num_experts * (layer.num_experts - layer.top_k) for layer in layers)
-    assert work.bytes(step) == weights + embedding[0].nbytes + 2 * KV_BYTES  # a key is written, and read
+    assert work.bytes(step) == weights + embedding[0].nbytes + positions[0].nbytes + 2 * KV_BYTES  # of a key, twice
 
     model.set_attn_implementation("eager")  # whose products are counted
     model.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.tensor([[5]]))
     rotary = counter.get_total_flops() - work.flops(step)
-    assert 0 <= rotary <= config["head_dim"], "transformers multiplies for the angles too, and nothing else"
+    assert 0 <= rotary <= read_config(checkpoint(name)).head_dim, (
+        "transformers multiplies for the angles too, and nothing else"
+    )
 
 
 def test_what_grows_with_tokens_contexts_and_rows() -> None:

@@ -184,6 +184,15 @@ def test_while_nothing_decodes_the_target_is_nothing() -> None:
     assert work_of(engine.step()) == {"long": 60}
 
 
+def test_without_a_target_a_step_has_a_size_of_its_own_beside_decodes() -> None:
+    scheduler = make_scheduler(100, max_num_batched_tokens=64, max_tokens_beside_decodes=24, token_bucket_sizes=(64,))
+    engine = FakeEngine(scheduler)
+    add(scheduler, make_request("first", 40, 20))
+    assert work_of(engine.step()) == {"first": 40}
+    add(scheduler, make_request("long", 40, 2))
+    assert work_of(engine.step()) == {"first": 1, "long": 23}
+
+
 def test_a_prompt_gets_a_token_at_least_beside_decodes_that_fill_the_bucket() -> None:
     scheduler = make_scheduler(
         100,

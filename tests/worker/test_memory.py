@@ -9,7 +9,7 @@ import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, MemoryLedger, MemoryRow, SamplingParams
 from compiled_llm.compiling.function import CompiledFunction
-from compiled_llm.config import EngineLimits
+from compiled_llm.config import EngineLimits, StepDefaults
 from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import bytes_per_token
 from compiled_llm.worker import memory
@@ -27,7 +27,7 @@ def start_memory(
 ) -> StartMemory:
     """Of an engine with blocks of 16 tokens and 64 KiB, and 4 cache tensors."""
     config = EngineConfig(bucket_sizes=(num_seqs,), max_model_len=max_model_len, **arguments)
-    limits = EngineLimits.resolve(config, 4096, 512)
+    limits = EngineLimits.resolve(config, 4096, StepDefaults(512, 512, 3, 4))
     return StartMemory(config, limits, torch.device(device), BLOCK, 4, estimate)
 
 

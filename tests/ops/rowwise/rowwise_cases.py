@@ -37,6 +37,11 @@ CASES: dict[str, Case] = {
         "add_rms_norm",
         lambda t, r, n: (numbers(r, n, t), numbers(r, n, t, 3.0).flip(1), weight(n, t), 1e-5),
     ),
+    "layer norm": ("layer_norm", lambda t, r, n: (numbers(r, n, t) + 2, weight(n, t), weight(n, t).flip(0), 1e-5)),
+    "add, layer norm": (
+        "add_layer_norm",
+        lambda t, r, n: (numbers(r, n, t), numbers(r, n, t, 3.0).flip(1), weight(n, t), weight(n, t).flip(0), 1e-5),
+    ),
     "rope": ("rope", lambda t, r, n: (qkv(r, n, t), angles(r, n), None, None, HEADS, KV_HEADS, 1e-6)),
     "norm, rope": (
         "rope",
@@ -48,6 +53,9 @@ CASES: dict[str, Case] = {
     ),
     "silu": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 5.0), "silu")),
     "gelu_tanh": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), "gelu_tanh")),
+    "gated gelu": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), "gelu")),
+    "gelu alone": ("activation", lambda t, r, n: (numbers(r, n, t, 2.0), "gelu")),
+    "gelu_tanh alone": ("activation", lambda t, r, n: (numbers(r, n, t, 2.0), "gelu_tanh")),
     "soft_cap": ("soft_cap", lambda t, r, n: (numbers(r, n, t, 40.0), 30.0)),
     "log_sum_exp": ("log_sum_exp", lambda t, r, n: (numbers(r, n, t, 5.0),)),
 }

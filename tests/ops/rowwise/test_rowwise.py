@@ -26,7 +26,7 @@ def test_every_instruction_set_computes_what_the_reference_does(
         given = arguments(dtype, 5, size)
         got = outputs(KERNELS.run(name, *given, isa=isa))
         want = getattr(reference, f"{name}_reference")(*(map(widened, given) if dtype == torch.float32 else given))
-        check(got, outputs(want), dtype, is_gelu="gelu_tanh" in given)
+        check(got, outputs(want), dtype, is_gelu="gelu" in given or "gelu_tanh" in given)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -76,6 +76,17 @@ def test_norms_are_rounded_as_in_transformers(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, theirs(x), atol=0, rtol=1e-6 if dtype == torch.float32 else 0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layer_norm_is_rounded_as_in_torch(dtype: torch.dtype) -> None:
+    x, (w, b) = numbers(5, 48, dtype, 3.0), numbers(2, 48, dtype)
+    got = rowwise.layer_norm(x, w, b, 1e-5)
+    assert got.dtype == dtype
+    tolerance = 1e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        got, torch.nn.functional.layer_norm(x, (48,), w, b, 1e-5), atol=tolerance, rtol=tolerance
+    )
+
+
 def test_extremes() -> None:
     x = torch.tensor([[-1e30, -100.0, -0.0, 0.0, 1e-30, 100.0, 1e30, float("inf")]])
     gated = rowwise.gated_activation(torch.cat([x, torch.ones_like(x)], dim=1), "silu")
@@ -99,6 +110,11 @@ def test_extremes() -> None:
         (lambda: rowwise.rms_norm(torch.ones(2, 8).double(), torch.ones(8), 1e-6), "dtype must be float32"),
         (lambda: rowwise.rms_norm(torch.ones(8, 2).t(), torch.ones(8), 1e-6), "last stride 1"),
         (lambda: rowwise.add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6), "delta must be like x"),
+        (lambda: rowwise.layer_norm(torch.ones(2, 8), torch.ones(8), torch.ones(9), 1e-6), r"layer_norm: .*\[8\]"),
+        (
+            lambda: rowwise.layer_norm(torch.ones(2, 8).half(), torch.ones(8), torch.ones(8), 1e-6),
+            "weight and bias must be of float16",
+        ),
         (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns, got 64"),
         (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
         (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),

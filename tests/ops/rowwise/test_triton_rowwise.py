@@ -22,7 +22,15 @@ triton = pytest.importorskip("triton")
 from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
-KERNELS = ("norm_kernel", "rope_kernel", "gated_kernel", "soft_cap_kernel", "log_sum_exp_kernel")
+KERNELS = (
+    "norm_kernel",
+    "layer_norm_kernel",
+    "rope_kernel",
+    "gated_kernel",
+    "activation_kernel",
+    "soft_cap_kernel",
+    "log_sum_exp_kernel",
+)
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
@@ -35,7 +43,7 @@ def agrees_with_the_reference(name: str, arguments: Callable, dtype: torch.dtype
         given = [x.to(device) if isinstance(x, Tensor) else x for x in arguments(dtype, 5, size)]
         got = outputs(getattr(triton_rowwise, name)(*given))
         want = getattr(reference, f"{name}_reference")(*(map(widened, given) if dtype == torch.float32 else given))
-        check(got, outputs(want), dtype, is_gelu="gelu_tanh" in given)
+        check(got, outputs(want), dtype, is_gelu="gelu" in given or "gelu_tanh" in given)
 
 
 def a_row_has_the_same_bits_in_any_company(
@@ -133,11 +141,16 @@ def compiled_cases(dtype: torch.dtype, norm_dtype: torch.dtype) -> Iterator[tupl
         norm = _empty(size, dtype=norm_dtype)
         yield "rms_norm", [x(8, size), norm, 1e-6]
         yield "add_rms_norm", [x(8, size), x(8, size), norm, 1e-6]
+    for size in (D, WIDE):
+        both = [_empty(size, dtype=dtype) for _ in range(2)]
+        yield "layer_norm", [x(8, size), *both, 1e-6]
+        yield "add_layer_norm", [x(8, size), x(8, size), *both, 1e-6]
     for norms in ([None, None], [_empty(H, dtype=norm_dtype) for _ in range(2)]):
         angles = _empty(8, H, dtype=torch.float32)
         yield "rope", [x(8, (HEADS + 2 * KV_HEADS) * H), angles, *norms, HEADS, KV_HEADS, 1e-6]
     for activation in reference.ACTIVATIONS:
         yield "gated_activation", [x(8, 2 * INTERMEDIATE), activation]
+        yield "activation", [x(8, INTERMEDIATE), activation]
     yield "soft_cap", [x(8, V), 30.0]
     yield "log_sum_exp", [x(8, V)]
 
@@ -184,7 +197,10 @@ REFUSED: list[tuple[Callable, str]] = [
     (lambda op: op.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
     (lambda op: op.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
     (lambda op: op.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
-    (lambda op: op.gated_activation(ONES, "relu"), "must be silu or gelu_tanh, got relu"),
+    (lambda op: op.gated_activation(ONES, "relu"), "must be silu or gelu_tanh or gelu, got relu"),
+    (lambda op: op.activation(ONES, "relu"), "activation: activation must be silu or gelu_tanh or gelu, got relu"),
+    (lambda op: op.layer_norm(ONES, torch.ones(8), torch.ones(9), 1e-6), r"layer_norm: a weight must be .*\[8\]"),
+    (lambda op: op.layer_norm(ONES.half(), torch.ones(8), torch.ones(8), 1e-6), "weight and bias must be of"),
     (lambda op: op.soft_cap(ONES, 0.0), "cap must be above 0"),
     (lambda op: op.log_sum_exp(torch.ones(2, 0)), "must have columns"),
 ]

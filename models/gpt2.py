@@ -1,0 +1,130 @@
+"""GPT-2 (Radford et al., 2019): layer norms, biases, a plain MLP, and a learned vector for each position."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_mlp
+from compiled_llm.models.layers.norm import LayerNorm, add_layer_norm
+from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.rope_config import Rope
+from compiled_llm.models.weights import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class GPT2Config(ModelConfig):
+    n_positions: int  # of the checkpoint; max_position_embeddings may be set to fewer
+    scale_attn_weights: bool
+    scale_attn_by_inverse_layer_idx: bool
+
+
+class LayerWeights(NamedTuple):
+    attention_norm: LayerNorm
+    attention: AttentionWeights
+    mlp_norm: LayerNorm
+    mlp: PlainMlpWeights
+
+
+class Weights(NamedTuple):
+    embedding: Linear  # [V, D]
+    positions: Tensor  # [n_positions, D]
+    layers: tuple[LayerWeights, ...]
+    final_norm: LayerNorm
+    head: Linear  # [V, D]
+    ropes: tuple[Tensor, ...]  # none
+
+
+def _take_layer(config: GPT2Config, source: Source, name: str) -> LayerWeights:
+    d, intermediate = config.hidden_size, config.intermediate_size
+
+    def linear(part: str, out_features: int, in_features: int) -> Linear:
+        return source.linear(Part(f"{name}.{part}", out_features, in_features, bias=True, transposed=True))
+
+    return LayerWeights(
+        attention_norm=source.layer_norm(f"{name}.ln_1", d),
+        attention=AttentionWeights(linear("attn.c_attn", 3 * d, d), linear("attn.c_proj", d, d)),
+        mlp_norm=source.layer_norm(f"{name}.ln_2", d),
+        mlp=PlainMlpWeights(linear("mlp.c_fc", intermediate, d), linear("mlp.c_proj", d, intermediate)),
+    )
+
+
+def take(config: GPT2Config, source: Source) -> Weights:
+    """The weights."""
+    d = config.hidden_size
+    embedding, head = source.embedding_and_head(
+        "transformer.wte", "lm_head", config.vocab_size, d, tied=config.tie_word_embeddings
+    )
+    return Weights(
+        embedding=embedding,
+        positions=source.tensor("transformer.wpe.weight", (config.n_positions, d)),
+        layers=tuple(_take_layer(config, source, f"transformer.h.{i}") for i in range(config.num_layers)),
+        final_norm=source.layer_norm("transformer.ln_f", d),
+        head=head,
+        ropes=(),
+    )
+
+
+def layers(config: GPT2Config) -> Layers:
+    """All are alike, but for their scale where ``scale_attn_by_inverse_layer_idx`` says so."""
+    scale = config.head_dim**-0.5 if config.scale_attn_weights else 1.0
+    spec = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale=scale, rotary=False)
+    by_layer = config.scale_attn_by_inverse_layer_idx
+    return tuple(dataclasses.replace(spec, scale=scale / (i + 1 if by_layer else 1)) for i in range(config.num_layers))
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: GPT2Config, layers: Layers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    eps = config.rms_norm_eps
+    x = weights.embedding.rows(step.input_ids) + F.embedding(step.positions, weights.positions)
+    delta: Tensor | None = None
+    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
+        x, normed = add_layer_norm(x, delta, w.attention_norm, eps)
+        attended = attention(normed, w.attention, None, cache, step, spec, eps, max_query_len)
+        x, normed = add_layer_norm(x, attended, w.mlp_norm, eps)
+        delta = plain_mlp(normed, w.mlp, "gelu_tanh")
+    return add_layer_norm(x, delta, weights.final_norm, eps)[1]
+
+
+def head(weights: Weights, rows: Tensor, config: GPT2Config) -> Tensor:
+    """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
+    return weights.head.apply(rows)
+
+
+def no_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """Positions are learned."""
+    return ()
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    """Every head has a key and a value of its own."""
+    return {
+        "rms_norm_eps": config.layer_norm_epsilon,
+        "num_key_value_heads": config.n_head,
+        "intermediate_size": 4 * config.n_embd if config.n_inner is None else config.n_inner,
+    }
+
+
+FAMILY = Family(
+    "GPT2Config",
+    GPT2Config,
+    take,
+    layers,
+    forward,
+    head,
+    requires={
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+        "reorder_and_upcast_attn": (False, True),  # of the precision of a product that is float32 here
+    },
+    read_ropes=no_ropes,
+    old_fields=("layer_norm_epsilon", "n_inner"),
+    sizes=sizes,
+    derived_tensors=(".attn.bias", ".attn.masked_bias"),
+)

@@ -1,0 +1,152 @@
+"""GPT-NeoX (Black et al., 2022, arXiv:2204.06745) and Pythia (Biderman et al., 2023, arXiv:2304.01373).
+
+Layer norms, biases, a plain MLP beside attention, both on the same residual, and a part of each head that is turned.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_mlp
+from compiled_llm.models.layers.norm import LayerNorm, add_layer_norm
+from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
+from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.rope_config import Rope, read_partial_rope
+from compiled_llm.models.weights import Source
+from compiled_llm.ops import layer_norm
+
+# hidden_act -> what computes it; the last three are one function.
+_ACTIVATIONS = {"gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTNeoXConfig(ModelConfig):
+    attention_bias: bool
+    hidden_act: str
+    use_parallel_residual: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.hidden_act not in _ACTIVATIONS:
+            raise ValueError(
+                f"config.json: hidden_act must be {' or '.join(_ACTIVATIONS)}, given {self.hidden_act!r:.100}"
+            )
+
+
+class LayerWeights(NamedTuple):
+    input_norm: LayerNorm
+    attention: AttentionWeights
+    mlp_norm: LayerNorm
+    mlp: PlainMlpWeights
+
+
+class Weights(NamedTuple):
+    embedding: Linear  # [V, D]
+    layers: tuple[LayerWeights, ...]
+    final_norm: LayerNorm
+    head: Linear  # [V, D]
+    ropes: tuple[Tensor]  # [max_position_embeddings, H] float32
+
+
+def _take_attention(config: GPTNeoXConfig, source: Source, name: str) -> AttentionWeights:
+    d, n, h, bias = config.hidden_size, config.num_heads, config.head_dim, config.attention_bias
+    turn = head_arrangement(config.ropes[0], h) or (lambda rows: rows)
+
+    def arrange(rows: Tensor) -> Tensor:
+        """From each head's query, key and value to the queries, the keys and the values of all heads."""
+        q, k, v = (part.flatten(0, 1) for part in rows.unflatten(0, (n, 3, h)).unbind(1))
+        return torch.cat([turn(q), turn(k), v])
+
+    qkv = source.linear(Part(f"{name}.query_key_value", 3 * d, d, bias, arrange=arrange))
+    return AttentionWeights(qkv, source.linear(Part(f"{name}.dense", d, d, bias)))
+
+
+def _take_layer(config: GPTNeoXConfig, source: Source, name: str) -> LayerWeights:
+    d, intermediate = config.hidden_size, config.intermediate_size
+    up = source.linear(Part(f"{name}.mlp.dense_h_to_4h", intermediate, d, bias=True))
+    return LayerWeights(
+        input_norm=source.layer_norm(f"{name}.input_layernorm", d),
+        attention=_take_attention(config, source, f"{name}.attention"),
+        mlp_norm=source.layer_norm(f"{name}.post_attention_layernorm", d),
+        mlp=PlainMlpWeights(up, source.linear(Part(f"{name}.mlp.dense_4h_to_h", d, intermediate, bias=True))),
+    )
+
+
+def take(config: GPTNeoXConfig, source: Source) -> Weights:
+    """The weights."""
+    embedding, head = source.embedding_and_head(
+        "gpt_neox.embed_in", "embed_out", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+    )
+    return Weights(
+        embedding=embedding,
+        layers=tuple(_take_layer(config, source, f"gpt_neox.layers.{i}") for i in range(config.num_layers)),
+        final_norm=source.layer_norm("gpt_neox.final_layer_norm", config.hidden_size),
+        head=head,
+        ropes=(source.rope(config.ropes[0], config.head_dim, config.max_position_embeddings),),
+    )
+
+
+def layers(config: GPTNeoXConfig) -> Layers:
+    """All are alike."""
+    spec = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale=config.head_dim**-0.5)
+    return (spec,) * config.num_layers
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: GPTNeoXConfig, layers: Layers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
+    eps, activation = config.rms_norm_eps, _ACTIVATIONS[config.hidden_act]
+    x = weights.embedding.rows(step.input_ids)
+    delta: Tensor | None = None
+    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
+    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
+        x, normed = add_layer_norm(x, delta, w.input_norm, eps)
+        attended = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
+        if config.use_parallel_residual:
+            normed = layer_norm(x, w.mlp_norm.weight, w.mlp_norm.bias, eps)
+            delta = plain_mlp(normed, w.mlp, activation) + attended
+        else:
+            x, normed = add_layer_norm(x, attended, w.mlp_norm, eps)
+            delta = plain_mlp(normed, w.mlp, activation)
+    # Two additions in a row would be rounded once where they are compiled; the norm's is an op of its own.
+    return add_layer_norm(x, delta, weights.final_norm, eps)[1]
+
+
+def head(weights: Weights, rows: Tensor, config: GPTNeoXConfig) -> Tensor:
+    """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
+    return weights.head.apply(rows)
+
+
+def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """One for all layers, under this family's names of base and share."""
+    named = {name: value for name, value in config.items() if name != "rope_theta"}
+    if "rotary_emb_base" in config:
+        named["rope_theta"] = config["rotary_emb_base"]
+    return (read_partial_rope(named, default=config.get("rotary_pct", 0.25)),)
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    """Every head has a key and a value of its own."""
+    return {"rms_norm_eps": config.layer_norm_eps, "num_key_value_heads": config.num_attention_heads}
+
+
+FAMILY = Family(
+    "GPTNeoXConfig",
+    GPTNeoXConfig,
+    take,
+    layers,
+    forward,
+    head,
+    requires={"is_decoder": (False, True)},  # which says that it is one
+    read_ropes=read_ropes,
+    old_fields=("layer_norm_eps", "rotary_emb_base", "rotary_pct"),
+    sizes=sizes,
+    derived_tensors=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
+)
