@@ -145,7 +145,7 @@ class StartMemory:
             self._set_aside = max(0, now.used - before.used)
         else:
             self._start_peak = _peak_resident_bytes() or 0
-            measured = _growth_while(run_largest)
+            measured = growth_while(run_largest)
             self._activations_are_measured = measured is not None
             self._activations = self._estimate if measured is None else measured
         self._free_for_pool = free_bytes(self._device) - self._set_aside - self._activations - self._host_reserve()
@@ -291,7 +291,7 @@ def _peak_resident_bytes() -> int | None:
     return int(found[1]) << 10 if found else None
 
 
-def _growth_while(run: Callable[[], object]) -> int | None:
+def growth_while(run: Callable[[], object]) -> int | None:
     """How far host memory rises above what is held now, at its highest while ``run`` runs; None if it cannot be told.
 
     Linux counts the highest since the last reset, which is a 5 written to ``clear_refs``.

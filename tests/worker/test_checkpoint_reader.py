@@ -21,7 +21,7 @@ from compiled_llm.models.weights import tensors as tensors_of
 from compiled_llm.worker import checkpoint_reader, loader
 from compiled_llm.worker.checkpoint import CheckpointError, StoredTensor, stored_tensors
 from compiled_llm.worker.checkpoint_reader import CheckpointReader
-from compiled_llm.worker.memory import _growth_while
+from compiled_llm.worker.memory import growth_while
 from tests.families import checkpoint
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def test_a_model_is_never_in_memory_twice(tmp_path: Path, dtype: torch.dtype) ->
         {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, tmp_path / "x.safetensors"
     )
     loaded = []
-    growth = _growth_while(lambda: loaded.append(loader.load_weights(tmp_path, config, dtype, CPU, Packed)))
+    growth = growth_while(lambda: loaded.append(loader.load_weights(tmp_path, config, dtype, CPU, Packed)))
     if growth is None:
         pytest.skip("the system does not tell")
     size = sum(tensor.nbytes for tensor in tensors_of(loaded[0]))

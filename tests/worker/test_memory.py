@@ -103,7 +103,7 @@ def test_memory_that_compiling_and_running_take_counts_too(free, monkeypatch: py
     free(40 * MIB)
     arguments = {**SMALL, "gpu_memory_utilization": 0.2, "enforce_eager": True}
     CompiledEngine(**arguments).close()
-    monkeypatch.setattr(memory, "_growth_while", lambda run: 30 * MIB)
+    monkeypatch.setattr(memory, "growth_while", lambda run: 30 * MIB)
     with pytest.raises(ValueError, match="1 MiB are free for the KV pool") as error:
         CompiledEngine(**arguments)
     assert named_length(error) == (MIB // (32 << 10) - 1) * 16
@@ -126,7 +126,7 @@ def test_activations_are_estimated_where_the_system_does_not_tell(
 
 def test_activations_are_measured_as_growth_of_the_peak() -> None:
     # More than what malloc ever takes from pages that the process holds already.
-    measured = memory._growth_while(lambda: torch.zeros(96 * MIB, dtype=torch.uint8).add_(1))
+    measured = memory.growth_while(lambda: torch.zeros(96 * MIB, dtype=torch.uint8).add_(1))
     if measured is None:
         pytest.skip("this system cannot tell")
     assert 95 * MIB <= measured <= 112 * MIB
@@ -220,7 +220,7 @@ def test_what_grows_by_nothing_does_not_shrink(monkeypatch: pytest.MonkeyPatch, 
     peaks = iter([200 << 10, 150 << 10])  # the system's count is rough
     monkeypatch.setattr(memory, "_CLEAR_REFS", tmp_path / "clear_refs")
     monkeypatch.setattr(memory, "_peak_resident_bytes", lambda: next(peaks))
-    assert memory._growth_while(lambda: None) == 0
+    assert memory.growth_while(lambda: None) == 0
 
 
 def test_too_little_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,15 @@ from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, outputs
 
 pytestmark = pytest.mark.gpu
 PARAMS = [pytest.param(*case, id=name) for name, case in CASES.items()]
-SIZES = {"rms_norm": 4096, "add_rms_norm": 12288, "rope": 128, "gated_activation": 6144}
+SIZES = {
+    "rms_norm": 4096,
+    "add_rms_norm": 12288,
+    "layer_norm": 4096,
+    "add_layer_norm": 12288,
+    "rope": 128,
+    "gated_activation": 6144,
+    "activation": 6144,
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,36 @@
+"""bench_load reports the time of a load over that of a plain read, and the peak over the weights."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.families import checkpoint
+
+BENCH = Path(__file__).parents[3] / "scripts" / "bench"
+
+
+def test_a_model_of_ones_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = importlib.import_module("bench_load")
+    model, found = checkpoint("llama"), tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["bench_load.py", "--model", str(model), "--rounds", "2", "--json", str(found)])
+    module.main()
+    result = json.loads(found.read_text())
+    assert result["file_bytes"] == (model / "model.safetensors").stat().st_size
+    assert result["weight_bytes"] > 0.9 * result["file_bytes"]
+    for name in ("read_seconds", "load_seconds", "load_over_read"):
+        assert result[name] > 0
+    assert "load over plain read" in capsys.readouterr().out
+
+
+@pytest.mark.battery
+def test_the_promise_of_the_peak_at_full_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = importlib.import_module("bench_load")
+    module.write_checkpoint(tmp_path, "qwen3-0.6b")
+    assert module.measure(tmp_path, "auto", 1)["peak_over_weights"] < 1.2
