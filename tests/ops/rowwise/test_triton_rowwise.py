@@ -124,6 +124,20 @@ def test_rows_of_a_length_run_one_binary(title: str, size: int, monkeypatch: pyt
     assert len(seen) == 1
 
 
+# ---- registered -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "arguments"), CASES.values(), ids=CASES)
+def test_a_gpu_runs_the_triton_kernel(name: str, arguments: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch would call for tensors of a GPU, called with those of a CPU."""
+    calls = []
+    reference_of = getattr(reference, f"{name}_reference")
+    monkeypatch.setattr(triton_rowwise, name, lambda *args: calls.append(name) or reference_of(*args))
+    op = getattr(torch.ops.compiled_llm, name).default
+    op._op_dk(torch._C.DispatchKey.CUDA, *arguments(torch.float32, 2, 16))
+    assert calls == [name]
+
+
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 D, H, INTERMEDIATE, V = 4096, 128, 12288, 151936  # of Qwen3-8B
