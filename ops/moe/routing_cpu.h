@@ -5,9 +5,14 @@
 
 #pragma once
 
+#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../rowwise/rowwise_cpu_rows.h"
 
 namespace {
 

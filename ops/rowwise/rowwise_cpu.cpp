@@ -9,36 +9,10 @@
 #include <tuple>
 #include <vector>
 
-#include "rowwise_cpu_types.h"
-#include "../cpu/op.h"
+#include "../moe/routing_cpu.h"
+#include "rowwise_cpu_rows.h"
 
 namespace {
-
-using OptionalTensor = std::optional<Tensor>;
-
-constexpr int64_t kGrain = 1 << 14;  // elements: with fewer, waking a thread takes longer than the work
-
-const RowKernels& kernels_for(const Tensor& x, const char* op) {
-  const auto dtype = x.dtype();
-  CHECK_VALUE(dtype == kFloat || dtype == kBFloat16 || dtype == kHalf, op,
-              ": dtype must be float32, bfloat16 or float16, got ", dtype);
-  const Kernels& all = chosen();
-  return dtype == kFloat ? all.float32 : dtype == kBFloat16 ? all.bfloat16 : all.float16;
-}
-
-// Rows of `size` elements, `stride` bytes apart.
-struct Rows {
-  char* data;
-  int64_t stride;
-  char* operator[](int64_t row) const { return data + row * stride; }
-};
-
-Rows rows_of(const Tensor& x, const char* op, const char* name) {
-  CHECK_VALUE(x.dim() == 2 && x.is_cpu() && (x.stride(1) == 1 || x.size(1) == 1), op, ": ", name,
-              " must be [rows, size] with the last stride 1, on the CPU, got ", x.sizes(), " with strides ",
-              x.strides(), " on ", x.place());
-  return {x.data<char>(), x.stride(0) * bytes_of(x.dtype())};
-}
 
 // The weight of a norm of x: [size], in the dtype of x or in float32.
 const void* weight_of(const Tensor& weight, const Tensor& x, int64_t size, const char* op) {
@@ -47,13 +21,6 @@ const void* weight_of(const Tensor& weight, const Tensor& x, int64_t size, const
               op, ": a weight must be a contiguous [", size, "] of ", x.dtype(), " or float32, got ",
               weight.sizes(), " of ", weight.dtype());
   return weight.data();
-}
-
-template <class Work>
-void for_rows(int64_t rows, int64_t size, const Work& work) {
-  parallel_for(0, rows, std::max<int64_t>(1, kGrain / std::max<int64_t>(size, 1)), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) work(row);
-  });
 }
 
 // Of RMS or, where there is a `bias`, a layer norm.
@@ -205,12 +172,6 @@ std::tuple<Tensor, Tensor> log_sum_exp(const Tensor& logits) {
   for_rows(rows, 2 * size, [&](int64_t row) { kernels.log_sum_exp(from[row], size, peaks + row, log_totals + row); });
   return {std::move(peak), std::move(log_total)};
 }
-
-}  // namespace
-
-#include "../moe/routing_cpu.h"
-
-namespace {
 
 const std::vector<Op> ops = {
     {"rms_norm", Boxed<rms_norm>::call},
