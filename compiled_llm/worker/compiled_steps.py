@@ -17,6 +17,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.weights import used_experts
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
@@ -62,6 +63,7 @@ class CompiledSteps:
     ) -> None:
         self.model_config, self.limits, self.device = model_config, limits, device
         self.weights, self.kv_cache = weights, kv_cache
+        self.used_experts = used_experts(weights)
         self.buckets = buckets_of(limits)
         self.buffers = {bucket: StepBuffers(bucket, limits, device) for bucket in self.buckets}
         num_rows = max(bucket.num_rows for bucket in self.buckets)
@@ -108,7 +110,7 @@ class CompiledSteps:
         self._last_report = self.report()
         self._functions.clear()
         self.buffers.clear()
-        del self.sampling, self.weights, self.kv_cache
+        del self.sampling, self.weights, self.kv_cache, self.used_experts
 
     # -- Compiling
 

@@ -22,7 +22,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.kinds import linear_kind
 from compiled_llm.models.registry import family
-from compiled_llm.models.weights import experts, linears, tensors, used_experts
+from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.ops import native, swap
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.progress import StartProgress
@@ -188,7 +188,7 @@ class ModelRunner(Worker):
         started, ended = self._event(), self._event()
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
         tokens_before = None if profiler is None else steps.last_tokens.clone()
-        used = used_experts(steps.weights)
+        used = steps.used_experts
         if used is not None:
             used.zero_()
         around = None if self.watch is None else functools.partial(self.watch, output, bucket)
@@ -262,13 +262,14 @@ class ModelRunner(Worker):
     def uncompiled(self) -> Iterator[None]:
         """Steps run uncompiled meanwhile, on the same weights and KV cache. No request may be unfinished."""
         compiled = self.steps
-        with torch.inference_mode(False):
-            self.steps = compiled.uncompiled(self.cache_dtypes)
         try:
+            with torch.inference_mode(False):
+                self.steps = compiled.uncompiled(self.cache_dtypes)
             yield
         finally:
-            self.steps.close()
-            self.steps = compiled
+            uncompiled, self.steps = self.steps, compiled
+            if uncompiled is not compiled:
+                uncompiled.close()
 
     # -- What it is and did
 
