@@ -81,9 +81,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     try:
         # transformers fills in the defaults of fields that the file leaves out.
         full = config_class(**used)
-        sizes: dict[str, Any] = {name: getattr(full, name, None) for name in (*_MOST, "rms_norm_eps")} | model.sizes(
-            full
-        )
+        sizes = model.sizes(full)
+        sizes |= {name: getattr(full, name, None) for name in (*_MOST, "rms_norm_eps") if name not in sizes}
         rms_norm_eps = float(sizes["rms_norm_eps"])
     except Exception as error:  # a wrong type meets transformers' own validation, in whatever exception it uses
         raise ValueError(f"config.json: {type(error).__name__}: {error!s:.500}") from error
@@ -105,15 +104,16 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         tie_word_embeddings=bool(full.tie_word_embeddings),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(config, generation or {}, sizes["vocab_size"]),
-        **_own_fields(model, full),
+        **_own_fields(model, full, sizes),
     )
 
 
-def _own_fields(model: Family, full: Any) -> dict[str, Any]:
-    """The fields that the family's config has besides ``ModelConfig``'s, as far as transformers' class has them."""
+def _own_fields(model: Family, full: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The fields that the family's config has besides ``ModelConfig``'s, as far as ``sizes`` or ``full`` has them."""
     common = {field.name for field in dataclasses.fields(ModelConfig)}
     own = [field.name for field in dataclasses.fields(model.config) if field.name not in common]
-    values = {name: getattr(full, name) for name in own if hasattr(full, name)}
+    values = {name: getattr(full, name) for name in own if name not in sizes and hasattr(full, name)}
+    values |= {name: sizes[name] for name in own if name in sizes}
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 

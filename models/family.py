@@ -45,7 +45,7 @@ class Family(Generic[C, W]):
         read_ropes: parsed ``config.json`` -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
         old_fields: fields that ``hf_config`` does not declare, and that it or its model acts on where they are given.
         sizes: transformers' config -> those of ``ModelConfig``'s fields that it has under other names, by their usual
-            ones. The other names belong to ``old_fields``.
+            ones, and those of ``config``'s that it has not as they are. The other names belong to ``old_fields``.
         derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
     """
 
@@ -66,7 +66,7 @@ class Family(Generic[C, W]):
         reader = _ShapeReader(dtype)
         source = Source(reader, linears)
         weights = self.take(config, source)
-        return Description(reader.shapes, source.may_repeat, weights)
+        return Description(reader.shapes, source.may_repeat, source.unused, weights)
 
 
 class _ShapeReader:
@@ -93,9 +93,11 @@ class Description(Generic[W]):
     Attributes:
         shapes: name -> shape of every tensor of a checkpoint.
         may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
+        unused: name of a tensor that some checkpoints hold and the model does not use -> what it is.
         weights: on the device "meta".
     """
 
     shapes: dict[str, tuple[int, ...]]
     may_repeat: dict[str, str]
+    unused: dict[str, str]
     weights: W

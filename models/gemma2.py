@@ -100,7 +100,7 @@ def layers(config: Gemma2Config) -> Layers:
     return windowed_layers(config, full)
 
 
-def _rounded(value: float, dtype: torch.dtype) -> float:
+def rounded(value: float, dtype: torch.dtype) -> float:
     """The positive ``value`` in the precision of ``dtype``, as a number: a compiler may skip the rounding."""
     unit = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(value))
     return round(value / unit) * unit
@@ -112,7 +112,7 @@ def forward(
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
     eps = config.rms_norm_eps
     x = weights.embedding.rows(step.input_ids)
-    x = x * _rounded(config.hidden_size**0.5, x.dtype)
+    x = x * rounded(config.hidden_size**0.5, x.dtype)
     delta: Tensor | None = None
     angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]
     for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):

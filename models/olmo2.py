@@ -41,8 +41,7 @@ class Weights(NamedTuple):
 
 
 def _norm(source: Source, name: str, size: int) -> Tensor:
-    """The weight of a norm, in float32: it multiplies before the result is rounded."""
-    return source.norm(name, size).float()
+    return source.norm(name, size, in_float32=True)
 
 
 def _take_layer(config: Olmo2Config, source: Source, name: str) -> LayerWeights:

@@ -23,6 +23,8 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3 with experts"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma 3"),
+    "Gemma4ForCausalLM": ("gemma4", "Gemma 4"),
+    "Gemma4UnifiedForCausalLM": ("gemma4_unified", "Gemma 4 without encoders"),
     "Olmo2ForCausalLM": ("olmo2", "OLMo 2"),
     "Olmo3ForCausalLM": ("olmo3", "OLMo 3"),
     "GlmForCausalLM": ("glm", "GLM-4 of 2024"),
@@ -33,6 +35,8 @@ ARCHITECTURES = {
 # Models with more than text, whose language model alone is loaded -> model_type of their text_config -> what that is.
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
+    "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
 }
 # For messages.

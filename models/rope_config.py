@@ -45,7 +45,18 @@ class LongRopeScaling:
     original_max_position_embeddings: float
 
 
-RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling
+@dataclasses.dataclass(frozen=True)
+class ProportionalRope:
+    """``rope_type: "proportional"`` of Gemma 4: frequencies of a whole head, divided by ``factor``.
+
+    The fastest ``share`` of the pairs is turned by them.
+    """
+
+    share: float
+    factor: float
+
+
+RopeScaling = LinearRopeScaling | Llama3RopeScaling | YarnRopeScaling | LongRopeScaling | ProportionalRope
 
 # Kind -> the fields that it needs, and those that it may have. Kinds and fields are transformers'.
 _FIELDS: dict[str, tuple[set[str], set[str]]] = {
@@ -61,6 +72,7 @@ _FIELDS: dict[str, tuple[set[str], set[str]]] = {
         {"short_factor", "long_factor", "original_max_position_embeddings"},
         {"attention_factor", "factor"},
     ),
+    "proportional": (set(), {"factor", "partial_rotary_factor"}),
 }
 
 
@@ -120,7 +132,7 @@ def read_rope(config: dict[str, Any], *, default_theta: float = 10000.0) -> Rope
     parameters = _parameters(config)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     own = {name: value for name, value in parameters.items() if name not in ("rope_type", "type", "rope_theta")}
-    partial = own.pop("partial_rotary_factor", None)
+    partial = None if kind == "proportional" else own.pop("partial_rotary_factor", None)
     if partial not in (None, 1):
         raise ValueError(
             f"config.json: partial_rotary_factor must be 1 for this architecture, given {partial!r:.100}: the model is "
@@ -247,6 +259,11 @@ def _scaling(config: dict[str, Any], kind: Any, given: dict[str, Any]) -> RopeSc
             beta_slow=float(fields.get("beta_slow", 1)),
             truncate=fields.get("truncate", True),
         )
+    if kind == "proportional":
+        share, factor = (float(fields.get(name, 1)) for name in ("partial_rotary_factor", "factor"))
+        if share > 1:
+            raise ValueError(f"config.json: partial_rotary_factor must be at most 1, given {share}")
+        return ProportionalRope(share, factor)
     if kind == "longrope":
         return LongRopeScaling(
             short_factor=tuple(map(float, fields["short_factor"])),

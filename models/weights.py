@@ -79,11 +79,13 @@ class Source:
 
     Attributes:
         may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
+        unused: name of a tensor that some checkpoints hold and the model does not use -> what it is.
     """
 
     def __init__(self, reader: Reader, linears: LinearKind) -> None:
         self._reader, self._linears = reader, linears
         self.may_repeat: dict[str, str] = {}
+        self.unused: dict[str, str] = {}
         self._used_experts: UsedExperts | None = None
 
     @property
@@ -116,9 +118,18 @@ class Source:
         """The rows of the matrices of these names, one below the other; see ``Take.rows``."""
         self._reader.rows([_wanted(name, shape, dtype=dtype) for name, shape in shapes.items()], put)
 
-    def norm(self, name: str, size: int) -> Tensor:
-        """The weight ``[size]`` of an RMS norm."""
-        return self.tensor(f"{name}.weight", (size,), mean=1.0)
+    def norm(self, name: str, size: int, *, in_float32: bool = False) -> Tensor:
+        """The weight ``[size]`` of an RMS norm; in float32 where it multiplies before the result is rounded."""
+        weight = self.tensor(f"{name}.weight", (size,), mean=1.0)
+        return weight.float() if in_float32 else weight
+
+    def ones(self, size: int) -> Tensor:
+        """The weight ``[size]`` float32 of an RMS norm that has none in a checkpoint."""
+        return torch.ones(size, device=self.device)
+
+    def leave(self, name: str, what: str) -> None:
+        """Says that checkpoints may hold a tensor that the model does not use, and what it is."""
+        self.unused[name] = what
 
     def layer_norm(self, name: str, size: int) -> LayerNorm:
         """Weight and bias, ``[size]`` each, of a layer norm."""
@@ -171,15 +182,21 @@ class Source:
         in_features: int,
         top_k: int,
         arrange: Callable[[Tensor], Tensor] = lambda rows: rows,
+        *,
+        transposed: bool = True,
+        bias: bool = True,
     ) -> Experts:
-        """The layers of experts that lie in one tensor, ``name`` ``[num_experts, in_features, out_features]``.
+        """The layers of experts that lie in one tensor, ``name``.
 
-        Their biases are ``name_bias`` ``[num_experts, out_features]``. ``arrange`` is ``Part.arrange``.
+        It is ``[num_experts, in_features, out_features]`` where ``transposed``, else the last two are in turn. Biases
+        are ``name_bias`` ``[num_experts, out_features]``. ``arrange`` is ``Part.arrange``.
         """
-        weight = self.tensor(name, (num_experts, in_features, out_features), std=in_features**-0.5)
-        bias = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1)
-        parts = [[Part(str(e), out_features, in_features, bias=True)] for e in range(num_experts)]
-        return self._linears.take_experts(_StackedTake(weight, bias, arrange), parts, top_k)
+        shape = (in_features, out_features) if transposed else (out_features, in_features)
+        weight = self.tensor(name, (num_experts, *shape), std=in_features**-0.5)
+        biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
+        parts = [[Part(str(e), out_features, in_features, bias)] for e in range(num_experts)]
+        weight = weight.transpose(1, 2) if transposed else weight
+        return self._linears.take_experts(_StackedTake(weight, biases, arrange), parts, top_k)
 
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""
@@ -262,13 +279,14 @@ class _PartsTake:
 
 
 class _StackedTake:
-    """What experts take whose number is the name of their part, from ``weight`` and ``bias`` of all."""
+    """What experts take whose number is the name of their part: of all, ``[E, outputs, inputs]``, ``[E, outputs]``."""
 
-    def __init__(self, weight: Tensor, bias: Tensor, arrange: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> None:
         self.dtype, self.device = weight.dtype, weight.device
         self._weight, self._bias, self._arrange = weight, bias, arrange
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        assert self._bias is not None
         bias = self._bias[int(name.removesuffix(".bias"))]
         return bias if bias.is_meta else self._arrange(bias)
 
@@ -276,7 +294,7 @@ class _StackedTake:
         if self._weight.is_meta:
             return
         for place, (name, (out_features, _)) in enumerate(shapes.items()):
-            put(place * out_features, self._arrange(self._weight[int(name.removesuffix(".weight"))].t()).contiguous())
+            put(place * out_features, self._arrange(self._weight[int(name.removesuffix(".weight"))]).contiguous())
 
 
 def _wanted(

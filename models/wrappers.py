@@ -33,7 +33,9 @@ def language_model(config: dict[str, Any]) -> dict[str, Any]:
             f"[{wrapper!r}], given {kind!r:.100}. {SUPPORTED}"
         )
     shared = {name: config[name] for name in _SHARED if name in config}
+    # What generates is the whole, so its end of text goes before that of its part.
+    end = {name: shared[name] for name in ("eos_token_id",) if shared.get(name) is not None}
     tied = [part["tie_word_embeddings"] for part in (text, shared) if "tie_word_embeddings" in part]
     if any(value != tied[0] for value in tied):
         raise ValueError("config.json: tie_word_embeddings of text_config contradicts that of the whole")
-    return {**shared, **text, "architectures": [kinds[kind]]}
+    return {**shared, **text, **end, "architectures": [kinds[kind]]}

@@ -20,6 +20,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     log_sum_exp,
     rms_norm,
     rope,
+    scaled_sum,
     soft_cap,
 )
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens, uniform
@@ -48,6 +49,7 @@ __all__ = [
     "rope",
     "route",
     "sample_tokens",
+    "scaled_sum",
     "soft_cap",
     "uniform",
     "unpack_rows",

@@ -29,6 +29,11 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_WINDOW_FULL = ["sliding_attention", "full_attention"]
+_GEMMA4_ROPES = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 2000.0, "partial_rotary_factor": 0.25, "factor": 2.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
 
 
 def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
@@ -207,6 +212,46 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (  # as E2B and E4B
+        "Gemma4ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 2, 24),
+            "num_hidden_layers": 4,
+            "vocab_size": 409,
+            "tie_word_embeddings": False,  # as above
+            "sliding_window": 6,
+            "layer_types": _WINDOW_FULL * 2,
+            "global_head_dim": 48,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 20,
+            "vocab_size_per_layer_input": 409,
+            "final_logit_softcapping": 8.0,
+            "rope_parameters": _GEMMA4_ROPES,
+        },
+    ),
+    "gemma4-moe": (  # as 26B-A4B, and 31B besides its experts
+        "Gemma4ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(4, 4, 24),
+            "vocab_size": 409,
+            "tie_word_embeddings": False,
+            "sliding_window": 6,
+            "layer_types": _WINDOW_FULL,
+            "attention_bias": True,
+            "attention_k_eq_v": True,
+            "global_head_dim": 48,
+            "num_global_key_value_heads": 2,
+            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 7,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+            "rope_parameters": _GEMMA4_ROPES,
+        },
+    ),
     "olmo2": (
         "Olmo2ForCausalLM",
         {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "attention_bias": True, "rope_parameters": _LLAMA3_ROPE},
@@ -292,11 +337,13 @@ def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrained
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("bias"):
                 parameter.normal_(std=0.2)
-            elif "norm" in parameter_name or ".ln_" in parameter_name:
+            elif any(part in parameter_name for part in ("norm", ".ln_", "scale")):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("e_score_correction_bias"):
                 buffer.normal_(std=0.2)
+            elif buffer_name.endswith("layer_scalar"):
+                buffer.add_(torch.randn_like(buffer), alpha=0.2)
     return model
 
 

@@ -120,11 +120,12 @@ class ModelWork:
             num_bytes, flops = per_key[layer.window]
             per_key[layer.window] = num_bytes + key_bytes, flops + 4 * layer.num_heads * layer.head_dim
         weights = model.describe(config, dtype, kind).weights
-        # The embedding and the tables of positions are not read whole.
-        rows = ("embedding", "head", "positions", "ropes")
+        # The embeddings and the tables of positions are not read whole.
+        rows = ("embedding", "per_layer_embedding", "head", "positions", "ropes")
         read = [getattr(weights, name) for name in weights._fields if name not in rows]
         positions = getattr(weights, "positions", None)  # of families that learn a vector for each
-        row_bytes = weights.embedding.nbytes // weights.embedding.out_features
+        tables = [weights.embedding, getattr(weights, "per_layer_embedding", None)]
+        row_bytes = sum(table.nbytes // table.out_features for table in tables if table is not None)
         return cls(
             weight_bytes_per_step=sum(map(bytes_to_read, read)),
             head_bytes_per_step=bytes_to_read(weights.head),

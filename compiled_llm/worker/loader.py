@@ -38,7 +38,7 @@ def load_weights(
             NaN or infinite values.
     """
     description = family(config.architecture).describe(config)
-    names = [*description.shapes, *description.may_repeat]
+    names = [*description.shapes, *description.may_repeat, *description.unused]
     stored = by_family_names(locate(directory), names)
     _check(directory, config, stored)
     with CheckpointReader(stored, dtype, device, on_bytes) as reader:
@@ -99,7 +99,9 @@ def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]
         if name in extra:
             extra.remove(name)
             problems += _check_repeated(name, original, shapes[original], stored)
-    parts = parts_of(extra, config.num_layers)
+    parts = parts_of(extra, config.num_layers) | {
+        name: description.unused[name] for name in extra if name in description.unused
+    }
     left = Counter(part for part in parts.values() if part is not None)
     extra = [name for name in extra if parts[name] is None]
     if extra:

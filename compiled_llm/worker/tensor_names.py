@@ -26,6 +26,7 @@ _OTHER_PARTS = {
     "token2wav",
     "v_head",
     "vision_embed_tokens",
+    "vision_embedder",
     "vision_encoder",
     "vision_language_adapter",
     "vision_model",

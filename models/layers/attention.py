@@ -69,6 +69,7 @@ class AttentionWeights(NamedTuple):
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     sinks: Tensor | None = None  # [N] float32: for each query head the score of one more key, whose value is zero
+    v_norm: Tensor | None = None  # [H] float32, of each head
 
 
 def attention(
@@ -104,6 +105,21 @@ def attention(
         assert q_norm is None, "the op that turns heads normalises them, too"
     if query_scale is not None:
         q = q * query_scale[:, None]
+    assert w.v_norm is None, "a family whose values have norms has a block of its own"
+    return w.o.apply(attend(q, k, v, cache, step, spec, max_query_len, w.sinks))
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: LayerCache,
+    step: StepInput,
+    spec: AttentionSpec,
+    max_query_len: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """What queries ``[T, N, H]`` see of the cache, ``[T, N * H]``, after keys and values ``[T, K, H]`` went there."""
     out = paged_attention(
         q,
         k,
@@ -116,11 +132,11 @@ def attention(
         step.block_table,
         step.query_start_loc,
         step.seq_lens,
-        sinks=w.sinks,
+        sinks=sinks,
         sm_scale=spec.scale,
         max_query_len=max_query_len,
         window=spec.window,
         soft_cap=spec.soft_cap,
         exact=spec.exact,
     )
-    return w.o.apply(out.flatten(1))
+    return out.flatten(1)

@@ -31,6 +31,7 @@ class MoeWeights(NamedTuple):
     down: Experts  # [E, D, intermediate]
     used: UsedExperts
     choice_bias: Tensor | None = None  # [E] float32
+    expert_scale: Tensor | None = None  # [E] float32, of each expert's weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +55,25 @@ def silu_gate(gate_up: Tensor) -> Tensor:
 
 
 def mixture_of_experts(
-    x: Tensor, w: MoeWeights, step: StepInput, router: Router, gate: Callable[[Tensor], Tensor] = silu_gate
+    x: Tensor,
+    w: MoeWeights,
+    step: StepInput,
+    router: Router,
+    gate: Callable[[Tensor], Tensor] = silu_gate,
+    seen: Tensor | None = None,
 ) -> Tensor:
     """The weighted sum of what each token's experts, gated MLPs, give: ``[T, D]`` -> ``[T, D]``; 0 for padding.
 
-    Shapes are static: every token has ``top_k`` rows, and which expert has which of them is data.
+    Shapes are static: every token has ``top_k`` rows, and which expert has which of them is data. The router goes by
+    ``seen`` ``[T, D]``, if that is given, and not by ``x``.
     """
-    logits = w.router.apply(x.float() if router.in_float32 else x)
+    seen = x if seen is None else seen
+    logits = w.router.apply(seen.float() if router.in_float32 else seen)
     weights, experts = route(
         logits, w.choice_bias, router.top_k, router.scoring, router.scale, router.groups, router.top_groups
     )
+    if w.expert_scale is not None:
+        weights = weights * w.expert_scale[experts]
     places, tokens, starts = expert_rows(experts, step.query_start_loc[-1:], w.used.total, w.gate_up.num_experts)
     hidden = gate(w.gate_up.apply_to(x, tokens, starts))
     return weighted_sum(w.down.apply_to(hidden, None, starts), places, weights)

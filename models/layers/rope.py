@@ -12,6 +12,7 @@ from compiled_llm.models.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
     LongRopeScaling,
+    ProportionalRope,
     Rope,
     YarnRopeScaling,
 )
@@ -33,6 +34,8 @@ def inverse_frequencies(rope: Rope, head_dim: int, length: int) -> Tensor:
     elif isinstance(scaling, LongRopeScaling):
         is_long = length > scaling.original_max_position_embeddings
         inv_freq = inv_freq / torch.tensor(scaling.long_factor if is_long else scaling.short_factor)
+    elif isinstance(scaling, ProportionalRope):
+        inv_freq = inv_freq[: int(scaling.share * head_dim // 2)] / scaling.factor
     return inv_freq
 
 

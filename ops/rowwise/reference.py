@@ -48,7 +48,7 @@ def rope_reference(
 ) -> tuple[Tensor, Tensor]:
     """The op in plain torch."""
     heads = qkv.unflatten(-1, (-1, cos_sin.shape[1]))
-    q, k, _ = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k = heads[:, :num_heads], heads[:, num_heads : num_heads + num_kv_heads]
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
     return _rotated(q, cos_sin), _rotated(k, cos_sin)
@@ -83,6 +83,11 @@ def clamped_swiglu_reference(gate_up: Tensor, alpha: float, limit: float) -> Ten
 def soft_cap_reference(x: Tensor, cap: float) -> Tensor:
     """The op in plain torch."""
     return torch.tanh(x / cap) * cap
+
+
+def scaled_sum_reference(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
+    """The op in plain torch."""
+    return ((x + delta).float() * scale).to(x.dtype)
 
 
 def log_sum_exp_reference(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ LIBRARY.define("gated_activation(Tensor gate_up, str activation) -> Tensor")
 LIBRARY.define("activation(Tensor x, str activation) -> Tensor")
 LIBRARY.define("clamped_swiglu(Tensor gate_up, float alpha, float limit) -> Tensor")
 LIBRARY.define("soft_cap(Tensor x, float cap) -> Tensor")
+LIBRARY.define("scaled_sum(Tensor x, Tensor delta, Tensor scale) -> Tensor")
 LIBRARY.define("log_sum_exp(Tensor logits) -> (Tensor, Tensor)")
 
 _OPS = torch.ops.compiled_llm
@@ -71,7 +72,7 @@ def rope(
     """Rotary position embeddings (Su et al., 2021, arXiv:2104.09864) of queries and keys, after a norm of each head.
 
     Args:
-        qkv: ``[T, (N + 2 * K) * H]``: queries, keys and values side by side.
+        qkv: ``[T, (N + K) * H]`` or more columns: queries, keys (none where K is 0) and what is not turned.
         cos_sin: ``[T, H]`` float32: cosines, then sines. A head's first half pairs with its second. H is even.
         q_norm, k_norm: ``[H]``, weights of ``rms_norm`` for each head; None for none.
         eps: of the norms.
@@ -111,6 +112,11 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return _OPS.soft_cap(x, cap)
 
 
+def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
+    """``(x + delta) * scale``, ``[T, D]`` each and ``scale`` ``[1]`` float32: the sum is rounded before the product."""
+    return _OPS.scaled_sum(x, delta, scale)
+
+
 def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest element and ``log(sum(exp(logits - largest)))`` of each row of ``[T, V]``: two ``[T]`` float32."""
     return _OPS.log_sum_exp(logits)
@@ -120,6 +126,7 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("compiled_llm::layer_norm", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::activation", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::soft_cap", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::scaled_sum", lib=LIBRARY)
 def _fake_like(x: Tensor, *args) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -176,6 +183,7 @@ for _name in (
     "activation",
     "clamped_swiglu",
     "soft_cap",
+    "scaled_sum",
     "log_sum_exp",
 ):
     _register(_name)

@@ -83,8 +83,8 @@ std::tuple<Tensor, Tensor> rope(const Tensor& qkv, const Tensor& cos_sin, const 
   const int64_t rows = qkv.size(0), size = cos_sin.size(1);
   CHECK_VALUE(cos_sin.dtype() == kFloat && cos_sin.size(0) == rows && size % 2 == 0,
               "rope: cos_sin must be [", rows, ", head_dim] float32 with an even head_dim, got ", cos_sin.sizes(), " of ", cos_sin.dtype());
-  CHECK_VALUE(num_heads > 0 && num_kv_heads > 0 && qkv.size(1) == (num_heads + 2 * num_kv_heads) * size,
-              "rope: qkv must have (num_heads + 2 * num_kv_heads) * head_dim columns, got ", qkv.size(1), " for ",
+  CHECK_VALUE(num_heads > 0 && num_kv_heads >= 0 && qkv.size(1) >= (num_heads + num_kv_heads) * size,
+              "rope: qkv must have (num_heads + num_kv_heads) * head_dim columns or more, got ", qkv.size(1), " for ",
               num_heads, ", ", num_kv_heads, " and ", size);
   CHECK_VALUE(q_norm.has_value() == k_norm.has_value() &&
                   (!q_norm || q_norm->dtype() == k_norm->dtype()),
@@ -163,6 +163,21 @@ Tensor soft_cap(const Tensor& x, double cap) {
   return out;
 }
 
+Tensor scaled_sum(const Tensor& x, const Tensor& delta, const Tensor& scale) {
+  const RowKernels& kernels = kernels_for(x, "scaled_sum");
+  CHECK_VALUE(delta.sizes() == x.sizes() && delta.dtype() == x.dtype(), "scaled_sum: delta must be like x, ", x.sizes(),
+              " of ", x.dtype(), ", got ", delta.sizes(), " of ", delta.dtype());
+  CHECK_VALUE(scale.dim() == 1 && scale.size(0) == 1 && scale.dtype() == kFloat && scale.is_cpu(),
+              "scaled_sum: scale must be [1] float32, got ", scale.sizes(), " of ", scale.dtype());
+  const Rows from = rows_of(x, "scaled_sum", "x"), added = rows_of(delta, "scaled_sum", "delta");
+  const int64_t rows = x.size(0), size = x.size(1);
+  Tensor out = empty({rows, size}, x.dtype());
+  const Rows to = rows_of(out, "scaled_sum", "out");
+  const float factor = *scale.data<float>();
+  for_rows(rows, size, [&](int64_t row) { kernels.scaled_sum(from[row], added[row], factor, to[row], size); });
+  return out;
+}
+
 std::tuple<Tensor, Tensor> log_sum_exp(const Tensor& logits) {
   const RowKernels& kernels = kernels_for(logits, "log_sum_exp");
   const Rows from = rows_of(logits, "log_sum_exp", "logits");
@@ -183,6 +198,7 @@ const std::vector<Op> ops = {
     {"activation", Boxed<activation>::call},
     {"clamped_swiglu", Boxed<clamped_swiglu>::call},
     {"soft_cap", Boxed<soft_cap>::call},
+    {"scaled_sum", Boxed<scaled_sum>::call},
     {"log_sum_exp", Boxed<log_sum_exp>::call},
     {"route", Boxed<route>::call},
     {"expert_rows", Boxed<expert_rows>::call},

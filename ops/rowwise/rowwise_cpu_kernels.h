@@ -225,6 +225,14 @@ TARGET void soft_cap(const void* x, float cap, void* out, int64_t size) {
   });
 }
 
+template <class T>
+TARGET void scaled_sum(const void* x, const void* delta, float scale, void* out, int64_t size) {
+  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    const Vec sum = load_floats(static_cast<const T*>(x) + i, count) + load_floats(static_cast<const T*>(delta) + i, count);
+    store_as(static_cast<T*>(out) + i, rounded<T>(sum) * scale, count);
+  });
+}
+
 // Added up by lane within a chunk, and then chunk after chunk in double.
 template <class T>
 TARGET void log_sum_exp(const void* all, int64_t size, float* peak, float* log_total) {
@@ -272,7 +280,7 @@ TARGET void weighted_sum(const void* y, int64_t stride, const int32_t* places, c
 template <class T>
 constexpr RowKernels row_kernels() {
   return {norm<T, T>, norm<T, float>, layer_norm<T>, rope<T, T>,     rope<T, float>, gated<T>,
-          activate<T>, clamped_swiglu<T>, soft_cap<T>,   log_sum_exp<T>, widen<T>, weighted_sum<T>};
+          activate<T>, clamped_swiglu<T>, soft_cap<T>,   scaled_sum<T>,  log_sum_exp<T>, widen<T>, weighted_sum<T>};
 }
 
 inline Kernels kernels() { return {row_kernels<float>(), row_kernels<BFloat16>(), row_kernels<Half>()}; }

@@ -254,6 +254,16 @@ def soft_cap_kernel(x, out, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
+def scaled_sum_kernel(x, delta, scale, out, x_stride, delta_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A program for ``BLOCK`` elements of a row."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = _load_sum(x + row * x_stride, delta + row * delta_stride, i, i < SIZE)
+    tl.store(out + row * SIZE + i, _cast(total * tl.load(scale), dtype), mask=i < SIZE)
+
+
+@triton.jit
 def log_sum_exp_kernel(logits, peak, log_total, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """A program a row. Added up by place in the block, block after block, and then all places."""
     row = tl.program_id(0).to(tl.int64)

@@ -22,6 +22,7 @@ from compiled_llm.ops.rowwise.triton_kernels import (
     log_sum_exp_kernel,
     norm_kernel,
     rope_kernel,
+    scaled_sum_kernel,
     soft_cap_kernel,
 )
 
@@ -150,9 +151,9 @@ def rope(
             f"rope: cos_sin must be [{qkv.shape[0]}, head_dim] with an even head_dim on {qkv.device}, got "
             f"{list(cos_sin.shape)} on {cos_sin.device}"
         )
-    if num_heads < 1 or num_kv_heads < 1 or qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim:
+    if num_heads < 1 or num_kv_heads < 0 or qkv.shape[1] < (num_heads + num_kv_heads) * head_dim:
         raise ValueError(
-            f"rope: qkv must have (num_heads + 2 * num_kv_heads) * head_dim columns, got {qkv.shape[1]} for "
+            f"rope: qkv must have (num_heads + num_kv_heads) * head_dim columns or more, got {qkv.shape[1]} for "
             f"{num_heads}, {num_kv_heads} and {head_dim}"
         )
     if (q_norm is None) != (k_norm is None) or (
@@ -244,6 +245,30 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
         with torch.cuda.device_of(x):
             soft_cap_kernel[(rows, triton.cdiv(size, block))](
                 x, out, stride, cap, SIZE=size, BLOCK=block, **_options(block)
+            )
+    return out
+
+
+def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
+    """The op."""
+    x, x_stride = _rows(x, "scaled_sum", "x")
+    delta, delta_stride = _rows(delta, "scaled_sum", "delta")
+    if delta.shape != x.shape or delta.dtype != x.dtype:
+        raise ValueError(
+            f"scaled_sum: delta must be like x, {list(x.shape)} of {x.dtype}, got {list(delta.shape)} of {delta.dtype}"
+        )
+    if scale.shape != (1,) or scale.dtype != torch.float32 or scale.device != x.device:
+        raise ValueError(
+            f"scaled_sum: scale must be [1] float32 on {x.device}, got {list(scale.shape)} of {scale.dtype} on "
+            f"{scale.device}"
+        )
+    rows, size = x.shape
+    out = x.new_empty(rows, size)
+    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
+    if out.numel():
+        with torch.cuda.device_of(x):
+            scaled_sum_kernel[(rows, triton.cdiv(size, block))](
+                x, delta, scale, out, x_stride, delta_stride, SIZE=size, BLOCK=block, **_options(block)
             )
     return out
 

@@ -2,18 +2,26 @@
 
 from typing import Any
 
+import transformers
+
 LENGTH = 512  # of the longest text
 HEAD_DIM = 16
 NUM_LAYERS = 6
+_SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings")
 _TOKENS = {"vocab_size": 331, "initializer_range": 0.1}  # logits that tell tokens apart
 
 
 def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with six layers of a few narrow heads.
+    """``config`` with six layers of a few narrow heads; where layers share keys and values, with twice their pattern.
 
     Windows become shorter than a text of 300 tokens. Lengths of rotary embeddings keep their ratio to the longest text,
     ``LENGTH``, and each frequency its factor.
     """
+    if "text_config" in config:  # whose sizes may be left out
+        text = config["text_config"]
+        defaults = transformers.AutoConfig.for_model(text["model_type"])
+        sizes = {name: getattr(defaults, name) for name in _SIZES if text.get(name) is None and hasattr(defaults, name)}
+        return {**config, "text_config": scaled_down({**sizes, **text}), "eos_token_id": 2}
     if config["model_type"] == "gpt2":  # whose names for sizes are its own
         sizes = {"n_embd": 112, "n_head": 7, "n_layer": NUM_LAYERS, "n_positions": LENGTH}
         return {**config, **_TOKENS, **sizes, "bos_token_id": 1, "eos_token_id": 2}
@@ -21,11 +29,14 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
     kv_heads = config.get("num_key_value_heads") or heads
     num_kv_heads = 1 if kv_heads == 1 else 2
     num_heads = num_kv_heads * min(heads // kv_heads, 5)
+    num_layers, num_shared = NUM_LAYERS, config.get("num_kv_shared_layers")
+    if num_shared:
+        num_layers = 2 * (config["layer_types"].index("full_attention") + 1)
     small = {
         **config,
         "hidden_size": num_heads * HEAD_DIM if config.get("head_dim") is None else 112,
         "intermediate_size": 96,
-        "num_hidden_layers": NUM_LAYERS,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         **_TOKENS,
     }
@@ -36,13 +47,20 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": LENGTH,
         "original_max_position_embeddings": round(config.get("original_max_position_embeddings", LENGTH) * ratio),
         "sliding_window": 40,
-        "layer_types": (config.get("layer_types") or [])[:NUM_LAYERS],
+        "layer_types": (config.get("layer_types") or [])[:num_layers],
         "no_rope_layers": (config.get("no_rope_layers") or [])[:NUM_LAYERS],
         "max_window_layers": 3,
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
+        "global_head_dim": 2 * HEAD_DIM,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": num_layers // 2 if num_shared else 0,
+        "hidden_size_per_layer_input": 20 if config.get("hidden_size_per_layer_input") else 0,
+        "vocab_size_per_layer_input": _TOKENS["vocab_size"],
     }
+    if config.get("enable_moe_block"):
+        changes |= {"num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 40}
     small |= {name: value for name, value in changes.items() if config.get(name) is not None}
     rotated = int(HEAD_DIM * config.get("partial_rotary_factor", 1.0))
     for name in ("rope_scaling", "rope_parameters"):

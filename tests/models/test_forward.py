@@ -21,10 +21,14 @@ BLOCKS = 64
 
 
 def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32, num_blocks: int = BLOCKS) -> KVCache:
-    shape = (num_blocks, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
-    # Poison: what was never written must never be read.
-    poison = torch.full(shape, float("nan"), dtype=dtype)
-    return tuple(LayerCache(poison.clone(), poison.clone()) for _ in range(config.num_layers))
+    caches: list[LayerCache] = []
+    for spec in family(config.architecture).layers(config):
+        # Poison: what was never written must never be read.
+        k, v = (
+            torch.full((num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), float("nan")).to(dtype) for _ in "kv"
+        )
+        caches.append(LayerCache(k, v) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
+    return tuple(caches)
 
 
 def step_input(chunks: list[tuple[list[int], int]], tables: list[list[int]], padding: int = 0) -> StepInput:

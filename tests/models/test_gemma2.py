@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from compiled_llm.models.config_file import parse_config
-from compiled_llm.models.gemma2 import FAMILY, _rounded
+from compiled_llm.models.gemma2 import FAMILY, rounded
 from tests.families import CONFIGS
 
 GEMMA2 = {"architectures": ["Gemma2ForCausalLM"], **CONFIGS["gemma2"][1]}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rounded_is_what_a_tensor_holds(dtype: torch.dtype) -> None:
+def testrounded_is_what_a_tensor_holds(dtype: torch.dtype) -> None:
     for value in (112**0.5, 2304**0.5, 3072**0.5, 3584**0.5, 4608**0.5, 64.0, 255.9, 0.3):
-        assert _rounded(value, dtype) == torch.tensor(value, dtype=dtype).item()
+        assert rounded(value, dtype) == torch.tensor(value, dtype=dtype).item()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from compiled_llm.models.config_file import read_config
@@ -22,11 +23,12 @@ from compiled_llm.worker import loader
 from tests.families import strengthened
 from tests.models.published_configs import SUPPORTED
 from tests.models.published_dense import DENSE
-from tests.models.published_norms import NORMS
+from tests.models.published_gemma4 import GEMMA4
+from tests.models.published_norms import NORMS, WRAPPED
 from tests.models.scaled_down import scaled_down
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 
-PUBLISHED = {**SUPPORTED, **DENSE, **NORMS}
+PUBLISHED = {name: config for name, (config, _) in {**SUPPORTED, **DENSE, **NORMS}.items()} | WRAPPED | GEMMA4
 NUM_TOKENS = 300
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 SHARED_BLOCKS = 50  # of a request that finds its beginning in the cache
@@ -42,7 +44,7 @@ def _quiet() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_every_position_of_300_tokens(name: str, tmp_path: Path) -> None:
-    prompt, expected = checkpoint_of(scaled_down(PUBLISHED[name][0]), tmp_path)
+    prompt, expected = checkpoint_of(scaled_down(PUBLISHED[name]), tmp_path)
     config = read_config(tmp_path)
     weights = loader.load_weights(tmp_path, config, torch.float32, torch.device("cpu"), Packed)
     model = family(config.architecture)
@@ -76,10 +78,23 @@ def checkpoint_of(content: dict[str, Any], directory: Path) -> tuple[list[int], 
     """Saves a model with random weights under ``content``; returns a prompt and its logits by transformers."""
     (directory / "config.json").write_text(json.dumps(content))
     torch.manual_seed(0)
-    config = transformers.AutoConfig.from_pretrained(directory)
+    config = transformers.AutoConfig.from_pretrained(directory).get_text_config()
     model = strengthened(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     model.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(content))
-    prompt = torch.randint(3, content["vocab_size"], (1, NUM_TOKENS))
+    if "text_config" in content:
+        put_inside_another_model(directory / "model.safetensors", config)
+    prompt = torch.randint(3, config.vocab_size, (1, NUM_TOKENS))
     with torch.no_grad():
         return prompt[0].tolist(), model(prompt).logits[0]
+
+
+def put_inside_another_model(path: Path, config: transformers.PretrainedConfig) -> None:
+    """Names the tensors as those of a model with more than text, and adds what such checkpoints hold besides."""
+    tensors = {f"model.language_model.{name.removeprefix('model.')}": x for name, x in load_file(path).items()}
+    tensors["model.vision_tower.patch_embedder.weight"] = torch.ones(4, 4)
+    num_shared = getattr(config, "num_kv_shared_layers", 0)
+    for layer in range(config.num_hidden_layers - num_shared, config.num_hidden_layers):
+        for unused in ("k_proj", "v_proj", "k_norm"):
+            tensors[f"model.language_model.layers.{layer}.self_attn.{unused}.weight"] = torch.ones(4, 4)
+    save_file(tensors, path)

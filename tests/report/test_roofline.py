@@ -1,6 +1,7 @@
 """The arithmetic of bytes and operations, against transformers' parameters and the products that torch counts."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -27,31 +28,43 @@ def description(name: str) -> Description:
     return family(config.architecture).describe(config)
 
 
+def numbers_of(weights: Any) -> list[torch.Tensor]:
+    """Tensors that transformers has as numbers: the weights of norms without one, and the scale of Gemma 4's inputs."""
+    inputs = getattr(weights, "per_layer_inputs", None)
+    ones = [layer.attention.v_norm for layer in weights.layers if layer.attention.v_norm is not None]
+    return ones if inputs is None else [*ones, inputs.scale]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_and_operations_of_one_token_are_those_of_the_model(name: str) -> None:
     model = transformers_model(name)
     parameters = dict(model.named_parameters())
-    parameters |= {key: buffer for key, buffer in model.named_buffers() if key.endswith("correction_bias")}
+    parameters |= {
+        key: buffer for key, buffer in model.named_buffers() if key.endswith(("correction_bias", "layer_scalar"))
+    }
     embedding = model.get_input_embeddings().weight
     head = model.get_output_embeddings().weight
     positions = parameters.get("transformer.wpe.weight", torch.empty(1, 0))
-    once = [embedding, head, positions]
+    per_layer = parameters.get("model.embed_tokens_per_layer.weight", torch.empty(1, 0))
+    once = [embedding, head, positions, per_layer]
     parameters = {name: p for name, p in parameters.items() if all(p is not other for other in once)}
     work = model_work(name)
     layers = experts(description(name).weights)
     step = StepWork.of([(0, 1)], work.windows, num_experts=sum(layer.top_k for layer in layers) / 2)
     weights = sum(parameter.nbytes for parameter in parameters.values()) + head.nbytes
     weights -= sum(layer.nbytes // layer.num_experts * (layer.num_experts - layer.top_k) for layer in layers)
-    assert work.bytes(step) == weights + embedding[0].nbytes + positions[0].nbytes + 2 * KV_BYTES  # of a key, twice
+    weights += sum(tensor.nbytes for tensor in numbers_of(description(name).weights))
+    rows = sum(table[0].nbytes for table in (embedding, positions, per_layer))
+    config = read_config(checkpoint(name))
+    readers = 1 + sum(layer.shares_cache_of == 0 for layer in family(config.architecture).layers(config))
+    assert work.bytes(step) == weights + rows + (1 + readers) * KV_BYTES  # of a key, written and read
 
     model.set_attn_implementation("eager")  # whose products are counted
     model.set_experts_implementation("eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.tensor([[5]]))
     rotary = counter.get_total_flops() - work.flops(step)
-    assert 0 <= rotary <= read_config(checkpoint(name)).head_dim, (
-        "transformers multiplies for the angles too, and nothing else"
-    )
+    assert 0 <= rotary <= config.head_dim, "transformers multiplies for the angles too, and nothing else"
 
 
 def test_what_grows_with_tokens_contexts_and_rows() -> None:

@@ -115,11 +115,13 @@ def test_extremes() -> None:
             lambda: rowwise.layer_norm(torch.ones(2, 8).half(), torch.ones(8), torch.ones(8), 1e-6),
             "weight and bias must be of float16",
         ),
-        (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns, got 64"),
+        (lambda: rowwise.rope(torch.ones(2, 35), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns or more, got 35"),
         (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
         (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
         (lambda: rowwise.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
         (lambda: rowwise.soft_cap(torch.ones(2, 7), 0.0), "cap must be above 0"),
+        (lambda: rowwise.scaled_sum(torch.ones(2, 8), torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
+        (lambda: rowwise.scaled_sum(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)), r"scale must be \[1\] float32"),
     ],
 )
 def test_refuses_by_name(call: Callable, message: str) -> None:

@@ -30,6 +30,7 @@ KERNELS = (
     "clamped_swiglu_kernel",
     "activation_kernel",
     "soft_cap_kernel",
+    "scaled_sum_kernel",
     "log_sum_exp_kernel",
 )
 
@@ -168,6 +169,7 @@ def compiled_cases(dtype: torch.dtype, norm_dtype: torch.dtype) -> Iterator[tupl
         yield "activation", [x(8, INTERMEDIATE), activation]
     yield "clamped_swiglu", [x(8, 2 * INTERMEDIATE), 1.7, 7.0]
     yield "soft_cap", [x(8, V), 30.0]
+    yield "scaled_sum", [x(8, D), x(8, D), _empty(1, dtype=torch.float32)]
     yield "log_sum_exp", [x(8, V)]
 
 
@@ -209,7 +211,7 @@ REFUSED: list[tuple[Callable, str]] = [
     (lambda op: op.rms_norm(torch.ones(8, 2).t(), torch.ones(8), 1e-6), "last stride 1"),
     (lambda op: op.rms_norm(torch.ones(8), torch.ones(8), 1e-6), r"x must be \[rows, size\]"),
     (lambda op: op.add_rms_norm(ONES, torch.ones(1, 8), torch.ones(8), 1e-6), "delta must be like x"),
-    (lambda op: op.rope(torch.ones(2, 64), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns, got 64"),
+    (lambda op: op.rope(torch.ones(2, 35), torch.ones(2, 6), None, None, 4, 2, 0.0), "columns or more, got 35"),
     (lambda op: op.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
     (lambda op: op.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
     (lambda op: op.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
@@ -218,6 +220,8 @@ REFUSED: list[tuple[Callable, str]] = [
     (lambda op: op.layer_norm(ONES, torch.ones(8), torch.ones(9), 1e-6), r"layer_norm: a weight must be .*\[8\]"),
     (lambda op: op.layer_norm(ONES.half(), torch.ones(8), torch.ones(8), 1e-6), "weight and bias must be of"),
     (lambda op: op.soft_cap(ONES, 0.0), "cap must be above 0"),
+    (lambda op: op.scaled_sum(ONES, torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
+    (lambda op: op.scaled_sum(ONES, ONES, torch.ones(8)), r"scale must be \[1\] float32"),
     (lambda op: op.log_sum_exp(torch.ones(2, 0)), "must have columns"),
 ]
 
