@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+from compiled_llm.models.encoding import Quantization
 from compiled_llm.models.rope_config import Rope
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -31,6 +32,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -44,6 +44,7 @@ _NO_EFFECT = {
     "pad_token_id",
     "pretraining_tp",  # changes the order of a sum, not the function
     "problem_type",
+    "quantization_config",  # read by itself
     "resid_pdrop",
     "return_dict",
     "rope_parameters",
@@ -87,7 +88,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (None, 1),
     "per_layer_config": (None, {}),
     "quantization": (None,),
-    "quantization_config": (None,),
     "transformers_weights": (None,),
     "use_sliding_window": (False, None),
 }

@@ -13,6 +13,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_fields import by_own_names, ignored_fields, used_names
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
+from compiled_llm.models.quantization import read_quantization
 from compiled_llm.models.registry import SUPPORTED, family
 from compiled_llm.models.wrappers import is_wrapper, language_model
 
@@ -73,6 +74,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         )
     config = by_own_names(config, config_class)
     ignored_fields(config, model, config_class)
+    quantization = read_quantization(config, model.quantizations)
     ropes = model.read_ropes(config)
     used = {name: config[name] for name in config.keys() & used_names(model, config_class)}
     for name in _MOST.keys() & used.keys():
@@ -104,6 +106,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         tie_word_embeddings=bool(full.tie_word_embeddings),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(config, generation or {}, sizes["vocab_size"]),
+        quantization=quantization,
         **_own_fields(model, full, sizes),
     )
 

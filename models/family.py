@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.encoding import Stored
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.linears.dense import Dense
@@ -46,6 +47,7 @@ class Family(Generic[C, W]):
         old_fields: fields that ``hf_config`` does not declare, and that it or its model acts on where they are given.
         sizes: transformers' config -> those of ``ModelConfig``'s fields that it has under other names, by their usual
             ones, and those of ``config``'s that it has not as they are. The other names belong to ``old_fields``.
+        quantizations: the kinds of ``quantization_config`` that ``take`` knows.
         derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
     """
 
@@ -59,6 +61,7 @@ class Family(Generic[C, W]):
     read_ropes: Callable[[dict[str, Any]], tuple[Rope, ...]] = one_rope
     old_fields: tuple[str, ...] = ()
     sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
+    quantizations: tuple[str, ...] = ()
     derived_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def describe(self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense) -> "Description[W]":
@@ -66,19 +69,21 @@ class Family(Generic[C, W]):
         reader = _ShapeReader(dtype)
         source = Source(reader, linears)
         weights = self.take(config, source)
-        return Description(reader.shapes, source.may_repeat, source.unused, weights)
+        return Description(reader.taken, reader.stored, source.may_repeat, source.unused, weights)
 
 
 class _ShapeReader:
-    """Notes names and shapes."""
+    """Notes what is asked for."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, torch.device("meta")
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.taken: dict[str, tuple[int, ...]] = {}
+        self.stored: dict[str, Stored] = {}
 
     def tensor(self, wanted: Wanted) -> Tensor:
-        assert wanted.name not in self.shapes, f"{wanted.name} is taken twice"
-        self.shapes[wanted.name] = wanted.shape
+        assert wanted.name not in self.taken, f"{wanted.name} is taken twice"
+        self.taken[wanted.name] = wanted.shape
+        self.stored |= wanted.stored()
         return torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device="meta")
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
@@ -91,13 +96,15 @@ class Description(Generic[W]):
     """Weights that take no memory.
 
     Attributes:
-        shapes: name -> shape of every tensor of a checkpoint.
+        taken: name -> shape of every tensor that the family takes.
+        stored: the tensors of a checkpoint by their names: the same, but for those that are encoded.
         may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
         unused: name of a tensor that some checkpoints hold and the model does not use -> what it is.
         weights: on the device "meta".
     """
 
-    shapes: dict[str, tuple[int, ...]]
+    taken: dict[str, tuple[int, ...]]
+    stored: dict[str, Stored]
     may_repeat: dict[str, str]
     unused: dict[str, str]
     weights: W

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_llm.models import llama
 from compiled_llm.models.config import WindowedConfig
+from compiled_llm.models.encoding import GROUP
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import windowed_layers
@@ -47,11 +48,12 @@ class GptOssConfig(LlamaConfig, WindowedConfig):
         for name in ("swiglu_alpha", "swiglu_limit"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"config.json: {name} must be a positive number, given {getattr(self, name)!r:.100}")
-
-
-def _gates_first(rows: Tensor) -> Tensor:
-    """A checkpoint has gates and ups in turn."""
-    return torch.cat([rows[::2], rows[1::2]])
+        for name in ("hidden_size", "intermediate_size"):
+            if self.quantization and getattr(self, name) % GROUP:
+                raise ValueError(
+                    f"config.json: {name} must be a multiple of {GROUP} where quantization_config is that of MXFP4, "
+                    f"given {getattr(self, name)}"
+                )
 
 
 def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:
@@ -63,10 +65,12 @@ def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:
         config.num_experts_per_tok,
     )
     experts = f"{name}.mlp.experts"
+    encoding = config.quantization.encoding(experts) if config.quantization else None
+    stacked = functools.partial(source.stacked_experts, top_k=top_k, transposed=encoding is None, encoding=encoding)
     return MoeWeights(
         router=source.linear(Part(f"{name}.mlp.router", num_experts, d, bias=True)),
-        gate_up=source.stacked_experts(f"{experts}.gate_up_proj", num_experts, 2 * inner, d, top_k, _gates_first),
-        down=source.stacked_experts(f"{experts}.down_proj", num_experts, d, inner, top_k),
+        gate_up=stacked(f"{experts}.gate_up_proj", num_experts, 2 * inner, d, in_turn=2),
+        down=stacked(f"{experts}.down_proj", num_experts, d, inner),
         used=source.used_experts(),
     )
 
@@ -116,4 +120,5 @@ FAMILY = Family(
     llama.head,
     requires=llama.FAMILY.requires,
     read_ropes=read_ropes,
+    quantizations=("mxfp4",),
 )

@@ -1,13 +1,15 @@
 """A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.encoding import Encoding, Stored
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights, UsedExperts
@@ -47,6 +49,8 @@ class Wanted(NamedTuple):
         name: in a checkpoint.
         mean, std: of random values, where there is no checkpoint.
         dtype: that it is wanted in; None: the model's.
+        encoding: how the checkpoint keeps it; None: under its name.
+        whole: ``Reader.rows`` puts a matrix at a time, the last two dimensions.
     """
 
     name: str
@@ -54,6 +58,16 @@ class Wanted(NamedTuple):
     mean: float
     std: float
     dtype: torch.dtype | None = None
+    encoding: Encoding | None = None
+    whole: bool = False
+
+    def stored(self) -> dict[str, Stored]:
+        """The checkpoint's tensors that it is read from, by their names."""
+        return {self.name: Stored(self.shape)} if self.encoding is None else self.encoding.stored(self.name, self.shape)
+
+    def matrices(self) -> tuple[int, int]:
+        """How many matrices it is, one after the other, and the rows of each; what has one dimension is a row."""
+        return math.prod(self.shape[:-2]), self.shape[-2] if len(self.shape) > 1 else 1
 
 
 class Reader(Protocol):
@@ -68,7 +82,7 @@ class Reader(Protocol):
     def tensor(self, wanted: Wanted) -> Tensor: ...
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
-        """As ``Take.rows``."""
+        """As ``Take.rows``; no piece has rows of two matrices."""
 
 
 class Source:
@@ -181,22 +195,28 @@ class Source:
         out_features: int,
         in_features: int,
         top_k: int,
-        arrange: Callable[[Tensor], Tensor] = lambda rows: rows,
         *,
+        in_turn: int = 1,
         transposed: bool = True,
         bias: bool = True,
+        encoding: Encoding | None = None,
     ) -> Experts:
         """The layers of experts that lie in one tensor, ``name``.
 
         It is ``[num_experts, in_features, out_features]`` where ``transposed``, else the last two are in turn. Biases
-        are ``name_bias`` ``[num_experts, out_features]``. ``arrange`` is ``Part.arrange``.
+        are ``name_bias`` ``[num_experts, out_features]``.
+
+        Args:
+            in_turn: so many parts of the outputs follow one another in the model, of which the checkpoint has the first
+                output each, then the second each, and so on.
+            encoding: how the checkpoint keeps the tensor.
         """
-        shape = (in_features, out_features) if transposed else (out_features, in_features)
-        weight = self.tensor(name, (num_experts, *shape), std=in_features**-0.5)
+        assert not (transposed and encoding), "rows are decoded"
+        sizes = (in_features, out_features) if transposed else (out_features, in_features)
+        wanted = Wanted(name, (num_experts, *sizes), 0.0, in_features**-0.5, encoding=encoding, whole=transposed)
         biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
         parts = [[Part(str(e), out_features, in_features, bias)] for e in range(num_experts)]
-        weight = weight.transpose(1, 2) if transposed else weight
-        return self._linears.take_experts(_StackedTake(weight, biases, arrange), parts, top_k)
+        return self._linears.take_experts(_StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
 
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""
@@ -278,23 +298,47 @@ class _PartsTake:
             start += shape[0]
 
 
-class _StackedTake:
-    """What experts take whose number is the name of their part: of all, ``[E, outputs, inputs]``, ``[E, outputs]``."""
+_COLUMNS = 64  # of a matrix that are transposed at a time, in the caches
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, arrange: Callable[[Tensor], Tensor]) -> None:
-        self.dtype, self.device = weight.dtype, weight.device
-        self._weight, self._bias, self._arrange = weight, bias, arrange
+
+class _StackedTake:
+    """What experts take whose number is the name of their part, of the one tensor ``wanted`` and the ``biases`` of all.
+
+    Matrices that lie transposed come as a whole.
+    """
+
+    def __init__(self, reader: Reader, wanted: Wanted, biases: Tensor | None, in_turn: int) -> None:
+        self.dtype, self.device = reader.dtype, reader.device
+        self._reader, self._wanted, self._biases, self._in_turn = reader, wanted, biases, in_turn
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        assert self._bias is not None
-        bias = self._bias[int(name.removesuffix(".bias"))]
-        return bias if bias.is_meta else self._arrange(bias)
+        assert self._biases is not None
+        bias = self._biases[int(name.removesuffix(".bias"))]
+        return bias if bias.is_meta else bias.view(-1, self._in_turn).t().flatten()
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
-        if self._weight.is_meta:
-            return
-        for place, (name, (out_features, _)) in enumerate(shapes.items()):
-            put(place * out_features, self._arrange(self._weight[int(name.removesuffix(".weight"))]).contiguous())
+        """``shapes`` are those of all experts, in their order."""
+        assert len(shapes) == self._wanted.shape[0]
+        out_features = next(iter(shapes.values()))[0]
+        size = out_features // self._in_turn
+
+        def put_in_order(start: int, rows: Tensor) -> None:
+            expert, first = divmod(start, out_features)
+            for part in range(self._in_turn):
+                skipped = (part - first) % self._in_turn
+                of_part = rows[skipped :: self._in_turn]
+                if len(of_part):
+                    row = part * size + (first + skipped) // self._in_turn
+                    put(expert * out_features + row, of_part.contiguous())
+
+        def put_columns(start: int, rows: Tensor) -> None:
+            begin = start // len(rows) * out_features
+            for column in range(0, out_features, _COLUMNS):
+                # torch transposes what lies together eight times as fast.
+                columns = rows[:, column : column + _COLUMNS].contiguous().t().contiguous()
+                put_in_order(begin + column, columns)
+
+        self._reader.rows([self._wanted], put_columns if self._wanted.whole else put_in_order)
 
 
 def _wanted(

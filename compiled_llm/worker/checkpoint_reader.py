@@ -69,7 +69,7 @@ class CheckpointReader:
             CheckpointError: the file has become shorter meanwhile, or the tensor holds NaN or infinite values.
         """
         tensor = torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device=self.device)
-        into = tensor.view(wanted.shape[0] if len(wanted.shape) > 1 else 1, -1)
+        into = tensor.view(math.prod(wanted.matrices()), -1)
 
         def put(start: int, rows: Tensor) -> None:
             into[start : start + len(rows)] = rows
@@ -78,39 +78,55 @@ class CheckpointReader:
         return tensor
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
-        """As ``Take.rows``; a tensor of more than two dimensions is a matrix of its first one. Raises as ``tensor``."""
+        """As ``Reader.rows``. Raises as ``tensor``."""
         pieces: list[_Piece] = []
         start = 0
         for one in wanted:
-            num_rows = one.shape[0] if len(one.shape) > 1 else 1
-            step = max(1, PIECE_BYTES * num_rows // self._stored[one.name].nbytes)
-            step = step // 16 * 16 or step  # whole tiles of packed layers
-            pieces += [
-                _Piece(one, first, min(first + step, num_rows), start + first, put)
-                for first in range(0, num_rows, step)
-            ]
-            start += num_rows
+            count, num_rows = one.matrices()
+            step = num_rows if one.whole else self._step(one)
+            for begin in range(0, count * num_rows, num_rows):
+                pieces += [
+                    _Piece(one, begin + first, begin + min(first + step, num_rows), start + begin + first, put)
+                    for first in range(0, num_rows, step)
+                ]
+            start += count * num_rows
         if len(pieces) == 1:
             self._read(pieces[0])
             return
         for _ in self._pool.map(self._read, pieces):
             pass
 
+    def _step(self, wanted: Wanted) -> int:
+        """Rows of a piece."""
+        num_rows = math.prod(wanted.matrices())
+        made = math.prod(wanted.shape) * (wanted.dtype or self.dtype).itemsize
+        step = max(1, PIECE_BYTES * num_rows // max(made, *(self._stored[name].nbytes for name in wanted.stored())))
+        return step // 32 * 32 or step // 16 * 16 or step  # whole tiles of packed layers, also of rows in turn
+
     def _read(self, piece: _Piece) -> None:
-        stored, num_rows = self._stored[piece.wanted.name], piece.end - piece.first
-        row_bytes = stored.nbytes // (piece.wanted.shape[0] if len(piece.wanted.shape) > 1 else 1)
-        content = self._buffer(num_rows * row_bytes)
-        stored.read_into(content.numpy(), piece.first * row_bytes, self._file(stored))
-        original = content.view(DTYPES[stored.dtype]).view(num_rows, -1)
-        dtype = piece.wanted.dtype or self.dtype
+        wanted, dtype = piece.wanted, piece.wanted.dtype or self.dtype
+        original = self._original(piece)
         rows = original.to(device=self.device, dtype=dtype)
         if not _is_finite(rows):
+            places = [f"{self._stored[name].path}: {self._stored[name].name}" for name in wanted.stored()]
             what = "NaN or infinite values: the file is damaged"
             if _is_finite(original):
                 what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
-            raise CheckpointError(f"{stored.path}: {stored.name} holds {what}")
+            raise CheckpointError(f"{', '.join(places)} {'holds' if len(places) == 1 else 'hold'} {what}")
         piece.put(piece.start, rows)
-        self._on_bytes(piece.wanted.name, rows.numel() * self.dtype.itemsize)
+        self._on_bytes(wanted.name, rows.numel() * self.dtype.itemsize)
+
+    def _original(self, piece: _Piece) -> Tensor:
+        """The piece's rows as the checkpoint has them, ``[n, K]``, decoded if they are encoded."""
+        wanted, num_rows = piece.wanted, piece.end - piece.first
+        parts = [self._stored[name] for name in wanted.stored()]
+        row_bytes = [stored.nbytes // math.prod(wanted.matrices()) for stored in parts]
+        left, rows = self._buffer(sum(_aligned(num_rows * size) for size in row_bytes)), []
+        for stored, size in zip(parts, row_bytes, strict=True):
+            content, left = left[: num_rows * size], left[_aligned(num_rows * size) :]
+            stored.read_into(content.numpy(), piece.first * size, self._file(stored))
+            rows.append(content.view(DTYPES[stored.dtype]).view(num_rows, -1))
+        return rows[0] if wanted.encoding is None else wanted.encoding.decode(rows)
 
     def _buffer(self, size: int) -> Tensor:
         """Memory of this thread's own, used for every piece that it reads."""
@@ -124,6 +140,10 @@ class CheckpointReader:
             if str(stored.path) not in self._files:
                 self._files[str(stored.path)] = open_file(stored.path)
             return self._files[str(stored.path)].fileno()
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64
 
 
 def _is_finite(tensor: Tensor) -> bool:

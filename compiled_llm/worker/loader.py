@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.encoding import Stored
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put
 from compiled_llm.models.registry import family
@@ -38,7 +39,7 @@ def load_weights(
             NaN or infinite values.
     """
     description = family(config.architecture).describe(config)
-    names = [*description.shapes, *description.may_repeat, *description.unused]
+    names = [*description.stored, *description.may_repeat, *description.unused]
     stored = by_family_names(locate(directory), names)
     _check(directory, config, stored)
     with CheckpointReader(stored, dtype, device, on_bytes) as reader:
@@ -62,7 +63,7 @@ def dummy_weights(
 
 
 class RandomReader:
-    """A ``Reader`` that makes seeded random tensors, each as a whole."""
+    """A ``Reader`` that makes seeded random tensors, a matrix as a whole."""
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, seed: int, on_bytes: OnBytes = lambda name, count: None
@@ -73,32 +74,43 @@ class RandomReader:
 
     def tensor(self, wanted: Wanted) -> Tensor:
         self._generator.manual_seed(self._seed + zlib.crc32(wanted.name.encode()))
-        values = torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device=self.device)
-        values.normal_(generator=self._generator).mul_(wanted.std)
-        self._on_bytes(wanted.name, values.numel() * self.dtype.itemsize)
-        return values.add_(wanted.mean) if wanted.mean else values
+        return self._values(wanted, wanted.shape)
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
         start = 0
         for one in wanted:
-            put(start, self.tensor(one))
-            start += one.shape[0]
+            count, num_rows = one.matrices()
+            if count == 1:
+                put(start, self.tensor(one))
+                start += num_rows
+                continue
+            self._generator.manual_seed(self._seed + zlib.crc32(one.name.encode()))
+            for _ in range(count):
+                put(start, self._values(one, one.shape[-2:]))
+                start += num_rows
+
+    def _values(self, wanted: Wanted, shape: tuple[int, ...]) -> Tensor:
+        """The generator's next ones."""
+        values = torch.empty(shape, dtype=wanted.dtype or self.dtype, device=self.device)
+        values.normal_(generator=self._generator).mul_(wanted.std)
+        self._on_bytes(wanted.name, values.numel() * self.dtype.itemsize)
+        return values.add_(wanted.mean) if wanted.mean else values
 
 
 def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]) -> None:
     """``CheckpointError`` unless the tensors are those that the config implies. Warns of those that are left."""
     model, problems = family(config.architecture), []
     description = model.describe(config)
-    shapes = description.shapes
-    missing = [name for name in shapes if name not in stored]
+    wanted = description.stored
+    missing = [name for name in wanted if name not in stored]
     if missing:
         problems.append(f"missing: {listed(missing)}")
 
-    extra = [name for name in stored if name not in shapes and not name.endswith(model.derived_tensors)]
+    extra = [name for name in stored if name not in wanted and not name.endswith(model.derived_tensors)]
     for name, original in description.may_repeat.items():
         if name in extra:
             extra.remove(name)
-            problems += _check_repeated(name, original, shapes[original], stored)
+            problems += _check_repeated(name, original, wanted[original], stored)
     parts = parts_of(extra, config.num_layers) | {
         name: description.unused[name] for name in extra if name in description.unused
     }
@@ -110,8 +122,8 @@ def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]
 
     wrong = [
         f"{name} ({stored[name].path.name}) is {difference}"
-        for name in sorted(shapes.keys() & stored.keys())
-        if (difference := _difference(stored[name], shapes[name]))
+        for name in sorted(wanted.keys() & stored.keys())
+        if (difference := _difference(stored[name], wanted[name]))
     ]
     if wrong:
         problems.append(f"mismatched: {listed(wrong)}")
@@ -122,17 +134,22 @@ def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]
         warnings.warn(f"{directory}: left, since the language model has no such parts: {named}", stacklevel=3)
 
 
-def _difference(tensor: StoredTensor, shape: tuple[int, ...]) -> str | None:
-    if tensor.shape != shape:
-        return f"{tensor.shape!s:.100}, config.json implies {shape}"
-    if tensor.dtype not in DTYPES:
-        return f"{tensor.dtype}; allowed: {', '.join(DTYPES)}"
+def _difference(tensor: StoredTensor, wanted: Stored) -> str | None:
+    if tensor.shape != wanted.shape:
+        return f"{tensor.shape!s:.100}, config.json implies {wanted.shape}"
+    allowed = [
+        name
+        for name, dtype in DTYPES.items()
+        if (dtype.is_floating_point if wanted.dtype is None else dtype == wanted.dtype)
+    ]
+    if tensor.dtype not in allowed:
+        return f"{tensor.dtype}; allowed: {', '.join(allowed)}"
     return None
 
 
-def _check_repeated(name: str, original: str, shape: tuple[int, ...], stored: dict[str, StoredTensor]) -> list[str]:
+def _check_repeated(name: str, original: str, wanted: Stored, stored: dict[str, StoredTensor]) -> list[str]:
     # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are the same.
-    if original not in stored or _difference(stored[original], shape):
+    if original not in stored or _difference(stored[original], wanted):
         return []  # which is a problem of its own
     is_like = stored[name][2:4] == stored[original][2:4]
     if is_like and have_same_bytes(stored[name], stored[original]):

@@ -315,7 +315,7 @@ class ModelRunner(Worker):
                 f"{rope_bytes >> 20} of them for max_model_len={c.max_position_embeddings}, and {free >> 20} are free "
                 f"on {self.device}: choose a smaller model, a shorter dtype, a smaller max_model_len or another device"
             )
-        sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.shapes.items()}
+        sizes = {name: math.prod(shape) * self.dtype.itemsize for name, shape in description.taken.items()}
         with progress.stage("loading weights", sizes, is_long=False, in_bytes=True) as stage:
             if config.load_format == "dummy":
                 weights = loader.dummy_weights(c, self.dtype, self.device, config.seed, self.linears, stage.advance)

@@ -94,7 +94,7 @@ def write_checkpoint(directory: Path, shape: str) -> None:
     (directory / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": "bfloat16"}))
     config, generator = read_config(directory), torch.Generator().manual_seed(0)
     weights = {}
-    for name, sizes in family(config.architecture).describe(config).shapes.items():
+    for name, (sizes, _) in family(config.architecture).describe(config).stored.items():
         weight = torch.ones(sizes, dtype=torch.bfloat16)
         weights[name] = weight.normal_(generator=generator).mul_(sizes[-1] ** -0.5) if len(sizes) > 1 else weight
     save_file(weights, str(directory / "model.safetensors"))

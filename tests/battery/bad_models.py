@@ -62,7 +62,7 @@ def make_good(directory: Path, sharded: bool = False) -> None:
     write_json(directory / "config.json", CONFIG)
     write_json(directory / "generation_config.json", {"eos_token_id": 2, "temperature": 0.6})
     torch.manual_seed(0)
-    shapes = FAMILY.describe(parse_config(CONFIG)).shapes
+    shapes = FAMILY.describe(parse_config(CONFIG)).taken
     tensors = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
     if sharded:
         names = sorted(tensors)
@@ -297,7 +297,7 @@ def _tensors() -> dict[str, Spoil]:
         edits[f"up_proj of {dtype}"] = lambda t, dtype=dtype: t.update({up: t[up].to(dtype)})
     for dtype in (torch.float16, torch.bfloat16):
         edits[f"all of {dtype}"] = lambda t, dtype=dtype: t.update({k: v.to(dtype) for k, v in t.items()})
-    for name in FAMILY.describe(parse_config(CONFIG)).shapes:
+    for name in FAMILY.describe(parse_config(CONFIG)).taken:
         edits[f"without {name}"] = lambda t, name=name: t.pop(name)
     for value in (float("nan"), float("inf"), -float("inf"), 3e38):
         for name in (norm, up, embedding, "lm_head.weight"):

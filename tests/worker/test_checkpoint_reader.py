@@ -89,7 +89,7 @@ def test_a_model_is_never_in_memory_twice(tmp_path: Path, dtype: torch.dtype) ->
     fields |= {"vocab_size": 300_000, "dtype": "bfloat16", "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config: ModelConfig = dataclasses.replace(read_config(tmp_path))
-    shapes = family(config.architecture).describe(config).shapes
+    shapes = family(config.architecture).describe(config).taken
     save_file(
         {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, tmp_path / "x.safetensors"
     )
