@@ -67,5 +67,13 @@ class WindowedConfig(ModelConfig):
                 f"config.json: layer_types must be {SLIDING!r} or {FULL!r} for each of the {self.num_layers} layers, "
                 f"given {self.layer_types!r:.200}"
             )
-        if SLIDING in self.layer_types and not (self.sliding_window and self.sliding_window > 0):
-            raise ValueError(f"config.json: sliding_window must be at least 1, given {self.sliding_window}")
+        if SLIDING in self.layer_types:
+            check_window(self.sliding_window)
+
+
+def check_window(window: int | None) -> None:
+    """``ValueError`` unless ``sliding_window`` is a number of keys."""
+    if window is None or window < 1:
+        raise ValueError(f"config.json: sliding_window must be at least 1, given {window}")
+    if window >= 2**31:
+        raise ValueError(f"config.json: sliding_window must be at most {2**31 - 1}, given {window!r:.100}")

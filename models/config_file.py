@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.config_fields import by_own_names, ignored_fields, used_names
+from compiled_llm.models.config_fields import by_own_names, class_parameters, ignored_fields, used_names
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
 from compiled_llm.models.quantization import read_quantization
@@ -80,6 +80,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     for name in _MOST.keys() & used.keys():
         if used[name] is not None:
             _check_size(name, used[name])
+    model.check({**class_parameters(config_class), **config})
     try:
         # transformers fills in the defaults of fields that the file leaves out.
         full = config_class(**used)
@@ -104,7 +105,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         ropes=ropes,
         max_position_embeddings=sizes["max_position_embeddings"],
         tie_word_embeddings=bool(full.tie_word_embeddings),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+        # Values of MXFP4 are exact in bfloat16, and such files need not name a dtype.
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or ("bfloat16" if quantization else "float32")),
         eos_token_ids=_eos_token_ids(config, generation or {}, sizes["vocab_size"]),
         quantization=quantization,
         **_own_fields(model, full, sizes),

@@ -44,6 +44,7 @@ class Family(Generic[C, W]):
         requires: field of ``config.json`` -> the values that the functions above are right for. The first is named in
             messages.
         read_ropes: parsed ``config.json`` -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
+        check: parsed ``config.json`` with the class's defaults -> ``ValueError`` for what the class would stumble over.
         old_fields: fields that ``hf_config`` does not declare, and that it or its model acts on where they are given.
         sizes: transformers' config -> those of ``ModelConfig``'s fields that it has under other names, by their usual
             ones, and those of ``config``'s that it has not as they are. The other names belong to ``old_fields``.
@@ -59,6 +60,7 @@ class Family(Generic[C, W]):
     head: Callable[[W, Tensor, C], Tensor]
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     read_ropes: Callable[[dict[str, Any]], tuple[Rope, ...]] = one_rope
+    check: Callable[[dict[str, Any]], None] = lambda config: None
     old_fields: tuple[str, ...] = ()
     sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
     quantizations: tuple[str, ...] = ()

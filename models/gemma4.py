@@ -56,7 +56,7 @@ class Gemma4Config(WindowedConfig):
         super().__post_init__()
         sizes = {"global_head_dim": self.global_head_dim, "num_global_key_value_heads": self.num_global_kv_heads}
         if self.enable_moe_block:
-            check_router(self.num_experts or 0, self.top_k_experts or 0)
+            check_router(self, "num_experts", "top_k_experts")
             sizes["moe_intermediate_size"] = self.moe_intermediate_size or 0
         for name, value in sizes.items():
             if not 0 < value <= 2**16:

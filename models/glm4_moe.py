@@ -4,6 +4,7 @@ The router is DeepSeek-V3's (arXiv:2412.19437): sigmoids in float32, a bias for 
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -35,10 +36,15 @@ class Glm4MoeConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_router(self.n_routed_experts, self.num_experts_per_tok)
+        check_router(self, "n_routed_experts")
         for name in ("n_shared_experts", "moe_intermediate_size", "n_group"):
             if not 0 < getattr(self, name) <= 2**24:
                 raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")
+        if not 0 < self.routed_scaling_factor < math.inf:
+            raise ValueError(
+                "config.json: routed_scaling_factor must be a positive number, given "
+                f"{self.routed_scaling_factor!r:.100}"
+            )
         size, rest = divmod(self.n_routed_experts, self.n_group)
         if rest or not 0 < self.topk_group <= self.n_group or self.num_experts_per_tok > size * self.topk_group:
             raise ValueError(

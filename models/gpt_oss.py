@@ -44,7 +44,7 @@ class GptOssConfig(LlamaConfig, WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_router(self.num_local_experts, self.num_experts_per_tok)
+        check_router(self, "num_local_experts")
         for name in ("swiglu_alpha", "swiglu_limit"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"config.json: {name} must be a positive number, given {getattr(self, name)!r:.100}")

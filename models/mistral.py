@@ -3,6 +3,7 @@
 import dataclasses
 
 from compiled_llm.models import llama
+from compiled_llm.models.config import check_window
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.llama import LlamaConfig
 
@@ -13,8 +14,8 @@ class MistralConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise ValueError(f"config.json: sliding_window must be null or at least 1, given {self.sliding_window}")
+        if self.sliding_window is not None:
+            check_window(self.sliding_window)
 
 
 def layers(config: MistralConfig) -> Layers:

@@ -22,7 +22,7 @@ class MixtralConfig(MistralConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_router(self.num_local_experts, self.num_experts_per_tok)
+        check_router(self, "num_local_experts")
 
 
 def take_mlp(config: MixtralConfig, source: Source, name: str) -> MoeWeights:

@@ -26,7 +26,7 @@ class Qwen3MoeConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_router(self.num_experts, self.num_experts_per_tok)
+        check_router(self, "num_experts")
         for name in ("moe_intermediate_size", "decoder_sparse_step"):
             if not 0 < getattr(self, name) <= 2**24:
                 raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")

@@ -21,11 +21,31 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.no_rope_layers) < self.num_layers or not {0, 1}.issuperset(self.no_rope_layers):
-            raise ValueError(
-                f"config.json: no_rope_layers must be 0 or 1 for each of the {self.num_layers} layers, given "
-                f"{self.no_rope_layers!r:.200}"
-            )
+        _check_layers(self.no_rope_layers, self.num_layers)
+
+
+def _check_layers(no_rope_layers: Any, num_layers: int) -> None:
+    """``ValueError`` unless it is 0 or 1 for each layer."""
+    if (
+        not isinstance(no_rope_layers, list | tuple)
+        or len(no_rope_layers) < num_layers
+        or any(value not in (0, 1) for value in no_rope_layers)
+    ):
+        raise ValueError(
+            f"config.json: no_rope_layers must be 0 or 1 for each of the {num_layers} layers, given "
+            f"{no_rope_layers!r:.200}"
+        )
+
+
+def check(config: dict[str, Any]) -> None:
+    """transformers makes ``layer_types`` of these, without a look at them."""
+    if config["no_rope_layers"] is not None and config["num_hidden_layers"] is not None:
+        _check_layers(config["no_rope_layers"], config["num_hidden_layers"])
+    interval = config["no_rope_layer_interval"]
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise ValueError(
+            f"config.json: no_rope_layer_interval must be an integer of at least 1, given {interval!r:.100}"
+        )
 
 
 def layers(config: SmolLM3Config) -> Layers:
@@ -48,5 +68,6 @@ FAMILY = Family(
     llama.head,
     requires=llama.FAMILY.requires,
     read_ropes=read_ropes,
+    check=check,
     old_fields=("head_dim",),
 )

@@ -6,17 +6,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.models.linears.protocol import Experts, Linear
 from compiled_llm.ops import expert_rows, gated_activation, route, weighted_sum
 
 
-def check_router(num_experts: int, top_k: int) -> None:
-    """``ValueError`` unless a token can use ``top_k`` of ``num_experts`` experts."""
-    if not 0 < num_experts <= 2**16:
-        raise ValueError(f"config.json: the number of experts must be from 1 to {2**16}, given {num_experts!r:.100}")
-    if not 0 < top_k <= num_experts:
-        raise ValueError(f"config.json: num_experts_per_tok must be from 1 to {num_experts}, given {top_k!r:.100}")
+def check_router(config: ModelConfig, num_experts: str, top_k: str = "num_experts_per_tok") -> None:
+    """``ValueError`` unless a token can use as many experts as the field ``top_k`` says, of ``num_experts``."""
+    experts, chosen = getattr(config, num_experts), getattr(config, top_k)
+    if experts is None or not 0 < experts <= 2**16:
+        raise ValueError(f"config.json: {num_experts} must be from 1 to {2**16}, given {experts!r:.100}")
+    if chosen is None or not 0 < chosen <= experts:
+        raise ValueError(
+            f"config.json: {top_k} must be from 1 to {num_experts}={experts}, of which a token uses so many, given "
+            f"{chosen!r:.100}"
+        )
 
 
 class UsedExperts(NamedTuple):

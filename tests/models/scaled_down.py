@@ -7,6 +7,7 @@ import transformers
 LENGTH = 512  # of the longest text
 HEAD_DIM = 16
 NUM_LAYERS = 6
+_NUM_EXPERTS = 24
 _SIZES = ("num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings")
 _TOKENS = {"vocab_size": 331, "initializer_range": 0.1}  # logits that tell tokens apart
 
@@ -61,6 +62,11 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
     }
     if config.get("enable_moe_block"):
         changes |= {"num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 40}
+    elif "num_experts_per_tok" in config:  # which stay, of fewer
+        changes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _NUM_EXPERTS)
+        changes |= {"moe_intermediate_size": 40}
+    if config.get("quantization_config"):  # by 32 values
+        small |= {"hidden_size": 128}
     small |= {name: value for name, value in changes.items() if config.get(name) is not None}
     rotated = int(HEAD_DIM * config.get("partial_rotary_factor", 1.0))
     for name in ("rope_scaling", "rope_parameters"):

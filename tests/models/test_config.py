@@ -16,9 +16,10 @@ from compiled_llm.models.registry import family
 from tests.models.published_configs import REFUSED, SUPPORTED
 from tests.models.published_dense import DENSE
 from tests.models.published_gemma4 import GEMMA4
+from tests.models.published_moe import MOE
 from tests.models.published_norms import NORMS, WRAPPED
 
-PUBLISHED = {**SUPPORTED, **DENSE, **NORMS}
+PUBLISHED = {**SUPPORTED, **DENSE, **NORMS, **MOE}
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],
@@ -166,7 +167,10 @@ def reads_as(found: ModelConfig, wanted: Any) -> None:
         "attention_bias": "attention_bias",
     }.items():
         value = getattr(found, own, None)  # not all families have biases to speak of
-        assert value == getattr(wanted, theirs, value), own
+        if own == "head_dim" and getattr(wanted, theirs, None) is None:
+            assert value == wanted.hidden_size // wanted.num_attention_heads
+        else:
+            assert value == getattr(wanted, theirs, value), own
     given = getattr(wanted, "rope_parameters", None)
     if given is None:
         assert not found.ropes

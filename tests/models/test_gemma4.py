@@ -114,8 +114,8 @@ def test_the_table_of_layers_is_read_by_rows() -> None:
         ({**SHARED, "use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported"),
         ({**SHARED, "hidden_activation": "silu"}, "hidden_activation='silu' is not supported"),
         ({**SHARED, "final_logit_softcapping": 0.0}, "final_logit_softcapping must be a positive number"),
-        ({**MOE, "num_experts": None}, "the number of experts must be from 1"),
-        ({**MOE, "top_k_experts": 8}, "num_experts_per_tok must be from 1 to 7"),
+        ({**MOE, "num_experts": None}, "num_experts must be from 1"),
+        ({**MOE, "top_k_experts": 8}, "top_k_experts must be from 1 to num_experts=7"),
         ({**MOE, "moe_intermediate_size": None}, "moe_intermediate_size must be from 1"),
         ({**MOE, "rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_theta must be a positive"),
         (

@@ -17,5 +17,5 @@ def test_a_window_that_is_left_out_is_transformers_default() -> None:
 
 @pytest.mark.parametrize("window", [0, -1])
 def test_a_window_without_a_key_is_refused(window: int) -> None:
-    with pytest.raises(ValueError, match=f"config.json: sliding_window must be null or at least 1, given {window}"):
+    with pytest.raises(ValueError, match=f"config.json: sliding_window must be at least 1, given {window}"):
         parse_config({**MISTRAL, "sliding_window": window})

@@ -20,15 +20,18 @@ from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import family
 from compiled_llm.worker import loader
+from tests import mxfp4
 from tests.families import strengthened
 from tests.models.published_configs import SUPPORTED
 from tests.models.published_dense import DENSE
 from tests.models.published_gemma4 import GEMMA4
+from tests.models.published_moe import MOE
 from tests.models.published_norms import NORMS, WRAPPED
 from tests.models.scaled_down import scaled_down
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 
-PUBLISHED = {name: config for name, (config, _) in {**SUPPORTED, **DENSE, **NORMS}.items()} | WRAPPED | GEMMA4
+LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE}
+PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | GEMMA4
 NUM_TOKENS = 300
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 SHARED_BLOCKS = 50  # of a request that finds its beginning in the cache
@@ -79,12 +82,20 @@ def checkpoint_of(content: dict[str, Any], directory: Path) -> tuple[list[int], 
     (directory / "config.json").write_text(json.dumps(content))
     torch.manual_seed(0)
     config = transformers.AutoConfig.from_pretrained(directory).get_text_config()
+    if "quantization_config" in content:
+        mxfp4.write_checkpoint(directory, content)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        return prompt_and_logits(model)
     model = strengthened(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     model.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps(content))
     if "text_config" in content:
         put_inside_another_model(directory / "model.safetensors", config)
-    prompt = torch.randint(3, config.vocab_size, (1, NUM_TOKENS))
+    return prompt_and_logits(model)
+
+
+def prompt_and_logits(model: transformers.PreTrainedModel) -> tuple[list[int], Tensor]:
+    prompt = torch.randint(3, model.config.vocab_size, (1, NUM_TOKENS))
     with torch.no_grad():
         return prompt[0].tolist(), model(prompt).logits[0]
 
