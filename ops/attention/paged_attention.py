@@ -49,7 +49,7 @@ def paged_attention(
 ) -> Tensor:  # fmt: skip
     """Write ``k`` and ``v`` to the cache, then return causal attention of ``q`` over the cache.
 
-    Index tensors, scales and sinks are contiguous. The CPU kernel takes H up to 512, the Triton kernels up to 256.
+    Index tensors, scales and sinks are contiguous. Kernels take H up to 512.
 
     Args:
         q: ``[T, N, H]``; float32, bfloat16 or float16; any strides with the last one 1. N is a multiple of K.

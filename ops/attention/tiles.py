@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "tiles"
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 
 
 @dataclass(frozen=True)
@@ -53,27 +53,50 @@ HOPPER = {
     64: TileConfig(64, 4, 3, 4, 64, 128, 64, 8, 3),
     128: TileConfig(32, 4, 4, 4, 64, 128, 64, 8, 3),
     256: TileConfig(32, 4, 3, 2, 32, 128, 32, 8, 3),
+    512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2),
 }
-HOPPER_QUANTISED = {**HOPPER, 128: TileConfig(32, 4, 4, 3, 64, 128, 64, 8, 2)}  # converting codes takes registers
+HOPPER_QUANTISED = {  # converting codes takes registers
+    **HOPPER,
+    128: TileConfig(32, 4, 4, 3, 64, 128, 64, 8, 2),
+    512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2),
+}
 OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 99
     64: TileConfig(64, 4, 3, 4, 64, 128, 64, 8, 3),
     128: TileConfig(32, 4, 3, 4, 64, 128, 32, 8, 3),
     256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2),
+    512: TileConfig(16, 4, 2, 2, 32, 32, 16, 8, 2),
 }
 OTHERS_QUANTISED = {
     64: TileConfig(64, 4, 3, 3, 64, 128, 32, 8, 3),
     128: TileConfig(32, 4, 3, 3, 32, 64, 32, 4, 3),
     256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2),
+    512: TileConfig(16, 4, 2, 2, 32, 32, 16, 8, 2),
 }
 FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in registers
     64: TileConfig(32, 4, 2, 4, 16, 32, 32, 8, 1),
     128: TileConfig(32, 4, 2, 4, 16, 32, 16, 8, 1),
     256: TileConfig(32, 8, 2, 2, 16, 16, 32, 8, 1),
+    512: TileConfig(16, 8, 1, 1, 16, 16, 16, 8, 1),
 }
-# Few registers and little shared memory, for all GPUs. 64 rows: fewer have other instructions on Hopper.
-EXACT = {64: ExactTile(64, 64, 4, 2, 2), 128: ExactTile(64, 32, 4, 2, 2), 256: ExactTile(64, 16, 8, 2, 1)}
-EXACT_QUANTISED = {**EXACT, 128: ExactTile(64, 32, 8, 2, 1)}  # converting codes takes registers
-EXACT_FLOAT32 = {64: ExactTile(16, 32, 4, 2, 2), 128: ExactTile(16, 16, 4, 2, 2), 256: ExactTile(16, 16, 8, 1, 1)}
+# Few registers and little shared memory, for all GPUs. 64 rows: fewer have other instructions on Hopper, which heads of
+# 512 have in all launches.
+EXACT = {
+    64: ExactTile(64, 64, 4, 2, 2),
+    128: ExactTile(64, 32, 4, 2, 2),
+    256: ExactTile(64, 16, 8, 2, 1),
+    512: ExactTile(16, 16, 8, 2, 1),
+}
+EXACT_QUANTISED = {  # converting codes takes registers
+    **EXACT,
+    128: ExactTile(64, 32, 8, 2, 1),
+    512: ExactTile(16, 32, 8, 2, 1),
+}
+EXACT_FLOAT32 = {
+    64: ExactTile(16, 32, 4, 2, 2),
+    128: ExactTile(16, 16, 4, 2, 2),
+    256: ExactTile(16, 16, 8, 1, 1),
+    512: ExactTile(16, 16, 8, 1, 1),
+}
 
 
 def padded_head_dim(head_dim: int) -> int:

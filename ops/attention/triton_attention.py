@@ -165,6 +165,7 @@ def paged_attention(
                 query_start_loc, seq_lens, sinks, out, partial, partial_max, partial_sum, partial_rows,
                 NUM_HEADS=num_heads, HEAD_DIM=head_dim, WINDOW=window,
                 BLOCK_SPLITS=triton.next_power_of_2(max(splits.values())), BLOCK_H=block_h, **OPTIONS,
+                num_warps=8 if block_h > 256 else 4,
             )  # fmt: skip
 
         if min(max_query_len, num_tokens) > SHORT_QUERY.value:

@@ -103,7 +103,7 @@ def test_files_in_the_package_are_whole() -> None:
         assert attention_tiles.load(path)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256, 512])
 @pytest.mark.parametrize(("q_bytes", "cache_bytes"), [(2, 2), (2, 1), (4, 4), (4, 1)])
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
 def test_every_shape_has_a_default(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> None:

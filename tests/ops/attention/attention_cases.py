@@ -197,7 +197,7 @@ def grid() -> Iterator[tuple[str, dict]]:
                         "head_dim": head_dim,
                     },
                 )
-    for head_dim in (16, 40, 80, 96):
+    for head_dim in (16, 40, 80, 96, 512):
         yield f"mixed-h{head_dim}", {"query_lens": [1, 37, 1], "context_lens": [70, 11, 0], "head_dim": head_dim}
     for block_size in (1, 16, 32):
         lengths = sorted({1, max(block_size - 1, 1), block_size, block_size + 1, 2000})

@@ -70,12 +70,12 @@ SLOW = r".*2000.*|decode-fused-padding|loose-max-query-len|everything"  # each h
 ALSO = {
     ("float32", None): r"(decode|mixed)-gqa[58]-h64|mixed-h\d+|prompt33.*|chunk-after33.*|only-.*|.*splits.*step",
     ("float16", None): r"mixed-gqa4.*|many-splits|window-soft-cap-sinks-h80",
-    ("bfloat16", "int8"): r"(decode|mixed)-gqa4.*|mixed-(gqa7-h128|h80|h96)|chunk-after3.*|only-.*|row-tiles.*"
+    ("bfloat16", "int8"): r"(decode|mixed)-gqa4.*|mixed-(gqa7-h128|h80|h96|h512)|chunk-after3.*|only-.*|row-tiles.*"
     r"|short-query-of.*|.*splits.*step|window-soft-cap-sinks-h(64|128|256)",
     (
         "bfloat16",
         "fp8",
-    ): r"mixed-(gqa[58]-h(64|256)|h40|h80|h96)|decode-gqa1-h128|many-splits|window-soft-cap-sinks-h96",
+    ): r"mixed-(gqa[58]-h(64|256)|h40|h80|h96|h512)|decode-gqa1-h128|many-splits|window-soft-cap-sinks-h96",
     ("float16", "int8"): r"mixed-gqa5-h128|many-splits",
     ("float16", "fp8"): r"mixed-gqa5-h64",
     ("float32", "int8"): r"mixed-gqa4-h64|mixed-h80|many-splits|window-soft-cap-sinks-h64",
@@ -254,6 +254,7 @@ COMPILED = [
     (SM_90, 64, FP16, INT8, True),
     (SM_90, 96, FP16, None, False),
     (SM_90, 256, BF16, FP8, False),
+    (SM_80, 512, BF16, None, False),
 ]
 ALSO_COMPILED = [
     (SM_80, 256, BF16, None, False),
@@ -261,6 +262,9 @@ ALSO_COMPILED = [
     (SM_90, 128, BF16, None, False),
     (SM_90, 128, BF16, INT8, False),
     (SM_90, 256, BF16, None, True),
+    (SM_80, 512, BF16, INT8, True),
+    (SM_90, 512, BF16, None, True),
+    (SM_90, 512, BF16, FP8, True),
 ]
 
 
@@ -292,7 +296,7 @@ def test_compiles_without_spills(
         # All programs of a persistent grid run at once; not where masks and features take registers beyond the tuned.
         is_decode = kernel.__name__ == "split_kernel" and kwargs["MIN_QUERY"] == 1
         programs = 1
-        if is_decode and not features and head_dim in (64, 128, 256):
+        if is_decode and not features and head_dim in (64, 128, 256, 512):
             programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).split_programs_per_sm
         assert programs * (shared + 1024) <= SHARED_MEMORY[capability], kernel.__name__
         assert programs * kwargs.get("num_warps", 4) * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS, (
@@ -300,9 +304,10 @@ def test_compiles_without_spills(
         )
 
 
-def test_float32_fits_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("head_dim", [256, pytest.param(512, marks=pytest.mark.battery)])
+def test_float32_fits_shared_memory(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tiles of float32; its speed, and so a few spilled bytes, are of no interest."""
-    for kernel, args, kwargs in launches(monkeypatch, (8, 0), 256, torch.float32):
+    for kernel, args, kwargs in launches(monkeypatch, (8, 0), head_dim, torch.float32):
         assert ahead_of_time.compiled(kernel, args, kwargs, (8, 0)).metadata.shared < 99 * 1024
 
 
@@ -310,8 +315,8 @@ def test_float32_fits_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_head_dim_without_tiles_is_refused() -> None:
-    with pytest.raises(ValueError, match="head_dim 512"):
-        default_config(512, 2, 2, (9, 0))
+    with pytest.raises(ValueError, match="head_dim 1024"):
+        default_config(1024, 2, 2, (9, 0))
 
 
 def test_fp8_is_refused_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def neighbours_change_no_bit(**kwargs) -> None:
 FEATURES = {"window": 290, "soft_cap": 3.0, "sinks": True}
 GRID = dict(grid())
 AGREES = [
-    "mixed-gqa1-h64", "mixed-gqa5-h128", "mixed-gqa8-h256", "decode-gqa7-h64", "mixed-h40", "mixed-h80",
+    "mixed-gqa1-h64", "mixed-gqa5-h128", "mixed-gqa8-h256", "decode-gqa7-h64", "mixed-h40", "mixed-h80", "mixed-h512",
     "chunk-after17-block16", "window-of-one", "only-padding",
     "window-soft-cap-sinks-h96", "decode-loose-max-query-len",
 ]  # fmt: skip
@@ -189,6 +189,10 @@ def how_it_adds_up(binary: "triton.compiler.CompiledKernel") -> tuple[list[str],
         ((9, 0), 64, {"dtype": FP16, "kv_dtype": torch.int8, "features": True}),
         pytest.param((8, 0), 256, {"dtype": BF16, "features": True}, marks=pytest.mark.battery),
         pytest.param((9, 0), 256, {"dtype": BF16, "kv_dtype": torch.float8_e4m3fn}, marks=pytest.mark.battery),
+        pytest.param((8, 0), 512, {"dtype": BF16}, marks=pytest.mark.battery),
+        pytest.param((9, 0), 512, {"dtype": BF16, "kv_dtype": torch.int8}, marks=pytest.mark.battery),
+        pytest.param((9, 0), 512, {"dtype": BF16, "features": True}, marks=pytest.mark.battery),
+        pytest.param((8, 0), 512, {"dtype": FP32}, marks=pytest.mark.battery),
         pytest.param((8, 0), 64, {"dtype": FP32}, marks=pytest.mark.battery),
         pytest.param((8, 0), 128, {"dtype": FP32}, marks=pytest.mark.battery),
     ],
@@ -217,15 +221,16 @@ def test_every_launch_adds_up_alike(
                 seen.append(how_it_adds_up(binary))
     assert len(seen) == 3
     assert seen[0] == seen[1] == seen[2]
-    kind = {FP32: None, **dict.fromkeys((BF16, FP16), "wgmma" if capability[0] == 9 else "mma.sync")}
+    of_16_bits = "wgmma" if capability[0] == 9 and head_dim < 512 else "mma.sync"
+    kind = {FP32: None, **dict.fromkeys((BF16, FP16), of_16_bits)}
     if kind[options["dtype"]]:
         assert seen[0][1]
         assert all(kind[options["dtype"]] in instruction for instruction in seen[0][1])
 
 
 def test_a_head_dim_without_tiles_is_refused() -> None:
-    with pytest.raises(ValueError, match="head_dim 512"):
-        exact_tile(512, 2, 2)
+    with pytest.raises(ValueError, match="head_dim 1024"):
+        exact_tile(1024, 2, 2)
 
 
 # ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
