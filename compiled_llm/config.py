@@ -30,6 +30,9 @@ class EngineConfig:
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
         load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.
+        model_impl: whose code computes the model: "native", a file of this engine for its family; "transformers",
+            transformers' own modelling code with this engine's attention and linear layers, see docs/models.md; "auto":
+            the first where there is one, else the second.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``.
         token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None:
@@ -94,6 +97,7 @@ class EngineConfig:
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
+    model_impl: Literal["auto", "native", "transformers"] = "auto"
     max_model_len: int | None = None
     bucket_sizes: tuple[int, ...] = (1, 8, 32)
     token_bucket_sizes: tuple[int, ...] | None = None

@@ -121,6 +121,7 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("fp8_e5m2", "fp8_inc", "fp8_ds_mla"), "there is none: give 'fp8', which is e4m3"),
     },
     "device": {"gpu": "give 'cuda'"},
+    "model_impl": {"vllm": "give 'native'", "terratorch": "there is none"},
     "load_format": dict.fromkeys(
         ("pt", "bin", "npcache", "gguf", "bitsandbytes", "mistral", "hf", "tensorizer", "runai_streamer"),
         "there is none: only safetensors files are read, since others can hold code",

@@ -11,29 +11,22 @@ from typing import Any
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_fields import by_own_names, class_parameters, ignored_fields, used_names
+from compiled_llm.models.config_sizes import MOST, check_size, eos_token_ids
+from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
 from compiled_llm.models.quantization import read_quantization
-from compiled_llm.models.registry import SUPPORTED, family
+from compiled_llm.models.registry import SUPPORTED, family, has_own_file
 from compiled_llm.models.wrappers import is_wrapper, language_model
 
-# The largest value of each size. Checked before transformers sees them: its classes make lists of some lengths.
-_MOST = {
-    "num_hidden_layers": 1024,
-    "head_dim": 2**16,
-    "hidden_size": 2**24,
-    "intermediate_size": 2**24,
-    "max_position_embeddings": 2**31 - 1,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "vocab_size": 2**24,
-}
-
-
-def read_config(directory: Path) -> ModelConfig:
+def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") -> ModelConfig:
     """Read ``config.json`` (and the end-of-text ids of ``generation_config.json``) of a model directory.
 
-    Warns of the fields that are ignored, once for all of them, and of a model of which only the language model is read.
+    Warns of the fields that are ignored, once for all of them, of a model of which only the language model is read, and
+    of one that runs through transformers' modelling code.
+
+    Args:
+        model_impl, dtype: as the engine arguments.
 
     Raises:
         ValueError: a file is missing or not JSON, or a field is not supported; the message names it.
@@ -46,7 +39,10 @@ def read_config(directory: Path) -> ModelConfig:
             stacklevel=2,
         )
     config = language_model(config)
-    made = parse_config(config, read_optional_json(directory / "generation_config.json"))
+    generation = read_optional_json(directory / "generation_config.json")
+    if not has_own_file(_architecture(config), model_impl):
+        return _through_transformers(directory, config, generation, dtype)
+    made = parse_config(config, generation)
     model = family(made.architecture)
     config_class = _config_class(model)
     ignored = ignored_fields(by_own_names(config, config_class), model, config_class)
@@ -57,6 +53,21 @@ def read_config(directory: Path) -> ModelConfig:
             f"here too: {shown}",
             stacklevel=2,
         )
+    return made
+
+
+def _through_transformers(
+    directory: Path, config: dict[str, Any], generation: dict[str, Any], dtype: str
+) -> TransformersConfig:
+    from compiled_llm.models.fallback.reading import parse_transformers_config  # only when needed
+
+    made = parse_transformers_config(config, generation, _architecture(config), dtype)
+    own = "; the code that its auto_map names is not run" if "auto_map" in config else ""
+    warnings.warn(
+        f"{directory / 'config.json'}: {made.architecture} runs through transformers' modelling code (transformers "
+        f"{made.transformers_version}), recorded as one graph without breaks{own}",
+        stacklevel=3,
+    )
     return made
 
 
@@ -77,21 +88,21 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
     quantization = read_quantization(config, model.quantizations)
     ropes = model.read_ropes(config)
     used = {name: config[name] for name in config.keys() & used_names(model, config_class)}
-    for name in _MOST.keys() & used.keys():
+    for name in MOST.keys() & used.keys():
         if used[name] is not None:
-            _check_size(name, used[name])
+            check_size(name, used[name])
     model.check({**class_parameters(config_class), **config})
     try:
         # transformers fills in the defaults of fields that the file leaves out.
         full = config_class(**used)
         sizes = model.sizes(full)
-        sizes |= {name: getattr(full, name, None) for name in (*_MOST, "rms_norm_eps") if name not in sizes}
+        sizes |= {name: getattr(full, name, None) for name in (*MOST, "rms_norm_eps") if name not in sizes}
         rms_norm_eps = float(sizes["rms_norm_eps"])
     except Exception as error:  # a wrong type meets transformers' own validation, in whatever exception it uses
         raise ValueError(f"config.json: {type(error).__name__}: {error!s:.500}") from error
     sizes["head_dim"] = sizes["head_dim"] or full.hidden_size // full.num_attention_heads
-    for name in _MOST:
-        _check_size(name, sizes[name])
+    for name in MOST:
+        check_size(name, sizes[name])
     return model.config(
         architecture=architecture,
         vocab_size=sizes["vocab_size"],
@@ -107,7 +118,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         tie_word_embeddings=bool(full.tie_word_embeddings),
         # Values of MXFP4 are exact in bfloat16, and such files need not name a dtype.
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ("bfloat16" if quantization else "float32")),
-        eos_token_ids=_eos_token_ids(config, generation or {}, sizes["vocab_size"]),
+        eos_token_ids=eos_token_ids(config, generation or {}, sizes["vocab_size"]),
         quantization=quantization,
         **_own_fields(model, full, sizes),
     )
@@ -135,24 +146,3 @@ def _config_class(model: Family) -> Any:
     import transformers  # a second: only when needed
 
     return getattr(transformers, model.hf_config)
-
-
-def _check_size(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MOST[name]:
-        raise ValueError(f"config.json: {name} must be an integer from 1 to {_MOST[name]}, given {value!r:.100}")
-
-
-def _eos_token_ids(config: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:
-    ids = set()
-    for name, source in (("config.json", config), ("generation_config.json", generation)):
-        value = source.get("eos_token_id")
-        for token in value if isinstance(value, list) else [value]:
-            if token is None:
-                continue
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"{name}: eos_token_id must be a token id or a list of them, from 0 to {vocab_size - 1} (one below "
-                    f"config.json's vocab_size), given {value!r:.200}"
-                )
-            ids.add(token)
-    return tuple(sorted(ids))

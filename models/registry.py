@@ -3,10 +3,12 @@
 import importlib
 from typing import Any
 
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family
 
 # Architecture, as it is in config.json -> the file of its family, and what it is to a user.
-# This is the allow-list: nothing else is ever run, whatever a model directory asks for.
+# This is the allow-list: besides these, only classes that transformers itself ships are run (models/fallback).
 ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", "Llama 2, 3, 3.1, 3.2 and others of that architecture"),
     "MistralForCausalLM": ("mistral", "Mistral, Mistral Nemo, Mistral Small (text)"),
@@ -50,3 +52,28 @@ def family(architecture: str) -> Family[Any, Any]:
     if architecture not in ARCHITECTURES:
         raise ValueError(f"config.json: architecture {architecture!r:.100} is not supported. {SUPPORTED}")
     return importlib.import_module(f"compiled_llm.models.{ARCHITECTURES[architecture][0]}").FAMILY
+
+
+def has_own_file(architecture: str, model_impl: str) -> bool:
+    """Whether a model runs through a file here, under the engine argument ``model_impl``; else through transformers'.
+
+    Raises:
+        ValueError: it has none, and only those with one are allowed.
+    """
+    if model_impl == "native":
+        family(architecture)
+    return model_impl == "native" or (model_impl == "auto" and architecture in ARCHITECTURES)
+
+
+def code_of(config: ModelConfig) -> str:
+    """Whose code computes a model, in words."""
+    if isinstance(config, TransformersConfig):
+        return f"transformers' modelling code ({config.architecture}, transformers {config.transformers_version})"
+    return f"models/{ARCHITECTURES[config.architecture][0]}.py"
+
+
+def family_of(config: ModelConfig) -> Family[Any, Any]:
+    """The family that a model runs through."""
+    if isinstance(config, TransformersConfig):
+        return importlib.import_module("compiled_llm.models.fallback.family").family_of_recording(config)
+    return family(config.architecture)

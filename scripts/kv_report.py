@@ -46,7 +46,7 @@ from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.registry import family
+from compiled_llm.models.registry import family_of
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.torch_private import TorchDispatchMode
 from compiled_llm.step.kv_cache import allocate, bytes_per_token, describe, dtype_name, layer_dtypes
@@ -125,7 +125,7 @@ def run_chunk(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) ->
         logits_indices=tensor(range(count)),
         block_table=tensor([range(len(kv_cache[0].k))]),
     )
-    functions = family(model.config.architecture)
+    functions = family_of(model.config)
     layers = functions.layers(model.config)
     with torch.no_grad(), AttentionOutputs() as attention:
         hidden = functions.forward(model.weights, step, kv_cache, model.config, layers, count)

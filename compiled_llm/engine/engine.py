@@ -16,6 +16,7 @@ from compiled_llm.engine.model_files import checkpoint_directory
 from compiled_llm.engine.scoring import score_output, scoring_params
 from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.error_texts import shown
+from compiled_llm.models.registry import code_of
 from compiled_llm.outputs import EngineStats, RequestOutput, ScoreOutput
 from compiled_llm.report.report import RunReport, make_report, make_trace
 from compiled_llm.report.roofline import ModelWork, windows_of
@@ -376,6 +377,7 @@ class CompiledEngine(StepEngine):
             device=runner.device,
             dtype=runner.dtype,
             exact=runner.exact,
+            model_code=code_of(self.model_config),
             measure_limits=measure_limits,
         )
 

@@ -22,8 +22,8 @@ from compiled_llm.ops.native import cache_directory
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 
 _PACKAGE = Path(__file__).parents[1]
-_SOURCES = ("models/*.py", "text/*.py")  # what reads the files
-_READERS = ("tokenizers", "transformers")
+_SOURCES = ("models/*.py", "models/fallback/*.py", "text/*.py")  # what reads the files
+_READERS = ("tokenizers", "torch", "transformers")
 _UNUSED_SECONDS = 30 * 24 * 3600
 
 Value = TypeVar("Value")

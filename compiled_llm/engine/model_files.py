@@ -23,10 +23,10 @@ def checkpoint_directory(config: EngineConfig) -> Path:
     return DEMO_MODEL if config.model is None else model_directory(config.model, config.revision)
 
 
-def model_config(directory: Path) -> ModelConfig:
-    """``read_config(directory)``, from disk where an earlier start read the same files."""
+def model_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") -> ModelConfig:
+    """``read_config`` of the same arguments, from disk where an earlier start read the same files with the same."""
     files = [directory / "config.json", directory / "generation_config.json"]
-    return kept("config", files, lambda: read_config(directory))
+    return kept(f"config-{model_impl}-{dtype}", files, lambda: read_config(directory, model_impl, dtype))
 
 
 def has_tokenizer(config: EngineConfig, directory: Path) -> bool:

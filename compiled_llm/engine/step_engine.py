@@ -44,7 +44,7 @@ class StepEngine:
         num_draft_tokens = draft_length(drafter)
         started, progress = time.perf_counter(), StartProgress(config.progress)
         directory = checkpoint_directory(config)
-        self.model_config = model_config(directory)
+        self.model_config = model_config(directory, config.model_impl, config.dtype)
         self.tokenizer = load_tokenizer(config, directory)
         if self.tokenizer is None:
             progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")

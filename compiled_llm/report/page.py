@@ -89,7 +89,7 @@ def _summary(report: dict[str, Any]) -> str:
     phases = [phase for phase in report["phases"] if phase["limit_share"] is not None]
     shares = [f"{phase['name']} {_percent(phase['limit_share'])}" for phase in phases]
     limits = f" Of the machine's limit: {', '.join(shares)}." if shares else ""
-    return f"<p>{text}{limits} Exact: {_text(report['exact'])}.</p>"
+    return f"<p>{text}{limits} Exact: {_text(report['exact'])}. Model: {_text(report['model_code'])}.</p>"
 
 
 def _time_table(report: dict[str, Any]) -> str:

@@ -89,6 +89,7 @@ class RunReport:
         seconds: from the first arrival to the end of the last step.
         num_finished: requests that ended, failed and aborted ones included.
         exact: whether a request's numbers are the same to the bit in any company: "yes", or "no (REASON)".
+        model_code: whose code computes the model: a file of this engine, or transformers'.
         limits_note: a remark on ``limits``: this run was faster than the earlier limits allow, so they were measured
             again, or could not be. Usually "".
         phases: "decode" and "prefill", if such steps ran; ``buckets``: the same for each bucket.
@@ -108,6 +109,7 @@ class RunReport:
     seconds: float
     num_finished: int
     exact: str
+    model_code: str
     limits: MachineLimits | None
     limits_note: str
     phases: tuple[StepsReport, ...]
@@ -168,6 +170,7 @@ def make_report(
     device: torch.device,
     dtype: torch.dtype,
     exact: str,
+    model_code: str,
     measure_limits: bool,
 ) -> RunReport:
     """The report of what ``log`` recorded.
@@ -177,7 +180,7 @@ def make_report(
         trace: of ``make_trace``, for the same log.
         work: of the model, for its dtype and the cache's.
         device, dtype: of the model; the machine's limits are those for them.
-        exact: of the engine, for the field of that name.
+        exact, model_code: of the engine, for the fields of these names.
         measure_limits: whether limits may be measured now, if they are unknown or were measured too low.
 
     Raises:
@@ -199,6 +202,7 @@ def make_report(
         seconds=log.wall_seconds,
         num_finished=log.num_finished,
         exact=exact,
+        model_code=model_code,
         limits=limits,
         limits_note=limits_note,
         phases=steps(in_phase),

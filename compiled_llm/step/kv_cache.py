@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache
-from compiled_llm.models.registry import family
+from compiled_llm.models.registry import family_of
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
 
@@ -68,7 +68,7 @@ def allocate(
         return tensor
 
     caches: list[LayerCache] = []
-    specs = family(model_config.architecture).layers(model_config)
+    specs = family_of(model_config).layers(model_config)
     for spec, held in zip(specs, _tensors(model_config, dtypes, num_blocks, block_size), strict=True):
         own = {name: zeros(*described) for name, described in held.items()}
         caches.append(LayerCache(**own) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
@@ -79,7 +79,7 @@ def _tensors(
     model_config: ModelConfig, dtypes: Sequence[torch.dtype], num_blocks: int, block_size: int
 ) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """For each layer, shape and dtype of its cache's tensors by their names; ``dtypes`` has one for each layer."""
-    specs = family(model_config.architecture).layers(model_config)
+    specs = family_of(model_config).layers(model_config)
     return [spec.cache_tensors(num_blocks, block_size, dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.registry import family
+from compiled_llm.models.registry import family_of
 from compiled_llm.ops import greedy_tokens
 from compiled_llm.step.logits import LogitsInput, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
@@ -35,7 +35,7 @@ def step_function(model_config: ModelConfig, max_query_len: int, exact: bool = F
     It leaves the most likely token of each row in ``feedback.last_tokens``, and what the logits were made of in
     ``feedback.hidden``. ``exact``: see ``AttentionSpec``.
     """
-    model = family(model_config.architecture)
+    model = family_of(model_config)
     forward, head = model.forward, model.head
     layers = tuple(dataclasses.replace(spec, exact=exact) for spec in model.layers(model_config))
 
@@ -93,7 +93,7 @@ def logprobs_function(count: int) -> Callable:
 def prompt_logprobs_function(model_config: ModelConfig, count: int) -> Callable:
     """The same for tokens of prompts: (weights, (rows of hidden, the tokens that follow them), hidden) -> rows."""
 
-    head = family(model_config.architecture).head
+    head = family_of(model_config).head
 
     def prompt_logprobs(weights: Any, rows: tuple[Tensor, Tensor], hidden: Tensor) -> LogprobRows:
         indices, token_ids = rows

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 
 from compiled_llm.config import EngineConfig
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.ops import native
 
@@ -20,7 +22,9 @@ class Obstacle(NamedTuple):
     remedy: str
 
 
-def obstacles(config: EngineConfig, device: torch.device, linears: LinearKind) -> tuple[Obstacle, ...]:
+def obstacles(
+    config: EngineConfig, device: torch.device, linears: LinearKind, model_config: ModelConfig
+) -> tuple[Obstacle, ...]:
     """All there are in an engine whose linear layers are of the kind ``linears``. Empty: it is exact.
 
     Raises:
@@ -42,6 +46,11 @@ def obstacles(config: EngineConfig, device: torch.device, linears: LinearKind) -
             (config.exact if on_gpu else has_kernels) and not linears.is_exact(),
             f"linear layers of the kind {getattr(linears, '__name__', linears)} depend on the number of rows",
             "keep the weights in a kind that does not",
+        ),
+        (
+            isinstance(model_config, TransformersConfig),
+            "norms and the like of transformers' modelling code are compiled without an order of their own",
+            "choose a model that has a file of its own",
         ),
         (
             bool(config.logits_transforms),

@@ -14,7 +14,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.encoding import Stored
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put
-from compiled_llm.models.registry import family
+from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import Source, Wanted
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
@@ -38,12 +38,12 @@ def load_weights(
         ValueError: a file is missing, cut off or not safetensors, its tensors are not those of ``config``, or one holds
             NaN or infinite values.
     """
-    description = family(config.architecture).describe(config)
+    description = family_of(config).describe(config)
     names = [*description.stored, *description.may_repeat, *description.unused]
     stored = by_family_names(locate(directory), names)
     _check(directory, config, stored)
     with CheckpointReader(stored, dtype, device, on_bytes) as reader:
-        return family(config.architecture).take(config, Source(reader, linears))
+        return family_of(config).take(config, Source(reader, linears))
 
 
 def dummy_weights(
@@ -59,7 +59,7 @@ def dummy_weights(
     So activations keep their size through the layers, and the logits are as spread as a model's. A tensor depends on
     ``seed`` and its name, not on the order in which a family takes them.
     """
-    return family(config.architecture).take(config, Source(RandomReader(dtype, device, seed, on_bytes), linears))
+    return family_of(config).take(config, Source(RandomReader(dtype, device, seed, on_bytes), linears))
 
 
 class RandomReader:
@@ -99,7 +99,7 @@ class RandomReader:
 
 def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]) -> None:
     """``CheckpointError`` unless the tensors are those that the config implies. Warns of those that are left."""
-    model, problems = family(config.architecture), []
+    model, problems = family_of(config), []
     description = model.describe(config)
     wanted = description.stored
     missing = [name for name in wanted if name not in stored]

@@ -15,7 +15,7 @@ import torch
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.protocol import Experts, Linear
-from compiled_llm.models.registry import family
+from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linear_layers
 from compiled_llm.resources import free_memory, total_memory
 
@@ -260,7 +260,7 @@ def estimated_activations(model_config: ModelConfig, limits: EngineLimits, items
 
     Logits, and what goes into and comes out of the linear layers of the widest decoder layer.
     """
-    weights = family(model_config.architecture).describe(model_config).weights
+    weights = family_of(model_config).describe(model_config).weights
     per_token = max(sum(map(_width, linear_layers(layer))) for layer in weights.layers)
     rows = limits.decode_bucket_sizes[-1] * (1 + limits.num_draft_tokens)
     logits = rows * model_config.vocab_size * 16

@@ -19,9 +19,10 @@ from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.kinds import linear_kind
-from compiled_llm.models.registry import family
+from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.ops import native, swap
 from compiled_llm.ops.torch_private import mark_static_address
@@ -128,7 +129,7 @@ class ModelRunner(Worker):
         use_own_cache_directory()
         kernels = KernelBuild(progress) if self.device.type == "cpu" else None
         self.linears = linear_kind(self.device, self.dtype, config.exact)
-        self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears))
+        self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
         memory = StartMemory(
             config,
@@ -284,7 +285,8 @@ class ModelRunner(Worker):
         graphs = [f"{made} graphs compiled" if made else "", f"{found} graphs from disk" if found else ""]
         compiled = " and ".join(filter(None, graphs)) or "nothing compiled (eager)"
         took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
-        return f"{took}; exact: {self.exact}"
+        is_theirs = isinstance(self.model_config, TransformersConfig)
+        return f"{took}{f'; through {code_of(self.model_config)}' if is_theirs else ''}; exact: {self.exact}"
 
     def compiled_files(self) -> list[Path]:
         """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""
@@ -302,7 +304,7 @@ class ModelRunner(Worker):
         started = time.perf_counter()
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)
-        description = family(c.architecture).describe(c, self.dtype, self.linears)
+        description = family_of(c).describe(c, self.dtype, self.linears)
         of_experts = [layer.nbytes // layer.num_experts for layer in experts(description.weights)]
         largest = max(*of_experts, *(linear.nbytes for linear in linears(description.weights)))
         rope_bytes = _num_bytes(description.weights.ropes)

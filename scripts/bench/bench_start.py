@@ -30,7 +30,7 @@ from compiled_llm import hardware as machine
 from compiled_llm.command_line import engine_config
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.registry import family
+from compiled_llm.models.registry import family_of
 from compiled_llm.worker.device import resolve_device
 
 STAGES = ("imports", "kernels", "weights", "compile", "other", "first token")
@@ -94,7 +94,7 @@ def write_checkpoint(directory: Path, shape: str) -> None:
     (directory / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": "bfloat16"}))
     config, generator = read_config(directory), torch.Generator().manual_seed(0)
     weights = {}
-    for name, (sizes, _) in family(config.architecture).describe(config).stored.items():
+    for name, (sizes, _) in family_of(config).describe(config).stored.items():
         weight = torch.ones(sizes, dtype=torch.bfloat16)
         weights[name] = weight.normal_(generator=generator).mul_(sizes[-1] ** -0.5) if len(sizes) > 1 else weight
     save_file(weights, str(directory / "model.safetensors"))

@@ -254,7 +254,7 @@ def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatc
     scheduler = random_scheduler(rng, drafts=True)
     scheduler.limits = with_buckets(scheduler)
     model = TagModel(scheduler.limits.block_size)
-    monkeypatch.setattr("compiled_llm.step.step.family", lambda architecture: model)
+    monkeypatch.setattr("compiled_llm.step.step.family_of", lambda architecture: model)
     runner = TagRunner(scheduler, model, counts)
     watch = Watch(TagEngine(scheduler, runner, overlap=rng.random() < 0.5))
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from compiled_llm import CompiledEngine, LogitsContext, LogitsTransform
 from compiled_llm.config import EngineConfig
+from compiled_llm.engine.model_files import DEMO_MODEL
+from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.packed import Packed
@@ -18,6 +20,7 @@ from compiled_llm.ops import native
 from compiled_llm.worker import exactness
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+MODEL = read_config(DEMO_MODEL)
 
 
 class Plain(LogitsTransform):
@@ -48,7 +51,7 @@ class Plain(LogitsTransform):
 def test_reasons_are_named(
     device: torch.device, linears: LinearKind, given: dict[str, Any], reasons: list[str]
 ) -> None:
-    found = exactness.obstacles(EngineConfig(**given), device, linears)
+    found = exactness.obstacles(EngineConfig(**given), device, linears, MODEL)
     assert len(found) == len(reasons)
     for obstacle, reason in zip(found, reasons, strict=True):
         assert re.search(reason, obstacle.what)
@@ -57,10 +60,10 @@ def test_reasons_are_named(
 
 def test_no_compiler_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "compiler", lambda: None)
-    (obstacle,) = exactness.obstacles(EngineConfig(), CPU, Dense)
+    (obstacle,) = exactness.obstacles(EngineConfig(), CPU, Dense, MODEL)
     assert "no C++ compiler" in obstacle.what
     with pytest.raises(ValueError, match=r"exact must be False here, given True: no C\+\+ compiler.*apt install g\+\+"):
-        exactness.obstacles(EngineConfig(exact=True), CPU, Dense)
+        exactness.obstacles(EngineConfig(exact=True), CPU, Dense, MODEL)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +74,7 @@ def test_exact_is_refused_where_it_cannot_hold(
     device: torch.device, linears: LinearKind, given: dict[str, Any]
 ) -> None:
     with pytest.raises(ValueError, match="exact must be False here, given True: "):
-        exactness.obstacles(EngineConfig(exact=True, **given), device, linears)
+        exactness.obstacles(EngineConfig(exact=True, **given), device, linears, MODEL)
 
 
 def test_an_engine_says_whether_it_is_exact(capfd: pytest.CaptureFixture[str]) -> None:

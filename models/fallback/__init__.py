@@ -1,0 +1,1 @@
+"""Models without a file of their own: transformers' modelling code, with this engine's attention and linear layers."""
