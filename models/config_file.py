@@ -19,6 +19,7 @@ from compiled_llm.models.quantization import read_quantization
 from compiled_llm.models.registry import SUPPORTED, family, has_own_file
 from compiled_llm.models.wrappers import is_wrapper, language_model
 
+
 def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") -> ModelConfig:
     """Read ``config.json`` (and the end-of-text ids of ``generation_config.json``) of a model directory.
 

@@ -176,11 +176,9 @@ def make_report(
     """The report of what ``log`` recorded.
 
     Args:
-        stats: counts since ``log`` was created.
-        trace: of ``make_trace``, for the same log.
+        stats: counts since ``log`` was created; trace: of ``make_trace``, for the same log.
         work: of the model, for its dtype and the cache's.
-        device, dtype: of the model; the machine's limits are those for them.
-        exact, model_code: of the engine, for the fields of these names.
+        device, dtype: of the model; exact, model_code: of the engine, for the fields of these names.
         measure_limits: whether limits may be measured now, if they are unknown or were measured too low.
 
     Raises:

@@ -19,7 +19,6 @@ from compiled_llm.compiling.libraries import use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.kinds import linear_kind
 from compiled_llm.models.registry import code_of, family_of
@@ -285,8 +284,7 @@ class ModelRunner(Worker):
         graphs = [f"{made} graphs compiled" if made else "", f"{found} graphs from disk" if found else ""]
         compiled = " and ".join(filter(None, graphs)) or "nothing compiled (eager)"
         took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
-        is_theirs = isinstance(self.model_config, TransformersConfig)
-        return f"{took}{f'; through {code_of(self.model_config)}' if is_theirs else ''}; exact: {self.exact}"
+        return f"{took}; model: {code_of(self.model_config)}; exact: {self.exact}"
 
     def compiled_files(self) -> list[Path]:
         """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""

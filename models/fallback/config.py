@@ -1,4 +1,4 @@
-"""The config of a model that runs through transformers' modelling code: all of ``config.json``, as transformers has it."""
+"""The config of a model that runs through transformers' modelling code: all of ``config.json``."""
 
 import dataclasses
 

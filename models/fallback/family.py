@@ -30,9 +30,7 @@ def family_of_recording(config: TransformersConfig) -> Family[TransformersConfig
     """The family of this one model."""
     model = _model(config.architecture, config.fields, config.dtype)
     derived = ("rotary_emb.inv_freq", *model.recording.module.buffers)
-    return Family(
-        "", TransformersConfig, model.take, model.layers, model.forward, model.head, derived_tensors=derived
-    )
+    return Family("", TransformersConfig, model.take, model.layers, model.forward, model.head, derived_tensors=derived)
 
 
 @functools.lru_cache(maxsize=8)

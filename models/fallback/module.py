@@ -126,7 +126,7 @@ def _with_places(model: Any) -> Module:
     is_own = type(embedding) is nn.Embedding
     if is_own:
         model.set_submodule(names[id(embedding)], _Embedding(embedding))
-    linears = []
+    linears: list[LinearName] = []
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             index = HEAD if module is head else len(linears)

@@ -31,7 +31,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
 _DYNAMIC_ROPES = ("dynamic", "longrope")
 
 
-
 def parse_transformers_config(
     config: dict[str, Any], generation: dict[str, Any], architecture: str, dtype: str
 ) -> TransformersConfig:

@@ -1,0 +1,64 @@
+"""Small configs of architectures without a file of their own: every structural field that they have is on."""
+
+from typing import Any
+
+_SMALL = {
+    "hidden_size": 112,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 331,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_ALTERNATING = {"sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# model_type -> its config, without what _SMALL has
+_CHANGES: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": _LLAMA3_ROPE},
+    "arcee": {"head_dim": 24},
+    "biogpt": {"scale_embedding": True},
+    "bitnet": {},
+    "cohere": {"logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2": {**_ALTERNATING, "logit_scale": 0.25},
+    "cwm": {**_ALTERNATING, "head_dim": 24, "rope_parameters": _LLAMA3_ROPE},
+    "ernie4_5": {"head_dim": 24, "use_bias": True},
+    "exaone4": {**_ALTERNATING},
+    "gemma": {"head_dim": 24},
+    "gpt_bigcode": {"n_embd": 112, "n_head": 4, "n_layer": 4, "n_positions": 512, "n_inner": 96, "multi_query": True},
+    "granite_swa": {**_ALTERNATING, "attention_multiplier": 0.2, "residual_multiplier": 0.6},
+    "helium": {"head_dim": 28},
+    "hyperclovax": {},
+    "jais2": {},
+    "llama": {"rope_parameters": _LLAMA3_ROPE},
+    "minicpm3": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+    },
+    "nanochat": {},
+    "olmo": {"clip_qkv": 0.5},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 56, "do_layer_norm_before": False},
+    "persimmon": {"partial_rotary_factor": 0.5},
+    "phi": {"partial_rotary_factor": 0.5, "qk_layernorm": True},
+    "qwen3": {"head_dim": 24, "tie_word_embeddings": True},
+    "seed_oss": {"head_dim": 24, "attention_bias": True},
+    "starcoder2": {"sliding_window": 40},
+    "vaultgemma": {**_ALTERNATING, "head_dim": 24, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 8.0},
+}
+CONFIGS = {name: {**_SMALL, **changes, "model_type": name} for name, changes in _CHANGES.items()}
