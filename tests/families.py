@@ -227,6 +227,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_double_wide_mlp": True,
             "hidden_size_per_layer_input": 20,
             "vocab_size_per_layer_input": 409,
+            "rms_norm_eps": 0.05,  # of norms behind which a scale would not matter
             "final_logit_softcapping": 8.0,
             "rope_parameters": _GEMMA4_ROPES,
         },
@@ -249,6 +250,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 7,
             "top_k_experts": 3,
             "moe_intermediate_size": 40,
+            "rms_norm_eps": 0.05,
             "rope_parameters": _GEMMA4_ROPES,
         },
     ),
