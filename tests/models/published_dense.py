@@ -192,6 +192,51 @@ _MINISTRAL3_ROPE: dict[str, Any] = {
     "type": "yarn",
 }
 
+_MINISTRAL3_3B = {
+    "attention_dropout": 0.0,
+    "dtype": "bfloat16",
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "initializer_range": 0.02,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 262144,
+    "model_type": "ministral3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_parameters": _MINISTRAL3_ROPE,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "vocab_size": 131072,
+}
+_MISTRAL3 = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "vision_config": {
+        "attention_dropout": 0.0,
+        "head_dim": 64,
+        "hidden_act": "gelu",
+        "hidden_size": 1024,
+        "image_size": 1540,
+        "initializer_range": 0.02,
+        "intermediate_size": 4096,
+        "model_type": "pixtral",
+        "num_attention_heads": 16,
+        "num_channels": 3,
+        "num_hidden_layers": 24,
+        "patch_size": 14,
+        "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+}
+
 # Name -> (config.json, the fields that transformers ignores).
 DENSE: dict[str, tuple[dict[str, Any], list[str]]] = {
     "Mistral-7B-v0.1": (_MISTRAL, []),
@@ -231,28 +276,7 @@ DENSE: dict[str, tuple[dict[str, Any], list[str]]] = {
         [],
     ),
     "Ministral-3-3B, its text_config": (
-        {
-            "architectures": ["Ministral3ForCausalLM"],
-            "attention_dropout": 0.0,
-            "dtype": "bfloat16",
-            "eos_token_id": 2,
-            "head_dim": 128,
-            "hidden_act": "silu",
-            "hidden_size": 3072,
-            "initializer_range": 0.02,
-            "intermediate_size": 9216,
-            "max_position_embeddings": 262144,
-            "model_type": "ministral3",
-            "num_attention_heads": 32,
-            "num_hidden_layers": 26,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-05,
-            "rope_parameters": _MINISTRAL3_ROPE,
-            "sliding_window": None,
-            "tie_word_embeddings": True,
-            "use_cache": True,
-            "vocab_size": 131072,
-        },
+        {**_MINISTRAL3_3B, "architectures": ["Ministral3ForCausalLM"], "eos_token_id": 2},
         [],
     ),
     "Ministral with two kinds of layer": (
@@ -358,4 +382,32 @@ DENSE: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["use_mrope"],
     ),
+}
+
+# Of these the language model alone is loaded, which is said in a warning.
+WRAPPED_DENSE: dict[str, dict[str, Any]] = {
+    "Mistral-Small-3.1-24B-Instruct-2503": {
+        **_MISTRAL3,
+        "text_config": {
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 5120,
+            "initializer_range": 0.02,
+            "intermediate_size": 32768,
+            "max_position_embeddings": 131072,
+            "model_type": "mistral",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000000.0,
+            "sliding_window": None,
+            "use_cache": True,
+            "vocab_size": 131072,
+        },
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+    },
+    "Ministral-3-3B": {**_MISTRAL3, "dtype": "bfloat16", "text_config": _MINISTRAL3_3B, "tie_word_embeddings": True},
 }

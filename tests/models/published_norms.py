@@ -237,6 +237,18 @@ NORMS: dict[str, tuple[dict[str, Any], list[str]]] = {
         [],
     ),
     "Olmo-3-1025-7B": (_OLMO3_7B, []),
+    "Olmo-3-1125-32B": (
+        {
+            **_OLMO3_7B,
+            "hidden_size": 5120,
+            "intermediate_size": 27648,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
+            "num_attention_heads": 40,
+            "num_hidden_layers": 64,
+            "num_key_value_heads": 8,
+        },
+        [],
+    ),
     "pythia-160m": (_PYTHIA_160M, []),
     "pythia-6.9b": (
         {

@@ -4,6 +4,7 @@ The checkpoint has the ``config.json`` as it was published, but for its sizes.
 """
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from compiled_llm.worker import loader
 from tests import mxfp4
 from tests.families import strengthened
 from tests.models.published_configs import SUPPORTED
-from tests.models.published_dense import DENSE
+from tests.models.published_dense import DENSE, WRAPPED_DENSE
 from tests.models.published_gemma4 import GEMMA4
 from tests.models.published_moe import MOE
 from tests.models.published_norms import NORMS, WRAPPED
@@ -31,7 +32,7 @@ from tests.models.scaled_down import scaled_down
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 
 LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE}
-PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | GEMMA4
+PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | WRAPPED_DENSE | GEMMA4
 NUM_TOKENS = 300
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 SHARED_BLOCKS = 50  # of a request that finds its beginning in the cache
@@ -102,7 +103,7 @@ def prompt_and_logits(model: transformers.PreTrainedModel) -> tuple[list[int], T
 
 def put_inside_another_model(path: Path, config: transformers.PretrainedConfig) -> None:
     """Names the tensors as those of a model with more than text, and adds what such checkpoints hold besides."""
-    tensors = {f"model.language_model.{name.removeprefix('model.')}": x for name, x in load_file(path).items()}
+    tensors = {re.sub(r"^model\.", "model.language_model.", name): x for name, x in load_file(path).items()}
     tensors["model.vision_tower.patch_embedder.weight"] = torch.ones(4, 4)
     num_shared = getattr(config, "num_kv_shared_layers", 0)
     for layer in range(config.num_hidden_layers - num_shared, config.num_hidden_layers):
