@@ -15,11 +15,12 @@ from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.registry import family
 from tests.models.published_configs import REFUSED, SUPPORTED
 from tests.models.published_dense import DENSE, WRAPPED_DENSE
+from tests.models.published_further import FURTHER
 from tests.models.published_gemma4 import GEMMA4
 from tests.models.published_moe import MOE
 from tests.models.published_norms import NORMS, WRAPPED
 
-PUBLISHED = {**SUPPORTED, **DENSE, **NORMS, **MOE}
+PUBLISHED = {**SUPPORTED, **DENSE, **NORMS, **MOE, **FURTHER}
 
 GOOD = {
     "architectures": ["LlamaForCausalLM"],

@@ -4,8 +4,10 @@ The checkpoint has the ``config.json`` as it was published, but for its sizes.
 """
 
 import json
+import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,23 +18,46 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compiled_llm.models.config_file import read_config
+from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.packed import Packed
-from compiled_llm.models.registry import family
+from compiled_llm.models.registry import ARCHITECTURES, family
+from compiled_llm.models.weights import tensors
+from compiled_llm.models.wrappers import language_model
 from compiled_llm.worker import loader
 from tests import mxfp4
 from tests.families import strengthened
 from tests.models.published_configs import SUPPORTED
 from tests.models.published_dense import DENSE, WRAPPED_DENSE
+from tests.models.published_further import FURTHER
 from tests.models.published_gemma4 import GEMMA4
 from tests.models.published_moe import MOE
 from tests.models.published_norms import NORMS, WRAPPED
 from tests.models.scaled_down import scaled_down
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 
-LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE}
+LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE, **FURTHER}
 PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | WRAPPED_DENSE | GEMMA4
+# Families of which fewer than three configs are published, and what there is.
+FEWER = {
+    "MinistralForCausalLM": 1,  # of layers with and without a window
+    "SmolLM3ForCausalLM": 1,  # 3B, whose base differs in nothing that is computed
+    "Gemma4UnifiedForCausalLM": 1,  # 12B
+}
+# Billions of weights, as the models' cards say.
+WEIGHTS = {
+    "Qwen3-30B-A3B": 30.5,
+    "Qwen3-235B-A22B": 235,
+    "Qwen3-Coder-480B-A35B-Instruct": 480,
+    "Mixtral-8x7B-v0.1": 46.7,
+    "Mixtral-8x22B-v0.1": 140.6,
+    "GLM-4.5": 353,  # without the layer that guesses tokens, 355 with it
+    "GLM-4.5-Air": 107,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "gemma-2-27b": 27.2,
+    "Olmo-3-1125-32B": 32.2,
+}
 NUM_TOKENS = 300
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 SHARED_BLOCKS = 50  # of a request that finds its beginning in the cache
@@ -44,6 +69,24 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def test_three_configs_of_each_family_and_forty_in_all() -> None:
+    counts = Counter(language_model(config)["architectures"][0] for config in PUBLISHED.values())
+    assert counts.keys() == ARCHITECTURES.keys()
+    assert {name: count for name, count in counts.items() if count < 3} == FEWER
+    assert sum(counts.values()) >= 40
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_dummy_weights_in_full_size(name: str) -> None:
+    """They are described, without memory, in the layers that a CPU has; there are as many as a card says."""
+    config = parse_config(PUBLISHED[name])
+    description = family(config.architecture).describe(config, torch.bfloat16, Packed)
+    assert all(tensor.is_meta for tensor in tensors(description.weights))
+    if name in WEIGHTS:
+        count = sum(math.prod(shape) for shape in description.taken.values())
+        assert count / 1e9 == pytest.approx(WEIGHTS[name], rel=0.01)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
