@@ -5,6 +5,13 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class BlockTable(NamedTuple):
+    """Where layers find the keys of a step's requests. Letters as in ``StepInput``; int32."""
+
+    slot_mapping: Tensor  # [T] where a token's key and value go: block * block_size + offset
+    block_table: Tensor  # [R, M]
+
+
 class StepInput(NamedTuple):
     """The tokens of one step, all int32, in buffers of the bucket's fixed size. No Python number: sizes are static.
 
@@ -19,6 +26,7 @@ class StepInput(NamedTuple):
     seq_lens: Tensor  # [R] keys of each request after this step; 0 for padding
     logits_indices: Tensor  # [L] the tokens whose logits are computed, a request's last one among them; 0 for padding
     block_table: Tensor  # [R, M]
+    windows: tuple[BlockTable, ...] = ()  # of layers with a window of keys, whose caches hold little more than that
 
 
 class LayerCache(NamedTuple):

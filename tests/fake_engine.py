@@ -23,8 +23,9 @@ from compiled_llm.scheduling.invariants import check_scheduler, check_step
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
-from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutput
 from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.window_pool import WindowPool, most_places, useful_places
 
 VOCABULARY = 1000
 LIMITS = EngineLimits(
@@ -70,15 +71,25 @@ def make_scheduler(
     prefix_caching: bool = False,
     num_swap_blocks: int = 0,
     arguments: dict | None = None,
+    windows: Sequence[tuple[int, int | None]] = (),
     drafter: Drafter | None = None,
     **sizes,
 ) -> Scheduler:
-    """A scheduler over ``num_blocks`` blocks. ``sizes`` change ``LIMITS``, ``arguments`` go to the Scheduler."""
-    limits, pool = dataclasses.replace(LIMITS, **sizes), BlockPool(num_blocks)
+    """A scheduler over ``num_blocks`` blocks. ``sizes`` change ``LIMITS``, ``arguments`` go to the Scheduler.
+
+    ``windows``: the keys that layers of a kind see, and their places; None: what an engine gives; else at least this.
+    """
+    limits = dataclasses.replace(LIMITS, **sizes)
     checked = None
     if drafter is not None:
         limits = dataclasses.replace(limits, num_draft_tokens=drafter.num_tokens)
         checked = CheckedDrafter(drafter, VOCABULARY)
+    pools = []
+    for window, count in windows:
+        least = most_places(window, limits)  # of one request
+        places = min(num_blocks, useful_places(window, limits) if count is None else max(least, count))
+        pools.append(WindowPool(window, places, limits))
+    pool = BlockPool(num_blocks, pools)
     return Scheduler(
         limits,
         pool,
@@ -165,11 +176,74 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
+class FakeWindow:
+    """What layers with a window of ``window`` keys keep: the context of each slot of a place."""
+
+    def __init__(self, window: int, block_size: int) -> None:
+        self.window, self.size = window, block_size
+        self.slots: dict[tuple[int, int], int] = {}
+        self.host: dict[int, dict[int, int]] = {}
+        self.tables: dict[str, dict[int, int]] = {}  # index -> place, as the last update has it
+        self.written: deque[set[tuple[int, int]]] = deque()
+
+    def update(self, output: SchedulerOutput, told: WindowOutput) -> None:
+        size = self.size
+        self.written.append(set())
+        self.fresh: set[tuple[int, int]] = set()  # slots that tokens of this step were written to
+        for place, host in told.swapped_out:
+            self.host[host] = {i: self.slots[place, i] for i in range(size) if (place, i) in self.slots}
+        for place, host in told.swapped_in:
+            self._overwrite(place, self.host[host])
+        sources, targets = ({pair[side] for pair in told.copies} for side in (0, 1))
+        assert not sources & targets
+        assert len(targets) == len(told.copies)
+        assert not sources & {place for place, _ in told.swapped_in}, "a place is overwritten before it is copied"
+        for source, target in told.copies:
+            self._overwrite(target, {i: self.slots[source, i] for i in range(size) if (source, i) in self.slots})
+            self.written[-1] |= {(target, i) for i in range(size)}
+        if output.resets:
+            self.tables.clear()
+        for request_id in output.released_request_ids:
+            del self.tables[request_id]
+        for request_id, *_ in output.admissions:
+            self.tables[request_id] = {}
+        for request_id, start, places in told.table_updates:
+            assert SINK_BLOCK not in places
+            self.tables[request_id] |= dict(enumerate(places, start))
+
+    def write(self, request_id: str, start: int, contexts: list[int]) -> None:
+        for position in range(start, len(contexts)):
+            slot = self._slot(request_id, position)
+            assert slot not in self.fresh, "two tokens are written to one slot of a window"
+            self.fresh.add(slot)
+            self.written[-1].add(slot)
+            self.slots[slot] = contexts[position]
+
+    def check(self, request_id: str, start: int, contexts: list[int]) -> None:
+        for position in range(max(0, start - self.window + 1), len(contexts)):
+            assert self.slots.get(self._slot(request_id, position)) == contexts[position], "a foreign key is seen"
+
+    def forget(self) -> None:
+        for slot in set().union(*self.written):
+            self.slots.pop(slot, None)
+        self.written.clear()
+        self.host.clear()
+
+    def _slot(self, request_id: str, position: int) -> tuple[int, int]:
+        return self.tables[request_id][position // self.size], position % self.size
+
+    def _overwrite(self, place: int, content: dict[int, int]) -> None:
+        for i in range(self.size):
+            self.slots.pop((place, i), None)
+        self.slots |= {(place, i): context for i, context in content.items()}
+
+
 class FakeRunner:
     """Keeps the context of every KV slot, as the real cache keeps keys, and checks all that a step reads and writes."""
 
-    def __init__(self, limits: EngineLimits) -> None:
+    def __init__(self, limits: EngineLimits, windows: Sequence[int] = ()) -> None:
         self.limits = limits
+        self.windows = [FakeWindow(window, limits.block_size) for window in windows]
         self.slots: dict[tuple[int, int], int] = {}
         self.host: dict[int, dict[int, int]] = {}
         self.tables: dict[str, list[int]] = {}
@@ -183,6 +257,8 @@ class FakeRunner:
         assert output.num_tokens == sum(output.num_scheduled_tokens)
         assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
         self._copy(output)
+        for window, told in zip(self.windows, output.windows, strict=True):
+            window.update(output, told)
         if output.resets:
             self.tables.clear()
         for request_id in output.released_request_ids:
@@ -215,6 +291,8 @@ class FakeRunner:
             for position in range(start, start + len(tokens)):
                 slot = (self.tables[request_id][position // size], position % size)
                 self.slots[slot] = contexts[request_id][position]
+            for window in self.windows:
+                window.write(request_id, start, contexts[request_id])
         sampled: list[int] = []
         found: list[int] = []
         for request_id, start, tokens in step:
@@ -223,6 +301,8 @@ class FakeRunner:
                 slot = (self.tables[request_id][position // size], position % size)
                 assert self.slots.get(slot) == contexts[request_id][position], "a foreign key stands in the slot"
             num_samples = output.num_samples[output.request_ids.index(request_id)]
+            for window in self.windows:
+                window.check(request_id, start, contexts[request_id])
             rows = contexts[request_id][end - max(1, num_samples) : end]
             sampled += [Context.next_token(context) for context in rows]
             found += [token if num_samples else -1 for token in sampled[-len(rows) :]]
@@ -235,6 +315,8 @@ class FakeRunner:
             self.slots.pop(slot, None)
         self.written.clear()
         self.host.clear()
+        for window in self.windows:
+            window.forget()
 
     def _contexts(self, step: list[tuple[str, int, list[int]]]) -> dict[str, list[int]]:
         """The context at each position of each request of the step, from what was computed before and its new tokens.
@@ -297,7 +379,7 @@ class FakeEngine:
 
     def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
         self.scheduler = scheduler
-        self.runner = FakeRunner(scheduler.limits)
+        self.runner = FakeRunner(scheduler.limits, [window.window for window in scheduler.pool.windows])
         self.outputs: list[SchedulerOutput] = []  # of all steps
         self._launched: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._most_launched = 2 if overlap else 1
@@ -324,6 +406,8 @@ class FakeEngine:
         """The second half: the results of the step that was launched first."""
         self.scheduler.update(*self._launched.popleft())
         self.runner.written.popleft()
+        for window in self.runner.windows:
+            window.written.popleft()
 
     def fail_steps(self, reason: str) -> list[Request]:
         """The steps in flight broke, as the device may do; returns the requests that this ended."""

@@ -24,6 +24,7 @@ from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.window_pool import WindowPool
 from compiled_llm.scheduling.worker import Worker, WorkerFacts
 from compiled_llm.text.tokenizer import Tokenizer
 
@@ -336,7 +337,8 @@ class EngineCore:
 
 def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: CheckedDrafter | None) -> Scheduler:
     """An empty scheduler for the sizes of a worker and its pools of blocks."""
-    pool, limits = BlockPool(facts.num_blocks), facts.limits
+    limits = facts.limits
+    pool = BlockPool(facts.num_blocks, [WindowPool(*sizes, limits) for sizes in facts.window_places])
     return Scheduler(
         limits,
         pool,

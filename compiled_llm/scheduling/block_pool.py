@@ -12,6 +12,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from compiled_llm.scheduling.window_pool import WindowPool
+
 SINK_BLOCK = 0
 
 
@@ -40,12 +42,14 @@ class BlockPool:
     as it is, or evicted. Empty: neither. ``num_free`` counts the last two: what ``allocate`` can give.
 
     Attributes:
+        windows: what layers that see a window of keys keep of these blocks.
         num_evictions: cached blocks whose memory was given to another request.
         peak_used: most blocks in use at once.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, windows: Sequence[WindowPool] = ()) -> None:
         assert num_blocks >= 0
+        self.windows = tuple(windows)
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.peak_used = 0
@@ -75,6 +79,8 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block = self._empty.pop() if self._empty else self._evict()
+            for window in self.windows:
+                window.forget(block)
             self._references[block] = 1
             blocks.append(block)
         self.peak_used = max(self.peak_used, self.num_used)
@@ -130,6 +136,8 @@ class BlockPool:
         self._cached.clear()
         self._block_of.clear()
         self._digest_of.clear()
+        for window in self.windows:
+            window.forget_cached()
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that the pool agrees with ``tables``, all block tables that there are."""

@@ -13,6 +13,7 @@ When blocks run out, those of waiting requests are taken back, and these request
 
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.window_places import WindowPlaces
 
 
 class Forks:
@@ -24,7 +25,7 @@ class Forks:
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self.pool = pool
+        self.pool, self.places = pool, WindowPlaces(pool)
         self.block_size = block_size
         self.kept: dict[Request, None] = {}
         self.holders: dict[Request, None] = {}
@@ -38,6 +39,8 @@ class Forks:
         count = min(parent.num_computed_tokens, known, child.num_tokens - 1)
         num_blocks = -(-count // self.block_size)
         if not num_blocks or len(parent.block_ids) < num_blocks:  # it was preempted, or its blocks were taken back
+            return
+        if not self.places.fork(parent, child, count):
             return
         blocks = parent.block_ids[:num_blocks]
         for block in blocks:
@@ -96,6 +99,7 @@ class Forks:
         request.num_published_blocks = min(request.num_published_blocks, index)
         for held in (shared, block):
             self.pool.share(held)
+        self.places.replace(request, index, shared, block)
         self.pool.free([shared])
         self._sources.append(shared)
         self._targets.append(block)
@@ -107,17 +111,22 @@ class Forks:
 
     def end_copies(self) -> None:
         """The copies of the last step are made, or will be before any later step."""
+        self.places.end_copies([*self._sources, *self._targets])
         self.pool.free(self._sources)
         self.pool.free(self._targets)
         self._sources, self._targets = [], []
 
     def tables(self) -> list[list[int]]:
         """The blocks of those that do not run, and those that copies hold."""
-        held = [[block] for block in (*self._sources, *self._targets)]
-        return [*(request.block_ids for request in (*self.kept, *self.holders)), *held]
+        return [*(request.block_ids for request in (*self.kept, *self.holders)), *self.copied_tables()]
+
+    def copied_tables(self) -> list[list[int]]:
+        """A table for each block that copies hold."""
+        return [[block] for block in (*self._sources, *self._targets)]
 
     def _take_back(self, request: Request, group: dict[Request, None]) -> None:
         del group[request]
+        self.places.release(request)
         self.pool.free(request.block_ids)
         request.block_ids = []
         request.forked_index = -1

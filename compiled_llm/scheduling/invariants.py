@@ -1,5 +1,7 @@
 """What must hold of the scheduler and its pools between any two steps; ``check_invariants=True`` asserts it."""
 
+from collections import Counter
+
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -26,6 +28,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     scheduler.pool.check_invariants([*(request.block_ids for request in running), *scheduler.forks.tables()])
     scheduler.swap_pool.check_invariants([request.host_block_ids for request in requests])
     scheduler.prefix_cache.check_invariants(running)
+    _check_places(scheduler, [*running, *scheduler.forks.kept, *scheduler.forks.holders])
     if not requests and not scheduler.forks.kept:
         assert scheduler.pool.num_used == 0, "blocks are used while nothing runs"
         assert scheduler.swap_pool.num_used == 0, "host blocks are used while nothing waits"
@@ -50,6 +53,22 @@ def check_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
             assert block not in written, "two requests write to one block"
             assert scheduler.pool.digest(block) is None, "a block that others may read is written to"
             written.add(block)
+        for window, held in zip(scheduler.pool.windows, request.held, strict=True):
+            assert held.first <= window.first_seen(start), "a key that a query sees has no place"
+            assert start + count <= held.end * limits.block_size, "a token is written to no place"
+
+
+def _check_places(scheduler: Scheduler, holders: list[Request]) -> None:
+    pool, forks = scheduler.pool, scheduler.forks
+    can_be_found = [pool.digest(block) is not None for block in range(pool.num_blocks + 1)]
+    for number, window in enumerate(pool.windows):
+        users: Counter[int] = Counter(block for table in forks.copied_tables() for block in table)
+        for request in holders:
+            held = request.held[number]
+            assert 0 <= held.first <= held.end <= len(request.block_ids)
+            assert held.sent <= held.end
+            users.update(request.block_ids[held.first : held.end])
+        window.check_invariants(users, can_be_found)
 
 
 def _check_running(scheduler: Scheduler, request: Request) -> None:

@@ -8,6 +8,7 @@ step fills yet is held back, instead of computing the same a second time.
 
 from compiled_llm.scheduling.block_pool import BlockPool, block_digest, root_digest
 from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.window_places import WindowPlaces
 
 
 class PrefixCache:
@@ -19,7 +20,7 @@ class PrefixCache:
 
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True, facts: tuple[str, ...] = ()) -> None:
         """``facts``: all that keys and values depend on besides tokens, such as the model and the cache's dtype."""
-        self.pool = pool
+        self.pool, self.places = pool, WindowPlaces(pool)
         self.block_size = block_size
         self.enabled = enabled
         self.num_queried_tokens = self.num_hit_tokens = 0
@@ -51,10 +52,10 @@ class PrefixCache:
                 if not self._is_filling(other, place):
                     if other.rank[0] > request.rank[0]:
                         break  # no request waits for a less urgent one
-                    return blocks, self._last_pending(digests[index:most])
+                    return self._usable(blocks), self._last_pending(digests[index:most])
                 block = other.block_ids[place]
             blocks.append(block)
-        return blocks, None
+        return self._usable(blocks), None
 
     def add_pending(self, request: Request) -> None:
         """``request`` has blocks for all its tokens: those that are neither published nor pending become pending.
@@ -83,10 +84,17 @@ class PrefixCache:
         resumed: list[Request] = []
         digests = self._digests(request, count)
         for index in range(request.num_published_blocks, count):
-            block = request.block_ids[index]
+            block, held = request.block_ids[index], self.places.holding(request, index)
+            earlier = self.pool.lookup(digests[index])
+            if earlier is not None and not all(window.can_exchange(block, earlier) for window, _ in held):
+                count = index  # the others go on with this block: it is published with a later one
+                break
             holder = self.pool.publish(block, digests[index])
             if holder != block:
                 # Computed twice. With the earlier copy in the table, a block's parent is in use as long as it is.
+                for window, own in held:
+                    window.exchange(block, holder)
+                    own.sent = min(own.sent, index)
                 self.pool.share(holder)
                 self.pool.free([block])
                 request.block_ids[index] = holder
@@ -150,6 +158,10 @@ class PrefixCache:
         assert sum(map(len, self._held_back.values())) == len(self._awaited)
 
     # -- Inside
+
+    def _usable(self, blocks: list[int]) -> list[int]:
+        """Of the first blocks of a request, as many as hold what its next query sees in layers with a window."""
+        return blocks[: self.places.longest_hit(blocks)] if self.places.windows else blocks
 
     def _digests(self, request: Request, count: int) -> list[bytes]:
         """The digests of its blocks, at least the first ``count``, which are full of known tokens."""

@@ -19,6 +19,7 @@ from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.request_queue import RequestQueue
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutputBuilder
+from compiled_llm.scheduling.window_places import WindowPlaces
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
 
@@ -56,6 +57,7 @@ class RunningSet:
         costs: StepCosts,
     ) -> None:
         self.limits, self.pool, self.prefix_cache, self.swap_pool = limits, pool, prefix_cache, swap_pool
+        self.places = WindowPlaces(pool)
         self.preemption_mode, self.costs = preemption_mode, costs
         self.forks = Forks(pool, limits.block_size)
         self.counts = SchedulerCounts()
@@ -115,14 +117,17 @@ class RunningSet:
         request.block_ids = shared + blocks
         pending = (index for index, block in enumerate(shared) if self.pool.digest(block) is None)
         request.num_published_blocks = next(pending, len(shared))
-        if request.host_block_ids:
-            self._swap_in(request, len(shared), output)
         if not holds:
             request.num_computed_tokens = max(request.num_computed_tokens, len(shared) * self.limits.block_size)
+        self.places.enter(request, len(shared))
+        if request.host_block_ids:
+            self._swap_in(request, len(shared), output)
         self.prefix_cache.add_pending(request)
         self._count_admission(request)
         request.status = Status.RUNNING
         request.num_sent_blocks = 0
+        for held in request.held:
+            held.sent = 0
         bisect.insort(self.running, request, key=lambda other: other.rank)
         prompt, tokens = tuple(request.prompt_token_ids), tuple(request.output_token_ids)
         output.admissions.append(Admission(request.request_id, request.sampling_params, request.seed, prompt, tokens))
@@ -146,15 +151,27 @@ class RunningSet:
 
     def _has_room(self, request: Request, shared: list[int]) -> bool:
         """Whether all its tokens have blocks, with one more for each running request to grow into."""
-        needed = self._blocks_for(request.num_tokens) - len(shared)
-        needed += self.forks.must_copy(request, request.num_computed_tokens)
+        copies = self.forks.must_copy(request, request.num_computed_tokens)
+        needed = self._blocks_for(request.num_tokens) - len(shared) + copies
         free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)
-        return needed + len(self.running) <= free
+        if needed + len(self.running) > free:
+            return False
+        lacking, windows = self._lacking_places(request, shared), self.pool.windows
+        others = len(self.running) + copies
+        return all(count + others <= window.num_free for count, window in zip(lacking, windows, strict=True))
+
+    def _lacking_places(self, request: Request, shared: list[int]) -> list[int]:
+        """How many free places it takes in each window to admit ``request``."""
+        holds, start = request in self.forks.holders, request.num_computed_tokens
+        if not holds:
+            start = max(start, len(shared) * self.limits.block_size)
+        return self.places.num_lacking(start, self._blocks_for(request.num_tokens), shared, holds)
 
     def _swap_in(self, request: Request, num_shared: int, output: SchedulerOutputBuilder) -> None:
         """Copy back the blocks that are not on the device."""
         host = request.host_block_ids
         output.swapped_in.extend(zip(request.block_ids[num_shared : len(host)], host[num_shared:], strict=True))
+        self.places.swap_in(request, num_shared, host, output)
         restored = max(0, request.num_computed_tokens - num_shared * self.limits.block_size)
         self.counts.num_swapped_in_tokens += restored
         # No step before this one writes to them: a step swaps out before it swaps in.
@@ -165,11 +182,23 @@ class RunningSet:
 
     def grow(self, request: Request) -> bool:
         """One more block for a running request. False: it is preempted itself."""
-        while (blocks := self.pool.allocate(1)) is None:
-            if not self._make_room(request):
+        self.places.slide(request, request.num_computed_tokens)
+        while not self.places.is_free() or (blocks := self.pool.allocate(1)) is None:
+            if not self.make_room(request):
                 return False
         request.block_ids += blocks
+        self.places.grow(request)
         return True
+
+    def give_places(self, request: Request, count: int) -> int:
+        """Places for the next ``count`` tokens of a running request that lacks more than one.
+
+        Returns for how many of them there are: 0 where others have to leave some first. Nobody is preempted here.
+        """
+        lacking = request.num_tokens - request.num_computed_tokens
+        ready = self.places.extend(request, min(count + 1, lacking))
+        # The last of the tokens that it lacks is computed without another look at its places.
+        return min(count, ready - (ready == lacking - 1))
 
     def grow_for_drafts(self, request: Request, num_tokens: int) -> int:
         """Blocks for ``num_tokens`` drafts after what a running request computes, as far as some are free.
@@ -178,17 +207,23 @@ class RunningSet:
         block to grow into.
         """
         missing = self._blocks_for(request.num_computed_tokens + num_tokens) - len(request.block_ids)
-        if missing > 0 and missing + len(self.running) <= self.pool.num_free:
+        needed = missing + len(self.running)
+        if missing > 0 and needed <= self.pool.num_free and self.places.is_free(needed):
+            self.places.slide(request, request.num_computed_tokens - 1)  # that token is in the step already
             request.block_ids += self.pool.allocate(missing) or []
+            self.places.grow(request)
         return min(num_tokens, len(request.block_ids) * self.limits.block_size - request.num_computed_tokens)
 
     def make_writable(self, request: Request, position: int, output: SchedulerOutputBuilder) -> bool:
         """Give a running request a block of its own at ``position``, to write to. False: it is preempted itself."""
         while self.forks.must_copy(request, position):  # making room may leave the block to this request alone
-            blocks = self.pool.allocate(1)
+            blocks = self.pool.allocate(1) if self.places.is_free() else None
             if blocks is not None:
-                output.copies.append(self.forks.replace(request, position, blocks[0]))
-            elif not self._make_room(request):
+                shared, block = self.forks.replace(request, position, blocks[0])
+                output.copies.append((shared, block))
+                for told, window in zip(output.windows, self.pool.windows, strict=True):
+                    told.copies.append((window.place(shared), window.place(block)))
+            elif not self.make_room(request):
                 return False
         request.forked_index = -1
         return True
@@ -196,12 +231,14 @@ class RunningSet:
     def send_blocks(self, request: Request, output: SchedulerOutputBuilder) -> None:
         """Tell the worker the entries of a block table that it does not know."""
         first = request.num_sent_blocks
-        output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))
-        request.num_sent_blocks = len(request.block_ids)
+        if first < len(request.block_ids):
+            output.table_updates.append((request.request_id, first, tuple(request.block_ids[first:])))
+            request.num_sent_blocks = len(request.block_ids)
+        self.places.send(request, output)
 
     # -- Freeing blocks
 
-    def _make_room(self, request: Request) -> bool:
+    def make_room(self, request: Request) -> bool:
         """Free blocks for a running request: of one that does not run, or of the last by rank. False: that was it."""
         if self.take_back():
             return True
@@ -225,6 +262,7 @@ class RunningSet:
         if host:
             request.host_block_ids = host
             self.swapped_out += zip(request.block_ids, host, strict=False)
+            self.places.swap_out(request, host)
             request.num_swapped_tokens += computed
             self.counts.num_swap_preemptions += 1
             self.counts.num_swapped_out_tokens += computed
@@ -260,6 +298,9 @@ class RunningSet:
         others = len(self.running) - len(less_urgent)
         if self._blocks_for(request.num_tokens) - len(shared) + others > free:
             return
+        room = self.places.room_without(less_urgent, shared)
+        if any(count + others > most for count, most in zip(self._lacking_places(request, shared), room, strict=True)):
+            return
         while less_urgent and (
             len(self.running) == self.limits.max_num_seqs or not self._has_room(request, self._find(request)[0])
         ):
@@ -277,7 +318,10 @@ class RunningSet:
         elif self.prefix_cache.holds_back(request):
             self.prefix_cache.forget(request)
         if request.host_block_ids:
-            self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in request.host_block_ids]
+            host = set(request.host_block_ids)
+            self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in host]
+            for window in self.pool.windows:
+                window.swapped_out = [pair for pair in window.swapped_out if pair[1] not in host]
             self.swap_pool.free(request.host_block_ids)
             request.host_block_ids = []
 
@@ -287,12 +331,15 @@ class RunningSet:
         if keeps_blocks:
             self.forks.keep(request)
         else:
+            self.places.release(request)
             self.pool.free(request.block_ids)
             request.block_ids = []
             request.forked_index = -1
         request.num_published_blocks = 0
         self.released.append(request.request_id)
         request.num_sent_blocks = 0
+        for held in request.held:
+            held.sent = 0
 
     def start_over(self) -> None:
         """Steps broke: every request computes all its tokens again, since blocks may hold what these steps wrote."""
@@ -308,6 +355,8 @@ class RunningSet:
         while self.running:
             self.preempt(self.running.pop(), may_swap=False)
         self.released, self.swapped_out = [], []
+        for window in self.pool.windows:
+            window.swapped_out = []
 
     def wait_again(self, requests: Iterable[Request]) -> None:
         """Requests that were held back wait in line again."""

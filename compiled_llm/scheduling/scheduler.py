@@ -131,12 +131,14 @@ class Scheduler:
         running_set = self.running_set
         running_set.preempted.clear()
         self.forks.end_copies()
-        output = SchedulerOutputBuilder()
+        output = SchedulerOutputBuilder(len(self.pool.windows))
         requests = self.planner.plan(output)
         if requests:
             self._in_flight.append(requests)
             output.released_request_ids, running_set.released = running_set.released, []
             output.swapped_out, running_set.swapped_out = running_set.swapped_out, []
+            for told, window in zip(output.windows, self.pool.windows, strict=True):
+                told.swapped_out, window.swapped_out = window.swapped_out, []
             resets, self._resets = self._resets, False
             return output.build(resets=resets)
         if not self._in_flight and self.has_unfinished_requests():

@@ -19,6 +19,22 @@ class Admission(NamedTuple):
     output_token_ids: tuple[int, ...]
 
 
+class WindowOutput(NamedTuple):
+    """What a step is to do with the places of one window: the same columns as ``SchedulerOutput``'s for blocks.
+
+    Entries of a table before the first that a query sees may be anything.
+    """
+
+    table_updates: tuple[tuple[str, int, tuple[int, ...]], ...] = ()
+    swapped_out: tuple[tuple[int, int], ...] = ()
+    swapped_in: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def moves_blocks(self) -> bool:
+        return bool(self.swapped_out or self.swapped_in or self.copies)
+
+
 class SchedulerOutput(NamedTuple):
     """The work of a step, in columns: entry i of each of the first five belongs to request ``request_ids[i]``.
 
@@ -37,6 +53,7 @@ class SchedulerOutput(NamedTuple):
         released_request_ids: requests that ended or were preempted since the step before.
         swapped_out, swapped_in: (device block, host block) pairs to copy before the step, in this order.
         copies: (block, block to copy it to) before the step and after the swaps, in any order.
+        windows: for each window of the pool.
         resets: whether the worker is to forget all requests before this step.
         masks: (i, words): the tokens that request i may have next: bit v % 32 of int32 word v // 32 for token v. The
             engine adds these, and the next.
@@ -56,6 +73,7 @@ class SchedulerOutput(NamedTuple):
     swapped_out: tuple[tuple[int, int], ...] = ()
     swapped_in: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
+    windows: tuple[WindowOutput, ...] = ()
     resets: bool = False
     masks: tuple[tuple[int, "np.ndarray"], ...] = ()
     prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
@@ -63,6 +81,12 @@ class SchedulerOutput(NamedTuple):
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks are swapped or copied before the step."""
+        own = self.swapped_out or self.swapped_in or self.copies
+        return bool(own) or any(window.moves_blocks for window in self.windows)
 
     @property
     def max_query_len(self) -> int:
@@ -75,10 +99,25 @@ class SchedulerOutput(NamedTuple):
         return list(ends)[: len(self.num_samples)]
 
 
+class WindowOutputBuilder:
+    """The columns of a ``WindowOutput`` while they grow."""
+
+    def __init__(self) -> None:
+        self.table_updates: list[tuple[str, int, tuple[int, ...]]] = []
+        self.swapped_out: list[tuple[int, int]] = []
+        self.swapped_in: list[tuple[int, int]] = []
+        self.copies: list[tuple[int, int]] = []
+
+    def build(self) -> WindowOutput:
+        return WindowOutput(
+            tuple(self.table_updates), tuple(self.swapped_out), tuple(self.swapped_in), tuple(self.copies)
+        )
+
+
 class SchedulerOutputBuilder:
     """The columns of a ``SchedulerOutput`` while they grow; names and meaning are the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_windows: int = 0) -> None:
         self.request_ids: list[str] = []
         self.num_scheduled_tokens: list[int] = []
         self.num_computed_tokens: list[int] = []
@@ -91,6 +130,7 @@ class SchedulerOutputBuilder:
         self.swapped_out: list[tuple[int, int]] = []
         self.swapped_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
+        self.windows = [WindowOutputBuilder() for _ in range(num_windows)]
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
@@ -107,5 +147,6 @@ class SchedulerOutputBuilder:
             tuple(self.swapped_out),
             tuple(self.swapped_in),
             tuple(self.copies),
+            tuple(window.build() for window in self.windows),
             resets,
         )

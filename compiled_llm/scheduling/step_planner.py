@@ -45,6 +45,7 @@ class StepPlanner:
     def plan(self, output: SchedulerOutputBuilder) -> list[Request]:
         """Fill ``output``. Returns its requests, in the order of its columns; none: nothing can run now."""
         self._preempt_for_priority()
+        self._make_room_for_the_first()
         self._num_drafts = 0
         num_preempted = len(self.running_set.preempted)
         requests: list[Request] = []
@@ -115,6 +116,13 @@ class StepPlanner:
         output.num_samples.extend(counts)
         return deque(request for request in lacking if request.status is Status.RUNNING)
 
+    def _make_room_for_the_first(self) -> None:
+        """Where the others have all places of a window: the first request, if it lacks some tokens, gets two more."""
+        request = self.running[0] if self.running and self.running[0].held else None
+        if request is not None and request.num_tokens - request.num_computed_tokens > 1:
+            while not self.running_set.give_places(request, 2) and self.running_set.make_room(request):
+                pass
+
     def _room_for_drafts(self) -> int:
         """Most drafts of a step: what the running requests leave.
 
@@ -182,8 +190,11 @@ class StepPlanner:
         if request.forked_index >= 0 and not self.running_set.make_writable(request, start, output):
             return
         assert request.num_in_flight == 0, "more than one token is lacking, and one of them is not known"
-        if request.num_sent_blocks < len(request.block_ids):
-            self.running_set.send_blocks(request, output)
+        if request.held:
+            count = self.running_set.give_places(request, count)
+            if not count:
+                return
+        self.running_set.send_blocks(request, output)
         samples = int(start + count == request.num_tokens < request.max_num_tokens)
         output.token_ids.extend(request.tokens(start, start + count))
         output.feedback.append(-1)

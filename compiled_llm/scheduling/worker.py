@@ -19,6 +19,7 @@ class WorkerFacts:
     Attributes:
         device_type: "cpu" or "cuda".
         num_blocks: blocks of the KV pool, numbered from 1.
+        window_places: (window, places of its pool, numbered from 1) for layers that see a window of keys.
         num_swap_blocks: blocks in host memory, numbered from 1.
         block_contents: what the content of a KV block depends on besides its tokens.
         bucket_seconds: (tokens, seconds) of a step in each token bucket; empty where the scheduler has no use for it.
@@ -32,6 +33,7 @@ class WorkerFacts:
     block_contents: tuple[str, ...]
     bucket_seconds: tuple[tuple[int, float], ...] = ()
     swap_seconds: float = 0.0
+    window_places: tuple[tuple[int, int], ...] = ()
 
 
 class Worker(Protocol):

@@ -1,7 +1,8 @@
 """The KV cache's memory: the dtype of each layer's, what a token takes, and the tensors themselves."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -9,11 +10,14 @@ from torch import Tensor
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache
+from compiled_llm.models.layers.attention import windows_kept_apart
 from compiled_llm.models.registry import family_of
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
 
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+T = TypeVar("T")
+
 _NUM_BLOCKS = DynamicSize("blocks", 7)
 
 
@@ -50,27 +54,51 @@ def num_tensors(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int
     return sum(map(len, _tensors(model_config, dtypes, num_blocks=1, block_size=1)))
 
 
+def short_windows(model_config: ModelConfig, max_model_len: int) -> tuple[int, ...]:
+    """The windows of layers whose caches are smaller than the others'."""
+    return windows_kept_apart(family_of(model_config).layers(model_config), max_model_len)
+
+
+def split_by_window(model_config: ModelConfig, windows: Sequence[int], by_layer: Sequence[T]) -> list[list[T]]:
+    """``by_layer`` in parts: of layers without any of ``windows``, of those with each. Shared caches are left out."""
+    parts: list[list[T]] = [[] for _ in range(1 + len(windows))]
+    for spec, one in zip(family_of(model_config).layers(model_config), by_layer, strict=True):
+        if spec.shares_cache_of is None:
+            parts[1 + windows.index(spec.window) if spec.window in windows else 0].append(one)
+    return parts
+
+
 def allocate(
-    model_config: ModelConfig, dtypes: Sequence[torch.dtype], num_blocks: int, block_size: int, device: torch.device
+    model_config: ModelConfig,
+    dtypes: Sequence[torch.dtype],
+    num_blocks: int,
+    block_size: int,
+    device: torch.device,
+    window_places: Mapping[int, int] | None = None,
 ) -> KVCache:
-    """A zeroed cache; ``dtypes`` has one for each layer.
+    """A zeroed cache; ``dtypes`` has one for each layer. ``window_places``: window -> blocks of its layers' caches.
 
     The tensors are marked for the compiler: their addresses stay, so that CUDA graphs do not copy them, and their
     number of blocks is dynamic, so that what was compiled on one cache runs on another of any size from 2 blocks on.
     """
 
-    def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    places = window_places or {}
+    # Examples that differ from each other: the compiler takes sizes that do not for the same one.
+    sizes = {window: DynamicSize(f"blocks of window {window}", 11 + 2 * n) for n, window in enumerate(places)}
+
+    def zeros(shape: tuple[int, ...], dtype: torch.dtype, size: DynamicSize) -> Tensor:
         on_cpu = device.type == "cpu"
         tensor = native.huge_zeros(shape, dtype) if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
         # Unguarded: another cache at another address is no reason to compile, only to record CUDA graphs again.
         mark_static_address(tensor, guard=False)
-        mark_dynamic_size(tensor, 0, _NUM_BLOCKS)
+        mark_dynamic_size(tensor, 0, size)
         return tensor
 
     caches: list[LayerCache] = []
     specs = family_of(model_config).layers(model_config)
-    for spec, held in zip(specs, _tensors(model_config, dtypes, num_blocks, block_size), strict=True):
-        own = {name: zeros(*described) for name, described in held.items()}
+    for spec, dtype in zip(specs, dtypes, strict=True):
+        held = spec.cache_tensors(places.get(spec.window, num_blocks), block_size, dtype)
+        own = {name: zeros(*one, sizes.get(spec.window, _NUM_BLOCKS)) for name, one in held.items()}
         caches.append(LayerCache(**own) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
     return tuple(caches)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import with_window_tables
 from compiled_llm.models.registry import family_of
 from compiled_llm.ops import greedy_tokens
 from compiled_llm.step.logits import LogitsInput, process_logits
@@ -29,15 +30,18 @@ class Feedback(NamedTuple):
     hidden: Tensor  # [T, D], at least as long as any bucket's T; overwritten with the input of the head
 
 
-def step_function(model_config: ModelConfig, max_query_len: int, exact: bool = False) -> Any:
+def step_function(
+    model_config: ModelConfig, max_query_len: int, exact: bool = False, windows: tuple[int, ...] = ()
+) -> Any:
     """The step of one bucket: a pure function (weights, step input, KV cache, feedback) -> logits [R, V].
 
     It leaves the most likely token of each row in ``feedback.last_tokens``, and what the logits were made of in
-    ``feedback.hidden``. ``exact``: see ``AttentionSpec``.
+    ``feedback.hidden``. ``exact``: see ``AttentionSpec``. ``windows``: those of ``StepInput.windows``.
     """
     model = family_of(model_config)
     forward, head = model.forward, model.head
-    layers = tuple(dataclasses.replace(spec, exact=exact) for spec in model.layers(model_config))
+    layers = with_window_tables(model.layers(model_config), windows)
+    layers = tuple(dataclasses.replace(spec, exact=exact) for spec in layers)
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
         hidden = forward(weights, _fed_back(step_input, feedback), kv_cache, model_config, layers, max_query_len)

@@ -5,26 +5,52 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_llm.models.inputs import KVCache
-from compiled_llm.models.weights import tensors
 from compiled_llm.ops import swap
-from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutput
+
+_REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
+
+Caches = list[Tensor]  # all tensors of the KV cache that the same blocks index
 
 
-def copy_blocks(output: SchedulerOutput, kv_cache: KVCache, swap_space: Tensor) -> None:
-    """Swap and copy blocks as the scheduler decided; on a GPU, in the order of its stream.
+class SwapSpace:
+    """Host memory for blocks.
 
-    Args:
-        swap_space: ``[host blocks, bytes of a block]`` uint8, in host memory.
+    Attributes:
+        num_blocks: blocks that fit, each with what all layers keep of it.
+        pools: ``[num_blocks, bytes of a block]`` uint8 for each group of layers; empty where it has no layer.
     """
-    if not output.swapped_out and not output.swapped_in and not output.copies:
-        return
-    caches = tensors(kv_cache)
-    for pairs, copy in ((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in)):
+
+    def __init__(self, groups: Sequence[Caches], num_blocks: int) -> None:
+        """``groups``: of layers without a window, and of those with each window."""
+        self.num_blocks = num_blocks
+        self.pools = [swap.host_pool(caches, num_blocks) if caches else torch.empty(0) for caches in groups]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pool.nbytes for pool in self.pools)
+
+    def copy(self, output: SchedulerOutput, groups: Sequence[Caches]) -> None:
+        """Swap and copy blocks as the scheduler decided; on a GPU, in the order of its stream."""
+        columns: tuple[SchedulerOutput | WindowOutput, ...] = (output, *output.windows)
+        for told, caches, pool in zip(columns, groups, self.pools, strict=True):
+            if caches:
+                _copy(told, caches, pool)
+
+    def rehearse(self, groups: Sequence[Caches]) -> None:
+        """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that from now on."""
+        for caches, pool in zip(groups, self.pools, strict=True):
+            if caches and caches[0].device.type == "cuda" and self.num_blocks:
+                count = min(self.num_blocks, -(-_REHEARSAL_BYTES // swap.bytes_per_block(caches)))
+                swap.swap_out(caches, pool, *swap_indices([(1, n + 1) for n in range(count)]))
+
+
+def _copy(told: SchedulerOutput | WindowOutput, caches: Caches, pool: Tensor) -> None:
+    for pairs, copy in ((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in)):
         if pairs:
-            copy(caches, swap_space, *swap_indices(pairs))
-    if output.copies:
-        sources, targets = torch.tensor(output.copies, dtype=torch.int64).unbind(1)
+            copy(caches, pool, *swap_indices(pairs))
+    if told.copies:
+        sources, targets = torch.tensor(told.copies, dtype=torch.int64).unbind(1)
         swap.copy_blocks(caches, sources, targets)
 
 

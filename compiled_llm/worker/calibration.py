@@ -1,29 +1,67 @@
 """Measures at the start what the scheduler has to choose between: steps of each token bucket, and swaps of blocks."""
 
+import dataclasses
 import functools
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from compiled_llm.config import EngineLimits
-from compiled_llm.ops import swap
+from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, SchedulerOutputBuilder
-from compiled_llm.worker.block_copies import swap_indices
+from compiled_llm.scheduling.scheduler_output import (
+    Admission,
+    SchedulerOutput,
+    SchedulerOutputBuilder,
+    WindowOutput,
+)
+from compiled_llm.scheduling.worker import WorkerFacts
+from compiled_llm.worker.block_copies import Caches, SwapSpace
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.request_rows import RequestRows
 
 _RUNS, _SWAP_BLOCKS = 3, 16
 
 
+def worker_facts(
+    config: EngineConfig,
+    steps: CompiledSteps,
+    num_blocks: int,
+    swap_space: SwapSpace,
+    contents: tuple[str, ...],
+    progress: StartProgress,
+) -> WorkerFacts:
+    """What the scheduler has to know. Nothing is measured that it has no use for.
+
+    Args:
+        num_blocks: of the KV pool.
+        contents: what keys and values depend on besides tokens.
+    """
+    limits, places = steps.limits, steps.pool_sizes.places(num_blocks)
+    facts = WorkerFacts(
+        steps.device.type, limits, num_blocks, swap_space.num_blocks, contents, window_places=tuple(places.items())
+    )
+    if config.target_itl_ms is None and not (facts.num_swap_blocks and config.preemption_mode == "auto"):
+        return facts
+    bucket_seconds = measure_buckets(steps, limits, facts, progress)
+    fastest = min(bucket_seconds.values()) * 1e3
+    if config.target_itl_ms is not None and fastest > config.target_itl_ms:
+        warnings.warn(
+            f"target_itl_ms={config.target_itl_ms} cannot be met beside a prompt: the fastest of "
+            f"token_bucket_sizes takes {fastest:.1f} ms. Prompts run in that one; a smaller bucket would help",
+            stacklevel=5,
+        )
+    swap_seconds = measure_swap(steps.cache_groups(), swap_space, facts, steps.device)
+    return dataclasses.replace(facts, bucket_seconds=tuple(bucket_seconds.items()), swap_seconds=swap_seconds)
+
+
 def measure_buckets(
-    steps: CompiledSteps, limits: EngineLimits, num_blocks: int, progress: StartProgress
+    steps: CompiledSteps, limits: EngineLimits, facts: WorkerFacts, progress: StartProgress
 ) -> dict[int, float]:
     """Seconds of a step in each token bucket, by the bucket's tokens.
 
@@ -35,8 +73,8 @@ def measure_buckets(
     with progress.stage("measuring steps", weights, is_long=False) as stage:
         for bucket in buckets:
             stage.next(bucket.name)
-            rows = RequestRows(limits, steps.model_config.vocab_size)
-            output = _prompts(bucket, limits, num_blocks)
+            rows = RequestRows(limits, steps.model_config.vocab_size, num_windows=len(facts.window_places))
+            output = _prompts(bucket, limits, facts)
             steps.buffers[bucket].fill(output, rows.update(output), rows)
             run = functools.partial(steps.run_step, bucket)
             bucket_seconds[bucket.num_tokens] = statistics.median(_timed(run, steps.device) for _ in range(_RUNS))
@@ -44,16 +82,21 @@ def measure_buckets(
     return bucket_seconds
 
 
-def measure_swap(caches: Sequence[Tensor], swap_space: Tensor, num_blocks: int, device: torch.device) -> float:
+def measure_swap(groups: Sequence[Caches], swap_space: SwapSpace, facts: WorkerFacts, device: torch.device) -> float:
     """Seconds that copying one block to the host or back takes; 0 without swap space.
 
-    On the first blocks of a pool of ``num_blocks``, which no request uses yet.
+    On the first blocks of a pool, which no request uses yet.
     """
-    count = min(_SWAP_BLOCKS, num_blocks, len(swap_space))
+    count = min(_SWAP_BLOCKS, facts.num_blocks, facts.num_swap_blocks, *(n for _, n in facts.window_places))
     if not count:
         return 0.0
-    indices = swap_indices([(n, n) for n in range(1, count + 1)])
-    copies = [functools.partial(copy, caches, swap_space, *indices) for copy in (swap.swap_out, swap.swap_in)]
+    pairs = tuple((n, n) for n in range(1, count + 1))
+    windows = len(facts.window_places)
+    outputs = [
+        SchedulerOutput(swapped_out=pairs, windows=(WindowOutput(swapped_out=pairs),) * windows),
+        SchedulerOutput(swapped_in=pairs, windows=(WindowOutput(swapped_in=pairs),) * windows),
+    ]
+    copies = [functools.partial(swap_space.copy, output, groups) for output in outputs]
     return statistics.median(_timed(copy, device) for copy in copies * _RUNS) / count
 
 
@@ -68,10 +111,11 @@ def _timed(run: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def _prompts(bucket: Bucket, limits: EngineLimits, num_blocks: int) -> SchedulerOutput:
+def _prompts(bucket: Bucket, limits: EngineLimits, facts: WorkerFacts) -> SchedulerOutput:
     """A step that fills ``bucket`` with prompts, as far as the model's length and the pool allow."""
+    num_blocks = facts.num_blocks
     left = min(bucket.num_tokens, num_blocks * limits.block_size)
-    output, next_block = SchedulerOutputBuilder(), 1
+    output, next_block = SchedulerOutputBuilder(len(facts.window_places)), 1
     while left > 0 and len(output.request_ids) < limits.max_num_seqs:
         count = min(left, limits.max_model_len)
         blocks = list(range(next_block, next_block - (-count // limits.block_size)))
@@ -86,5 +130,7 @@ def _prompts(bucket: Bucket, limits: EngineLimits, num_blocks: int) -> Scheduler
         output.token_ids.extend([0] * count)
         output.admissions.append(Admission(name, SamplingParams(temperature=0), 0, (), ()))
         output.table_updates.append((name, 0, tuple(blocks)))
+        for told, (_, count_of) in zip(output.windows, facts.window_places, strict=True):
+            told.table_updates.append((name, 0, tuple(1 + (block - 1) % count_of for block in blocks)))
         next_block, left = blocks[-1] + 1, left - count
     return output.build()

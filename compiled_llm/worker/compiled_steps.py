@@ -17,13 +17,16 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.weights import used_experts
+from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
+from compiled_llm.step.kv_cache import split_by_window
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.step import Feedback, step_function
+from compiled_llm.worker.block_copies import Caches
+from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
 from compiled_llm.worker.step_buffers import StepBuffers
 
@@ -38,6 +41,7 @@ class CompiledSteps:
     Args:
         dtype: the model's.
         kv_cache: to compile on; ``record_again`` exchanges it.
+        pool_sizes: of the KV pool.
         graph_pool: of CUDA graphs that are captured by hand; None where torch makes them or there are none.
 
     Attributes:
@@ -57,15 +61,17 @@ class CompiledSteps:
         dtype: torch.dtype,
         weights: Any,
         kv_cache: KVCache,
+        pool_sizes: PoolSizes,
         *,
         transforms: tuple[LogitsTransform, ...] = (),
         graph_pool: GraphPool | None = None,
     ) -> None:
         self.model_config, self.limits, self.device = model_config, limits, device
-        self.weights, self.kv_cache = weights, kv_cache
+        self.weights, self.kv_cache, self.pool_sizes = weights, kv_cache, pool_sizes
+        self._windows = tuple(size.window for size in pool_sizes.windows)
         self.used_experts = used_experts(weights)
         self.buckets = buckets_of(limits)
-        self.buffers = {bucket: StepBuffers(bucket, limits, device) for bucket in self.buckets}
+        self.buffers = {bucket: StepBuffers(bucket, limits, device, len(self._windows)) for bucket in self.buckets}
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -97,6 +103,10 @@ class CompiledSteps:
         """Bytes of all inputs on the device, weights and KV cache left out."""
         pieces = [buffers.nbytes for buffers in self.buffers.values()]
         return sum(pieces) + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes
+
+    def cache_groups(self) -> list[Caches]:
+        """The KV cache's tensors of layers without a window, and of those with each window."""
+        return list(map(tensors, map(tuple, split_by_window(self.model_config, self._windows, self.kv_cache))))
 
     def report(self) -> CompileReport:
         """What compiling each function gave."""
@@ -156,6 +166,7 @@ class CompiledSteps:
             self._dtype,
             self.weights,
             self.kv_cache,
+            self.pool_sizes,
             transforms=self._transforms,
         )
         steps.compile(cache_dtypes, enforce_eager=True, num_workers=None, progress=StartProgress("off"))
@@ -188,7 +199,7 @@ class CompiledSteps:
         """Makes the step of a bucket, in any process."""
         served = [other for other in self.buckets if self._name(other) == self._name(bucket)]
         most = max(other.max_query_len for other in served)
-        return functools.partial(step_function, self.model_config, most, self._exact_attention)
+        return functools.partial(step_function, self.model_config, most, self._exact_attention, self._windows)
 
     def jobs(self) -> list[Job]:
         """Everything to compile, for other processes. Logits are described, since no step has run yet."""

@@ -18,11 +18,11 @@ from compiled_llm.models.linears.protocol import Experts, Linear
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linear_layers
 from compiled_llm.resources import free_memory, total_memory
+from compiled_llm.worker.pool_sizes import PoolSizes
 
 # Blocks of the pool to compile on, the sink among them. Not fewer: a size of 1 would be compiled in as a constant.
 TRIAL_BLOCKS = 3
 
-_MOST_SLOTS = 2**31  # slots are int32
 _CUDA_ROUNDING = 2 << 20  # torch's allocator rounds each large tensor up to this
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -98,13 +98,13 @@ class StartMemory:
         config: EngineConfig,
         limits: EngineLimits,
         device: torch.device,
-        block_bytes: int,
+        pool_sizes: PoolSizes,
         num_cache_tensors: int,
         activation_estimate: int,
     ) -> None:
         self._config, self._limits, self._device = config, limits, device
         self._on_gpu = device.type == "cuda"
-        self._block_bytes = block_bytes
+        self._pool = pool_sizes
         self._rounding = num_cache_tensors * _CUDA_ROUNDING if self._on_gpu else 0
         self._estimate = activation_estimate
         self._activations = self._compiled = self._set_aside = self._start_peak = 0
@@ -121,10 +121,10 @@ class StartMemory:
         Raises:
             ValueError: with the largest ``max_model_len`` that would fit, by an estimate of what a step takes.
         """
-        config, free = self._config, free_memory()
-        if config.swap_space_bytes and not self._block_bytes <= config.swap_space_bytes <= free:
+        config, free, block_bytes = self._config, free_memory(), self._pool.block_bytes
+        if config.swap_space_bytes and not block_bytes <= config.swap_space_bytes <= free:
             raise ValueError(
-                f"swap_space_bytes must be 0 or from {self._block_bytes} (one block) to {free} (the host memory free), "
+                f"swap_space_bytes must be 0 or from {block_bytes} (one block) to {free} (the host memory free), "
                 f"given {config.swap_space_bytes}"
             )
         if self._on_gpu:
@@ -161,7 +161,7 @@ class StartMemory:
             ValueError: too little memory for the size asked for, or for one request of ``max_model_len`` tokens; the
                 message names the largest ``max_model_len`` that fits.
         """
-        config, limits, block_bytes = self._config, self._limits, self._block_bytes
+        config, limits, pool = self._config, self._limits, self._pool
         most = self._blocks_within(self._free_for_pool)
         if config.num_kv_blocks is not None:
             if config.num_kv_blocks > most:
@@ -171,20 +171,21 @@ class StartMemory:
                 )
             return config.num_kv_blocks
         if config.kv_cache_memory_bytes is not None:
-            blocks = config.kv_cache_memory_bytes // block_bytes
+            blocks = pool.blocks_within(config.kv_cache_memory_bytes)
             if not 1 <= blocks <= most:
                 raise ValueError(
-                    f"kv_cache_memory_bytes must be from {block_bytes} (one block) to {most * block_bytes} (the memory "
-                    f"free), given {config.kv_cache_memory_bytes}"
+                    f"kv_cache_memory_bytes must be from {pool.block_bytes} (one block) to {pool.bytes_of(most)} (the "
+                    f"memory free), given {config.kv_cache_memory_bytes}"
                     + (self._fitting(self._free_for_pool - unmeasured) if blocks else "")
                 )
             return blocks
         room = self._share(self._free_for_pool)
         blocks = min(self._blocks_within(room), limits.max_num_seqs * limits.blocks_per_request)
         if blocks < limits.blocks_per_request:
+            needed = pool.bytes_of(limits.blocks_per_request) + pool.block_bytes
             raise ValueError(
                 f"{max(0, room) >> 20} MiB are free for the KV pool, and a request of max_model_len="
-                f"{limits.max_model_len} tokens needs {(limits.blocks_per_request + 1) * block_bytes >> 20}"
+                f"{limits.max_model_len} tokens needs {needed >> 20}"
                 + self._fitting(self._share(self._free_for_pool - unmeasured))
             )
         return blocks
@@ -222,7 +223,7 @@ class StartMemory:
 
     def _blocks_within(self, size: int) -> int:
         """Blocks of a pool of ``size`` bytes, its sink left out."""
-        return max(0, min((size - self._rounding) // self._block_bytes, _MOST_SLOTS // self._limits.block_size) - 1)
+        return self._pool.blocks_within(size - self._rounding - self._pool.block_bytes)
 
     def _fitting(self, size: int) -> str:
         """What to do about a pool of ``size`` bytes that cannot hold one request of ``max_model_len`` tokens."""

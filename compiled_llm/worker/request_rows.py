@@ -17,6 +17,7 @@ class RequestRows:
 
     Attributes:
         block_table: ``[max_num_seqs, blocks_per_request]`` int32.
+        window_tables: the same for each window. Entries before the first that a query sees may be anything.
         num_blocks: ``[max_num_seqs]`` int32, entries of each row of ``block_table``.
         parameters: each sampling parameter, ``[max_num_seqs + 1, *shape]`` in its dtype.
         padding_row: the last row of ``parameters``, for rows of a step that belong to no request.
@@ -24,11 +25,19 @@ class RequestRows:
         needs_logprobs: ``[max_num_seqs]`` bool, whether it asks for log-probabilities.
     """
 
-    def __init__(self, limits: EngineLimits, vocab_size: int, transforms: Sequence[LogitsTransform] = ()) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        vocab_size: int,
+        transforms: Sequence[LogitsTransform] = (),
+        *,
+        num_windows: int = 0,
+    ) -> None:
         rows = limits.max_num_seqs
         self.vocab_size = vocab_size
         self.padding_row = rows
         self.block_table = np.full((rows, limits.blocks_per_request), SINK_BLOCK, dtype=np.int32)
+        self.window_tables = [np.full_like(self.block_table, SINK_BLOCK) for _ in range(num_windows)]
         self.num_blocks = np.zeros(rows, dtype=np.int32)
         self._fields = *SAMPLING, *logits_parameters(transforms)
         self.parameters: dict[Name, np.ndarray] = {
@@ -55,6 +64,9 @@ class RequestRows:
             assert start <= self.num_blocks[row], "a block table has a hole"
             self.block_table[row, start:end] = blocks
             self.num_blocks[row] = end
+        for table, told in zip(self.window_tables, output.windows, strict=True):
+            for request_id, start, places in told.table_updates:
+                table[row_of[request_id], start : start + len(places)] = places
         return np.array([row_of[request_id] for request_id in output.request_ids], dtype=np.int64)
 
     def row_of(self, request_id: str) -> int:

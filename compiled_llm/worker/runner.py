@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,23 +22,24 @@ from compiled_llm.models.inputs import KVCache
 from compiled_llm.models.linears.kinds import linear_kind
 from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.models.weights import experts, linears, tensors
-from compiled_llm.ops import native, swap
+from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.progress import StartProgress
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
 from compiled_llm.scheduling.worker import Worker, WorkerFacts
-from compiled_llm.step.kv_cache import allocate, bytes_per_token, layer_dtypes, num_tensors
+from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.worker import exactness, loader
-from compiled_llm.worker.block_copies import copy_blocks, swap_indices
-from compiled_llm.worker.calibration import measure_buckets, measure_swap
+from compiled_llm.worker.block_copies import SwapSpace
+from compiled_llm.worker.calibration import worker_facts
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.cpu_kernels import KernelBuild
 from compiled_llm.worker.device import choose_threads, resolve_device, use_device, use_threads
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
+from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
@@ -50,7 +50,6 @@ _STEP_DEFAULTS = {
     "cpu": StepDefaults(batched_tokens=2048, beside_decodes=512, token_buckets=7, ratio=2),
     "cuda": StepDefaults(batched_tokens=2048, beside_decodes=2048, token_buckets=3, ratio=4),
 }
-_SWAP_REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
 StepWatch = Callable[[SchedulerOutput, Bucket, Callable[[], Tensor]], Tensor]
@@ -91,7 +90,7 @@ class ModelRunner(Worker):
         dtype: of weights and activations; ``cache_dtypes``: of each layer's KV cache.
         linears: the kind of linear layer that the weights are kept in.
         exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
-        swap_space: ``[swap blocks, bytes of a block]`` uint8, in host memory.
+        pool_sizes: what the KV pool takes; swap_space: host memory for its blocks.
         num_threads: threads that compute on a CPU.
         rows: what is known of the running requests.
         profiler: set from outside while steps are to be profiled.
@@ -129,21 +128,21 @@ class ModelRunner(Worker):
         kernels = KernelBuild(progress) if self.device.type == "cpu" else None
         self.linears = linear_kind(self.device, self.dtype, config.exact)
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
-        self._block_bytes = bytes_per_token(model_config, self.cache_dtypes) * self.limits.block_size
+        self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits)
         memory = StartMemory(
             config,
             self.limits,
             self.device,
-            self._block_bytes,
+            self.pool_sizes,
             num_tensors(model_config, self.cache_dtypes),
             estimated_activations(model_config, self.limits, self.dtype.itemsize),
         )
         weights = self._load_weights(config, directory, progress)
         memory.check()
-        kv_cache = self._allocate(TRIAL_BLOCKS)
-        self.swap_space = swap.host_pool(tensors(kv_cache), config.swap_space_bytes // self._block_bytes)
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
-        self.rows = RequestRows(self.limits, model_config.vocab_size, self.transforms)
+        self.rows = RequestRows(
+            self.limits, model_config.vocab_size, self.transforms, num_windows=len(self.pool_sizes.windows)
+        )
         self.steps = CompiledSteps(
             config,
             model_config,
@@ -151,16 +150,18 @@ class ModelRunner(Worker):
             self.device,
             self.dtype,
             weights,
-            kv_cache,
+            self._allocate(TRIAL_BLOCKS - 1),
+            self.pool_sizes,
             transforms=self.transforms,
             graph_pool=pool,
         )
+        self.swap_space = SwapSpace(self.steps.cache_groups(), config.swap_space_bytes // self.pool_sizes.block_bytes)
         # Used in turns: a step may be launched before the tokens of the one before are read.
-        on_gpu, shape = self.device.type == "cuda", self.steps.last_tokens.shape
-        self._host_tokens = [torch.zeros(shape, dtype=torch.int64, pin_memory=True) for _ in range(2 if on_gpu else 0)]
+        host_tokens = functools.partial(torch.zeros, self.steps.last_tokens.shape, dtype=torch.int64, pin_memory=True)
+        self._host_tokens = [host_tokens() for _ in range(2 if self.device.type == "cuda" else 0)]
         memory.before_compiling()
         self._compile(config, kernels, progress)
-        self.facts = self._measured_facts(config, self._make_pool(memory, progress), progress)
+        self.facts = self._make_pool(config, memory, progress)
 
     # -- Steps
 
@@ -183,7 +184,8 @@ class ModelRunner(Worker):
         if needs.changed_logits:
             steps.sampling.fill(rows, output, self.rows, bucket.num_rows)
         prepared = time.perf_counter()
-        copy_blocks(output, steps.kv_cache, self.swap_space)
+        if output.moves_blocks:
+            self.swap_space.copy(output, steps.cache_groups())
         copied = time.perf_counter()
         started, ended = self._event(), self._event()
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
@@ -328,7 +330,11 @@ class ModelRunner(Worker):
         return weights
 
     def _allocate(self, num_blocks: int) -> KVCache:
-        return allocate(self.model_config, self.cache_dtypes, num_blocks, self.limits.block_size, self.device)
+        """A KV cache of ``num_blocks`` and the sink."""
+        places = {window: count + 1 for window, count in self.pool_sizes.places(num_blocks).items()}
+        return allocate(
+            self.model_config, self.cache_dtypes, num_blocks + 1, self.limits.block_size, self.device, places
+        )
 
     def _compile(self, config: EngineConfig, kernels: KernelBuild | None, progress: StartProgress) -> None:
         """``kernels``: those of a CPU, which are being built."""
@@ -350,41 +356,18 @@ class ModelRunner(Worker):
         self.start_times.kernels = 0.0 if kernels is None else kernels.seconds_waited
         self.start_times.compile = time.perf_counter() - started - self.start_times.kernels
 
-    def _make_pool(self, memory: StartMemory, progress: StartProgress) -> int:
-        """Give the KV pool the memory that compiling and the largest steps have left. Returns its number of blocks."""
+    def _make_pool(self, config: EngineConfig, memory: StartMemory, progress: StartProgress) -> WorkerFacts:
+        """Give the KV pool the memory that compiling and the largest steps have left. Measures what it does."""
         with progress.stage("warming up", {"the largest steps": 1.0}, is_long=False):
-            self._rehearse_swap()
+            self.swap_space.rehearse(self.steps.cache_groups())
             memory.after_compiling(self.steps.run_largest)
             num_blocks = memory.num_blocks()
-            self.steps.record_again(self._allocate(num_blocks + 1))  # one is the sink
+            self.steps.record_again(self._allocate(num_blocks))
         self.memory_ledger = memory.ledger(
-            self.weight_bytes, self.steps.nbytes, self.kv_cache_bytes, self.swap_space.numel()
+            self.weight_bytes, self.steps.nbytes, self.kv_cache_bytes, self.swap_space.nbytes
         )
-        return num_blocks
-
-    def _rehearse_swap(self) -> None:
-        """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that from now on."""
-        count = min(len(self.swap_space), -(-_SWAP_REHEARSAL_BYTES // self._block_bytes))
-        if self.device.type == "cuda" and count:
-            indices = swap_indices([(1, n + 1) for n in range(count)])
-            swap.swap_out(tensors(self.steps.kv_cache), self.swap_space, *indices)
-
-    def _measured_facts(self, config: EngineConfig, num_blocks: int, progress: StartProgress) -> WorkerFacts:
-        """What the scheduler has to know. Nothing is measured that it has no use for."""
-        contents = self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed
-        facts = WorkerFacts(self.device.type, self.limits, num_blocks, len(self.swap_space), tuple(map(str, contents)))
-        if config.target_itl_ms is None and not (facts.num_swap_blocks and config.preemption_mode == "auto"):
-            return facts
-        bucket_seconds = measure_buckets(self.steps, self.limits, num_blocks, progress)
-        fastest = min(bucket_seconds.values()) * 1e3
-        if config.target_itl_ms is not None and fastest > config.target_itl_ms:
-            warnings.warn(
-                f"target_itl_ms={config.target_itl_ms} cannot be met beside a prompt: the fastest of "
-                f"token_bucket_sizes takes {fastest:.1f} ms. Prompts run in that one; a smaller bucket would help",
-                stacklevel=5,
-            )
-        swap_seconds = measure_swap(tensors(self.steps.kv_cache), self.swap_space, num_blocks, self.device)
-        return dataclasses.replace(facts, bucket_seconds=tuple(bucket_seconds.items()), swap_seconds=swap_seconds)
+        contents = tuple(map(str, (self.model_config, self.dtype, self.cache_dtypes, config.model, config.seed)))
+        return worker_facts(config, self.steps, num_blocks, self.swap_space, contents, progress)
 
 
 def _columns(rows: LogprobRows, count: int) -> LogprobColumns:

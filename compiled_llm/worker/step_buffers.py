@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.config import EngineLimits
-from compiled_llm.models.inputs import StepInput
+from compiled_llm.models.inputs import BlockTable, StepInput
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
@@ -69,9 +69,10 @@ class StepBuffers:
             where ``input_ids`` has it.
     """
 
-    def __init__(self, bucket: Bucket, limits: EngineLimits, device: torch.device) -> None:
+    def __init__(self, bucket: Bucket, limits: EngineLimits, device: torch.device, num_windows: int = 0) -> None:
         self.bucket = bucket
         self.block_size = limits.block_size
+        self._window_fields = [(f"slot_mapping {n}", f"block_table {n}") for n in range(num_windows)]
         tokens, requests, rows = bucket.num_tokens, bucket.num_requests, bucket.num_rows
         fields: Fields = {
             "input_ids": ((tokens,), torch.int32),
@@ -81,17 +82,30 @@ class StepBuffers:
             "query_start_loc": ((requests + 1,), torch.int32),
             "seq_lens": ((requests,), torch.int32),
             "logits_indices": ((rows,), torch.int32),
+            **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
             "block_table": ((requests, limits.blocks_per_request), torch.int32),
+            **{name: ((requests, limits.blocks_per_request), torch.int32) for _, name in self._window_fields},
             "position": ((rows,), torch.int32),
             **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
         }
         self._buffers = FieldBuffers(fields, device)
         views, sizes = self._buffers.tensors, StepSizes.of(limits, device)
-        others = {"query_start_loc": sizes.starts, "seq_lens": sizes.requests, "block_table": sizes.requests}
-        of_tokens = dict.fromkeys(("input_ids", "positions", "slot_mapping", "feedback"), sizes.tokens)
+        others: dict[str, DynamicSize | None] = {
+            "query_start_loc": sizes.starts,
+            "seq_lens": sizes.requests,
+            "block_table": sizes.requests,
+        }
+        of_tokens: dict[str, DynamicSize | None] = dict.fromkeys(
+            ("input_ids", "positions", "slot_mapping", "feedback"), sizes.tokens
+        )
+        for slots, table in self._window_fields:
+            of_tokens[slots], others[table] = sizes.tokens, sizes.requests
         for name, view in views.items():
             mark_first_size(view, (others | of_tokens).get(name, sizes.rows))
-        self.step_input = StepInput(**{name: views[name] for name in StepInput._fields})
+        self.step_input = StepInput(
+            **{name: views[name] for name in StepInput._fields if name != "windows"},
+            windows=tuple(BlockTable(views[slots], views[table]) for slots, table in self._window_fields),
+        )
         self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         self.feedback = views["feedback"]
         self.clear()
@@ -105,7 +119,8 @@ class StepBuffers:
         """Make all of it padding: a step on this writes to the sink block, and its results have no meaning."""
         for fields in self._buffers.all_arrays():
             self._pad(fields, 0, 0, 0)
-            fields["block_table"][:] = SINK_BLOCK
+            for name in ("block_table", *(table for _, table in self._window_fields)):
+                fields[name][:] = SINK_BLOCK
         self._buffers.copy()
 
     def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> int:
@@ -135,6 +150,9 @@ class StepBuffers:
         blocks, offsets = np.divmod(positions, self.block_size)
         fields["positions"][:total] = positions
         fields["slot_mapping"][:total] = block_table[owners, blocks] * self.block_size + offsets
+        for (slots, name), known in zip(self._window_fields, store.window_tables, strict=True):
+            fields[name][:n, :width] = table = known[rows, :width]
+            fields[slots][:total] = table[owners, blocks] * self.block_size + offsets
 
         indices, next_positions, row_owners = ends - 1, seq_lens, rows
         if self.bucket.query_len > 1:
@@ -157,7 +175,8 @@ class StepBuffers:
         fields["feedback"][num_tokens:] = -1
         # Padding tokens share the sink's slots, in turn.
         padding = np.arange(self.bucket.num_tokens - num_tokens, dtype=np.int32)
-        fields["slot_mapping"][num_tokens:] = SINK_BLOCK * self.block_size + padding % self.block_size
+        for name in ("slot_mapping", *(slots for slots, _ in self._window_fields)):
+            fields[name][num_tokens:] = SINK_BLOCK * self.block_size + padding % self.block_size
         fields["query_start_loc"][num_requests + 1 :] = num_tokens
         fields["seq_lens"][num_requests:] = 0
         fields["logits_indices"][num_rows:] = 0

@@ -1,6 +1,7 @@
 """Attention: what a layer's is like, what it keeps in the KV cache, and the block that computes it."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,8 @@ class AttentionSpec:
         shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own. The
             op writes before it reads, so such a layer gives it the step's keys and values of that earlier one.
         rotary: whether queries and keys are turned by their positions.
+        window_table: which of the step's ``windows`` says where the layer's keys are; None: the step's own table does.
+            Set by the engine.
         exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
     """
 
@@ -37,6 +40,7 @@ class AttentionSpec:
     soft_cap: float = 0.0
     shares_cache_of: int | None = None
     rotary: bool = True
+    window_table: int | None = None
     exact: bool = False
 
     def cache_tensors(
@@ -60,6 +64,17 @@ def windowed_layers(config: WindowedConfig, full: AttentionSpec) -> tuple[Attent
     """``full`` for each layer that sees all keys, and the same with a window for the others."""
     sliding = dataclasses.replace(full, window=config.sliding_window or 0)
     return tuple(sliding if kind == SLIDING else full for kind in config.layer_types)
+
+
+def windows_kept_apart(layers: Sequence[AttentionSpec], max_model_len: int) -> tuple[int, ...]:
+    """The windows of some layers that are shorter than a request may be: their layers' keys need less memory."""
+    return tuple(sorted({spec.window for spec in layers if 0 < spec.window < max_model_len}))
+
+
+def with_window_tables(layers: Sequence[AttentionSpec], windows: Sequence[int]) -> tuple[AttentionSpec, ...]:
+    """``layers``, where those with one of ``windows`` have their keys by the table of that window."""
+    numbers = {window: number for number, window in enumerate(windows)}
+    return tuple(dataclasses.replace(spec, window_table=numbers.get(spec.window)) for spec in layers)
 
 
 class AttentionWeights(NamedTuple):
@@ -120,6 +135,7 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """What queries ``[T, N, H]`` see of the cache, ``[T, N * H]``, after keys and values ``[T, K, H]`` went there."""
+    table = step if spec.window_table is None else step.windows[spec.window_table]
     out = paged_attention(
         q,
         k,
@@ -128,8 +144,8 @@ def attend(
         cache.v,
         cache.k_scale,
         cache.v_scale,
-        step.slot_mapping,
-        step.block_table,
+        table.slot_mapping,
+        table.block_table,
         step.query_start_loc,
         step.seq_lens,
         sinks=sinks,

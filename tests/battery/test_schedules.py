@@ -55,6 +55,7 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False) -> Scheduler:
             "costs": StepCosts({size: rng.random() for size in buckets}, rng.choice([0.0, 1e-9, 0.01, 1.0])),
         },
         drafter=random_drafter(rng) if drafts and rng.random() < 0.5 else None,
+        windows=random_windows(rng),
         max_model_len=MAX_LEN,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -62,6 +63,12 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False) -> Scheduler:
         token_bucket_sizes=buckets,
         chunked_prefill=chunked_prefill,
     )
+
+
+def random_windows(rng: random.Random) -> list[tuple[int, int | None]]:
+    """None, one or two, with as many places as an engine has, or as few as one request may need."""
+    sizes = rng.choice([[], [rng.randint(1, 20)], [2, rng.randint(3, 12)]])
+    return [(size, rng.choice([None, 0])) for size in sizes]
 
 
 def random_drafter(rng: random.Random) -> FakeDrafter:

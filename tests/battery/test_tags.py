@@ -18,7 +18,6 @@ from torch import Tensor
 from compiled_llm.config import EngineLimits
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.weights import tensors
-from compiled_llm.ops import swap
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
 from compiled_llm.scheduling.invariants import check_scheduler
@@ -27,6 +26,7 @@ from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.step.step import Feedback, step_function
+from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
 from tests.battery.test_schedules import (
@@ -90,7 +90,9 @@ class TagModel:
                 for index in range(starts[row], starts[row + 1]):
                     context = Context.after(context, int(tags[index, TOKEN]))
                     tags[index, CONTEXT] = context
-            self._write(kv_cache, s.slot_mapping, tags)
+            self._write(kv_cache[:NUM_LAYERS], 0, s.slot_mapping, tags)
+            for number, table in enumerate(s.windows, NUM_LAYERS):
+                self._write(kv_cache[number : number + 1], number, table.slot_mapping, tags)
         return tags
 
     def layers(self, config: object) -> tuple:
@@ -107,9 +109,9 @@ class TagModel:
         block = s.block_table[row, position // self.block_size]
         return int(kv_cache[0].k[block, 0, position % self.block_size, CONTEXT])
 
-    def _write(self, kv_cache: KVCache, slot_mapping: Tensor, tags: Tensor) -> None:
+    def _write(self, kv_cache: KVCache, first: int, slot_mapping: Tensor, tags: Tensor) -> None:
         blocks, offsets = slot_mapping // self.block_size, slot_mapping % self.block_size
-        for layer, cache in enumerate(kv_cache):
+        for layer, cache in enumerate(kv_cache, first):
             tags[:, LAYER] = layer
             cache.k[blocks, 0, offsets] = tags
             cache.v[blocks, 0, offsets] = -tags
@@ -124,15 +126,17 @@ class TagRunner:
     def __init__(self, scheduler: Scheduler, model: TagModel, counts: Counter[str]) -> None:
         self.scheduler, self.limits, self.counts = scheduler, scheduler.limits, counts
         cpu = torch.device("cpu")
-        self.rows = RequestRows(self.limits, VOCABULARY)
+        windows = scheduler.pool.windows
+        self.rows = RequestRows(self.limits, VOCABULARY, num_windows=len(windows))
         self.buckets = buckets_of(self.limits)
-        self.buffers = {bucket: StepBuffers(bucket, self.limits, cpu) for bucket in self.buckets}
-        shape = (scheduler.pool.num_blocks + 1, 1, self.limits.block_size, 4)
-        layers = [LayerCache(*(torch.full(shape, POISON) for _ in range(2))) for _ in range(NUM_LAYERS)]
-        layers[-1] = layers[-1]._replace(k_scale=torch.full(shape[:-1], float(POISON)))
-        self.kv_cache: KVCache = tuple(layers)
-        self.caches = tensors(self.kv_cache)
-        self.swap_space = swap.host_pool(self.caches, scheduler.swap_pool.num_blocks)
+        self.buffers = {bucket: StepBuffers(bucket, self.limits, cpu, len(windows)) for bucket in self.buckets}
+        layers = [self._cache(scheduler.pool.num_blocks) for _ in range(NUM_LAYERS)]
+        layers[-1] = layers[-1]._replace(k_scale=torch.full(layers[-1].k.shape[:-1], float(POISON)))
+        of_windows = [self._cache(window.num_places) for window in windows]
+        self.kv_cache: KVCache = (*layers, *of_windows)
+        self.groups = [tensors(tuple(layers)), *(tensors(layer) for layer in of_windows)]
+        self.caches = self.groups[0]
+        self.swap_space = SwapSpace(self.groups, scheduler.swap_pool.num_blocks)
         self.last_tokens = torch.full((self.buckets[-1].num_rows,), POISON, dtype=torch.int64)
         self.hidden = torch.zeros(max(bucket.num_tokens for bucket in self.buckets), 4, dtype=torch.int64)
         config = SimpleNamespace(architecture="tags")
@@ -145,17 +149,14 @@ class TagRunner:
         rows = self.rows.update(output)
         buffers = self.buffers[bucket]
         buffers.fill(output, rows, self.rows)
-        for pairs, copy in ((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in)):
-            if pairs:
-                # Pools count from 1, and the host has no sink.
-                blocks, host = torch.tensor(pairs).T.contiguous()
-                copy(self.caches, self.swap_space, blocks, host - 1)
-        if output.copies:
-            swap.copy_blocks(self.caches, *torch.tensor(output.copies).unbind(1))
-        before = [cache.clone() for cache in self.caches]
+        if output.moves_blocks:
+            self.swap_space.copy(output, self.groups)
+        before = [[cache.clone() for cache in caches] for caches in self.groups]
         feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden)
         self.steps[bucket](None, buffers.step_input, self.kv_cache, feedback)
-        self._check_writes(buffers.step_input, output, before)
+        tables = [buffers.step_input, *buffers.step_input.windows]
+        for table, caches, old in zip(tables, self.groups, before, strict=True):
+            self._check_writes(table.slot_mapping, output, caches, old)
         self._check_reads(buffers, output)
         self.counts["padding tokens"] += bucket.num_tokens - output.num_tokens
         self.counts["padding rows"] += bucket.num_requests - len(rows)
@@ -166,16 +167,22 @@ class TagRunner:
         self.counts["rows of drafts"] += sum(max(0, count - 1) for count in output.num_samples)
         return result_of(self.last_tokens[: sum(max(1, count) for count in output.num_samples)].tolist())
 
-    def _check_writes(self, step_input: StepInput, output: SchedulerOutput, before: list[Tensor]) -> None:
+    def _cache(self, num_blocks: int) -> LayerCache:
+        shape = (num_blocks + 1, 1, self.limits.block_size, 4)
+        return LayerCache(*(torch.full(shape, POISON) for _ in range(2)))
+
+    def _check_writes(
+        self, slot_mapping: Tensor, output: SchedulerOutput, caches: list[Tensor], before: list[Tensor]
+    ) -> None:
         """Padding went to the sink alone, tokens to different slots outside of it, and nothing else has changed."""
-        slots = step_input.slot_mapping.tolist()
+        slots = slot_mapping.tolist()
         own, padding = slots[: output.num_tokens], slots[output.num_tokens :]
         assert len(set(own)) == len(own), "two tokens went to one slot"
         assert all(slot // self.limits.block_size != SINK_BLOCK for slot in own)
         assert all(slot // self.limits.block_size == SINK_BLOCK for slot in padding)
         blocks = torch.tensor(own) // self.limits.block_size
         offsets = torch.tensor(own) % self.limits.block_size
-        for cache, old in zip(self.caches, before, strict=True):
+        for cache, old in zip(caches, before, strict=True):
             old[blocks, 0, offsets] = cache[blocks, 0, offsets]
             assert torch.equal(cache[SINK_BLOCK + 1 :], old[SINK_BLOCK + 1 :]), "a slot of someone else was written to"
 
@@ -192,13 +199,21 @@ class TagRunner:
                 tags = tags_of([*tags[: length - num_drafts, TOKEN].tolist(), *drafts])
             positions = torch.arange(length)
             blocks, offsets = s.block_table[index].long()[positions // size], positions % size
-            for layer, cache in enumerate(self.kv_cache):
+            for layer, cache in enumerate(self.kv_cache[:NUM_LAYERS]):
                 expected = tags.clone()
                 expected[:, LAYER] = layer
                 assert torch.equal(cache.k[blocks, 0, offsets], expected), f"a foreign tag in {request_id}"
                 assert torch.equal(cache.v[blocks, 0, offsets], -expected), f"a foreign tag in {request_id}"
                 if cache.k_scale is not None:
                     assert torch.equal(cache.k_scale[blocks, 0, offsets].long(), positions), "a foreign scale"
+            for number, (table, window) in enumerate(zip(s.windows, self.scheduler.pool.windows, strict=True)):
+                seen = positions[max(0, output.num_computed_tokens[index] - window.window + 1) :]
+                blocks, offsets = table.block_table[index].long()[seen // size], seen % size
+                expected = tags[seen]
+                expected[:, LAYER] = NUM_LAYERS + number
+                found = self.kv_cache[NUM_LAYERS + number].k[blocks, 0, offsets]
+                assert torch.equal(found, expected), f"a foreign tag in a window of {request_id}"
+                self.counts["tags of windows checked"] += len(seen)
             for place in range(num_drafts + 1):
                 row, position = first_rows[index] + place, length - num_drafts + place
                 if num_samples:
@@ -213,8 +228,13 @@ class TagRunner:
         blocks = _empty_blocks(self.scheduler.pool) - to_copy
         for cache in self.caches:
             cache[list(blocks)] = POISON
+        for window, caches in zip(self.scheduler.pool.windows, self.groups[1:], strict=True):
+            to_copy = {place for place, _ in window.swapped_out}
+            for cache in caches:
+                cache[list(window.empty_places() - to_copy)] = POISON
         rows = {block - 1 for block in _empty_blocks(self.scheduler.swap_pool)}
-        self.swap_space[list(rows - self._poisoned_rows)] = 255
+        for pool in self.swap_space.pools:
+            pool[list(rows - self._poisoned_rows)] = 255
         self._poisoned_rows = rows
 
 

@@ -10,7 +10,12 @@ from tests.fake_engine import FakeEngine, make_request, make_scheduler
 
 def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
     scheduler = make_scheduler(
-        8, prefix_caching=True, num_swap_blocks=20, arguments={"preemption_mode": "swap"}, max_model_len=24
+        8,
+        prefix_caching=True,
+        num_swap_blocks=20,
+        arguments={"preemption_mode": "swap"},
+        windows=[(5, None)],
+        max_model_len=24,
     )
     for i in range(4):
         scheduler.add(make_request(f"{i}", 5, 15))

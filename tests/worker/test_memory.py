@@ -14,6 +14,7 @@ from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import bytes_per_token
 from compiled_llm.worker import memory
 from compiled_llm.worker.memory import StartMemory
+from compiled_llm.worker.pool_sizes import PoolSizes
 from tests.families import COMPILED_SIZES
 
 MIB = 2**20
@@ -28,7 +29,7 @@ def start_memory(
     """Of an engine with blocks of 16 tokens and 64 KiB, and 4 cache tensors."""
     config = EngineConfig(bucket_sizes=(num_seqs,), max_model_len=max_model_len, **arguments)
     limits = EngineLimits.resolve(config, 4096, StepDefaults(512, 512, 3, 4))
-    return StartMemory(config, limits, torch.device(device), BLOCK, 4, estimate)
+    return StartMemory(config, limits, torch.device(device), PoolSizes(BLOCK, (), 2**20), 4, estimate)
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_the_ledger_of_an_engine_is_exact(size: dict[str, int]) -> None:
         assert ledger.bytes_of("KV pool") == (runner.facts.num_blocks + 1) * per_block
         assert ledger.bytes_of("KV pool") == sum(t.numel() * t.itemsize for t in tensors(runner.steps.kv_cache))
         assert ledger.bytes_of("swap space") == runner.facts.num_swap_blocks * per_block > 0
-        inputs = [t for b in runner.steps.buffers.values() for t in (*b.step_input, *b.sampling_input)]
+        inputs = tensors(tuple((*b.step_input, *b.sampling_input) for b in runner.steps.buffers.values()))
         assert ledger.bytes_of("step buffers") >= sum(t.nbytes for t in inputs)
         assert ledger.total == memory.total_bytes(runner.device) <= psutil.virtual_memory().total
         assert all(row.bytes >= 0 for row in ledger.rows)
@@ -242,7 +243,7 @@ def test_one_compiled_graph_serves_pools_of_any_size() -> None:
     with start(40) as engine:
         expected = [output.outputs[0].token_ids for output in engine.generate(prompts, GREEDY, use_tqdm=False)]
         for num_blocks in (2000, 40, 30, 9):
-            engine.runner.steps.kv_cache = engine.runner._allocate(num_blocks + 1)
+            engine.runner.steps.kv_cache = engine.runner._allocate(num_blocks)
             outputs = engine.generate([[4], *prompts], GREEDY, use_tqdm=False)[1:]
             assert [output.outputs[0].token_ids for output in outputs] == expected
         report = engine.compile_report()

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from compiled_llm.config import EngineLimits
+from compiled_llm.models.inputs import StepInput
+from compiled_llm.models.weights import tensors
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, WindowOutput
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
 
@@ -38,6 +40,11 @@ class Item:
     first_block: int = 0
     feedback: int = -1
     samples: int = 1
+
+
+def inputs(buffers: StepBuffers) -> list[torch.Tensor]:
+    """All that the graph of a bucket reads, but for ``feedback``."""
+    return tensors((*buffers.step_input, *buffers.sampling_input))
 
 
 def step_of(*items: Item, released: tuple[str, ...] = ()) -> SchedulerOutput:
@@ -170,7 +177,7 @@ def test_requests_with_fewer_drafts_than_others_in_a_decode_bucket(store: Reques
     fill(buffers, store, Item("b", [23], 4, [6], first_block=1))
     fresh = StepBuffers(bucket, LIMITS, CPU)
     fill(fresh, store, Item("b", [23], 4, []))
-    for one, other in zip([*s, *buffers.sampling_input], [*fresh.step_input, *fresh.sampling_input], strict=True):
+    for one, other in zip(inputs(buffers), inputs(fresh), strict=True):
         assert one is s.block_table or torch.equal(one, other), "something is left of the step before"
 
 
@@ -183,7 +190,7 @@ def test_a_smaller_step_leaves_nothing_of_the_larger_one_before(store: RequestRo
     rows = store.update(small)
     for buffers in (used, fresh):
         buffers.fill(small, rows, store)
-    for name in used.step_input._fields:
+    for name in StepInput._fields[:-1]:  # there are no windows
         if name != "block_table":
             assert torch.equal(getattr(used.step_input, name), getattr(fresh.step_input, name)), name
     for name in used.sampling_input._fields:
@@ -197,8 +204,8 @@ def test_after_clearing_all_is_padding(store: RequestRows, buffers: StepBuffers)
     buffers.clear()
     fresh = StepBuffers(buffers.bucket, LIMITS, CPU)
     for one, other in zip(
-        [*buffers.step_input, *buffers.sampling_input, buffers.feedback],
-        [*fresh.step_input, *fresh.sampling_input, fresh.feedback],
+        [*inputs(buffers), buffers.feedback],
+        [*inputs(fresh), fresh.feedback],
         strict=True,
     ):
         assert torch.equal(one, other)
@@ -250,7 +257,24 @@ def test_top_k_is_off_at_0_and_beyond_the_vocabulary(store: RequestRows) -> None
 @pytest.mark.parametrize("bucket", buckets_of(LIMITS), ids=lambda bucket: bucket.name)
 def test_inputs_stay_at_their_addresses_aligned(bucket: Bucket, store: RequestRows) -> None:
     buffers = StepBuffers(bucket, LIMITS, CPU)
-    addresses = [t.data_ptr() for t in [*buffers.step_input, *buffers.sampling_input, buffers.feedback]]
+    addresses = [t.data_ptr() for t in [*inputs(buffers), buffers.feedback]]
     fill(buffers, store, Item("a", [1], 0, [1], SamplingParams()))
-    assert addresses == [t.data_ptr() for t in [*buffers.step_input, *buffers.sampling_input, buffers.feedback]]
+    assert addresses == [t.data_ptr() for t in [*inputs(buffers), buffers.feedback]]
     assert all(address % 16 == 0 for address in addresses)
+
+
+def test_layers_with_a_window_have_tables_of_their_own() -> None:
+    """A request of 9 tokens, of whose blocks the window's layers have the last two, at other places."""
+    store = RequestRows(LIMITS, 100, num_windows=1)
+    buffers = StepBuffers(Bucket("tokens", 8, 3), LIMITS, CPU, num_windows=1)
+    step = step_of(Item("a", [1], 8, [4, 5, 6], SamplingParams()))
+    step = step._replace(windows=(WindowOutput(table_updates=(("a", 1, (2, 1)),)),))
+    assert buffers.fill(step, store.update(step), store) == 1
+    s, (window,) = buffers.step_input, buffers.step_input.windows
+    assert s.block_table[0, :3].tolist() == [4, 5, 6]
+    assert window.block_table[0, 1:3].tolist() == [2, 1]
+    assert s.slot_mapping.tolist() == [24, 0, 1, 2, 3, 0, 1, 2]
+    assert window.slot_mapping.tolist() == [4, 0, 1, 2, 3, 0, 1, 2]
+    buffers.clear()
+    assert (window.slot_mapping < LIMITS.block_size).all()
+    assert (window.block_table == SINK_BLOCK).all()

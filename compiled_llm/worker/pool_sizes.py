@@ -1,0 +1,72 @@
+"""PoolSizes: how many bytes a KV pool of some blocks takes, and how many blocks fit into some bytes."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from compiled_llm.config import EngineLimits
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.scheduling.window_pool import useful_places
+from compiled_llm.step.kv_cache import bytes_per_layer, split_by_window, short_windows
+
+_MOST_SLOTS = 2**31  # slots are int32
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowSize:
+    """Layers that see ``window`` keys: bytes of a block in them, and the most blocks that they need at once."""
+
+    window: int
+    block_bytes: int
+    most_places: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSizes:
+    """Layers without a window keep every block; those with one as many of them as all running requests may see.
+
+    Attributes:
+        own_block_bytes: of a block in layers without a window.
+        most_blocks: more would be of no use, or could not be numbered.
+    """
+
+    own_block_bytes: int
+    windows: tuple[WindowSize, ...]
+    most_blocks: int
+
+    @classmethod
+    def of(cls, model_config: ModelConfig, dtypes: Sequence[torch.dtype], limits: EngineLimits) -> "PoolSizes":
+        """``dtypes``: of each layer's cache."""
+        windows = short_windows(model_config, limits.max_model_len)
+        own, *others = split_by_window(model_config, windows, bytes_per_layer(model_config, dtypes))
+        sizes = [
+            WindowSize(window, sum(layers) * limits.block_size, useful_places(window, limits))
+            for window, layers in zip(windows, others, strict=True)
+        ]
+        most = _MOST_SLOTS // limits.block_size - 1
+        if not any(own):  # then blocks are numbers that take no memory
+            most = limits.max_num_seqs * limits.blocks_per_request
+        return cls(sum(own) * limits.block_size, tuple(sizes), most)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block that all layers keep."""
+        return self.own_block_bytes + sum(window.block_bytes for window in self.windows)
+
+    def places(self, num_blocks: int) -> dict[int, int]:
+        """Window -> blocks that its layers keep of a pool of ``num_blocks``."""
+        return {size.window: min(size.most_places, num_blocks) for size in self.windows}
+
+    def bytes_of(self, num_blocks: int) -> int:
+        """Of a pool of ``num_blocks``, the sink left out."""
+        places = self.places(num_blocks)
+        return num_blocks * self.own_block_bytes + sum(w.block_bytes * places[w.window] for w in self.windows)
+
+    def blocks_within(self, size: int) -> int:
+        """The most blocks of a pool of ``size`` bytes, the sink left out."""
+        low, high = 0, self.most_blocks
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self.bytes_of(middle) <= size else (low, middle - 1)
+        return low

@@ -1,0 +1,53 @@
+"""Bytes of a KV pool, where some layers keep less than others."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
+from compiled_llm.models.config_file import read_config
+from compiled_llm.scheduling.window_pool import useful_places
+from compiled_llm.worker.pool_sizes import PoolSizes, WindowSize
+from tests.families import checkpoint
+
+SIZES = PoolSizes(1000, (WindowSize(8, 300, 5), WindowSize(20, 50, 12)), most_blocks=100)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size"), [(0, 0), (1, 1350), (5, 6750), (6, 7800), (12, 14_100), (13, 15_100), (100, 102_100)]
+)
+def test_a_window_takes_no_more_than_its_most_places(blocks: int, size: int) -> None:
+    assert SIZES.bytes_of(blocks) == size
+    assert SIZES.blocks_within(size) == blocks
+    assert SIZES.blocks_within(size + 999) == blocks or blocks < 1
+    assert SIZES.blocks_within(max(0, size - 1)) == max(0, blocks - 1)
+
+
+def test_there_are_no_more_blocks_than_can_be_of_use() -> None:
+    assert SIZES.blocks_within(10**9) == 100
+
+
+def sizes(family: str, max_model_len: int = 128) -> tuple[PoolSizes, EngineLimits]:
+    config = EngineConfig(bucket_sizes=(4,), max_model_len=max_model_len, max_num_batched_tokens=16, block_size=4)
+    model_config = read_config(Path(checkpoint(family)))
+    limits = EngineLimits.resolve(config, 128, StepDefaults(16, 16, 1, 2))
+    return PoolSizes.of(model_config, [torch.float32] * model_config.num_layers, limits), limits
+
+
+def test_layers_are_counted_by_their_windows() -> None:
+    found, limits = sizes("gemma3")
+    (window,) = found.windows
+    assert found.own_block_bytes > 0
+    assert window.most_places == useful_places(window.window, limits)
+    all_seen, _ = sizes("gemma3", max_model_len=window.window)  # no request is longer than the window
+    assert all_seen.windows == ()
+    assert all_seen.own_block_bytes == found.block_bytes
+
+
+def test_where_all_layers_have_a_window_blocks_take_no_memory_of_their_own() -> None:
+    found, limits = sizes("mistral")
+    assert found.own_block_bytes == 0
+    assert found.most_blocks == limits.max_num_seqs * limits.blocks_per_request
+    (window,) = found.windows
+    assert found.blocks_within(window.block_bytes * window.most_places) == found.most_blocks
