@@ -8,7 +8,7 @@ import torch
 from compiled_llm.config import EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.window_pool import useful_places
-from compiled_llm.step.kv_cache import bytes_per_layer, split_by_window, short_windows
+from compiled_llm.step.kv_cache import bytes_per_layer, short_windows, split_by_window
 
 _MOST_SLOTS = 2**31  # slots are int32
 

@@ -18,7 +18,7 @@ SIZES: dict[str, Any] = {
     "check_invariants": True,
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-FAMILIES = ["gemma3", "mistral", "gpt-oss"]  # windows in some layers; in all; in some, with sinks
+FAMILIES = ["gemma4", "mistral", "gpt-oss"]  # windows in some layers, of other head sizes; in all; in some, with sinks
 
 
 def prompts(shift: int = 0) -> list[list[int]]:
