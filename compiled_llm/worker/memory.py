@@ -171,7 +171,7 @@ class StartMemory:
                 )
             return config.num_kv_blocks
         if config.kv_cache_memory_bytes is not None:
-            blocks = pool.blocks_within(config.kv_cache_memory_bytes)
+            blocks = min(pool.blocks_within(config.kv_cache_memory_bytes), pool.useful_blocks)
             if not 1 <= blocks <= most:
                 raise ValueError(
                     f"kv_cache_memory_bytes must be from {pool.block_bytes} (one block) to {pool.bytes_of(most)} (the "

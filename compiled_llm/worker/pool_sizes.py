@@ -28,12 +28,14 @@ class PoolSizes:
 
     Attributes:
         own_block_bytes: of a block in layers without a window.
-        most_blocks: more would be of no use, or could not be numbered.
+        most_blocks: more could not be numbered.
+        useful_blocks: more would be of no use, where blocks are numbers that take no memory.
     """
 
     own_block_bytes: int
     windows: tuple[WindowSize, ...]
     most_blocks: int
+    useful_blocks: int
 
     @classmethod
     def of(cls, model_config: ModelConfig, dtypes: Sequence[torch.dtype], limits: EngineLimits) -> "PoolSizes":
@@ -45,9 +47,8 @@ class PoolSizes:
             for window, layers in zip(windows, others, strict=True)
         ]
         most = _MOST_SLOTS // limits.block_size - 1
-        if not any(own):  # then blocks are numbers that take no memory
-            most = limits.max_num_seqs * limits.blocks_per_request
-        return cls(sum(own) * limits.block_size, tuple(sizes), most)
+        useful = most if any(own) else limits.max_num_seqs * limits.blocks_per_request
+        return cls(sum(own) * limits.block_size, tuple(sizes), most, useful)
 
     @property
     def block_bytes(self) -> int:

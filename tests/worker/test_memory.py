@@ -29,7 +29,7 @@ def start_memory(
     """Of an engine with blocks of 16 tokens and 64 KiB, and 4 cache tensors."""
     config = EngineConfig(bucket_sizes=(num_seqs,), max_model_len=max_model_len, **arguments)
     limits = EngineLimits.resolve(config, 4096, StepDefaults(512, 512, 3, 4))
-    return StartMemory(config, limits, torch.device(device), PoolSizes(BLOCK, (), 2**20), 4, estimate)
+    return StartMemory(config, limits, torch.device(device), PoolSizes(BLOCK, (), 2**20, 2**20), 4, estimate)
 
 
 @pytest.fixture

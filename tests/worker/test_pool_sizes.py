@@ -11,7 +11,7 @@ from compiled_llm.scheduling.window_pool import useful_places
 from compiled_llm.worker.pool_sizes import PoolSizes, WindowSize
 from tests.families import checkpoint
 
-SIZES = PoolSizes(1000, (WindowSize(8, 300, 5), WindowSize(20, 50, 12)), most_blocks=100)
+SIZES = PoolSizes(1000, (WindowSize(8, 300, 5), WindowSize(20, 50, 12)), 100, 100)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,7 @@ def test_layers_are_counted_by_their_windows() -> None:
 def test_where_all_layers_have_a_window_blocks_take_no_memory_of_their_own() -> None:
     found, limits = sizes("mistral")
     assert found.own_block_bytes == 0
-    assert found.most_blocks == limits.max_num_seqs * limits.blocks_per_request
+    assert found.useful_blocks == limits.max_num_seqs * limits.blocks_per_request
     (window,) = found.windows
-    assert found.blocks_within(window.block_bytes * window.most_places) == found.most_blocks
+    assert found.blocks_within(window.block_bytes * window.most_places) == found.most_blocks > found.useful_blocks
+    assert found.blocks_within(window.block_bytes * window.most_places - 1) == window.most_places - 1
