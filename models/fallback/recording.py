@@ -21,9 +21,8 @@ from torch.export.graph_signature import InputKind
 from compiled_llm.models.fallback.attention import AttentionRecorder, Unsupported
 from compiled_llm.models.fallback.module import HEAD, Body, Head, Module, make_module
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.layers.attention import AttentionSpec, attend
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import paged_attention
 
 _MOST_TOKENS = 2**20  # of a step
 _META = torch.device("meta")
@@ -186,26 +185,8 @@ def _attention(calls: Calls, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | No
     value_dim = v.shape[2]
     if value_dim < spec.head_dim:  # the cache has keys and values of one size
         v = F.pad(v, (0, spec.head_dim - value_dim))
-    out = paged_attention(
-        q,
-        k,
-        v,
-        cache.k,
-        cache.v,
-        cache.k_scale,
-        cache.v_scale,
-        step.slot_mapping,
-        step.block_table,
-        step.query_start_loc,
-        step.seq_lens,
-        sinks=None if sinks is None else sinks.float(),
-        sm_scale=spec.scale,
-        max_query_len=calls.max_query_len,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        exact=spec.exact,
-    )
-    return out[..., :value_dim]
+    out = attend(q, k, v, cache, step, spec, calls.max_query_len, None if sinks is None else sinks.float())
+    return out.unflatten(1, (spec.num_heads, spec.head_dim))[..., :value_dim]
 
 
 def _place(error: BaseException) -> str:
