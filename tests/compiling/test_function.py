@@ -44,9 +44,9 @@ TWO_BUCKETS = ["decode_4", "tokens_8"]
 
 
 def engine_and_codes(
-    name: str, buckets: list[str], samples: bool, **arguments: Any
+    directory: Path, buckets: list[str], samples: bool, **arguments: Any
 ) -> tuple[CompiledEngine, list[str]]:
-    """An engine of these buckets and the code that the compiler made for it.
+    """An engine of these buckets for the model in ``directory``, and the code that the compiler made for it.
 
     ``samples=False``: only the steps are compiled. What samples from their logits depends on no family and no cache.
     """
@@ -65,7 +65,7 @@ def engine_and_codes(
         patch.setattr(CompiledFunction, "__init__", init)
         # A cached artifact would bypass the compiler, and there would be no code to look at.
         with torch._inductor.config.patch(fx_graph_cache=False):
-            return run_and_get_code(lambda: CompiledEngine(str(checkpoint(name)), **ENGINE, **sizes, **arguments))
+            return run_and_get_code(lambda: CompiledEngine(str(directory), **ENGINE, **sizes, **arguments))
 
 
 # "llama" has a line of its own; the others differ from Llama by windows, which "gemma2" has, and at load. OLMo 2 lacks
@@ -84,7 +84,7 @@ NO_NEW_GRAPH = ("llama", "mistral", "phi3", "qwen2", "olmo2", "glm")
 def test_one_graph_for_all_buckets_no_breaks_no_recompiles_no_copy_of_the_cache(
     name: str, buckets: list[str], samples: bool
 ) -> None:
-    engine, codes = engine_and_codes(name, buckets, samples)
+    engine, codes = engine_and_codes(checkpoint(name), buckets, samples)
     runner = engine.runner
     assert [bucket.name for bucket in runner.steps.buckets] == buckets
 
@@ -126,7 +126,7 @@ def test_one_graph_for_all_buckets_no_breaks_no_recompiles_no_copy_of_the_cache(
 def test_the_same_with_a_quantised_cache_and_no_copy_of_its_scales(
     name: str, kv_cache_dtype: str, samples: bool
 ) -> None:
-    engine, codes = engine_and_codes(name, TWO_BUCKETS, samples, kv_cache_dtype=kv_cache_dtype)
+    engine, codes = engine_and_codes(checkpoint(name), TWO_BUCKETS, samples, kv_cache_dtype=kv_cache_dtype)
     prompts = [[5] * length for length in (30, 9, 2)]
     engine.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
     reports = engine.compile_report().reports
