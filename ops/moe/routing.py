@@ -163,8 +163,13 @@ def _register(name: str) -> None:
         """Until rowwise_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
         return (getattr(_OPS, name) if native.load("rowwise_cpu") else plain)(*args)
 
+    def on_gpu(*args):
+        from compiled_llm.ops.moe import triton_routing  # the first call on a GPU loads Triton, not the import
+
+        return getattr(triton_routing, name, plain)(*args)
+
     LIBRARY.impl(name, without_kernels, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, plain, "CUDA")
+    LIBRARY.impl(name, on_gpu, "CUDA")
 
 
 for _name in ("route", "expert_rows", "weighted_sum"):

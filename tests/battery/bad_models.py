@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.llama import FAMILY
-from tests.battery import bad_names
+from tests import mxfp4
+from tests.battery import bad_experts, bad_names
 
 Spoil = Callable[[Path], None]
 
@@ -56,19 +57,29 @@ INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-def make_good(directory: Path, sharded: bool = False) -> None:
-    """A Llama of two layers with random weights and a tokenizer of bytes, which serves."""
+KINDS = ("whole", "sharded", *bad_experts.CONFIGS)
+"""Of good directories: a Llama in a file or two, and models with experts, of which that in MXFP4 is in two files."""
+
+
+def kind_of(case: str) -> str:
+    """Which good directory a case spoils."""
+    beginnings = {"index": "sharded"} | {kind: kind for kind in bad_experts.CONFIGS}
+    return next((kind for beginning, kind in beginnings.items() if case.startswith(beginning)), "whole")
+
+
+def make_good(directory: Path, kind: str) -> None:
+    """Two layers with random weights and a tokenizer of bytes, which serve."""
     directory.mkdir()
-    write_json(directory / "config.json", CONFIG)
+    config = bad_experts.CONFIGS.get(kind, CONFIG)
+    write_json(directory / "config.json", config)
     write_json(directory / "generation_config.json", {"eos_token_id": 2, "temperature": 0.6})
-    torch.manual_seed(0)
-    shapes = FAMILY.describe(parse_config(CONFIG)).taken
-    tensors = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
-    if sharded:
-        names = sorted(tensors)
-        placed = dict.fromkeys(names[:8], SHARDS[0]) | dict.fromkeys(names[8:], SHARDS[1])
+    tensors = mxfp4.tensors_of(config)
+    if kind != "mxfp4":
+        tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    if kind in ("sharded", "mxfp4"):
+        placed = {name: SHARDS[i % 2] for i, name in enumerate(sorted(tensors))}
         for shard in SHARDS:
-            save_file({name: tensors[name] for name in names if placed[name] == shard}, directory / shard)
+            save_file({name: tensors[name] for name in placed if placed[name] == shard}, directory / shard)
         write_json(directory / INDEX, {"metadata": {"total_size": 1}, "weight_map": placed})
     else:
         save_file(tensors, directory / "model.safetensors")
@@ -105,17 +116,24 @@ def cases() -> dict[str, Spoil]:
         for name, spoil in part().items():
             assert name not in found, name
             found[name] = spoil
-    return found | bad_names.cases()
+    return found | bad_names.cases() | bad_experts.cases()
 
 
 def flips(count: int) -> dict[str, Spoil]:
-    """Seeded flips of one bit each, in turn of a safetensors header, its tensors, an index, a config, a tokenizer."""
+    """Seeded flips of one bit each, in turn of a safetensors header, its tensors, an index, a config, a tokenizer.
+
+    Every other one is of a Llama, and of the others half are of a model with experts and half of one in MXFP4.
+    """
     rng = random.Random(15)
     files = (f"header of {SHARDS[0]}", f"tensors of {SHARDS[1]}", INDEX, "config.json", "tokenizer.json")
-    return {
-        f"index flip {i} of {files[i % 5]}": functools.partial(_flip, files[i % 5], rng.random(), rng.randrange(8))
-        for i in range(count)
-    }
+    found: dict[str, Spoil] = {}
+    for i in range(count):
+        kind, place = ("index", "experts", "index", "mxfp4")[i // 5 % 4], files[i % 5]
+        if kind == "experts":  # in one file
+            place = place.replace(SHARDS[0], "model.safetensors").replace(SHARDS[1], "model.safetensors")
+            place = "tensors of model.safetensors" if place == INDEX else place
+        found[f"{kind} flip {i} of {place}"] = functools.partial(_flip, place, rng.random(), rng.randrange(8))
+    return found
 
 
 def _flip(place: str, where: float, bit: int, directory: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from tests.battery import bad_models, bad_names
+from tests.battery import bad_experts, bad_models, bad_names
 
 MOST_SECONDS = 5  # of work, or of waiting; more than that of both is a busy machine
 MOST_BYTES = 1 << 30
@@ -26,8 +26,8 @@ _CASES = 200  # of a process
 
 def outcomes(names: dict[str, bad_models.Spoil], directory: Path) -> dict[str, dict[str, Any]]:
     """Name -> what ``try_models.py`` says of the directory."""
-    for kind in ("whole", "sharded"):
-        bad_models.make_good(directory / kind, sharded=kind == "sharded")
+    for kind in bad_models.KINDS:
+        bad_models.make_good(directory / kind, kind)
         bad_models.plant_code(directory / kind, directory / "executed")
     found: dict[str, dict[str, Any]] = {}
     waiting = list(names)
@@ -49,7 +49,7 @@ def _run(
         assert child.stdout is not None
         for name in names:
             case = directory / "case"
-            shutil.copytree(directory / ("sharded" if name.startswith("index") else "whole"), case)
+            shutil.copytree(directory / bad_models.kind_of(name), case)
             spoils[name](case)
             child.stdin.write(f"{case}\n")
             child.stdin.flush()
@@ -71,6 +71,7 @@ def _end(file: TextIO) -> str:
 
 def complaint(name: str, outcome: dict[str, Any]) -> str | None:
     """What is wrong with the outcome of the case ``name``."""
+    must_name = bad_names.must_name(name) or bad_experts.must_name(name)
     if outcome["executed"]:
         return "code of the directory was executed"
     if name in bad_names.SERVED and "error" in outcome:
@@ -80,12 +81,12 @@ def complaint(name: str, outcome: dict[str, Any]) -> str | None:
         named = any(word in outcome["message"] for word in (".json", ".safetensors", ".jinja", "/case:"))
         if outcome["error"] not in ("ValueError", "CheckpointError") or not named:
             return f"{outcome['error']}: {outcome['message']:.300}"
-        if not all(word in outcome["message"] for word in bad_names.must_name(name)):
-            return f"does not name {bad_names.must_name(name)}: {outcome['message']:.300}"
+        if not all(word in outcome["message"] for word in must_name):
+            return f"does not name {must_name}: {outcome['message']:.300}"
         if len(outcome["message"]) > 4000:
             return f"a message of {len(outcome['message'])} characters"
-    elif bad_names.must_name(name):
-        return f"served, though {bad_names.must_name(name)} is spoilt"
+    elif must_name:
+        return f"served, though {must_name} is spoilt"
     elif any(reason == "error" and not any(word in why for word in REASONS) for reason, why in outcome["served"]):
         return f"served, and then {outcome['served']}"
     if "seconds" in outcome and outcome["seconds"] > MOST_SECONDS and outcome["cpu_seconds"] > MOST_SECONDS:
@@ -97,7 +98,7 @@ def complaint(name: str, outcome: dict[str, Any]) -> str | None:
     return None
 
 
-GOOD: dict[str, bad_models.Spoil] = {"nothing": lambda _: None, "index nothing": lambda _: None}
+GOOD: dict[str, bad_models.Spoil] = {f"{kind}nothing": lambda _: None for kind in ("", "index ", "experts ", "mxfp4 ")}
 SIZES = [pytest.param((12, 6), id="small"), pytest.param((None, 500), id="full", marks=pytest.mark.battery)]
 
 

@@ -1,8 +1,11 @@
 """Routing and the sum of the experts: the kernels against the references, and the references against plain loops."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_llm.ops import native
 from compiled_llm.ops.moe import routing
@@ -117,6 +120,39 @@ def test_weighted_sum(size: int, dtype: torch.dtype) -> None:
         routing.weighted_sum(y, places[3:4], weights[3:4]), routing.weighted_sum(y, places, weights)[3:4]
     )
     torch.library.opcheck(torch.ops.compiled_llm.weighted_sum.default, (y[:, :], places, weights))
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts what torch launches for code that runs on "meta", and sees that no tensor is made anywhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            assert not isinstance(tensor, Tensor) or tensor.is_meta, f"{func} makes a tensor on the host"
+        self.count += not func.is_view and "empty" not in str(func)
+        return made
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_gpu_is_asked_for_no_number(name: str) -> None:
+    """What CUDA runs for these two, without content: no shape follows from data, and nothing waits for the device."""
+    logits, bias, _, scoring, scale, groups, top_groups = arguments(name, torch.bfloat16, experts=128)
+    meta = torch.device("meta")
+    with _Kernels() as routed:
+        weights, experts = routing.route_reference(
+            logits.to(meta), None if bias is None else bias.to(meta), 8, scoring, scale, groups, top_groups
+        )
+    with _Kernels() as sorted_by_expert:
+        real, used = torch.empty(1, dtype=torch.int32, device=meta), torch.empty(1, dtype=torch.int64, device=meta)
+        places, tokens, starts = routing.expert_rows_reference(experts, real, used, 128)
+    assert [t.shape for t in (weights, experts, places, tokens, starts)] == [*[(37, 8)] * 3, (37 * 8,), (129,)]
+    assert [t.dtype for t in (weights, experts, places, tokens, starts)] == [torch.float32, *[torch.int32] * 4]
+    assert routed.count <= 23, "docs/design.md says so"
+    assert sorted_by_expert.count <= 18, "likewise"
 
 
 def refused(function: object, *args: object) -> str:

@@ -1,0 +1,81 @@
+"""The sum of the experts without a GPU: run in Triton's interpreter, and compiled ahead of time for two GPUs.
+
+As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
+"""
+
+import functools
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_llm.ops.moe import routing
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.moe import triton_routing  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def has_the_bits_of_the_reference(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Also for padding, whose weights are anything, and where a row of nobody holds NaN."""
+    generator = torch.Generator().manual_seed(0)
+    for tokens, top_k, size in ((1, 8, 24), (5, 2, 1030), (7, 1, 1), (3, 4, 2100)):
+        y = torch.randn(tokens * top_k + 1, size, generator=generator).to(dtype)
+        y[-1] = float("nan")
+        places = torch.randperm(tokens * top_k, generator=generator).view(tokens, top_k).int()
+        weights = torch.rand(tokens, top_k, generator=generator)
+        if tokens > 1:
+            places[-1], weights[-1] = -1, float("nan")
+        given = [x.to(device) for x in (y, places, weights)]
+        got = triton_routing.weighted_sum(*given)
+        assert got.dtype == dtype
+        assert torch.equal(got, routing.weighted_sum_reference(*given))
+    assert triton_routing.weighted_sum(y[:0], places[:0], weights[:0]).shape == (0, 2100)
+
+
+INTERPRETED = {str(dtype)[6:]: (has_the_bits_of_the_reference, (dtype,)) for dtype in DTYPES}
+
+
+def run_interpreted() -> None:
+    interpreted.run({name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()})
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_compiles_without_spills(
+    capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In the sizes of Qwen3-30B-A3B."""
+    recorded: list = []
+    monkeypatch.setattr(
+        triton_routing,
+        "weighted_sum_kernel",
+        ahead_of_time.Recorder(triton_routing.weighted_sum_kernel, recorded),
+    )
+    meta = functools.partial(torch.empty, device="meta")
+    y, weights = meta(32 * 8, 2048, dtype=torch.bfloat16), meta(32, 8)
+    triton_routing.weighted_sum(y, meta(32, 8, dtype=torch.int32), weights)
+    ((kernel, args, kwargs),) = recorded
+    monkeypatch.undo()
+    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert "fma.rn.f32" not in binary.asm["ptx"], "a product that is rounded with the sum has other bits"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    has_the_bits_of_the_reference(dtype, "cuda")
+
+
+if __name__ == "__main__":
+    run_interpreted()
