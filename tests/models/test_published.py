@@ -147,7 +147,8 @@ def prompt_and_logits(model: transformers.PreTrainedModel) -> tuple[list[int], T
 def put_inside_another_model(path: Path, config: transformers.PretrainedConfig) -> None:
     """Names the tensors as those of a model with more than text, and adds what such checkpoints hold besides."""
     tensors = {re.sub(r"^model\.", "model.language_model.", name): x for name, x in load_file(path).items()}
-    tensors["model.vision_tower.patch_embedder.weight"] = torch.ones(4, 4)
+    for part in ("vision_tower", "vision_embedder", "audio_tower", "embed_vision", "embed_audio"):
+        tensors[f"model.{part}.a_layer.weight"] = torch.ones(4, 4)
     num_shared = getattr(config, "num_kv_shared_layers", 0)
     for layer in range(config.num_hidden_layers - num_shared, config.num_hidden_layers):
         for unused in ("k_proj", "v_proj", "k_norm"):

@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "truncate": False,
     },
     "longrope": {**LONG, "factor": 2.0, "attention_factor": 1.1},
+    "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
 }
 BAD: list[Any] = [0, -1.0, 1e300, 10**400, math.nan, math.inf, "2", [], [2.0], {}, {"factor": 2.0}, True]
 
