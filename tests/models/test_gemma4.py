@@ -9,13 +9,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from compiled_llm.models import gemma4
-from compiled_llm.models.config_file import parse_config
+from compiled_llm.models import gemma4, registry
+from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.models.weights import tensors
 from compiled_llm.step.kv_cache import allocate, bytes_per_layer
 from compiled_llm.worker.loader import load_weights
-from tests.families import CONFIGS, checkpoint
+from tests.families import CONFIGS, checkpoint, strengthened
 from tests.models.published_gemma4 import GEMMA4
+from tests.models.test_forward import empty_cache, step_input
 
 SHARED = {"architectures": ["Gemma4ForCausalLM"], **CONFIGS["gemma4"][1]}
 MOE = {"architectures": ["Gemma4ForCausalLM"], **CONFIGS["gemma4-moe"][1]}
@@ -97,6 +98,42 @@ def test_the_table_of_layers_is_read_by_rows() -> None:
     config = config_of(GEMMA4["gemma-4-E2B-it"])
     weights = gemma4.FAMILY.describe(config, torch.bfloat16).weights
     assert weights.per_layer_embedding.nbytes == 262144 * 35 * 256 * 2  # as much as all else
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [8, 4]}
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "others"),
+    [
+        ("gemma4", "Gemma4", {"vision_config": VISION, "audio_config": AUDIO}),
+        (
+            "gemma4-moe",
+            "Gemma4Unified",
+            {"vision_config": {"mm_embed_dim": 112, "mm_posemb_size": 16}, "audio_config": {"audio_embed_dim": 16}},
+        ),
+    ],
+)
+def test_a_whole_model_as_transformers_saves_it(name: str, whole: str, others: dict[str, Any], tmp_path: Path) -> None:
+    """With its encoders, whose tensors are left; Unified has no experts, whatever the config says."""
+    text = copy.deepcopy(CONFIGS[name][1])
+    config = getattr(transformers, f"{whole}Config")(text_config=text, tie_word_embeddings=False, **others)
+    torch.manual_seed(0)
+    model = strengthened(getattr(transformers, f"{whole}ForConditionalGeneration")(config).eval())
+    model.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="the language model alone|fields that transformers ignores"):
+        found = read_config(tmp_path)
+    with pytest.warns(UserWarning, match=r"left.*: .*embed_audio \(1 tensors\), embed_vision"):
+        weights = load_weights(tmp_path, found, torch.float32, CPU)
+    ids = torch.arange(5, 26)
+    family = registry.family(found.architecture)
+    with torch.no_grad():
+        step, specs = step_input([(ids.tolist(), 0)], [list(range(1, 7))]), family.layers(found)
+        hidden = family.forward(weights, step, empty_cache(found), found, specs, len(ids))
+        torch.testing.assert_close(
+            family.head(weights, hidden, found), model(ids[None]).logits[0], atol=1e-4, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize(
