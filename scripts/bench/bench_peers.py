@@ -9,14 +9,19 @@ measured. They take turns in each workload of each round, so that a change of th
 round all token ids are shifted: lengths stay the same, and no prefix cache can hold a prompt already.
 
 W1: one stream, 128 tokens in, 128 out. W2: 32 requests at once, 32..512 in, 32..128 out. W3: 16 requests at once, 512
-shared and 32 own tokens in, 32 out. W4: 2048 in, 1 out. A ratio above 1 means that this engine is faster: it is
-the median of the ratios within a round. Where a figure is more than 20% off the median of its engine's rounds,
-something disturbed them: that round of the workload is set aside and run again, for all engines, up to
-``--more-rounds`` times. The last line is JSON, with what was set aside and what still differs; ``--json`` is written
-after every round. Exit status 1 if an engine failed; it is named, and the others are still measured.
+shared and 32 own tokens in, 32 out. W4: 2048 in, 1 out. W5: 32 requests at once, 64 in, 64 out. Decode is what comes
+when all requests have their first token. A ratio above 1 means that this engine is faster: it is the median of the
+ratios within a round. A share of the limit is the time that decode would take at the machine's limits, for the bytes
+and operations that this engine's report counts, over the time that it took.
+
+Where a figure is more than 20% off the median of its engine's rounds, something disturbed them: that round of the
+workload is set aside and run again, for all engines, up to ``--more-rounds`` times. The last line is JSON, with what
+was set aside and what still differs; ``--json`` is written after every round. Exit status 1 if an engine failed; it is
+named, and the others are still measured.
 """
 
 import argparse
+import dataclasses
 import json
 import signal
 import statistics
@@ -34,6 +39,8 @@ from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments,
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
+from compiled_llm.report import machine_limits
+from compiled_llm.report.machine_limits import MachineLimits
 from compiled_llm.resources import granted_cores
 
 
@@ -46,13 +53,12 @@ class Metric(NamedTuple):
 
 
 METRICS = {
-    "W1 decode tok/s": Metric(
-        "W1", True, lambda sent, got: (sent[0].output_len - 1) / (got["seconds"] - got["ttft"][0])
-    ),
+    "W1 decode tok/s": Metric("W1", True, lambda sent, got: got["decode_tokens"] / got["decode_seconds"]),
     "W1 TTFT s": Metric("W1", False, lambda sent, got: got["ttft"][0]),
     "W2 output tok/s": Metric("W2", True, lambda sent, got: sum(one.output_len for one in sent) / got["seconds"]),
     "W3 wall s": Metric("W3", False, lambda sent, got: got["seconds"]),
     "W4 prefill tok/s": Metric("W4", True, lambda sent, got: len(sent[0].prompt_token_ids) / got["ttft"][0]),
+    "W5 decode tok/s": Metric("W5", True, lambda sent, got: got["decode_tokens"] / got["decode_seconds"]),
 }
 WARMUP_OUTPUT_LEN = 8
 MOST_OFF = 0.2  # of the median of an engine's rounds
@@ -66,6 +72,7 @@ class Rounds:
         samples: of each engine, without what was set aside.
         set_aside: rounds of a workload that were run again: ``workload``, ``round``, ``because``, and ``figures``
             (engine -> row -> figure).
+        work: of each workload that decodes, what this engine's steps had to do in each run.
         facts: of each engine: versions, options, seconds to start, peak memory, why it failed (None: it did not).
     """
 
@@ -76,6 +83,7 @@ class Rounds:
         self._workers: dict[str, Worker] = {}
         self.samples: dict[str, Samples] = {}
         self.set_aside: list[dict[str, Any]] = []
+        self.work: dict[str, list[dict[str, float]]] = {}
         self.facts: dict[str, dict[str, Any]] = {}
 
     def fail(self, name: str, error: PeerFailed) -> None:
@@ -143,6 +151,8 @@ class Rounds:
             except PeerFailed as error:
                 self.fail(name, error)
                 continue
+            if "work" in answer:
+                self.work.setdefault(workload, []).append(answer["work"])
             for row in rows:
                 figure = self.samples[name].setdefault(row, {})[number] = METRICS[row].figure(requests, answer)
                 print(f"round {number}: {row:18} {name:18} {figure:10.3f}", file=sys.stderr)
@@ -209,7 +219,23 @@ def compared(samples: dict[str, Samples]) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def table(rows: dict[str, dict[str, Any]], facts: dict[str, dict[str, Any]]) -> str:
+def shares_of_the_limit(
+    rows: dict[str, dict[str, Any]], work: dict[str, list[dict[str, float]]], limits: MachineLimits
+) -> dict[str, dict[str, Any]]:
+    """Workload -> what a decoded token has to read and compute, and each engine's median share of the limit."""
+    found = {}
+    for workload, runs in work.items():
+        row = f"{workload} decode tok/s"
+        if row not in rows:
+            continue
+        num_bytes, flops = (statistics.median(run[of] / run["tokens"] for run in runs) for of in ("bytes", "flops"))
+        seconds = max(num_bytes / limits.read_bytes_per_second, flops / limits.flops_per_second)
+        share = {name: of["median"] * seconds for name, of in rows[row]["engines"].items()}
+        found[workload] = {"bytes_per_token": num_bytes, "flops_per_token": flops, "share_of_limit": share}
+    return found
+
+
+def table(rows: dict[str, dict[str, Any]], shares: dict[str, dict[str, Any]], facts: dict[str, dict[str, Any]]) -> str:
     """The result as text: a line for each row, and for each engine a column of medians and ranges."""
     lines = []
     for row, result in rows.items():
@@ -222,6 +248,10 @@ def table(rows: dict[str, dict[str, Any]], facts: dict[str, dict[str, Any]]) -> 
             ratios = f"{best['ratio']:.2f} ({best['ratio_min']:.2f}..{best['ratio_max']:.2f})"
             line["ratio to the best peer"] = f"{ratios} {result['best_peer']}"
         lines.append(line)
+    for workload, limit in shares.items():
+        lines.append(
+            {"": f"{workload} share of limit", **{name: f"{of:.0%}" for name, of in limit["share_of_limit"].items()}}
+        )
     for key, unit, scale in (("start_seconds", "start s", 1), ("peak_memory_bytes", "peak memory GiB", 2**30)):
         values = {name: f"{of[key] / scale:.2f}" if key in of else "-" for name, of in facts.items()}
         lines.append({"": unit, **values})
@@ -307,7 +337,9 @@ def main() -> int:
         vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
         rounds = Rounds(args.workloads, vocab_size, args.seed, workdir, args.timeout)
         result: dict[str, Any] = {"benchmark": "peers", "model": args.model or args.shape, "dtype": "bfloat16"}
+        limits = machine_limits.measured(torch.device("cpu"), torch.bfloat16)  # before any engine takes memory
         result |= {"machine": machine.describe(torch.device("cpu")), "threads": args.threads}
+        result["limits"] = dataclasses.asdict(limits)
         try:
             start_all(rounds, args, checkpoint, workdir)
             for number in range(1, args.repeats + args.more_rounds + 1):
@@ -316,13 +348,14 @@ def main() -> int:
                 elif not rounds.run_again(number):
                     break
                 result |= {"rounds": number, "engines": rounds.facts, "rows": compared(rounds.samples)}
+                result["decode"] = shares_of_the_limit(result["rows"], rounds.work, limits)
                 result |= {"set_aside": rounds.set_aside, "unsteady": unsteady(result["rows"])}
                 line = json.dumps(result)
                 if args.json:
                     args.json.write_text(line + "\n")
         finally:
             rounds.close()
-    print(table(result["rows"], rounds.facts))
+    print(table(result["rows"], result["decode"], rounds.facts))
     for text in result["unsteady"]:
         print(f"UNSTEADY: {text}")
     failed = [of["failed"] for of in rounds.facts.values() if of["failed"]]

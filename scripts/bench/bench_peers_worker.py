@@ -5,8 +5,10 @@
 It runs in the peer's Python environment, so it imports only the standard library and that peer. Each line of stdin is
 a list of requests, ``[[prompt token ids, output tokens], ...]``, which are submitted at once and decoded greedily to
 exactly that length. The answer to a line is a JSON line on stdout: ``seconds`` from the submission to the last token,
-``ttft`` (seconds to the first token of each request) and ``output_lens``. A first line with ``versions`` means that the
-model is loaded. The output of the libraries goes to stderr.
+``ttft`` (seconds to the first token of each request), ``output_lens``, and ``decode_tokens`` and ``decode_seconds``
+from the moment when all requests have their first token. This engine adds ``work``: what its report counts in its
+decode steps, ``tokens``, ``bytes`` and ``flops``. A first line with ``versions`` means that the model is loaded. The
+output of the libraries goes to stderr.
 """
 
 import contextlib
@@ -30,6 +32,8 @@ class Run:
     def __init__(self, num_requests: int) -> None:
         self.output_lens = [0] * num_requests
         self.ttft: list[float | None] = [None] * num_requests
+        self.arrivals: list[tuple[float, int]] = []  # seconds since the start, new tokens
+        self.work: dict[str, float] | None = None
         self.started = self.ended = time.perf_counter()
 
     def count(self, index: int, new_tokens: int, now: float | None = None) -> None:
@@ -37,11 +41,21 @@ class Run:
         if new_tokens:
             self.ended = time.perf_counter() if now is None else now
             self.output_lens[index] += new_tokens
+            seconds = self.ended - self.started
+            self.arrivals.append((seconds, new_tokens))
             if self.ttft[index] is None:
-                self.ttft[index] = self.ended - self.started
+                self.ttft[index] = seconds
 
     def result(self) -> dict[str, Any]:
-        return {"seconds": self.ended - self.started, "ttft": self.ttft, "output_lens": self.output_lens}
+        seconds, begin = self.ended - self.started, max(ttft or 0.0 for ttft in self.ttft)
+        return {
+            "seconds": seconds,
+            "ttft": self.ttft,
+            "output_lens": self.output_lens,
+            "decode_tokens": sum(count for at, count in self.arrivals if at > begin),
+            "decode_seconds": seconds - begin,
+            **({} if self.work is None else {"work": self.work}),
+        }
 
 
 class Peer(Protocol):
@@ -63,6 +77,7 @@ class CompiledLLM:
         print(self._engine.compile_report(), file=sys.stderr)
 
     def run(self, requests: list[Request], run: Run) -> None:
+        self._engine.reset_report()
         for index, (prompt, output_len) in enumerate(requests):
             params = self._params(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
             self._engine.add_request(str(index), prompt, params)
@@ -72,6 +87,8 @@ class CompiledLLM:
                 if output.outputs[0].finish_reason == "error":
                     raise RuntimeError(f"request {index}: {output.outputs[0].stop_reason}")
                 run.count(index, len(output.outputs[0].token_ids) - run.output_lens[index])
+        if decode := self._engine.report(measure_limits=False).phase("decode"):
+            run.work = {"tokens": decode.num_tokens, "bytes": decode.bytes, "flops": decode.flops}
         self._engine.reset_prefix_cache()
 
 

@@ -203,9 +203,7 @@ def write_checkpoint(shape: str, directory: Path) -> None:
     """Random bfloat16 weights of a shape (std 0.02, as its family starts training), unless they exist already."""
     if directory.is_dir():
         return
-    fields = {key: value for key, value in SHAPES[shape].items() if key not in ("architectures", "model_type")}
-    rope = {"rope_type": "default", "rope_theta": fields.pop("rope_theta")}
-    config = transformers.Qwen3Config(**fields, rope_parameters=rope, bos_token_id=None, eos_token_id=None)
+    config = transformers.AutoConfig.for_model(**SHAPES[shape], bos_token_id=None, eos_token_id=None)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The models and the requests that the benchmarks share: shapes with random weights, and the workloads W1 to W4."""
+"""The models and the requests that the benchmarks share: shapes with random weights, and the workloads W1 to W5."""
 
 import argparse
 import contextlib
@@ -25,6 +25,33 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
     "qwen3-8b": _QWEN3 | dict(zip(_SIZES, (4096, 12288, 36, 32, False), strict=True)),
+    # Two layers of models with experts: what a layer costs shows beside a head that is read once for all of them.
+    "qwen3-30b-a3b-2l": _QWEN3
+    | dict(zip(_SIZES, (2048, 6144, 2, 32, False), strict=True))
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+    "gpt-oss-20b-2l": dict(zip(_SIZES, (2880, 2880, 2, 64, False), strict=True))
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        # A quarter: three engines with all 201,088 rows do not fit into 24 GB beside each other.
+        "vocab_size": 50272,
+    },
     "tiny": _QWEN3 | dict(zip(_SIZES, (128, 256, 2, 8, True), strict=True)) | {"vocab_size": 1000},
 }
 
@@ -67,11 +94,18 @@ def long_prompt(vocab_size: int, seed: int) -> Requests:
     return one_stream(vocab_size, seed, input_len=2048, output_len=1)
 
 
+def batch(vocab_size: int, seed: int) -> Requests:
+    """W5: 32 requests at once, 64 tokens in and 64 out, which decode together."""
+    rng = random.Random(seed)
+    return [WorkloadRequest(random_tokens(rng, vocab_size, 64), 64) for _ in range(32)]
+
+
 WORKLOADS: dict[str, Callable[[int, int], Requests]] = {
     "W1": one_stream,
     "W2": mixed,
     "W3": shared_prefix,
     "W4": long_prompt,
+    "W5": batch,
 }
 
 

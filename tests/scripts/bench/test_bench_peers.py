@@ -1,5 +1,6 @@
 """bench_peers: turns and requests, ratios, what a failing engine leads to; the workers that need no other Python."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -11,6 +12,12 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file
+
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.registry import family
+from compiled_llm.report import machine_limits
+from compiled_llm.report.machine_limits import MachineLimits
 
 SCRIPTS = Path(__file__).parents[3] / "scripts" / "bench"
 # Replaces the Python of a peer: answers as a worker does, at the speed of its options.
@@ -31,13 +38,21 @@ for line in sys.stdin:
     while options.get("mute"):
         pass
     lens = [n - options.get("missing", 0) for _, n in requests]
-    print(json.dumps({{"seconds": seconds, "ttft": [seconds / 2] * len(lens), "output_lens": lens}}), flush=True)
+    answer = {{"seconds": seconds, "ttft": [seconds / 2] * len(lens), "output_lens": lens}}
+    answer |= {{"decode_tokens": sum(lens) - len(lens), "decode_seconds": seconds / 2}}
+    if name == "engine":
+        answer["work"] = {{"tokens": 4, "bytes": 80e6, "flops": 8e9}}
+    print(json.dumps(answer), flush=True)
 """
+
+
+LIMITS = MachineLimits("cpu", "bfloat16", 100.0, 1e12, "avx2", "2026-01-01T00:00:00+00:00")
 
 
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setattr(machine_limits, "measured", lambda device, dtype: LIMITS)
 
 
 @pytest.fixture
@@ -95,7 +110,8 @@ def test_a_worker_is_stopped_whenever_it_has_nothing_to_do(start: Any) -> None:
     process = psutil.Process(worker._process.pid)
     wait_for_state(process, psutil.STATUS_STOPPED)
     assert worker.versions == {"fake": "1.0"}
-    assert worker.run([([1, 2], 30)]) == {"seconds": 3.0, "ttft": [1.5], "output_lens": [30]}
+    answer = {"seconds": 3.0, "ttft": [1.5], "output_lens": [30], "decode_tokens": 29, "decode_seconds": 1.5}
+    assert worker.run([([1, 2], 30)]) == answer
     wait_for_state(process, psutil.STATUS_STOPPED)
     assert 2**20 < worker.peak_memory_bytes() < 2**30
     assert worker.run([([1, 2], 30)], before=[([3], 5)])["seconds"] == 3.0, "the answer is that of the requests"
@@ -147,6 +163,12 @@ def test_the_workers_of_this_environment(processes: ModuleType, name: str, tmp_p
             answer = worker.run([([5, 6, 7, 8], 2), ([9] * 40, 6), ([9] * 50, 1)])
             assert all(0 < ttft <= answer["seconds"] for ttft in answer["ttft"])
             assert answer["ttft"][1] < answer["seconds"], "five more tokens came after the first"
+            assert answer["decode_seconds"] == answer["seconds"] - max(answer["ttft"])
+            assert 4 <= answer["decode_tokens"] <= 5 + 1, "all but the first ones, and those before the last first one"
+            assert ("work" in answer) == (name == "engine")
+            if name == "engine":
+                assert answer["work"]["tokens"] >= answer["decode_tokens"]
+                assert min(answer["work"].values()) > 0
     finally:
         worker.close()
 
@@ -185,7 +207,7 @@ def test_ratios_are_of_the_same_rounds_and_above_one_where_this_engine_leads(ben
 
 
 def test_figures(bench: ModuleType) -> None:
-    answer = {"seconds": 4.0, "ttft": [0.5], "output_lens": []}
+    answer = {"seconds": 4.0, "ttft": [0.5], "output_lens": [], "decode_tokens": 7, "decode_seconds": 3.5}
     request = bench.WorkloadRequest([0] * 100, 8)
     figures = {row: metric.figure([request, request], answer) for row, metric in bench.METRICS.items()}
     assert figures == {
@@ -194,7 +216,38 @@ def test_figures(bench: ModuleType) -> None:
         "W2 output tok/s": 16 / 4,
         "W3 wall s": 4.0,
         "W4 prefill tok/s": 100 / 0.5,
+        "W5 decode tok/s": 7 / 3.5,
     }
+
+
+def test_a_share_of_the_limit_is_that_of_the_least_time_of_a_token(bench: ModuleType) -> None:
+    engines = {"engine": {"median": 8.0}, "a": {"median": 4.0}}
+    run = {"tokens": 10, "bytes": 50.0, "flops": 20.0}
+    runs = [run, run | {"bytes": 100.0, "tokens": 20}, run | {"bytes": 900.0}]
+    rows = {"W5 decode tok/s": {"engines": engines}}
+    shares = bench.shares_of_the_limit(rows, {"W5": runs, "W1": runs}, LIMITS)
+    assert list(shares) == ["W5"], "W1 was not measured"
+    expected = {"engine": pytest.approx(0.4), "a": pytest.approx(0.2)}
+    assert shares["W5"] == {"bytes_per_token": 5, "flops_per_token": 2, "share_of_limit": expected}
+    slow = dataclasses.replace(LIMITS, flops_per_second=20.0)
+    assert bench.shares_of_the_limit(rows, {"W5": runs}, slow)["W5"]["share_of_limit"]["engine"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-2l", "gpt-oss-20b-2l", "qwen3-0.6b"])
+def test_a_shape_is_the_same_model_to_all(
+    processes: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path
+) -> None:
+    """The checkpoint that all engines read, and the config alone, for which this engine makes weights."""
+    small = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 300}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
+    shape = {key: small.get(key, value) for key, value in processes.SHAPES[name].items()}
+    monkeypatch.setitem(processes.SHAPES, name, shape)
+    processes.write_checkpoint(name, tmp_path / name)
+    written = read_config(tmp_path / name)
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"dtype": "bfloat16"}))
+    assert written == read_config(tmp_path)
+    held = {key: tuple(tensor.shape) for key, tensor in load_file(tmp_path / name / "model.safetensors").items()}
+    assert held == {key: sizes for key, (sizes, _) in family(written.architecture).describe(written).stored.items()}
 
 
 # -- The whole
@@ -247,6 +300,12 @@ def test_all_get_the_same_requests_in_turns(
     assert result["engines"]["vllm"]["versions"] == {"fake": "1.0"}
     assert result["engines"]["vllm"]["peak_memory_bytes"] > 0
     assert next(line for line in out if line.startswith("W3 wall s")).endswith("1.50 (1.50..1.50) vllm")
+    assert result["limits"]["read_bytes_per_second"] == LIMITS.read_bytes_per_second
+    assert list(result["decode"]) == ["W1"]
+    rate, least = 127 / (128 / 30 / 2), 20e6 / LIMITS.read_bytes_per_second
+    shares = result["decode"]["W1"]["share_of_limit"]
+    assert shares["engine"] == pytest.approx(rate * least)
+    assert shares["vllm"] == pytest.approx(rate * least * 2 / 3)
 
 
 @pytest.mark.usefixtures("fakes_only")
