@@ -36,7 +36,7 @@ _UNUSED = "keys and values of layers that share those of others"
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4Config(WindowedConfig):
-    """``head_dim`` and ``num_kv_heads`` are those of layers with a window. The last six are features of some sizes."""
+    """``head_dim`` and ``num_kv_heads`` are those of layers with a window. What has a default, some sizes have."""
 
     attention_bias: bool
     attention_k_eq_v: bool
