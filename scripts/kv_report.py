@@ -253,13 +253,19 @@ def load_model(args: argparse.Namespace) -> tuple[Model, tuple[torch.dtype, ...]
     engine_config = EngineConfig(dtype=args.dtype, device=args.device, **cache)
     config, device = read_config(args.model), resolve_device(args.device)
     dtype = getattr(torch, config.dtype if args.dtype == "auto" else args.dtype)
-    dtypes = layer_dtypes(engine_config, dtype, config.num_layers)
-    if len(args.skip_layers) == config.num_layers:
+    dtypes = layer_dtypes(engine_config, dtype, config)
+    if not quantised_layers(config, args.skip_layers):
         raise ValueError("--skip-layers must leave a layer to quantise, given all of them")
     if device.type == "cuda":
         for cache_dtype in dtypes:
             kv_quant.check_capability(cache_dtype, torch.cuda.get_device_capability(device))
     return Model(config, loader.load_weights(args.model, config, dtype, device), dtype, device), dtypes
+
+
+def quantised_layers(config: ModelConfig, skipped: Sequence[int]) -> list[int]:
+    """The layers that have a cache of their own, without those ``skipped``."""
+    specs = family_of(config).layers(config)
+    return [layer for layer, spec in enumerate(specs) if spec.shares_cache_of is None and layer not in skipped]
 
 
 def read_windows(args: argparse.Namespace, model: Model) -> tuple[str, list[Window]]:
@@ -284,7 +290,7 @@ def main() -> int:
     def alone(layer: int) -> list[torch.dtype]:
         return [dtype if i == layer else model.dtype for i, dtype in enumerate(dtypes)]
 
-    quantised = [layer for layer in range(len(dtypes)) if layer not in args.skip_layers]
+    quantised = quantised_layers(model.config, args.skip_layers)
     try:
         whole = summary(compare(model, dtypes, windows, args.chunk, "all layers"))
         each = {layer: compare(model, alone(layer), windows, args.chunk, f"layer {layer}") for layer in quantised}

@@ -21,7 +21,7 @@ T = TypeVar("T")
 _NUM_BLOCKS = DynamicSize("blocks", 7)
 
 
-def layer_dtypes(config: EngineConfig, dtype: torch.dtype, num_layers: int) -> tuple[torch.dtype, ...]:
+def layer_dtypes(config: EngineConfig, dtype: torch.dtype, model_config: ModelConfig) -> tuple[torch.dtype, ...]:
     """The dtype of each layer's cache, where the model's is ``dtype``. ``ValueError`` for what cannot be served."""
     name, skipped = config.kv_cache_dtype, config.kv_cache_skip_layers
     if name not in ("auto", dtype_name(dtype), *_QUANTISED):
@@ -29,13 +29,20 @@ def layer_dtypes(config: EngineConfig, dtype: torch.dtype, num_layers: int) -> t
             f"kv_cache_dtype must be 'auto', the model's dtype, {dtype_name(dtype)!r}, or one of "
             f"{', '.join(map(repr, _QUANTISED))}, given {name!r}"
         )
-    if skipped and skipped[-1] >= num_layers:
+    layers = family_of(model_config).layers(model_config)
+    if skipped and skipped[-1] >= len(layers):
         raise ValueError(
-            f"kv_cache_skip_layers must be layers of the model, 0 to {num_layers - 1}, given {skipped[-1]} in "
+            f"kv_cache_skip_layers must be layers of the model, 0 to {len(layers) - 1}, given {skipped[-1]} in "
             f"{skipped!r}"
         )
+    for layer in skipped:
+        if layers[layer].shares_cache_of is not None:
+            raise ValueError(
+                "kv_cache_skip_layers must be layers with a cache of their own, given "
+                f"{layer}, which reads that of layer {layers[layer].shares_cache_of}"
+            )
     chosen = _QUANTISED.get(name, dtype)
-    return tuple(dtype if layer in skipped else chosen for layer in range(num_layers))
+    return tuple(dtype if layer in skipped else chosen for layer in range(len(layers)))
 
 
 def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:

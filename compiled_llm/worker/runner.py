@@ -116,7 +116,7 @@ class ModelRunner(Worker):
         pool = graph_pool(config.cuda_graphs, self.device)
         self.model_config = model_config
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
-        self.cache_dtypes = layer_dtypes(config, self.dtype, model_config.num_layers)
+        self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, _STEP_DEFAULTS[self.device.type])
         self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)

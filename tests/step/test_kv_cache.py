@@ -22,7 +22,7 @@ def model_config(num_layers: int = 3, num_kv_heads: int = 2, head_dim: int = 128
 
 
 def dtypes(dtype: torch.dtype, **arguments) -> tuple[torch.dtype, ...]:
-    return layer_dtypes(EngineConfig(**arguments), dtype, num_layers=3)
+    return layer_dtypes(EngineConfig(**arguments), dtype, model_config())
 
 
 def test_each_layers_dtype() -> None:
@@ -37,6 +37,12 @@ def test_what_the_model_does_not_allow_is_refused() -> None:
         dtypes(torch.float32, kv_cache_dtype="bfloat16")
     with pytest.raises(ValueError, match=r"kv_cache_skip_layers must be layers of the model, 0 to 2, given 3"):
         dtypes(torch.float32, kv_cache_dtype="int8", kv_cache_skip_layers=(0, 3))
+    sharing, config = (
+        read_config(checkpoint("gemma4")),
+        EngineConfig(kv_cache_dtype="int8", kv_cache_skip_layers=(1, 3)),
+    )
+    with pytest.raises(ValueError, match="layers with a cache of their own, given 3, which reads that of layer 1"):
+        layer_dtypes(config, torch.float32, sharing)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
