@@ -31,6 +31,7 @@ from compiled_llm.models.weights import tensors
 from compiled_llm.worker import loader
 from compiled_llm.worker.memory import growth_while
 
+MXFP4 = {"quant_method": "mxfp4"}
 MAX_POSITIONS = 4096  # of the tables of rotary embeddings, which are made and not read
 
 
@@ -38,10 +39,17 @@ def parse_arguments() -> argparse.Namespace:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: random weights of --shape")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--mxfp4", action="store_true", help="the experts of --shape in MXFP4, as gpt-oss has them")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
     parser.add_argument("--rounds", type=int, default=5, help="after the first, which counts apart")
     tables.add_json_flag(parser)
-    return parser.parse_checked(lambda args: tables.check_target("--json", args.json), rounds=1)
+
+    def check(args: argparse.Namespace) -> None:
+        tables.check_target("--json", args.json)
+        if args.mxfp4 and args.model is not None:
+            raise ValueError("--mxfp4 is of the random weights of --shape: a model's files are what they are")
+
+    return parser.parse_checked(check, rounds=1)
 
 
 def plain_read(directory: Path) -> None:
@@ -98,7 +106,7 @@ def main() -> None:
         directory = args.model
         if directory is None:
             directory = Path(scratch)
-            write_checkpoint(directory, args.shape)
+            write_checkpoint(directory, args.shape, **({"quantization_config": MXFP4} if args.mxfp4 else {}))
         result = measure(directory, args.dtype, args.rounds)
     peak = result["peak_over_weights"]
     rows = {

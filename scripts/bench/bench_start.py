@@ -89,12 +89,19 @@ def engine_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {name: value for name, value in given.items() if value != usual[name]}
 
 
-def write_checkpoint(directory: Path, shape: str) -> None:
-    """Random weights in bfloat16; matrices of variance 1 / in_features, norms of ones."""
-    (directory / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": "bfloat16"}))
+def write_checkpoint(directory: Path, shape: str, **fields: Any) -> None:
+    """Random weights in bfloat16; matrices of variance 1 / in_features, norms of ones. Encoded ones in random codes.
+
+    Args:
+        fields: of config.json besides.
+    """
+    (directory / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": "bfloat16"} | fields))
     config, generator = read_config(directory), torch.Generator().manual_seed(0)
     weights = {}
-    for name, (sizes, _) in family_of(config).describe(config).stored.items():
+    for name, (sizes, dtype) in family_of(config).describe(config).stored.items():
+        if dtype is not None:
+            weights[name] = torch.randint(100, 128, sizes, generator=generator, dtype=dtype)  # no scale is NaN
+            continue
         weight = torch.ones(sizes, dtype=torch.bfloat16)
         weights[name] = weight.normal_(generator=generator).mul_(sizes[-1] ** -0.5) if len(sizes) > 1 else weight
     save_file(weights, str(directory / "model.safetensors"))

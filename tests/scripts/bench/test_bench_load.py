@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import mxfp4
 from tests.families import checkpoint
 
 BENCH = Path(__file__).parents[3] / "scripts" / "bench"
@@ -26,6 +27,24 @@ def test_a_model_of_ones_own(
     for name in ("read_seconds", "load_seconds", "load_over_read"):
         assert result[name] > 0
     assert "load over plain read" in capsys.readouterr().out
+
+
+def test_experts_in_mxfp4(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file of a quarter of the weights' bytes, but for what is not encoded."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    module = importlib.import_module("bench_load")
+    plain = {name: value for name, value in mxfp4.CONFIG.items() if name != "quantization_config"}
+    monkeypatch.setitem(module.SHAPES, "tiny", {**plain, "hidden_size": 512, "intermediate_size": 512})
+    found = tmp_path / "found.json"
+    words = ["--shape", "tiny", "--mxfp4", "--rounds", "1", "--json", str(found)]
+    monkeypatch.setattr(sys, "argv", ["bench_load.py", *words])
+    module.main()
+    result = json.loads(found.read_text())
+    assert result["dtype"] == "bfloat16"
+    assert 0.25 < result["file_bytes"] / result["weight_bytes"] < 0.4
+    monkeypatch.setattr(sys, "argv", ["bench_load.py", "--model", str(tmp_path), *words])
+    with pytest.raises(SystemExit):
+        module.main()
 
 
 @pytest.mark.battery
