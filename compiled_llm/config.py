@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from compiled_llm.error_texts import shown
 from compiled_llm.names import ENGINE_ARGUMENTS, refuse_unknown_names, value_hint
+from compiled_llm.streaming import Stream
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
@@ -52,6 +53,11 @@ class EngineConfig:
             cost in quality.
         kv_cache_skip_layers: layers, counted from 0, whose cache stays in the model's dtype while the others are
             quantised.
+        sliding_window: most keys that a token sees, itself included, in layers that see all or more: requests may then
+            be longer than the model's own limit. None: as the model has it.
+        attention_sink_tokens: with ``sliding_window``: the first tokens of a request, which each token sees besides,
+            rounded up to whole blocks (StreamingLLM). Positions are those in the cache, and an eighth of the window
+            leaves it at once. Needs ``enable_prefix_caching=False`` and no swap space.
         swap_space_bytes: host memory for the KV blocks of preempted requests; 0: they are computed again.
         preemption_mode: "recompute", "swap" (recompute where the swap space is full), or "auto": whichever costs less
             by measurements made at start.
@@ -109,6 +115,8 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
     kv_cache_skip_layers: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    attention_sink_tokens: int = 0
     swap_space_bytes: int = 0
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
@@ -180,17 +188,45 @@ class EngineConfig:
                 "kv_cache_skip_layers must be empty unless kv_cache_dtype is 'int8' or 'fp8' (no other is quantised), "
                 f"given {self.kv_cache_skip_layers!r} with kv_cache_dtype={self.kv_cache_dtype!r}"
             )
+        if self.attention_sink_tokens:
+            self._check_sinks()
         if self.target_itl_ms is not None and not self.enable_chunked_prefill:
             raise ValueError(
                 "target_itl_ms must be None without chunked prefill (a prompt is one step then), "
                 f"given {self.target_itl_ms!r}"
             )
 
+    def _check_sinks(self) -> None:
+        name = f"attention_sink_tokens={self.attention_sink_tokens}"
+        if self.sliding_window is None:
+            raise ValueError(f"sliding_window must be given with {name}: the tokens that are seen besides")
+        if self.sliding_window % self.block_size:
+            raise ValueError(
+                f"sliding_window must be a multiple of block_size={self.block_size} with {name}, given "
+                f"{self.sliding_window}"
+            )
+        required = {"enable_prefix_caching": False, "swap_space_bytes": 0, "enable_chunked_prefill": True}
+        for field, value in required.items():
+            if getattr(self, field) != value:
+                raise ValueError(
+                    f"{field} must be {value} with {name} (the keys of sink tokens belong to one request and move with "
+                    f"it), given {getattr(self, field)}"
+                )
+
+    @property
+    def stream(self) -> Stream | None:
+        """What requests see, where it is less than the model would."""
+        if self.sliding_window is None:
+            return None
+        return Stream.of(self.attention_sink_tokens, self.sliding_window, self.block_size)
+
 
 _INTEGERS = {
     **dict.fromkeys(("max_model_len", "max_num_seqs", "num_kv_blocks", "kv_cache_memory_bytes"), (1, 2**48)),
     "max_num_batched_tokens": (1, 2**20),
     "swap_space_bytes": (0, 2**48),
+    "sliding_window": (1, 2**31 - 1),
+    "attention_sink_tokens": (0, 2**20),
     "compile_workers": (0, 1024),
     "num_threads": (1, 1024),
     "max_logprobs": (0, 1000),
@@ -232,6 +268,7 @@ class EngineLimits:
     token_bucket_sizes: tuple[int, ...]
     chunked_prefill: bool
     num_draft_tokens: int = 0  # most that a drafter proposes for a request and step
+    stream: Stream | None = None  # where requests keep sink tokens and a window
     max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others
 
     @property
@@ -248,9 +285,15 @@ class EngineLimits:
                 f"{model_max_len}, is more than the {MOST_IMPLIED_LEN} that are taken unasked. Memory grows with it"
             )
         max_model_len = config.max_model_len or model_max_len
-        if max_model_len > model_max_len:
+        stream = config.stream
+        if stream is not None and stream.capacity > model_max_len:
+            raise ValueError(
+                f"sliding_window and attention_sink_tokens must be at most {model_max_len} together (the model's "
+                f"max_position_embeddings), given {stream.window} and {stream.sink_tokens} (in whole blocks)"
+            )
+        if max_model_len > model_max_len and stream is None:
             most = f"the model's max_position_embeddings, {model_max_len}"
-            raise ValueError(f"max_model_len must be at most {most}, given {max_model_len}")
+            raise ValueError(f"max_model_len must be at most {most}, without sliding_window, given {max_model_len}")
         largest = config.bucket_sizes[-1]
         max_num_seqs = config.max_num_seqs or largest
         if max_num_seqs > largest:
@@ -274,6 +317,11 @@ class EngineLimits:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs} (a token for each running "
                 f"request), given {batched}"
+            )
+        if stream is not None and batched < stream.sink_tokens:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least {stream.sink_tokens} (attention_sink_tokens in whole blocks: "
+                f"one step computes them), given {batched}"
             )
         if not config.enable_chunked_prefill and batched < max_model_len:
             raise ValueError(
@@ -300,6 +348,7 @@ class EngineLimits:
             token_bucket_sizes=tuple(sorted(ladder)),
             chunked_prefill=config.enable_chunked_prefill,
             max_tokens_beside_decodes=beside_decodes,
+            stream=stream if stream is not None and stream.sink_tokens else None,
         )
 
 

@@ -5,6 +5,7 @@ import math
 
 from compiled_llm.models.encoding import Quantization
 from compiled_llm.models.rope_config import Rope
+from compiled_llm.streaming import Stream
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,6 +33,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     dtype: str
     eos_token_ids: tuple[int, ...]
+    stream: Stream | None = dataclasses.field(default=None, kw_only=True)  # the engine's, not config.json's
     quantization: Quantization | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ class BlockTable(NamedTuple):
 
     slot_mapping: Tensor  # [T] where a token's key and value go: block * block_size + offset
     block_table: Tensor  # [R, M]
+    seq_lens: Tensor | None = None  # [R] keys of each request in these caches; None: all of them
 
 
 class StepInput(NamedTuple):

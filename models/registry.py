@@ -1,11 +1,14 @@
 """The families there are. Their files are imported when asked for."""
 
+import dataclasses
 import importlib
 from typing import Any
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.fallback.config import TransformersConfig
-from compiled_llm.models.family import Family
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.streaming import Stream
 
 # Architecture, as it is in config.json -> the file of its family, and what it is to a user.
 # This is the allow-list: besides these, only classes that transformers itself ships are run (models/fallback).
@@ -45,6 +48,41 @@ WRAPPERS = {
 SUPPORTED = "Supported are {}; docs/models.md lists them".format(
     ", ".join(f"{models} ({architecture})" for architecture, (_, models) in ARCHITECTURES.items())
 )
+
+
+def with_stream(config: ModelConfig, stream: Stream | None) -> ModelConfig:
+    """``config`` for an engine whose requests see what ``stream`` says.
+
+    Raises:
+        ValueError: tokens of this model depend on their position itself, not on their distance from others.
+    """
+    if stream is None:
+        return config
+    if isinstance(config, TransformersConfig):
+        raise ValueError(
+            f"sliding_window must be None for {config.architecture}, which runs through transformers' modelling code, "
+            f"given {stream.window}"
+        )
+    if not config.ropes or any(rope.query_beta for rope in config.ropes):
+        what = "queries scaled by their position" if config.ropes else "an embedding for each position"
+        raise ValueError(
+            f"sliding_window must be None for {config.architecture}, which has {what}: it needs rotary embeddings "
+            f"alone, given {stream.window}"
+        )
+    ropes = tuple(dataclasses.replace(rope, precise=True) for rope in config.ropes)
+    return dataclasses.replace(config, stream=stream, ropes=ropes)
+
+
+def layers_of(config: ModelConfig) -> Layers:
+    """Each layer's attention, as the family has it, or as the engine's ``config.stream`` bounds it."""
+    layers, stream = family_of(config).layers(config), config.stream
+    if stream is None:
+        return layers
+
+    def bounded(spec: AttentionSpec) -> AttentionSpec:
+        return dataclasses.replace(spec, window=stream.window, sink_tokens=stream.sink_tokens)
+
+    return tuple(spec if 0 < spec.window < stream.window else bounded(spec) for spec in layers)
 
 
 def family(architecture: str) -> Family[Any, Any]:

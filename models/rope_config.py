@@ -84,6 +84,8 @@ class Rope:
         partial: the share of a head's elements that are turned, the first ones.
         interleaved: each of them is paired with its neighbour, not with the one that is half of them away.
         attention_factor: of cosines and sines, so of queries and keys.
+        precise: angles are computed in float64, for positions far beyond those that models are trained with; else in
+            float32, as transformers does.
         query_beta: a query at position p is multiplied by ``1 + query_beta * log(1 + floor(p / original length))``.
     """
 
@@ -92,6 +94,7 @@ class Rope:
     partial: float = 1.0
     interleaved: bool = False
     attention_factor: float = 1.0
+    precise: bool = False
     query_beta: float = 0.0
 
     def rotary_dim(self, head_dim: int) -> int:

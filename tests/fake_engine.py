@@ -164,6 +164,14 @@ class Context:
         return context % VOCABULARY
 
 
+def contexts_of(tokens: list[int]) -> list[int]:
+    """The context at each of the first tokens of a text."""
+    contexts: list[int] = []
+    for token_id in tokens:
+        contexts.append(Context.after(contexts[-1] if contexts else 0, token_id))
+    return contexts
+
+
 def expected_tokens(prompt: list[int], count: int) -> list[int]:
     """What the fake model generates after ``prompt``."""
     context = 0
@@ -179,8 +187,9 @@ def expected_tokens(prompt: list[int], count: int) -> list[int]:
 class FakeWindow:
     """What layers with a window of ``window`` keys keep: the context of each slot of a place."""
 
-    def __init__(self, window: int, block_size: int) -> None:
-        self.window, self.size = window, block_size
+    def __init__(self, pool: WindowPool) -> None:
+        self.window, self.size, self.stream = pool.window, pool.block_size, pool.stream
+        self.num_dropped: dict[str, int] = {}  # by request: where its sink tokens stand
         self.slots: dict[tuple[int, int], int] = {}
         self.host: dict[int, dict[int, int]] = {}
         self.tables: dict[str, dict[int, int]] = {}  # index -> place, as the last update has it
@@ -207,6 +216,7 @@ class FakeWindow:
             del self.tables[request_id]
         for request_id, *_ in output.admissions:
             self.tables[request_id] = {}
+            self.num_dropped[request_id] = 0
         for request_id, start, places in told.table_updates:
             assert SINK_BLOCK not in places
             self.tables[request_id] |= dict(enumerate(places, start))
@@ -219,8 +229,20 @@ class FakeWindow:
             self.written[-1].add(slot)
             self.slots[slot] = contexts[position]
 
+    def compute_sinks(self, request_id: str, tokens: list[int], num_dropped: int) -> None:
+        assert self.stream is not None
+        assert len(tokens) == self.stream.sink_tokens
+        self.num_dropped[request_id] = num_dropped
+        self.write(request_id, 0, contexts_of(tokens))
+
     def check(self, request_id: str, start: int, contexts: list[int]) -> None:
-        for position in range(max(0, start - self.window + 1), len(contexts)):
+        seen = range(max(0, start - self.window + 1), len(contexts))
+        if self.stream is not None:
+            sinks, dropped = self.stream.sink_tokens, self.stream.num_dropped(start)
+            assert self.num_dropped[request_id] == dropped == self.stream.num_dropped(len(contexts) - 1)
+            seen = [p for p in range(len(contexts)) if not sinks <= p < sinks + dropped]
+            assert len(seen) <= self.stream.capacity
+        for position in seen:
             assert self.slots.get(self._slot(request_id, position)) == contexts[position], "a foreign key is seen"
 
     def forget(self) -> None:
@@ -241,9 +263,9 @@ class FakeWindow:
 class FakeRunner:
     """Keeps the context of every KV slot, as the real cache keeps keys, and checks all that a step reads and writes."""
 
-    def __init__(self, limits: EngineLimits, windows: Sequence[int] = ()) -> None:
+    def __init__(self, limits: EngineLimits, windows: Sequence[WindowPool] = ()) -> None:
         self.limits = limits
-        self.windows = [FakeWindow(window, limits.block_size) for window in windows]
+        self.windows = [FakeWindow(window) for window in windows]
         self.slots: dict[tuple[int, int], int] = {}
         self.host: dict[int, dict[int, int]] = {}
         self.tables: dict[str, list[int]] = {}
@@ -279,6 +301,10 @@ class FakeRunner:
             taken += count
             if output.feedback[index] >= 0:
                 tokens[-1] = self.sampled[output.feedback[index]]
+            if index in dict(output.moved_sinks):
+                for window in self.windows:
+                    window.compute_sinks(request_id, tokens, dict(output.moved_sinks)[index])
+                continue
             step.append((request_id, start, tokens))
             for position in range(start, start + count):
                 slot = (self.tables[request_id][position // size], position % size)
@@ -295,7 +321,13 @@ class FakeRunner:
                 window.write(request_id, start, contexts[request_id])
         sampled: list[int] = []
         found: list[int] = []
-        for request_id, start, tokens in step:
+        rows_of = {request_id: (start, tokens) for request_id, start, tokens in step}
+        for request_id in output.request_ids:
+            if request_id not in rows_of:  # sink tokens
+                sampled.append(0)
+                found.append(-1)
+                continue
+            start, tokens = rows_of[request_id]
             end = start + len(tokens)
             for position in range(end):
                 slot = (self.tables[request_id][position // size], position % size)
@@ -379,7 +411,7 @@ class FakeEngine:
 
     def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
         self.scheduler = scheduler
-        self.runner = FakeRunner(scheduler.limits, [window.window for window in scheduler.pool.windows])
+        self.runner = FakeRunner(scheduler.limits, scheduler.pool.windows)
         self.outputs: list[SchedulerOutput] = []  # of all steps
         self._launched: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._most_launched = 2 if overlap else 1

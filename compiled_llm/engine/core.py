@@ -196,7 +196,7 @@ class EngineCore:
 
     def _with_masks_and_targets(self, output: SchedulerOutput) -> SchedulerOutput:
         """A scheduled step with what the scheduler does not know of: masks, and prompt tokens to give scores of."""
-        masks, targets = [], []
+        masks, targets, moved_sinks = [], [], dict(output.moved_sinks)
         for index, request_id in enumerate(output.request_ids):
             entry, completion = self._completions.get(request_id, (None, None))
             if entry is None or completion is None:  # a beam
@@ -205,6 +205,8 @@ class EngineCore:
                 words = self._mask_words(completion)
                 if words is not None:
                     masks.append((index, words))
+            if index in moved_sinks:
+                continue  # the targets after these tokens were there before
             if entry.prompt_logprobs is not None and completion is entry.completions[0]:
                 start, count = output.num_computed_tokens[index], output.num_scheduled_tokens[index]
                 place, wanted = entry.wanted_prompt_targets(start, count)

@@ -14,6 +14,7 @@ from compiled_llm.engine.interrupts import Interrupts
 from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer, model_config
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.error_texts import shown
+from compiled_llm.models.registry import with_stream
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
@@ -44,7 +45,12 @@ class StepEngine:
         num_draft_tokens = draft_length(drafter)
         started, progress = time.perf_counter(), StartProgress(config.progress)
         directory = checkpoint_directory(config)
-        self.model_config = model_config(directory, config.model_impl, config.dtype)
+        self.model_config = with_stream(model_config(directory, config.model_impl, config.dtype), config.stream)
+        if num_draft_tokens and config.attention_sink_tokens:
+            raise ValueError(
+                f"attention_sink_tokens must be 0 with a drafter (tokens leave the cache before it is known whether "
+                f"drafts are right), given {config.attention_sink_tokens}"
+            )
         self.tokenizer = load_tokenizer(config, directory)
         if self.tokenizer is None:
             progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")

@@ -20,7 +20,7 @@ import torch
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind
-from compiled_llm.models.registry import family_of
+from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.models.weights import bytes_to_read, experts, linear_layers
 
 
@@ -85,7 +85,7 @@ def work_in_window(window: int, requests: Iterable[tuple[int, int]]) -> tuple[in
 
 def windows_of(config: ModelConfig) -> tuple[int, ...]:
     """The sliding windows of a model's layers, each once."""
-    return tuple(sorted({layer.window for layer in family_of(config).layers(config)} - {0}))
+    return tuple(sorted({layer.window for layer in layers_of(config)} - {0}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ModelWork:
         """Of a model in ``dtype`` with linears of ``kind``; ``kv_bytes_per_token``: of each layer's cache."""
         model, windows = family_of(config), windows_of(config)
         per_key = dict.fromkeys((0, *windows), (0, 0))
-        for layer, own in zip(model.layers(config), kv_bytes_per_token, strict=True):
+        for layer, own in zip(layers_of(config), kv_bytes_per_token, strict=True):
             key_bytes = own if layer.shares_cache_of is None else kv_bytes_per_token[layer.shares_cache_of]
             num_bytes, flops = per_key[layer.window]
             per_key[layer.window] = num_bytes + key_bytes, flops + 4 * layer.num_heads * layer.head_dim

@@ -40,9 +40,17 @@ def check_step(scheduler: Scheduler, output: SchedulerOutput) -> None:
     counts, num_tokens = output.num_scheduled_tokens, 0
     assert len(output.request_ids) == len(set(output.request_ids)) <= limits.max_num_seqs
     assert sum(counts) == output.num_tokens <= limits.max_num_batched_tokens
-    written = set()
+    written, moved_sinks = set(), dict(output.moved_sinks)
     for index, (request_id, count) in enumerate(zip(output.request_ids, counts, strict=True)):
         request, start = running[request_id], output.num_computed_tokens[index]
+        if index in moved_sinks:
+            assert moved_sinks[index] == request.num_dropped_tokens
+            assert (start, output.num_samples[index], request.num_in_flight) == (0, 0, 0)
+            num_tokens += count
+            continue
+        stream = scheduler.limits.stream
+        if stream is not None:
+            assert stream.num_dropped(start) == stream.num_dropped(start + count - 1) == request.num_dropped_tokens
         assert 0 < count == request.num_computed_tokens - start
         num_tokens += count
         drafts = request.draft_token_ids
@@ -67,7 +75,7 @@ def _check_places(scheduler: Scheduler, holders: list[Request]) -> None:
             held = request.held[number]
             assert 0 <= held.first <= held.end <= len(request.block_ids)
             assert held.sent <= held.end
-            users.update(request.block_ids[held.first : held.end])
+            users.update(forks.places.held_blocks(window, request, held))
         window.check_invariants(users, can_be_found)
 
 

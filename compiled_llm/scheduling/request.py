@@ -40,6 +40,7 @@ class Request:
         block_digests: of its full blocks, as far as they were needed; see ``block_pool.block_digest``.
         num_published_blocks: how many of its blocks can be found by others.
         held: for each window of the pool, the blocks whose places it needs there; empty while it has no blocks.
+        num_dropped_tokens: of a stream: how many tokens had left the cache when its sink tokens were computed last.
         forked_index: index of the block, not full, that it shares with others since a fork; -1: there is none.
         last_row: its first logits row in the last step that ran it: the token in flight is sampled there.
         takes_drafts: whether a drafter may guess its tokens.
@@ -74,6 +75,7 @@ class Request:
     block_digests: list[bytes] = dataclasses.field(default_factory=list)
     num_published_blocks: int = 0
     held: list[Held] = dataclasses.field(default_factory=list)
+    num_dropped_tokens: int = 0
     forked_index: int = -1
     last_row: int = -1
     takes_drafts: bool = False

@@ -54,6 +54,7 @@ class SchedulerOutput(NamedTuple):
         swapped_out, swapped_in: (device block, host block) pairs to copy before the step, in this order.
         copies: (block, block to copy it to) before the step and after the swaps, in any order.
         windows: for each window of the pool.
+        moved_sinks: (i, distance): request i computes its sink tokens again, as that many positions later.
         resets: whether the worker is to forget all requests before this step.
         masks: (i, words): the tokens that request i may have next: bit v % 32 of int32 word v // 32 for token v. The
             engine adds these, and the next.
@@ -74,6 +75,7 @@ class SchedulerOutput(NamedTuple):
     swapped_in: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     windows: tuple[WindowOutput, ...] = ()
+    moved_sinks: tuple[tuple[int, int], ...] = ()
     resets: bool = False
     masks: tuple[tuple[int, "np.ndarray"], ...] = ()
     prompt_targets: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
@@ -131,6 +133,7 @@ class SchedulerOutputBuilder:
         self.swapped_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.windows = [WindowOutputBuilder() for _ in range(num_windows)]
+        self.moved_sinks: list[tuple[int, int]] = []
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
         """The step as it is to be run; what is appended afterwards does not change it."""
@@ -148,5 +151,6 @@ class SchedulerOutputBuilder:
             tuple(self.swapped_in),
             tuple(self.copies),
             tuple(window.build() for window in self.windows),
+            tuple(self.moved_sinks),
             resets,
         )

@@ -40,6 +40,7 @@ class StepPlanner:
         self.policy, self.target_itl_ms, self.drafter = policy, target_itl_ms, drafter
         self.running, self.waiting = running_set.running, running_set.waiting
         self.prefix_cache = running_set.prefix_cache
+        self.places = running_set.places
         self._num_drafts = 0  # of the step that is being planned
 
     def plan(self, output: SchedulerOutputBuilder) -> list[Request]:
@@ -70,7 +71,8 @@ class StepPlanner:
         while index < len(running):
             request = running[index]
             computed = request.num_computed_tokens
-            if request.num_tokens - computed > 1 or (not request.generates and request.num_tokens > computed):
+            waits = self.places.stream is not None and self.places.has_old_sinks(request)
+            if request.num_tokens - computed > 1 or waits or (not request.generates and request.num_tokens > computed):
                 lacking.append(request)
                 index += 1
                 continue
@@ -172,7 +174,7 @@ class StepPlanner:
                 request = waiting
             else:
                 break
-            count = request.num_tokens - request.num_computed_tokens
+            count = self.running_set.num_lacking(request)
             if count <= limit:
                 self._schedule(request, count, output, requests)
                 left -= count
@@ -180,13 +182,18 @@ class StepPlanner:
             elif partial is None and self.limits.chunked_prefill:
                 partial, limit = request, left // 2
         if partial is not None:
-            count = min(left, partial.num_tokens - partial.num_computed_tokens)
+            count = min(left, self.running_set.num_lacking(partial))
             self._schedule(partial, count, output, requests)
 
     def _schedule(self, request: Request, count: int, output: SchedulerOutputBuilder, requests: list[Request]) -> None:
         """Let the step compute ``count`` tokens of a running request, which has blocks for them."""
         assert count > 0
         start = request.num_computed_tokens
+        if self.places.has_old_sinks(request):
+            self._schedule_sinks(request, count, output, requests)
+            return
+        if self.places.stream is not None:
+            count = min(count, self.places.stream.num_until_drop(start))
         if request.forked_index >= 0 and not self.running_set.make_writable(request, start, output):
             return
         assert request.num_in_flight == 0, "more than one token is lacking, and one of them is not known"
@@ -208,6 +215,25 @@ class StepPlanner:
         request.num_in_flight += samples
         requests.append(request)
         self.running_set.wait_again(self.prefix_cache.take_waiting(request, start))
+
+    def _schedule_sinks(
+        self, request: Request, most: int, output: SchedulerOutputBuilder, requests: list[Request]
+    ) -> None:
+        """Let the step compute the sink tokens of a stream again, if ``most`` tokens are enough for them."""
+        stream = self.places.stream
+        assert stream is not None
+        if most < stream.sink_tokens or request.num_in_flight:
+            return
+        self.running_set.send_blocks(request, output)
+        request.num_dropped_tokens = stream.num_dropped(request.num_computed_tokens)
+        output.moved_sinks.append((len(requests), request.num_dropped_tokens))
+        output.token_ids.extend(request.tokens(0, stream.sink_tokens))
+        output.feedback.append(-1)
+        output.request_ids.append(request.request_id)
+        output.num_computed_tokens.append(0)
+        output.num_scheduled_tokens.append(stream.sink_tokens)
+        output.num_samples.append(0)
+        requests.append(request)
 
     def budget(self, num_decodes: int) -> int:
         """Most tokens of this step."""

@@ -21,6 +21,7 @@ class WindowPlaces:
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool, self.windows = pool, pool.windows
+        self.stream = next((window.stream for window in pool.windows if window.stream is not None), None)
 
     def longest_hit(self, blocks: Sequence[int]) -> int:
         """How many of a request's first ``blocks``, which are full, all windows let it use."""
@@ -65,6 +66,13 @@ class WindowPlaces:
             room.append(window.num_free + len(freed) - len(freed.intersection(shared)))
         return room
 
+    # -- Streams
+
+    def has_old_sinks(self, request: Request) -> bool:
+        """Whether the sink tokens of ``request`` have to be computed again before its next token is."""
+        stream = self.stream
+        return stream is not None and stream.num_dropped(request.num_computed_tokens) > request.num_dropped_tokens
+
     # -- A request's places
 
     def enter(self, request: Request, num_shared: int) -> None:
@@ -88,7 +96,7 @@ class WindowPlaces:
         """Drop the places that neither a query at ``start`` nor a later one sees."""
         for window, held in zip(self.windows, request.held, strict=True):
             first = window.first_seen(start)
-            for block in request.block_ids[held.first : first]:
+            for block in request.block_ids[max(held.first, window.num_sink_blocks) : first]:
                 window.drop(block, self._can_be_found(block))
             held.first = max(held.first, first)
 
@@ -115,15 +123,22 @@ class WindowPlaces:
     def release(self, request: Request) -> None:
         """A request is about to lose its blocks."""
         for window, held in zip(self.windows, request.held, strict=False):
-            for block in reversed(request.block_ids[held.first : held.end]):
+            for block in reversed(self.held_blocks(window, request, held)):
                 window.drop(block, self._can_be_found(block))
-        request.held = []
+        request.held, request.num_dropped_tokens = [], 0
+
+    def held_blocks(self, window: WindowPool, request: Request, held: Held) -> list[int]:
+        """The blocks whose places a request needs."""
+        sinks = min(window.num_sink_blocks, held.first)
+        return request.block_ids[:sinks] + request.block_ids[held.first : held.end]
 
     # -- Forks
 
     def fork(self, parent: Request, child: Request, count: int) -> bool:
         """``child`` gets the places of the first ``count`` tokens of ``parent``. False: it has dropped some."""
         num_blocks = -(-count // self.windows[0].block_size) if self.windows else 0
+        if self.stream is not None:  # the keys of its sink tokens move with it
+            return False
         held = [Held(window.first_seen(count), num_blocks) for window in self.windows]
         if any(own.first < there.first for own, there in zip(held, parent.held, strict=True)):
             return False

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from compiled_llm.streaming import Stream
+
 if TYPE_CHECKING:
     from compiled_llm.config import EngineLimits
 
@@ -23,6 +25,8 @@ Copies = list[tuple[int, int]]
 class Held:
     """The blocks of a table, by their indices ``first..end - 1``, of which a request needs the places.
 
+    It needs those of its sink tokens besides.
+
     Attributes:
         sent: how many entries of the worker's table are up to date, those before ``first`` among them.
     """
@@ -32,16 +36,26 @@ class Held:
     sent: int = 0
 
 
+def stream_of(window: int, limits: "EngineLimits") -> Stream | None:
+    """The stream whose window this is; None: it is one of the model's own."""
+    stream = limits.stream
+    return stream if stream is not None and stream.sink_tokens and stream.window == window else None
+
+
 def most_places(window: int, limits: "EngineLimits") -> int:
     """Most places that one request ever needs for a window: in the largest step, those its first query sees, too."""
-    size = limits.block_size
+    size, stream = limits.block_size, stream_of(window, limits)
+    if stream is not None:  # and one for a token before which others leave
+        return stream.capacity // size + 1
     return min((window - 1 + limits.max_num_batched_tokens) // size + 2, limits.blocks_per_request)
 
 
 def useful_places(window: int, limits: "EngineLimits") -> int:
     """Places for as many requests as may run, so that more would only keep prefixes."""
     # All but one of them decode: a largest step is shared by all.
-    decoding = min((window - 1) // limits.block_size + 3, limits.blocks_per_request)
+    stream = stream_of(window, limits)
+    seen = window if stream is None else stream.capacity
+    decoding = min((seen - 1) // limits.block_size + 3, limits.blocks_per_request)
     return limits.max_num_seqs * decoding + most_places(window, limits)
 
 
@@ -52,6 +66,8 @@ class WindowPool:
 
     Attributes:
         window: keys that a query sees, itself included.
+        stream: where these come after sink tokens; None elsewhere.
+        num_sink_blocks: the first blocks of a request, which keep their places.
         swapped_out: (place, host block) pairs that the next step copies.
         num_evictions: cached places that were given to another block.
     """
@@ -59,6 +75,8 @@ class WindowPool:
     def __init__(self, window: int, num_places: int, limits: "EngineLimits") -> None:
         self.window, self.num_places, self.block_size = window, num_places, limits.block_size
         self.most_places = most_places(window, limits)
+        self.stream = stream_of(window, limits)
+        self.num_sink_blocks = 0 if self.stream is None else self.stream.sink_tokens // limits.block_size
         self.swapped_out: Copies = []
         self.num_evictions = 0
         self._empty = list(range(num_places, 0, -1))
@@ -75,7 +93,10 @@ class WindowPool:
         return self.num_places - self.num_free
 
     def first_seen(self, position: int) -> int:
-        """Index in a table of the first block that a query at ``position`` sees."""
+        """Index in a table of the first block that a query at ``position`` sees, but for sink tokens."""
+        if self.stream is not None:
+            dropped = self.stream.num_dropped(position) // self.block_size
+            return dropped and self.num_sink_blocks + dropped
         return max(0, position - self.window + 1) // self.block_size
 
     def place(self, block: int) -> int:

@@ -11,7 +11,7 @@ from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, LayerCache
 from compiled_llm.models.layers.attention import windows_kept_apart
-from compiled_llm.models.registry import family_of
+from compiled_llm.models.registry import layers_of
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
 
@@ -63,13 +63,13 @@ def num_tensors(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int
 
 def short_windows(model_config: ModelConfig, max_model_len: int) -> tuple[int, ...]:
     """The windows of layers whose caches are smaller than the others'."""
-    return windows_kept_apart(family_of(model_config).layers(model_config), max_model_len)
+    return windows_kept_apart(layers_of(model_config), max_model_len)
 
 
 def split_by_window(model_config: ModelConfig, windows: Sequence[int], by_layer: Sequence[T]) -> list[list[T]]:
     """``by_layer`` in parts: of layers without any of ``windows``, of those with each. Shared caches are left out."""
     parts: list[list[T]] = [[] for _ in range(1 + len(windows))]
-    for spec, one in zip(family_of(model_config).layers(model_config), by_layer, strict=True):
+    for spec, one in zip(layers_of(model_config), by_layer, strict=True):
         if spec.shares_cache_of is None:
             parts[1 + windows.index(spec.window) if spec.window in windows else 0].append(one)
     return parts
@@ -102,7 +102,7 @@ def allocate(
         return tensor
 
     caches: list[LayerCache] = []
-    specs = family_of(model_config).layers(model_config)
+    specs = layers_of(model_config)
     for spec, dtype in zip(specs, dtypes, strict=True):
         held = spec.cache_tensors(places.get(spec.window, num_blocks), block_size, dtype)
         own = {name: zeros(*one, sizes.get(spec.window, _NUM_BLOCKS)) for name, one in held.items()}
@@ -114,7 +114,7 @@ def _tensors(
     model_config: ModelConfig, dtypes: Sequence[torch.dtype], num_blocks: int, block_size: int
 ) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """For each layer, shape and dtype of its cache's tensors by their names; ``dtypes`` has one for each layer."""
-    specs = family_of(model_config).layers(model_config)
+    specs = layers_of(model_config)
     return [spec.cache_tensors(num_blocks, block_size, dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import with_window_tables
-from compiled_llm.models.registry import family_of
+from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops import greedy_tokens
 from compiled_llm.step.logits import LogitsInput, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
@@ -40,7 +40,7 @@ def step_function(
     """
     model = family_of(model_config)
     forward, head = model.forward, model.head
-    layers = with_window_tables(model.layers(model_config), windows)
+    layers = with_window_tables(layers_of(model_config), windows)
     layers = tuple(dataclasses.replace(spec, exact=exact) for spec in layers)
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:

@@ -71,7 +71,7 @@ class CompiledSteps:
         self._windows = tuple(size.window for size in pool_sizes.windows)
         self.used_experts = used_experts(weights)
         self.buckets = buckets_of(limits)
-        self.buffers = {bucket: StepBuffers(bucket, limits, device, len(self._windows)) for bucket in self.buckets}
+        self.buffers = {bucket: StepBuffers(bucket, limits, device, self._windows) for bucket in self.buckets}
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)

@@ -4,6 +4,7 @@ What stays the same while a request runs (its row of the block table, its sampli
 and is written once. What changes with each step is written into a bucket's ``StepBuffers``.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.window_pool import stream_of
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
@@ -69,10 +71,12 @@ class StepBuffers:
             where ``input_ids`` has it.
     """
 
-    def __init__(self, bucket: Bucket, limits: EngineLimits, device: torch.device, num_windows: int = 0) -> None:
+    def __init__(self, bucket: Bucket, limits: EngineLimits, device: torch.device, windows: Sequence[int] = ()) -> None:
         self.bucket = bucket
         self.block_size = limits.block_size
-        self._window_fields = [(f"slot_mapping {n}", f"block_table {n}") for n in range(num_windows)]
+        self._window_fields = [(f"slot_mapping {n}", f"block_table {n}") for n in range(len(windows))]
+        # Of the one whose requests keep their first tokens besides.
+        self._stream_fields = [(f"seq_lens {n}", stream_of(window, limits)) for n, window in enumerate(windows)]
         tokens, requests, rows = bucket.num_tokens, bucket.num_requests, bucket.num_rows
         fields: Fields = {
             "input_ids": ((tokens,), torch.int32),
@@ -85,6 +89,7 @@ class StepBuffers:
             **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
             "block_table": ((requests, limits.blocks_per_request), torch.int32),
             **{name: ((requests, limits.blocks_per_request), torch.int32) for _, name in self._window_fields},
+            **{name: ((requests,), torch.int32) for name, stream in self._stream_fields if stream},
             "position": ((rows,), torch.int32),
             **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
         }
@@ -100,11 +105,15 @@ class StepBuffers:
         )
         for slots, table in self._window_fields:
             of_tokens[slots], others[table] = sizes.tokens, sizes.requests
+        others |= dict.fromkeys((name for name, _ in self._stream_fields), sizes.requests)
         for name, view in views.items():
             mark_first_size(view, (others | of_tokens).get(name, sizes.rows))
         self.step_input = StepInput(
             **{name: views[name] for name in StepInput._fields if name != "windows"},
-            windows=tuple(BlockTable(views[slots], views[table]) for slots, table in self._window_fields),
+            windows=tuple(
+                BlockTable(views[slots], views[table], views.get(seq_lens))
+                for (slots, table), (seq_lens, _) in zip(self._window_fields, self._stream_fields, strict=True)
+            ),
         )
         self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         self.feedback = views["feedback"]
@@ -149,10 +158,13 @@ class StepBuffers:
             owners = np.repeat(np.arange(n), counts)
         blocks, offsets = np.divmod(positions, self.block_size)
         fields["positions"][:total] = positions
+        for place, distance in output.moved_sinks:
+            fields["positions"][ends[place] - counts[place] : ends[place]] += distance
         fields["slot_mapping"][:total] = block_table[owners, blocks] * self.block_size + offsets
         for (slots, name), known in zip(self._window_fields, store.window_tables, strict=True):
             fields[name][:n, :width] = table = known[rows, :width]
             fields[slots][:total] = table[owners, blocks] * self.block_size + offsets
+        self._fill_streams(fields, store, rows, starts, seq_lens)
 
         indices, next_positions, row_owners = ends - 1, seq_lens, rows
         if self.bucket.query_len > 1:
@@ -168,6 +180,24 @@ class StepBuffers:
         self._buffers.copy()
         return num_rows
 
+    def _fill_streams(
+        self, fields: Arrays, store: RequestRows, rows: np.ndarray, starts: np.ndarray, seq_lens: np.ndarray
+    ) -> None:
+        """Of a table, leave out the blocks between sink tokens and window: a request seems to be that much shorter."""
+        for (_, table), (name, stream), known in zip(
+            self._window_fields, self._stream_fields, store.window_tables, strict=True
+        ):
+            if stream is not None:
+                dropped = np.array([stream.num_dropped(start) for start in starts.tolist()], dtype=np.int32)
+                fields[name][: len(rows)] = kept = seq_lens - dropped
+                width = -(-int(kept.max()) // self.block_size)
+                columns = np.arange(width)
+                later = columns >= stream.sink_tokens // self.block_size
+                columns = columns + later * (dropped // self.block_size)[:, None]
+                # Columns past a request's blocks are never read.
+                columns = np.minimum(columns, known.shape[1] - 1)
+                fields[table][: len(rows), :width] = known[rows[:, None], columns]
+
     def _pad(self, fields: Arrays, num_tokens: int, num_requests: int, num_rows: int) -> None:
         """Make everything after the step's tokens, requests and logits rows padding."""
         fields["input_ids"][num_tokens:] = 0
@@ -178,7 +208,8 @@ class StepBuffers:
         for name in ("slot_mapping", *(slots for slots, _ in self._window_fields)):
             fields[name][num_tokens:] = SINK_BLOCK * self.block_size + padding % self.block_size
         fields["query_start_loc"][num_requests + 1 :] = num_tokens
-        fields["seq_lens"][num_requests:] = 0
+        for name in ("seq_lens", *(name for name, stream in self._stream_fields if stream)):
+            fields[name][num_requests:] = 0
         fields["logits_indices"][num_rows:] = 0
         for field in SAMPLING:
             fields[field.name][num_rows:] = field.padding

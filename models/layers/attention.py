@@ -23,6 +23,7 @@ class AttentionSpec:
         head_dim: H.
         scale: of the scores.
         window: keys that a query sees, itself included; 0: all before it.
+        sink_tokens: of a stream: its first tokens, which a query sees besides its window; the table has no others.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay as they are.
         shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own. The
             op writes before it reads, so such a layer gives it the step's keys and values of that earlier one.
@@ -37,6 +38,7 @@ class AttentionSpec:
     head_dim: int
     scale: float
     window: int = 0
+    sink_tokens: int = 0
     soft_cap: float = 0.0
     shares_cache_of: int | None = None
     rotary: bool = True
@@ -147,11 +149,11 @@ def attend(
         table.slot_mapping,
         table.block_table,
         step.query_start_loc,
-        step.seq_lens,
+        step.seq_lens if table.seq_lens is None else table.seq_lens,
         sinks=sinks,
         sm_scale=spec.scale,
         max_query_len=max_query_len,
-        window=spec.window,
+        window=0 if spec.sink_tokens else spec.window,
         soft_cap=spec.soft_cap,
         exact=spec.exact,
     )

@@ -96,10 +96,11 @@ def rope_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> 
     if device.type == "meta":
         return torch.empty(length, head_dim, device=device)
     _warn_of_long_factors(rope, length)
-    positions = torch.arange(length, dtype=torch.float32)
-    table = torch.empty(length, head_dim)
+    dtype = torch.float64 if rope.precise else torch.float32
+    positions = torch.arange(length, dtype=dtype)
+    table = torch.empty(length, head_dim, dtype=dtype)
     cosines, sines = table.chunk(2, dim=-1)
-    frequencies = inverse_frequencies(rope, head_dim, length)
+    frequencies = inverse_frequencies(rope, head_dim, length).to(dtype)
     still = frequencies.new_zeros(head_dim // 2 - len(frequencies))  # of pairs that are not turned
     torch.mul(positions[:, None], torch.cat([frequencies, still]), out=sines)  # a long table takes memory once
     torch.cos(sines, out=cosines)
@@ -107,7 +108,7 @@ def rope_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> 
     if rope.attention_factor != 1:
         for half in (cosines, sines):
             half[:, : len(frequencies)] *= rope.attention_factor
-    return table.to(device)
+    return table.float().to(device)
 
 
 def _warn_of_long_factors(rope: Rope, length: int) -> None:

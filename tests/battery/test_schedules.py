@@ -17,6 +17,7 @@ from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.streaming import Stream
 from tests.fake_engine import (
     VOCABULARY,
     FakeDrafter,
@@ -44,10 +45,17 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False) -> Scheduler:
     if not chunked_prefill:
         batched = max(batched, MAX_LEN)
     buckets = tuple(sorted({size for size in (4, 8, 16) if size < batched} | {batched}))
+    num_blocks = int(-(-MAX_LEN // block_size) * rng.choice([1, 1.5, 2, 3, 4]))
+    prefix_caching, num_swap_blocks, windows = rng.random() < 0.7, rng.choice([0, 4, 200]), random_windows(rng)
+    stream = random_stream(rng, block_size) if chunked_prefill and not drafts and rng.random() < 0.2 else None
+    if stream is not None:
+        prefix_caching, num_swap_blocks, windows = False, 0, [(stream.window, rng.choice([None, 0]))]
+        batched = max(batched, stream.sink_tokens)
+        buckets = (*buckets[:-1], batched)
     return make_scheduler(
-        num_blocks=int(-(-MAX_LEN // block_size) * rng.choice([1, 1.5, 2, 3, 4])),
-        prefix_caching=rng.random() < 0.7,
-        num_swap_blocks=rng.choice([0, 4, 200]),
+        num_blocks=num_blocks,
+        prefix_caching=prefix_caching,
+        num_swap_blocks=num_swap_blocks,
         arguments={
             "policy": rng.choice(["fcfs", "priority"]),
             "preemption_mode": rng.choice(["auto", "recompute", "swap"]),
@@ -55,7 +63,8 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False) -> Scheduler:
             "costs": StepCosts({size: rng.random() for size in buckets}, rng.choice([0.0, 1e-9, 0.01, 1.0])),
         },
         drafter=random_drafter(rng) if drafts and rng.random() < 0.5 else None,
-        windows=random_windows(rng),
+        windows=windows,
+        stream=stream,
         max_model_len=MAX_LEN,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
@@ -69,6 +78,10 @@ def random_windows(rng: random.Random) -> list[tuple[int, int | None]]:
     """None, one or two, with as many places as an engine has, or as few as one request may need."""
     sizes = rng.choice([[], [rng.randint(1, 20)], [2, rng.randint(3, 12)]])
     return [(size, rng.choice([None, 0])) for size in sizes]
+
+
+def random_stream(rng: random.Random, block_size: int) -> Stream:
+    return Stream(block_size, block_size * rng.randint(1, 3), block_size)
 
 
 def random_drafter(rng: random.Random) -> FakeDrafter:

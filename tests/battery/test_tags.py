@@ -129,7 +129,10 @@ class TagRunner:
         windows = scheduler.pool.windows
         self.rows = RequestRows(self.limits, VOCABULARY, num_windows=len(windows))
         self.buckets = buckets_of(self.limits)
-        self.buffers = {bucket: StepBuffers(bucket, self.limits, cpu, len(windows)) for bucket in self.buckets}
+        self.buffers = {
+            bucket: StepBuffers(bucket, self.limits, cpu, [window.window for window in windows])
+            for bucket in self.buckets
+        }
         layers = [self._cache(scheduler.pool.num_blocks) for _ in range(NUM_LAYERS)]
         layers[-1] = layers[-1]._replace(k_scale=torch.full(layers[-1].k.shape[:-1], float(POISON)))
         of_windows = [self._cache(window.num_places) for window in windows]

@@ -266,7 +266,7 @@ def test_inputs_stay_at_their_addresses_aligned(bucket: Bucket, store: RequestRo
 def test_layers_with_a_window_have_tables_of_their_own() -> None:
     """A request of 9 tokens, of whose blocks the window's layers have the last two, at other places."""
     store = RequestRows(LIMITS, 100, num_windows=1)
-    buffers = StepBuffers(Bucket("tokens", 8, 3), LIMITS, CPU, num_windows=1)
+    buffers = StepBuffers(Bucket("tokens", 8, 3), LIMITS, CPU, windows=[6])
     step = step_of(Item("a", [1], 8, [4, 5, 6], SamplingParams()))
     step = step._replace(windows=(WindowOutput(table_updates=(("a", 1, (2, 1)),)),))
     assert buffers.fill(step, store.update(step), store) == 1
