@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from compiled_llm.config import check_fields, integer, number
+from compiled_llm.argument_checks import check_fields, integer, number
 from compiled_llm.error_texts import shown
 from compiled_llm.names import SAMPLING_PARAMETERS, refuse_unknown_names
 from compiled_llm.structured_outputs import StructuredOutputsParams

@@ -63,10 +63,14 @@ def with_stream(config: ModelConfig, stream: Stream | None) -> ModelConfig:
             f"sliding_window must be None for {config.architecture}, which runs through transformers' modelling code, "
             f"given {stream.window}"
         )
-    if not config.ropes or any(rope.query_beta for rope in config.ropes):
-        what = "queries scaled by their position" if config.ropes else "an embedding for each position"
+    what = {0: "an embedding for each position", 1: ""}.get(
+        len(config.ropes), "another rotary embedding in some layers"
+    )
+    if any(rope.query_beta for rope in config.ropes):
+        what = "queries scaled by their position"
+    if what:
         raise ValueError(
-            f"sliding_window must be None for {config.architecture}, which has {what}: it needs rotary embeddings "
+            f"sliding_window must be None for {config.architecture}, which has {what}: it needs one rotary embedding "
             f"alone, given {stream.window}"
         )
     ropes = tuple(dataclasses.replace(rope, precise=True) for rope in config.ropes)

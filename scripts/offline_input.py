@@ -8,7 +8,7 @@ from typing import Any
 
 from offline_process import naming
 
-from compiled_llm.config import integer
+from compiled_llm.argument_checks import integer
 
 _ROW_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "priority"}
 

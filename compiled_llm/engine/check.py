@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from compiled_llm.config import integer
+from compiled_llm.argument_checks import integer
 from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.sampling_params import SamplingParams

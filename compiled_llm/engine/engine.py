@@ -5,8 +5,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from compiled_llm.argument_checks import integer
 from compiled_llm.compiling.report import CompileReport
-from compiled_llm.config import EngineConfig, integer
+from compiled_llm.config import EngineConfig
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
 from compiled_llm.engine.check import CheckReport, check
 from compiled_llm.engine.completions import unserved_output

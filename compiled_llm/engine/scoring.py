@@ -1,6 +1,6 @@
 """What ``score`` asks of the engine, and makes of its answer."""
 
-from compiled_llm.config import integer
+from compiled_llm.argument_checks import integer
 from compiled_llm.outputs import RequestOutput, ScoreOutput
 from compiled_llm.sampling_params import SamplingParams
 

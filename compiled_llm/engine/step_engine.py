@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from compiled_llm.config import EngineConfig, integer
+from compiled_llm.argument_checks import integer
+from compiled_llm.config import EngineConfig
 from compiled_llm.engine.admission import Admission, PreparedRequest
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling

@@ -63,7 +63,6 @@ class StepPlanner:
         """
         running, block_size, running_set = self.running, self.limits.block_size, self.running_set
         request_ids, token_ids, feedback = output.request_ids, output.token_ids, output.feedback
-        num_computed_tokens = output.num_computed_tokens
         lacking: list[Request] = []
         most_drafts = 0 if self.drafter is None else self._room_for_drafts()
         num_drafts: dict[int, int] = {}  # index in the step -> drafts
@@ -95,7 +94,7 @@ class StepPlanner:
                 token_ids.append(known[-1])
             request.last_row = len(request_ids)
             request_ids.append(request.request_id)
-            num_computed_tokens.append(computed)
+            output.num_computed_tokens.append(computed)
             request.num_computed_tokens = computed + 1
             request.num_tokens += 1
             request.num_in_flight += 1

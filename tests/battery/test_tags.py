@@ -142,7 +142,7 @@ class TagRunner:
         self.swap_space = SwapSpace(self.groups, scheduler.swap_pool.num_blocks)
         self.last_tokens = torch.full((self.buckets[-1].num_rows,), POISON, dtype=torch.int64)
         self.hidden = torch.zeros(max(bucket.num_tokens for bucket in self.buckets), 4, dtype=torch.int64)
-        config = SimpleNamespace(architecture="tags")
+        config = SimpleNamespace(architecture="tags", stream=None)
         self.steps = {bucket: step_function(config, bucket.max_query_len) for bucket in self.buckets}
         self.truths: dict[str, Truth] = {}
         self._poisoned_rows: set[int] = set()
@@ -277,7 +277,8 @@ def run_schedule(seed: int, counts: Counter[str], monkeypatch: pytest.MonkeyPatc
     scheduler = random_scheduler(rng, drafts=True)
     scheduler.limits = with_buckets(scheduler)
     model = TagModel(scheduler.limits.block_size)
-    monkeypatch.setattr("compiled_llm.step.step.family_of", lambda architecture: model)
+    for module in ("step.step", "models.registry"):
+        monkeypatch.setattr(f"compiled_llm.{module}.family_of", lambda config: model)
     runner = TagRunner(scheduler, model, counts)
     watch = Watch(TagEngine(scheduler, runner, overlap=rng.random() < 0.5))
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]

@@ -112,7 +112,8 @@ def test_layers_with_a_window_have_its_keys_alone(monkeypatch: pytest.MonkeyPatc
     llama = family(config.architecture)
     full, windowed = llama.layers(config)[0], dataclasses.replace(llama.layers(config)[1], window=8)
     with_windows = dataclasses.replace(llama, layers=lambda config: (full, windowed))
-    monkeypatch.setattr("compiled_llm.report.roofline.family_of", lambda architecture: with_windows)
+    for module in ("report.roofline", "models.registry"):
+        monkeypatch.setattr(f"compiled_llm.{module}.family_of", lambda config: with_windows)
     work = ModelWork.of(config, torch.float32, (400, 600))
     assert work.windows == windows_of(config) == (8,)
     requests = [(100, 1), (2, 1)]

@@ -5,6 +5,7 @@ import pickle
 import numpy as np
 
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.streaming import Stream
 from tests.fake_engine import FakeEngine, make_request, make_scheduler
 
 
@@ -31,9 +32,12 @@ def test_pickle_round_trip_of_steps_with_everything_in_them() -> None:
     engine.step()
     scheduler.fork(parent, child)
     engine.run()
+    stream = FakeEngine(make_scheduler(8, windows=[(8, None)], stream=Stream(4, 8, 4), max_model_len=24))
+    stream.scheduler.add(make_request("stream", 5, 15))
+    stream.run()
     of_the_engine = {"masks", "prompt_targets"}
     for field in set(SchedulerOutput._fields) - of_the_engine:
-        assert any(getattr(output, field) for output in engine.outputs), f"no step has {field}"
+        assert any(getattr(output, field) for output in engine.outputs + stream.outputs), f"no step has {field}"
     for output in engine.outputs:
         assert pickle.loads(pickle.dumps(output)) == output
 
