@@ -9,20 +9,23 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.fallback.config import TransformersConfig
+from compiled_llm.models.fallback.experts import ExpertsName
 from compiled_llm.models.fallback.module import LinearName
 from compiled_llm.models.fallback.recording import Calls, Recording, recorded
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.moe import UsedExperts
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Experts, Linear, Part
 from compiled_llm.models.weights import Source
 
 
 class Weights(NamedTuple):
     embedding: Linear  # [V, D]
-    layers: tuple[tuple[Linear, ...], ...]  # the linear layers of each decoder layer; in a last one, those outside
+    layers: tuple[tuple[Linear | Experts, ...], ...]  # the linear layers of each decoder layer; in a last one, others
     head: Linear  # [V, D]
     others: tuple[Tensor, ...]  # parameters that are no matrix of a linear layer, in their order in the module
+    used: UsedExperts
     ropes: tuple[Tensor, ...]  # what follows from the config: rotary frequencies, constants of the code
 
 
@@ -78,7 +81,15 @@ class _RecordedModel:
         flat = [linear for group in weights.layers for linear in group]
         linears, given = tuple(flat[place] for place in self._places), _tensors(weights)
         calls = Calls(
-            linears, weights.head, weights.embedding, step.positions.device, step, kv_cache, layers, max_query_len
+            linears,
+            weights.head,
+            weights.embedding,
+            step.positions.device,
+            step,
+            kv_cache,
+            layers,
+            max_query_len,
+            weights.used.total,
         )
         tensors = [given[place] for place in self._body_places]
         return self.recording.body(None, calls, *tensors, step.input_ids, step.positions)
@@ -110,7 +121,7 @@ def _weight_of(linear: LinearName) -> str:
     return f"{linear.name}.weight"
 
 
-def _by_layer(linears: tuple[LinearName, ...]) -> list[list[int]]:
+def _by_layer(linears: tuple[LinearName | ExpertsName, ...]) -> list[list[int]]:
     """Numbers of the linear layers of each decoder layer, by the first number in their names; last, of the others."""
     groups: dict[float, list[int]] = {}
     for index, linear in enumerate(linears):
@@ -122,29 +133,44 @@ def _by_layer(linears: tuple[LinearName, ...]) -> list[list[int]]:
 def _take(recording: Recording, groups: list[list[int]], source: Source) -> Weights:
     module = recording.module
     embedding, head = _take_embedding_and_head(recording, source)
-    layers = tuple(tuple(source.linear(Part(*module.linears[index])) for index in group) for group in groups)
+    layers = tuple(tuple(_take_linear(recording, index, source) for index in group) for group in groups)
     others = []
     for name in _others(recording):
         like = module.parameters[name]
         others.append(
             source.tensor(
-                name,
+                module.stored[name],
                 tuple(like.shape),
                 mean=1.0 if like.dim() == 1 and name.endswith(".weight") else 0.0,  # of norms
                 dtype=None if like.dtype == recording.dtype else like.dtype,
             )
         )
     constants = tuple(tensor.to(source.device) for tensor in _constants(recording).values())
-    return Weights(embedding, layers, head, tuple(others), constants)
+    return Weights(embedding, layers, head, tuple(others), source.used_experts(), constants)
+
+
+def _take_linear(recording: Recording, index: int, source: Source) -> Linear | Experts:
+    name = recording.module.linears[index]
+    if isinstance(name, LinearName):
+        return source.linear(_part(recording, name), dtype=name.dtype)
+    each = [[part.replace("*", str(expert)) for part in name.parts] for expert in range(name.num_experts)]
+    parts = [[Part(part, name.out_features, name.in_features) for part in one] for one in each]
+    return source.experts(parts, recording.top_k[index])
 
 
 def _take_embedding_and_head(recording: Recording, source: Source) -> tuple[Linear, Linear]:
     module = recording.module
-    embedding, head = Part(*module.embedding), Part(*module.head)
+    embedding, head = _part(recording, module.embedding), _part(recording, module.head)
     if module.is_own_embedding and module.is_tied:
         return source.embedding_and_head(embedding.name, head.name, *embedding[1:3], tied=True)
     table = Dense.take(source, [embedding])
     if not module.is_tied:
         return table, source.linear(head)
-    source.may_repeat[_weight_of(module.head)] = _weight_of(module.embedding)
+    source.may_repeat[f"{head.name}.weight"] = f"{embedding.name}.weight"
     return table, table
+
+
+def _part(recording: Recording, linear: LinearName) -> Part:
+    """A linear layer by its name in a checkpoint."""
+    stored = recording.module.stored[_weight_of(linear)].removesuffix(".weight")
+    return Part(stored, linear.out_features, linear.in_features, linear.bias)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from compiled_llm.models.fallback.attention import ATTENTION, Unsupported, register
+from compiled_llm.models.fallback.experts import ExpertsName, RecordedExperts, experts_names, is_experts
+from compiled_llm.models.fallback.stored_names import StoredNames
 from compiled_llm.ops.library import LIBRARY
 
 LIBRARY.define("recorded_linear(Tensor x, int index, int out_features) -> Tensor")
@@ -67,6 +69,7 @@ class LinearName(NamedTuple):
     out_features: int
     in_features: int
     bias: bool
+    dtype: torch.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +77,25 @@ class Module:
     """A model's module, and what it was made of.
 
     Attributes:
-        model: the whole, with a head. Its ``nn.Linear`` and its embedding are replaced; its buffers are on "meta".
-        linears: what was replaced, in the order of their numbers, the head left out.
+        model: the whole, with a head. Linear layers, experts and embedding are replaced; its buffers are on "meta".
+        linears: linear layers, also of experts, that were replaced, in the order of their numbers; the head left out.
         head, embedding: the same of those two.
         is_own_embedding: whether the embedding was replaced: one that does more than look up is not.
         is_tied: whether the two are one tensor.
         body_path: where in ``model`` the part below the head is.
+        stored: name -> that in a checkpoint, of all parameters but those of experts.
         parameters: name -> parameter of what was not replaced, and buffers that checkpoints hold.
         buffers: name -> content of the others, which follow from the config.
     """
 
     model: Any
-    linears: tuple[LinearName, ...]
+    linears: tuple[LinearName | ExpertsName, ...]
     head: LinearName
     embedding: LinearName
     is_own_embedding: bool
     is_tied: bool
     body_path: str
+    stored: dict[str, str]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
@@ -110,9 +115,20 @@ def make_module(fields: str, dtype: torch.dtype) -> Module:
         raise Unsupported("state that is not keys and values")
     with init_empty_weights(include_buffers=False), torch.device("cpu"):
         model = model_class._from_config(full, dtype=dtype, attn_implementation=ATTENTION)
+    _keep_in_float32(model, dtype)
     model.tie_weights()
     model.eval()
     return _with_places(model)
+
+
+def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """As transformers does when it loads a model: some parameters stay in float32."""
+    kept = set(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    for name, value in _tensors(model):
+        if any(f".{part}." in f".{name}." for part in kept):
+            value.data = value.data.float()
 
 
 def _with_places(model: Any) -> Module:
@@ -123,12 +139,19 @@ def _with_places(model: Any) -> Module:
     is_tied = head.weight is embedding.weight
     if is_tied and head.bias is not None:
         raise Unsupported("a tied head with a bias")
+    head_name = _name_of(names[id(head)], head)
+    embedding_name = LinearName(
+        names[id(embedding)], embedding.num_embeddings, embedding.embedding_dim, False, embedding.weight.dtype
+    )
     is_own = type(embedding) is nn.Embedding
     if is_own:
         model.set_submodule(names[id(embedding)], _Embedding(embedding))
-    linears: list[LinearName] = []
+    stored, linears = StoredNames(model), list[LinearName | ExpertsName]()
     for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
+        if is_experts(module):
+            model.set_submodule(name, RecordedExperts(module, len(linears)))
+            linears += experts_names(name, module, stored)
+        elif type(module) is nn.Linear:
             index = HEAD if module is head else len(linears)
             model.set_submodule(name, _Linear(index, module))
             if module is not head:
@@ -144,14 +167,17 @@ def _with_places(model: Any) -> Module:
     for name, value in [*model.named_buffers()]:
         path, _, own = name.rpartition(".")
         model.get_submodule(path)._buffers[own] = value.to("meta")
+    plain = [linear for linear in (*linears, embedding_name, head_name) if isinstance(linear, LinearName)]
+    weights = [f"{linear.name}.{kind}" for linear in plain for kind in ("weight", "bias")]
     return Module(
         model=model,
         linears=tuple(linears),
-        head=_name_of(names[id(head)], head),
-        embedding=LinearName(names[id(embedding)], embedding.num_embeddings, embedding.embedding_dim, False),
+        head=head_name,
+        embedding=embedding_name,
         is_own_embedding=is_own,
         is_tied=is_tied,
         body_path=names[id(model.get_decoder())],
+        stored={name: stored.of(name) for name in (*parameters, *weights)},
         parameters=parameters,
         buffers=buffers,
     )
@@ -162,7 +188,7 @@ def _tensors(model: Any) -> list[tuple[str, Tensor]]:
 
 
 def _name_of(name: str, linear: nn.Linear) -> LinearName:
-    return LinearName(name, linear.out_features, linear.in_features, linear.bias is not None)
+    return LinearName(name, linear.out_features, linear.in_features, linear.bias is not None, linear.weight.dtype)
 
 
 class Body(nn.Module):

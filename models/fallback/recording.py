@@ -11,7 +11,7 @@ import functools
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,10 +19,12 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 
 from compiled_llm.models.fallback.attention import AttentionRecorder, Unsupported
+from compiled_llm.models.fallback.experts import RecordedExperts
 from compiled_llm.models.fallback.module import HEAD, Body, Head, Module, make_module
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, attend
-from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.ops import expert_rows
 
 _MOST_TOKENS = 2**20  # of a step
 _META = torch.device("meta")
@@ -31,7 +33,7 @@ _META = torch.device("meta")
 class Calls(NamedTuple):
     """What the recorded calls of this engine's own work on, in one step."""
 
-    linears: tuple[Linear, ...]
+    linears: tuple[Linear | Experts, ...]
     head: Linear
     embedding: Linear
     device: torch.device
@@ -39,6 +41,7 @@ class Calls(NamedTuple):
     kv_cache: KVCache = ()
     layers: tuple[AttentionSpec, ...] = ()
     max_query_len: int = 0
+    used_experts: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Recording:
         constants: tensors that the code makes by itself, by the names that these have among the others.
         layers: each layer's attention.
         hidden_size: D.
+        top_k: experts that a token uses, of the linear layers of these numbers.
     """
 
     module: Module
@@ -64,6 +68,7 @@ class Recording:
     layers: tuple[AttentionSpec, ...]
     hidden_size: int
     vocab_size: int
+    top_k: dict[int, int]
 
 
 @functools.lru_cache(maxsize=8)
@@ -100,7 +105,13 @@ def _recorded(fields: str, dtype: torch.dtype) -> Recording:
         layers=recorder.specs(config.num_hidden_layers),
         hidden_size=hidden.shape[1],
         vocab_size=vocab_size,
+        top_k=_top_k(module.model),
     )
+
+
+def _top_k(model: torch.nn.Module) -> dict[int, int]:
+    experts = [part for part in model.modules() if isinstance(part, RecordedExperts)]
+    return {part.index + layer: part.top_k for part in experts for layer in (0, 1)}
 
 
 def _export(module: torch.nn.Module, *inputs: Tensor) -> torch.export.ExportedProgram:
@@ -141,9 +152,7 @@ def _function(program: torch.export.ExportedProgram) -> Callable[..., Tensor]:
     graph, ours = program.graph, torch.ops.compiled_llm
     with graph.inserting_before(next(iter(graph.nodes))):
         calls = graph.placeholder("calls")
-    device = None
-    own = {ours.recorded_linear.default: _linear, ours.recorded_embedding.default: _embedding,
-           ours.recorded_attention.default: _attention}  # fmt: skip
+    own = {getattr(ours, f"recorded_{name}").default: function for name, function in _RECORDED.items()}
     checks = torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default
     last_input = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last_input):
@@ -172,11 +181,24 @@ def _device(calls: Calls) -> torch.device:
 def _linear(calls: Calls, x: Tensor, index: int, out_features: int) -> Tensor:
     """``[1, T, K]`` or ``[T, K]`` -> the same rows of ``out_features``."""
     linear = calls.head if index == HEAD else calls.linears[index]
+    assert isinstance(linear, Linear)
     return linear.apply(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], out_features)
 
 
 def _embedding(calls: Calls, ids: Tensor, hidden_size: int, dtype: torch.dtype) -> Tensor:
     return calls.embedding.rows(ids[0])[None]
+
+
+def _expert_rows(calls: Calls, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    assert calls.step is not None
+    assert calls.used_experts is not None
+    return expert_rows(experts, calls.step.query_start_loc[-1:], calls.used_experts, num_experts)
+
+
+def _experts(calls: Calls, x: Tensor, rows: Tensor | None, starts: Tensor, index: int, out_features: int) -> Tensor:
+    layer = calls.linears[index]
+    assert isinstance(layer, Experts)
+    return layer.apply_to(x, rows, starts)
 
 
 def _attention(calls: Calls, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, layer: int) -> Tensor:
@@ -187,6 +209,16 @@ def _attention(calls: Calls, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | No
         v = F.pad(v, (0, spec.head_dim - value_dim))
     out = attend(q, k, v, cache, step, spec, calls.max_query_len, None if sinks is None else sinks.float())
     return out.unflatten(1, (spec.num_heads, spec.head_dim))[..., :value_dim]
+
+
+# The end of an op's name that stands in a graph -> what it is in a step.
+_RECORDED: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    "embedding": _embedding,
+    "expert_rows": _expert_rows,
+    "experts": _experts,
+    "attention": _attention,
+}
 
 
 def _place(error: BaseException) -> str:

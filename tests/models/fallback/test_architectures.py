@@ -26,8 +26,8 @@ NUM_TOKENS = 300
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 SHARED_BLOCKS = 50  # of a request that finds its beginning in the cache
 CPU = torch.device("cpu")
-# The ordinary run has one with padded values and two ranks, one with windows and soft caps, and a tied one with biases.
-ORDINARY = ("minicpm3", "vaultgemma", "starcoder2", "olmo")
+# The ordinary run has one with experts and padded values, one with windows and soft caps, and a tied one with biases.
+ORDINARY = ("deepseek_v3", "vaultgemma", "starcoder2")
 
 
 @pytest.fixture(autouse=True)
@@ -145,3 +145,13 @@ def test_dummy_weights_have_the_shapes_of_a_checkpoint(tmp_path: Path) -> None:
     assert [tensor.shape for tensor in dummy.others] == [tensor.shape for tensor in real.others]
     assert dummy.layers[3][0].weight.shape == real.layers[3][0].weight.shape
     assert json.loads(config.fields)["model_type"] == "starcoder2"
+
+
+def test_what_transformers_keeps_in_float32_stays_there(tmp_path: Path) -> None:
+    save("deepseek_v3", tmp_path)
+    config = read_config(tmp_path, "auto", "bfloat16")
+    weights = loader.load_weights(tmp_path, config, torch.bfloat16, CPU, Dense)
+    kept = [tensor for tensor in weights.others if tensor.dtype == torch.float32]
+    assert [tensor.shape for tensor in kept] == [(8,)] * 3  # what is added to the scores of the experts of three layers
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert theirs.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32

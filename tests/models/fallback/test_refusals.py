@@ -43,6 +43,8 @@ def read(directory: Path, architecture: str, model_type: str, model_impl: str = 
         ("MambaForCausalLM", "mamba", {}, r"layer_types=\['linear_attention'\] are not supported"),
         ("Lfm2ForCausalLM", "lfm2", {"layer_types": ["conv", "full_attention"] * 2}, r"layer_types=\['conv'\] are not"),
         ("Llama4ForCausalLM", "llama4_text", {}, r"layer_types=\[.*chunked_attention.*\] are not supported"),
+        ("GraniteMoeForCausalLM", "granitemoe", {}, "experts that checkpoints do not hold one by one"),
+        ("GptOssForCausalLM", "gpt_oss", {"model_impl": "transformers"}, "experts of another kind than gated MLPs"),
         ("BertLMHeadModel", "bert", {"is_decoder": True}, "a tied head with a bias"),
         (
             "ArceeForCausalLM",
