@@ -29,7 +29,7 @@ def layer_dtypes(config: EngineConfig, dtype: torch.dtype, model_config: ModelCo
             f"kv_cache_dtype must be 'auto', the model's dtype, {dtype_name(dtype)!r}, or one of "
             f"{', '.join(map(repr, _QUANTISED))}, given {name!r}"
         )
-    layers = family_of(model_config).layers(model_config)
+    layers = layers_of(model_config)
     if skipped and skipped[-1] >= len(layers):
         raise ValueError(
             f"kv_cache_skip_layers must be layers of the model, 0 to {len(layers) - 1}, given {skipped[-1]} in "

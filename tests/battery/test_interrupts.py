@@ -32,6 +32,8 @@ STATE = [
     "scheduling/running_set",
     "scheduling/forks",
     "scheduling/block_pool",
+    "scheduling/window_pool",
+    "scheduling/window_places",
     "scheduling/prefix_cache",
     "scheduling/request_queue",
     "scheduling/request",
@@ -93,13 +95,15 @@ def step(engine: CompiledEngine) -> None:
 SCENARIOS: list[Callable[[CompiledEngine], None]] = [generate, beam_search, step]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["in turns", "overlapping"])
+IN_TURNS: dict[str, Any] = {"async_scheduling": False}
+OVERLAPPING: dict[str, Any] = {"async_scheduling": True, "sliding_window": 10}
+
+
+@pytest.fixture(scope="module", params=[IN_TURNS, OVERLAPPING], ids=["in turns", "overlapping, with a window"])
 def engine(request: pytest.FixtureRequest) -> Iterator[CompiledEngine]:
     sizes = {"bucket_sizes": (4,), "token_bucket_sizes": (16,), "max_num_batched_tokens": 16, "max_model_len": 32}
     blocks = {"block_size": 4, "num_kv_blocks": 9, "swap_space_bytes": 2**20, "preemption_mode": "swap"}
-    with CompiledEngine(
-        str(checkpoint("llama")), enforce_eager=True, async_scheduling=request.param, **sizes, **blocks
-    ) as engine:
+    with CompiledEngine(str(checkpoint("llama")), enforce_eager=True, **request.param, **sizes, **blocks) as engine:
         yield engine
 
 
