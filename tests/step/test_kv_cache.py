@@ -85,7 +85,7 @@ def test_a_layer_that_shares_a_cache_has_no_tensors_of_its_own(monkeypatch: pyte
     specs = [*llama.layers(config)[:2], dataclasses.replace(llama.layers(config)[2], shares_cache_of=1)]
     alone = bytes_per_token(config, kinds)
     shared = dataclasses.replace(llama, layers=lambda config: tuple(specs))
-    monkeypatch.setattr("compiled_llm.step.kv_cache.family_of", lambda architecture: shared)
+    monkeypatch.setattr("compiled_llm.models.registry.family_of", lambda config: shared)
     cache = allocate(config, kinds, 5, 8, cpu)
     assert cache[2] is cache[1]
     assert bytes_per_token(config, kinds) * 3 == alone * 2
