@@ -20,6 +20,7 @@ from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
+from compiled_llm.ops import scaled_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Glm4MoeConfig(LlamaConfig):
 class SharedMoeWeights(NamedTuple):
     routed: MoeWeights
     shared: MlpWeights  # that all tokens use
+    one: Tensor  # [1] float32
 
 
 def take_mlp(config: Glm4MoeConfig, source: Source, name: str) -> MlpWeights | SharedMoeWeights:
@@ -87,7 +89,7 @@ def take_mlp(config: Glm4MoeConfig, source: Source, name: str) -> MlpWeights | S
     shared, size = f"{name}.mlp.shared_experts", inner * config.n_shared_experts
     gate_up = source.linear(*(Part(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
     down = source.linear(Part(f"{shared}.down_proj", d, size))
-    return SharedMoeWeights(routed._replace(choice_bias=bias), MlpWeights(gate_up, down))
+    return SharedMoeWeights(routed._replace(choice_bias=bias), MlpWeights(gate_up, down), source.ones(1))
 
 
 def take_layer(config: Any, source: Source, name: str) -> LayerWeights:
@@ -119,7 +121,8 @@ def feed_forward(x: Tensor, w: MlpWeights | SharedMoeWeights, step: StepInput, c
     """A layer's experts, or its MLP."""
     if isinstance(w, MlpWeights):
         return gated_mlp(x, w)
-    return mixture_of_experts(x, w.routed, step, config.router) + gated_mlp(x, w.shared)
+    # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that one alone.
+    return scaled_sum(mixture_of_experts(x, w.routed, step, config.router), gated_mlp(x, w.shared), w.one)
 
 
 def forward(

@@ -32,6 +32,7 @@ def numbers_of(weights: Any) -> list[torch.Tensor]:
     """Tensors that transformers has as numbers: the weights of norms without one, and the scale of Gemma 4's inputs."""
     inputs = getattr(weights, "per_layer_inputs", None)
     ones = [layer.attention.v_norm for layer in weights.layers if layer.attention.v_norm is not None]
+    ones += [layer.mlp.one for layer in weights.layers if hasattr(layer, "mlp") and hasattr(layer.mlp, "one")]
     return ones if inputs is None else [*ones, inputs.scale]
 
 
