@@ -2,16 +2,18 @@
 
     python scripts/bench/bench_load.py --shape qwen3-0.6b
     python scripts/bench/bench_load.py --model DIR --dtype bfloat16
+    python scripts/bench/bench_load.py --cold
 
 Each round reads the files into ordinary memory, as ``cat`` would, and then loads the weights into their layers, so that
-other load on the machine affects both. Files are read once beforehand, so both come from the page cache: from a disk,
-both wait for it. The peak is of this process, over what it held before the load.
+other load on the machine affects both. Both come from the page cache; with ``--cold`` the files are dropped from it
+before each, and both wait for the disk. The peak is of this process, over what it held before the load.
 
 The first round counts apart: a virtual machine's memory that nobody has used yet has to be fetched from its host.
 """
 
 import argparse
 import dataclasses
+import os
 import statistics
 import tempfile
 import time
@@ -41,6 +43,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--mxfp4", action="store_true", help="the experts of --shape in MXFP4, as gpt-oss has them")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--cold", action="store_true", help="from the disk: the page cache forgets the files each time")
     parser.add_argument("--rounds", type=int, default=5, help="after the first, which counts apart")
     tables.add_json_flag(parser)
 
@@ -64,7 +67,16 @@ def plain_read(directory: Path) -> None:
         contents.append(content)
 
 
-def measure(directory: Path, dtype_name: str, rounds: int) -> dict[str, Any]:
+def forget(directory: Path) -> None:
+    """Drop the files from the page cache, once they are written."""
+    for path in directory.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(directory: Path, dtype_name: str, rounds: int, *, cold: bool = False) -> dict[str, Any]:
+    prepare = forget if cold else lambda directory: None
     config = read_config(directory)
     config = dataclasses.replace(config, max_position_embeddings=min(config.max_position_embeddings, MAX_POSITIONS))
     dtype, device = getattr(torch, config.dtype if dtype_name == "auto" else dtype_name), torch.device("cpu")
@@ -80,15 +92,18 @@ def measure(directory: Path, dtype_name: str, rounds: int) -> dict[str, Any]:
 
     peaks, size = [], 0
     for _ in range(rounds + 1):
+        prepare(directory)
         started = time.perf_counter()
         plain_read(directory)
         plain.append(time.perf_counter() - started)
+        prepare(directory)
         growth = growth_while(load)
         size = sum(tensor.nbytes for tensor in tensors(kept.pop()))
         peaks.append(None if growth is None else growth / size)
     known = [peak for peak in peaks if peak is not None]
     return {
         "dtype": str(dtype)[6:],
+        "from": "disk" if cold else "page cache",
         "file_bytes": sum(path.stat().st_size for path in directory.glob("*.safetensors")),
         "weight_bytes": size,
         "first_read_seconds": plain[0],
@@ -107,10 +122,10 @@ def main() -> None:
         if directory is None:
             directory = Path(scratch)
             write_checkpoint(directory, args.shape, **({"quantization_config": MXFP4} if args.mxfp4 else {}))
-        result = measure(directory, args.dtype, args.rounds)
+        result = measure(directory, args.dtype, args.rounds, cold=args.cold)
     peak = result["peak_over_weights"]
     rows = {
-        "file": f"{result['file_bytes'] / 1e9:.3f} GB",
+        "file": f"{result['file_bytes'] / 1e9:.3f} GB, from the {result['from']}",
         "weights": f"{result['weight_bytes'] / 1e9:.3f} GB in {result['dtype']}",
         "plain read": f"{result['read_seconds']:.3f} s ({result['first_read_seconds']:.3f} s the first time)",
         "load": f"{result['load_seconds']:.3f} s ({result['first_load_seconds']:.3f} s the first time)",

@@ -13,15 +13,21 @@ from tests.families import checkpoint
 BENCH = Path(__file__).parents[3] / "scripts" / "bench"
 
 
+@pytest.mark.parametrize("cold", [False, True])
 def test_a_model_of_ones_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, cold: bool
 ) -> None:
     monkeypatch.syspath_prepend(str(BENCH))
     module = importlib.import_module("bench_load")
     model, found = checkpoint("llama"), tmp_path / "found.json"
-    monkeypatch.setattr(sys, "argv", ["bench_load.py", "--model", str(model), "--rounds", "2", "--json", str(found)])
+    arguments = ["--model", str(model), "--rounds", "2", "--json", str(found), *(["--cold"] if cold else [])]
+    monkeypatch.setattr(sys, "argv", ["bench_load.py", *arguments])
+    dropped = []
+    monkeypatch.setattr(module.os, "posix_fadvise", lambda *what: dropped.append(what))
     module.main()
+    assert len(dropped) == (2 * 3 if cold else 0), "before each read and each load, the first ones included"
     result = json.loads(found.read_text())
+    assert result["from"] == ("disk" if cold else "page cache")
     assert result["file_bytes"] == (model / "model.safetensors").stat().st_size
     assert result["weight_bytes"] > 0.9 * result["file_bytes"]
     for name in ("read_seconds", "load_seconds", "load_over_read"):
