@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
-from compiled_llm.models.config_file import read_config
+from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.scheduling.window_pool import useful_places
 from compiled_llm.worker.pool_sizes import PoolSizes, WindowSize
 from tests.families import checkpoint
+from tests.models import published_norms
 
 SIZES = PoolSizes(1000, (WindowSize(8, 300, 5), WindowSize(20, 50, 12)), 100, 100)
 
@@ -52,3 +53,14 @@ def test_where_all_layers_have_a_window_blocks_take_no_memory_of_their_own() -> 
     (window,) = found.windows
     assert found.blocks_within(window.block_bytes * window.most_places) == found.most_blocks > found.useful_blocks
     assert found.blocks_within(window.block_bytes * window.most_places - 1) == window.most_places - 1
+
+
+def test_the_memory_of_a_published_model() -> None:
+    """Gemma 3 of 1B: 22 of its 26 layers see 512 keys."""
+    model_config = parse_config(published_norms.NORMS["gemma-3-1b-it"][0])
+    config = EngineConfig(bucket_sizes=(32,), max_model_len=8192)
+    limits = EngineLimits.resolve(config, 32768, StepDefaults(2048, 512, 7, 2))
+    found = PoolSizes.of(model_config, [torch.bfloat16] * 26, limits)
+    blocks = 32 * limits.blocks_per_request
+    assert blocks * found.block_bytes == 6.5 * 2**30
+    assert 1.41 < found.bytes_of(blocks) / 2**30 < 1.43
