@@ -115,6 +115,11 @@ class NotRun(NamedTuple):
 
 _PYTHON = r"(\S*/)?python"
 NOT_RUN = (
+    NotRun(
+        _PYTHON + r" scripts/serve_offline.py .*--sliding-window .*",
+        "tests/e2e/test_streams.py runs such an engine on a smaller model",
+        parse_script,
+    ),
     NotRun(_PYTHON + r"[\d.]* -m venv \S+", "a directory of its own is made by CI (.ci/run)", check_nothing),
     NotRun(r"(\S*/)?pip (un)?install .+", "needs the network; CI installs the project (.ci/run)", check_pip),
     NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
