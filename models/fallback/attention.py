@@ -124,13 +124,15 @@ class AttentionRecorder:
                 f"layers without attention that is registered with AttentionInterface: {missing or 'none'} of "
                 f"{num_layers}"
             )
-        return tuple(_spec(layer, self._asked[layer]) for layer in range(num_layers))
+        for mask in dict.fromkeys(asked.mask for asked in self._asked.values()):  # layers share masks
+            if not _is_causal(mask.sees, mask.window or 0):
+                of = [layer for layer, asked in self._asked.items() if asked.mask == mask]
+                raise Unsupported(f"a mask that is neither causal nor a sliding window in layers {of}")
+        return tuple(_spec(self._asked[layer]) for layer in range(num_layers))
 
 
-def _spec(layer: int, asked: _Asked) -> AttentionSpec:
+def _spec(asked: _Asked) -> AttentionSpec:
     window = asked.mask.window or 0
-    if not _is_causal(asked.mask.sees, window):
-        raise Unsupported(f"a mask that is neither causal nor a sliding window in layer {layer}")
     return AttentionSpec(
         asked.num_heads, asked.num_kv_heads, asked.head_dim, asked.scale, window=window, soft_cap=asked.soft_cap
     )
