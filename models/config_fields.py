@@ -28,6 +28,7 @@ _NO_EFFECT = {
     "classifier_dropout",
     "dtype",  # read by itself
     "embd_pdrop",
+    "embedding_dropout",
     "eos_token_id",  # likewise
     "hidden_dropout",
     "id2label",
@@ -46,6 +47,7 @@ _NO_EFFECT = {
     "problem_type",
     "quantization_config",  # read by itself
     "resid_pdrop",
+    "residual_dropout",
     "return_dict",
     "rope_parameters",
     "rope_scaling",

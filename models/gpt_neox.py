@@ -13,16 +13,13 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
-from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_mlp
+from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_activation, plain_mlp
 from compiled_llm.models.layers.norm import LayerNorm, add_layer_norm
 from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import layer_norm
-
-# hidden_act -> what computes it; the last three are one function.
-_ACTIVATIONS = {"gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,10 +30,7 @@ class GPTNeoXConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden_act not in _ACTIVATIONS:
-            raise ValueError(
-                f"config.json: hidden_act must be {' or '.join(_ACTIVATIONS)}, given {self.hidden_act!r:.100}"
-            )
+        plain_activation(self.hidden_act)
 
 
 class LayerWeights(NamedTuple):
@@ -102,7 +96,7 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: GPTNeoXConfig, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    eps, activation = config.rms_norm_eps, _ACTIVATIONS[config.hidden_act]
+    eps, activation = config.rms_norm_eps, plain_activation(config.hidden_act)
     x = weights.embedding.rows(step.input_ids)
     delta: Tensor | None = None
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": ("olmo3", "OLMo 3"),
     "GlmForCausalLM": ("glm", "GLM-4 of 2024"),
     "Glm4ForCausalLM": ("glm4", "GLM-4 of 2025, dense"),
+    "Starcoder2ForCausalLM": ("starcoder2", "StarCoder 2"),
     "GPTNeoXForCausalLM": ("gpt_neox", "GPT-NeoX and Pythia"),
     "GPT2LMHeadModel": ("gpt2", "GPT-2"),
 }

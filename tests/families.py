@@ -284,6 +284,21 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 0,
         },
     ),
+    "starcoder2": (
+        "Starcoder2ForCausalLM",
+        {
+            **_SMALL,
+            **_heads(6, 2, 24),
+            "vocab_size": 307,
+            "sliding_window": 6,
+            "norm_epsilon": 0.05,  # which matters beside variances of this model
+            "tie_word_embeddings": False,
+        },
+    ),
+    "starcoder2-without-biases": (
+        "Starcoder2ForCausalLM",
+        {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "use_bias": False, "hidden_act": "gelu"},
+    ),
     "gpt-neox": (
         "GPTNeoXForCausalLM",
         {**_SMALL, "num_attention_heads": 7, "vocab_size": 307, "rotary_pct": 0.5, "rotary_emb_base": 100},

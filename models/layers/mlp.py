@@ -18,6 +18,24 @@ def gated_mlp(x: Tensor, w: MlpWeights, activation: str = "silu") -> Tensor:
     return w.down.apply(gated_activation(w.gate_up.apply(x), activation))
 
 
+# hidden_act -> name of the ops.activation that computes it; the last three are one function.
+_PLAIN_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+
+def plain_activation(hidden_act: str) -> str:
+    """The ``ops.activation`` of a ``config.json``'s ``hidden_act``. ``ValueError`` for one that is not supported."""
+    if hidden_act not in _PLAIN_ACTIVATIONS:
+        raise ValueError(
+            f"config.json: hidden_act must be {' or '.join(_PLAIN_ACTIVATIONS)}, given {hidden_act!r:.100}"
+        )
+    return _PLAIN_ACTIVATIONS[hidden_act]
+
+
 class PlainMlpWeights(NamedTuple):
     up: Linear  # [intermediate, D]
     down: Linear  # [D, intermediate]

@@ -15,7 +15,7 @@ from tests.models.fallback.test_architectures import save
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SIZES: dict[str, Any] = {"bucket_sizes": (1, 8), "token_bucket_sizes": (32,), "max_model_len": 304, "progress": "off"}
-COMPILED = ("vaultgemma", "olmo", "cohere2", "starcoder2", "deepseek_v3", "olmoe", "opt")
+COMPILED = ("vaultgemma", "olmo", "cohere2", "gpt_bigcode", "deepseek_v3", "olmoe", "opt")
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_one_graph_and_transformers_tokens_in_any_batch(model_type: str, tmp_pat
 
 
 def test_chunks_preemption_and_other_blocks(tmp_path: Path) -> None:
-    prompts, expected = prompts_and_tokens("starcoder2", tmp_path)
+    prompts, expected = prompts_and_tokens("exaone4", tmp_path)
     sizes: dict[str, Any] = {**SIZES, "enforce_eager": True, "check_invariants": True}
     with CompiledEngine(str(tmp_path), **sizes, max_num_batched_tokens=16, num_kv_blocks=12) as engine:
         assert tokens_of(engine, prompts) == expected
@@ -96,7 +96,7 @@ def test_a_quantised_cache(model_type: str, tmp_path: Path) -> None:
 
 
 def test_exact_is_refused_and_dummy_weights_serve(tmp_path: Path) -> None:
-    save("starcoder2", tmp_path)
+    save("gpt_bigcode", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     arguments: dict[str, Any] = {**SIZES, "enforce_eager": True, "load_format": "dummy"}
     with pytest.raises(ValueError, match="exact must be False here, given True: norms and the like of transformers'"):

@@ -1,4 +1,4 @@
-"""Configs of well-known checkpoints of Gemma 3, OLMo, GLM-4, GPT-NeoX and GPT-2, as published."""
+"""Configs of well-known checkpoints of Gemma 3, OLMo, GLM-4, StarCoder 2, GPT-NeoX and GPT-2, as published."""
 
 from typing import Any
 
@@ -147,6 +147,32 @@ _OLMO3_7B = {
     "transformers_version": "4.57.0",
     "vocab_size": 100278,
 }
+_STARCODER2_3B = {
+    "architectures": ["Starcoder2ForCausalLM"],
+    "attention_dropout": 0.1,
+    "bos_token_id": 0,
+    "embedding_dropout": 0.1,
+    "eos_token_id": 0,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 3072,
+    "initializer_range": 0.018042,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 16384,
+    "mlp_type": "default",
+    "model_type": "starcoder2",
+    "norm_epsilon": 1e-05,
+    "norm_type": "layer_norm",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 2,
+    "residual_dropout": 0.1,
+    "rope_theta": 999999.4420358813,
+    "sliding_window": 4096,
+    "transformers_version": "4.37.0.dev0",
+    "use_bias": True,
+    "use_cache": True,
+    "vocab_size": 49152,
+}
 _PYTHIA_160M = {
     "architectures": ["GPTNeoXForCausalLM"],
     "bos_token_id": 0,
@@ -248,6 +274,36 @@ NORMS: dict[str, tuple[dict[str, Any], list[str]]] = {
             "num_key_value_heads": 8,
         },
         [],
+    ),
+    "starcoder2-3b": (_STARCODER2_3B, ["mlp_type", "norm_type"]),
+    "starcoder2-7b": (
+        {
+            **_STARCODER2_3B,
+            "hidden_size": 4608,
+            "intermediate_size": 18432,
+            "num_attention_heads": 36,
+            "num_hidden_layers": 32,
+            "num_key_value_heads": 4,
+            "rope_theta": 1000000,
+        },
+        ["mlp_type", "norm_type"],
+    ),
+    "starcoder2-15b": (
+        {
+            **{name: value for name, value in _STARCODER2_3B.items() if not name.endswith("_dropout")},
+            "attention_dropout": 0.0,
+            "hidden_size": 6144,
+            "initializer_range": 0.01275,
+            "intermediate_size": 24576,
+            "num_attention_heads": 48,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 100000,
+            "tie_word_embeddings": False,
+            "torch_dtype": "float32",
+        },
+        ["mlp_type", "norm_type", "rms_norm_eps"],
     ),
     "pythia-160m": (_PYTHIA_160M, []),
     "pythia-6.9b": (
