@@ -60,6 +60,9 @@ SCHEDULING = Checks(
 FORKS = Checks(
     ("tests/battery/test_schedules.py::test_random_schedules", "tests/scheduling/test_forks.py"), load_torch=False
 )
+WINDOWS = Checks(
+    ("tests/scheduling/test_window_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
+)
 SCORING = Checks(
     (
         "tests/scheduling/test_scheduler_prompts_alone.py",
@@ -329,7 +332,7 @@ _RUNNING_SET = [
     ),
     (
         "an abort leaves its copies to the host to be made",
-        "self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in request.host_block_ids]",
+        "self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in host]",
         "pass",
     ),
     (
@@ -518,8 +521,8 @@ _STEP_PLANNER = [
     ),
     (
         "a last token of a prompt by itself is sampled at",
-        "if request.num_tokens - computed > 1 or (not request.generates and request.num_tokens > computed):",
-        "if request.num_tokens - computed > 1:",
+        "if request.num_tokens - computed > 1 or waits or (not request.generates and request.num_tokens > computed):",
+        "if request.num_tokens - computed > 1 or waits:",
     ),
     (
         "a pool that ran out takes in newcomers",
@@ -602,8 +605,8 @@ _BATCH = [
     ),
     (
         "rows of the step before stay in the padding",
-        'fields["seq_lens"][num_requests:] = 0',
-        "pass",
+        "            fields[name][num_requests:] = 0",
+        "            pass",
     ),
     (
         "all rows have the first one's seed",
@@ -694,13 +697,13 @@ _COPY_ROWS = [
 _BLOCK_COPIES = [
     (
         "blocks are swapped in before others are swapped out",
-        "((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in))",
-        "((output.swapped_in, swap.swap_in), (output.swapped_out, swap.swap_out))",
+        "((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in))",
+        "((told.swapped_in, swap.swap_in), (told.swapped_out, swap.swap_out))",
     ),
     (
         "nothing is copied back",
-        "((output.swapped_out, swap.swap_out), (output.swapped_in, swap.swap_in))",
-        "((output.swapped_out, swap.swap_out),)",
+        "((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in))",
+        "((told.swapped_out, swap.swap_out),)",
     ),
     (
         "the host's blocks are taken to have a sink",
@@ -770,9 +773,76 @@ _FORKS = [
     ),
     (
         "what a step copies may be overwritten in it",
-        "        for held in (shared, block):\n            self.pool.share(held)\n        self.pool.free([shared])\n"
+        "        for held in (shared, block):\n            self.pool.share(held)\n"
+        "        self.places.replace(request, index, shared, block)\n        self.pool.free([shared])\n"
         "        self._sources.append(shared)\n        self._targets.append(block)\n",
-        "        self.pool.free([shared])\n",
+        "        self.places.replace(request, index, shared, block)\n        self.pool.free([shared])\n",
+    ),
+]
+
+_WINDOW_POOL = [
+    (
+        "a window ends a key early",
+        "return max(0, position - self.window + 1) // self.block_size",
+        "return max(0, position - self.window + 1 + self.block_size) // self.block_size",
+    ),
+    (
+        "a place that others need is given away",
+        "        if count:\n            self._users[block] = count\n            return\n",
+        "",
+    ),
+    (
+        "a place that somebody takes again may be evicted",
+        "        self._cached.pop(block, None)\n        self._users[block] = self._users.get(block, 0) + 1\n",
+        "        self._users[block] = self._users.get(block, 0) + 1\n",
+    ),
+    (
+        "a block that holds something else keeps its place",
+        "            del self._cached[block]\n            self._empty.append(self._place_of.pop(block))\n",
+        "            pass\n",
+    ),
+    (
+        "a hit reaches over dropped places",
+        "            there = there + 1 if block in self._place_of else 0\n",
+        "            there += 1\n",
+    ),
+    (
+        "what was computed twice is dropped twice",
+        "            self.hold(holder)\n            self.drop(block, can_be_found=False)\n",
+        "            self.drop(block, can_be_found=False)\n",
+    ),
+]
+
+_WINDOW_PLACES = [
+    (
+        "places are dropped before the last query that sees them",
+        "            first = window.first_seen(start)\n            for block in request.block_ids[max",
+        "            first = window.first_seen(start + 2)\n            for block in request.block_ids[max",
+    ),
+    (
+        "a released request keeps its places",
+        "                window.drop(block, self._can_be_found(block))\n        request.held, request",
+        "                pass\n        request.held, request",
+    ),
+    (
+        "places are sent from where the window begins now",
+        "            first = max(held.sent, held.first)\n            if first < held.end:",
+        "            first = held.first + 1\n            if first < held.end:",
+    ),
+    (
+        "a window's blocks are not copied back",
+        "            told.swapped_in += [(window.place(block), there) for block, there in pairs]\n",
+        "            list(pairs)\n",
+    ),
+    (
+        "a child takes places that its parent has dropped",
+        "if any(own.first < there.first for own, there in zip(held, parent.held, strict=True)):",
+        "if False:",
+    ),
+    (
+        "sink tokens stay where they were",
+        "stream.num_dropped(request.num_computed_tokens) > request.num_dropped_tokens",
+        "False",
     ),
 ]
 
@@ -833,8 +903,8 @@ _DRAFTS_PREEMPTED = [
 _FORKS_IN_RUNNING_SET = [
     (
         "the copy is forgotten",
-        "output.copies.append(self.forks.replace(request, position, blocks[0]))",
-        "self.forks.replace(request, position, blocks[0])",
+        "                output.copies.append((shared, block))\n",
+        "",
     ),
     (
         "who makes room for a copy forgets to make it",
@@ -970,6 +1040,8 @@ BUGS: dict[Bug, Checks] = {
         ("worker.block_copies", ENGINE, _BLOCK_COPIES),
         ("engine.core", ABORTS, _ENGINE_CORE),
         ("scheduling.forks", FORKS, _FORKS),
+        ("scheduling.window_pool", WINDOWS, _WINDOW_POOL),
+        ("scheduling.window_places", WINDOWS, _WINDOW_PLACES),
         ("scheduling.running_set", FORKS, _FORKS_IN_RUNNING_SET),
         ("ops.swap", BLOCK_COPIES, _COPY_BLOCKS),
         ("engine.beam_search", BEAM_GROUP, _BEAMS),

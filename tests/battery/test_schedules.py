@@ -33,10 +33,10 @@ from tests.fake_engine import (
 MAX_LEN = 24
 
 
-def random_scheduler(rng: random.Random, *, drafts: bool = False) -> Scheduler:
+def random_scheduler(rng: random.Random, *, drafts: bool = False, streams: bool = True) -> Scheduler:
     """Any mode, policy and size; the pool has room for 1 to 4 of the longest requests.
 
-    ``drafts``: some schedulers have a drafter.
+    ``drafts``: some schedulers have a drafter. ``streams``: some requests keep sink tokens and a window.
     """
     block_size = rng.choice([1, 4, 16])
     max_num_seqs = rng.choice([1, 2, 8, 16])
@@ -47,7 +47,7 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False) -> Scheduler:
     buckets = tuple(sorted({size for size in (4, 8, 16) if size < batched} | {batched}))
     num_blocks = int(-(-MAX_LEN // block_size) * rng.choice([1, 1.5, 2, 3, 4]))
     prefix_caching, num_swap_blocks, windows = rng.random() < 0.7, rng.choice([0, 4, 200]), random_windows(rng)
-    stream = random_stream(rng, block_size) if chunked_prefill and not drafts and rng.random() < 0.2 else None
+    stream = random_stream(rng, block_size) if chunked_prefill and streams and rng.random() < 0.2 else None
     if stream is not None:
         prefix_caching, num_swap_blocks, windows = False, 0, [(stream.window, rng.choice([None, 0]))]
         batched = max(batched, stream.sink_tokens)
@@ -62,7 +62,7 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False) -> Scheduler:
             "target_itl_ms": rng.choice([None, 100.0, 1e-3]),
             "costs": StepCosts({size: rng.random() for size in buckets}, rng.choice([0.0, 1e-9, 0.01, 1.0])),
         },
-        drafter=random_drafter(rng) if drafts and rng.random() < 0.5 else None,
+        drafter=random_drafter(rng) if drafts and stream is None and rng.random() < 0.5 else None,
         windows=windows,
         stream=stream,
         max_model_len=MAX_LEN,
