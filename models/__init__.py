@@ -1,3 +1,3 @@
 """Decoder-only models as pure functions of (weights, StepInput, KVCache). A family is one file and one line in
-``registry.py``; CONTRIBUTING.md says how to add one.
+``registry.py``; docs/models.md says how to add one.
 """

@@ -42,10 +42,11 @@ class Family(Generic[C, W]):
             bound of the tokens of a request in the step.
         head: (weights, rows of what ``forward`` gave ``[R, D]``, config) -> logits ``[R, V]``. Pure.
         requires: field of ``config.json`` -> the values that the functions above are right for. The first is named in
-            messages.
+            messages. Fields of ``config`` are not looked up here: it checks its own.
         read_ropes: parsed ``config.json`` -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
         check: parsed ``config.json`` with the class's defaults -> ``ValueError`` for what the class would stumble over.
-        old_fields: fields that ``hf_config`` does not declare, and that it or its model acts on where they are given.
+        old_fields: fields that ``hf_config`` does not declare, and that it or its model acts on where they are given;
+            and those that ``sizes`` reads.
         sizes: transformers' config -> those of ``ModelConfig``'s fields that it has under other names, by their usual
             ones, and those of ``config``'s that it has not as they are. The other names belong to ``old_fields``.
         quantizations: the kinds of ``quantization_config`` that ``take`` knows.
