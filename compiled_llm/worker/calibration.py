@@ -54,7 +54,7 @@ def worker_facts(
         warnings.warn(
             f"target_itl_ms={config.target_itl_ms} cannot be met beside a prompt: the fastest of "
             f"token_bucket_sizes takes {fastest:.1f} ms. Prompts run in that one; a smaller bucket would help",
-            stacklevel=5,
+            stacklevel=6,
         )
     swap_seconds = measure_swap(steps.cache_groups(), swap_space, facts, steps.device)
     return dataclasses.replace(facts, bucket_seconds=tuple(bucket_seconds.items()), swap_seconds=swap_seconds)
