@@ -292,7 +292,9 @@ class EngineLimits:
             )
         if max_model_len > model_max_len and stream is None:
             most = f"the model's max_position_embeddings, {model_max_len}"
-            raise ValueError(f"max_model_len must be at most {most}, without sliding_window, given {max_model_len}")
+            raise ValueError(
+                f"max_model_len must be at most {most}, given {max_model_len}. With sliding_window it may be more"
+            )
         largest = config.bucket_sizes[-1]
         max_num_seqs = config.max_num_seqs or largest
         if max_num_seqs > largest:

@@ -184,6 +184,14 @@ def static_address_kind(tensor: Tensor) -> str | None:
     return getattr(tensor, "_noted_static", None) or getattr(tensor, "_dynamo_static_input_type", None)
 
 
+# -- Recording
+
+
+def recorded_checks() -> tuple[Any, ...]:
+    """The ops by which ``torch.export`` records what it took for granted of tensors and numbers."""
+    return torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default
+
+
 # -- Compiling
 
 

@@ -25,6 +25,7 @@ from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, attend
 from compiled_llm.models.linears.protocol import Experts, Linear
 from compiled_llm.ops import expert_rows
+from compiled_llm.ops.torch_private import recorded_checks
 
 _MOST_TOKENS = 2**20  # of a step
 _META = torch.device("meta")
@@ -153,7 +154,7 @@ def _function(program: torch.export.ExportedProgram) -> Callable[..., Tensor]:
     with graph.inserting_before(next(iter(graph.nodes))):
         calls = graph.placeholder("calls")
     own = {getattr(ours, f"recorded_{name}").default: function for name, function in _RECORDED.items()}
-    checks = torch.ops.aten._assert_tensor_metadata.default, torch.ops.aten._assert_scalar.default
+    checks = recorded_checks()
     last_input = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last_input):
         device = graph.call_function(_device, (calls,))

@@ -177,7 +177,7 @@ def test_the_report_covers_what_counts(run: Any, monkeypatch: pytest.MonkeyPatch
     ("arguments", "words"),
     [
         (["--report", __file__], "is a file: give a directory"),
-        (["--workload", "W5"], "W5"),
+        (["--workload", "W9"], "W9"),
         (["--workload", "W1", "--num-prompts", "3"], "--num-prompts cannot be given with --workload"),
         (["--dataset-name", "custom"], "needs --dataset-path"),
         (["--dataset-name", "random", "--dataset-path", "x.jsonl"], "must be custom"),
