@@ -319,10 +319,10 @@ class EngineLimits:
                 f"max_num_batched_tokens must be at least max_num_seqs, {max_num_seqs} (a token for each running "
                 f"request), given {batched}"
             )
-        if stream is not None and batched < stream.sink_tokens:
+        if stream is not None and batched < (needed := stream.sink_tokens + max_num_seqs - 1):
             raise ValueError(
-                f"max_num_batched_tokens must be at least {stream.sink_tokens} (attention_sink_tokens in whole blocks: "
-                f"one step computes them), given {batched}"
+                f"max_num_batched_tokens must be at least {needed} (attention_sink_tokens in whole blocks, which one "
+                f"step computes beside a token of each other request), given {batched}"
             )
         if not config.enable_chunked_prefill and batched < max_model_len:
             raise ValueError(

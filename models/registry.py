@@ -74,6 +74,13 @@ def with_stream(config: ModelConfig, stream: Stream | None) -> ModelConfig:
             f"sliding_window must be None for {config.architecture}, which has {what}: it needs one rotary embedding "
             f"alone, given {stream.window}"
         )
+    own = sorted({spec.window for spec in family_of(config).layers(config) if 0 < spec.window < stream.window})
+    if stream.sink_tokens and own:
+        raise ValueError(
+            f"attention_sink_tokens must be 0 for {config.architecture} with sliding_window={stream.window}, since "
+            f"some layers have a window of {own[0]} of their own, given {stream.sink_tokens} (in whole blocks). A "
+            f"sliding_window of at most {own[0]} bounds them all"
+        )
     ropes = tuple(dataclasses.replace(rope, precise=True) for rope in config.ropes)
     return dataclasses.replace(config, stream=stream, ropes=ropes)
 

@@ -1,18 +1,19 @@
 """StarCoder 2 (Lozhkov et al., 2024, arXiv:2402.19173): Mistral with layer norms, biases and a plain MLP."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig, check_window
 from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.gpt_neox import LayerWeights, Weights
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
+from compiled_llm.models.layers.attention import AttentionSpec, attention
 from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_activation, plain_mlp
-from compiled_llm.models.layers.norm import LayerNorm, add_layer_norm
+from compiled_llm.models.layers.norm import add_layer_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import layer_norm
 
@@ -28,21 +29,6 @@ class Starcoder2Config(ModelConfig):
         plain_activation(self.hidden_act)
         if self.sliding_window is not None:
             check_window(self.sliding_window)
-
-
-class LayerWeights(NamedTuple):
-    input_norm: LayerNorm
-    attention: AttentionWeights
-    mlp_norm: LayerNorm
-    mlp: PlainMlpWeights
-
-
-class Weights(NamedTuple):
-    embedding: Linear  # [V, D]
-    layers: tuple[LayerWeights, ...]
-    final_norm: LayerNorm
-    head: Linear  # [V, D]
-    ropes: tuple[Tensor]  # [max_position_embeddings, H] float32
 
 
 def _take_layer(config: Starcoder2Config, source: Source, name: str) -> LayerWeights:

@@ -84,8 +84,9 @@ class PrefixCache:
         resumed: list[Request] = []
         digests = self._digests(request, count)
         for index in range(request.num_published_blocks, count):
-            block, held = request.block_ids[index], self.places.holding(request, index)
-            earlier = self.pool.lookup(digests[index])
+            block = request.block_ids[index]
+            held = self.places.holding(request, index) if self.places.windows else []
+            earlier = self.pool.lookup(digests[index]) if held else None
             if earlier is not None and not all(window.can_exchange(block, earlier) for window, _ in held):
                 count = index  # the others go on with this block: it is published with a later one
                 break

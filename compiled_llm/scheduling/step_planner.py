@@ -189,7 +189,7 @@ class StepPlanner:
         assert count > 0
         start = request.num_computed_tokens
         if self.places.has_old_sinks(request):
-            self._schedule_sinks(request, count, output, requests)
+            self._schedule_sinks(request, output, requests)
             return
         if self.places.stream is not None:
             count = min(count, self.places.stream.num_until_drop(start))
@@ -215,13 +215,15 @@ class StepPlanner:
         requests.append(request)
         self.running_set.wait_again(self.prefix_cache.take_waiting(request, start))
 
-    def _schedule_sinks(
-        self, request: Request, most: int, output: SchedulerOutputBuilder, requests: list[Request]
-    ) -> None:
-        """Let the step compute the sink tokens of a stream again, if ``most`` tokens are enough for them."""
+    def _schedule_sinks(self, request: Request, output: SchedulerOutputBuilder, requests: list[Request]) -> None:
+        """Let the step compute the sink tokens of a stream again, all at once.
+
+        That may make it larger than it should be beside decodes: else these could hold a stream up for ever.
+        """
         stream = self.places.stream
         assert stream is not None
-        if most < stream.sink_tokens or request.num_in_flight:
+        room = self.limits.max_num_batched_tokens - len(output.token_ids)
+        if room < stream.sink_tokens or request.num_in_flight:
             return
         self.running_set.send_blocks(request, output)
         request.num_dropped_tokens = stream.num_dropped(request.num_computed_tokens)

@@ -60,8 +60,7 @@ class WindowPlaces:
         """How many places each window would have free without ``others``, for a request with the blocks ``shared``."""
         room = []
         for number, window in enumerate(self.windows):
-            held = ((other, other.held[number]) for other in others)
-            theirs = Counter(block for other, own in held for block in other.block_ids[own.first : own.end])
+            theirs = Counter(block for other in others for block in self.held_blocks(window, other, other.held[number]))
             freed = {block for block, count in theirs.items() if window.num_users(block) == count}
             room.append(window.num_free + len(freed) - len(freed.intersection(shared)))
         return room

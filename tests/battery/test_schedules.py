@@ -50,7 +50,7 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False, streams: bool 
     stream = random_stream(rng, block_size) if chunked_prefill and streams and rng.random() < 0.2 else None
     if stream is not None:
         prefix_caching, num_swap_blocks, windows = False, 0, [(stream.window, rng.choice([None, 0]))]
-        batched = max(batched, stream.sink_tokens)
+        batched = max(batched, stream.sink_tokens + max_num_seqs - 1)
         buckets = (*buckets[:-1], batched)
     return make_scheduler(
         num_blocks=num_blocks,

@@ -123,7 +123,7 @@ def test_log_probabilities_are_those_of_the_paper(directory: str, reference: Any
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"max_num_batched_tokens": 5},
+        {"max_num_batched_tokens": 7},
         {"max_num_seqs": 1},
         {"num_kv_blocks": 100, "async_scheduling": True},
         {"num_kv_blocks": 72},
@@ -164,7 +164,7 @@ def test_quantised_caches_stream(directory: str) -> None:
         ({"sliding_window": 30}, "multiple of block_size=4"),
         ({"enable_prefix_caching": True}, "enable_prefix_caching must be False"),
         ({"swap_space_bytes": 2**20}, "swap_space_bytes must be 0"),
-        ({"max_num_batched_tokens": 4, "attention_sink_tokens": 8}, "max_num_batched_tokens must be at least 8"),
+        ({"max_num_batched_tokens": 10, "attention_sink_tokens": 8}, "max_num_batched_tokens must be at least 11"),
     ],
 )
 def test_what_does_not_go_together_is_refused(directory: str, arguments: dict[str, Any], words: str) -> None:
@@ -177,6 +177,16 @@ def test_models_that_know_positions_are_refused(family: str) -> None:
     sizes = {**SIZES, "max_model_len": 128}
     with pytest.raises(ValueError, match="sliding_window must be None for"):
         CompiledEngine(model=str(checkpoint(family)), **sizes)
+
+
+def test_sink_tokens_need_layers_that_would_see_them(directory: str) -> None:
+    sizes = {**SIZES, **STREAM, "max_model_len": 128}
+    for family in ("gpt-oss", "gemma2"):  # windows of 6 in some layers
+        with pytest.raises(ValueError, match=r"attention_sink_tokens must be 0 for .* a window of 6 of their own"):
+            CompiledEngine(model=str(checkpoint(family)), **sizes)
+        with CompiledEngine(model=str(checkpoint(family)), **{**sizes, "sliding_window": 4}) as engine:
+            (output,) = engine.generate([{"prompt_token_ids": PROMPTS[1]}], greedy(30))
+            assert len(output.outputs[0].token_ids) == 30
 
 
 def test_a_stream_may_be_longer_than_the_model_and_its_cache_no_longer(directory: str) -> None:

@@ -1,8 +1,11 @@
 """Places of blocks in layers that see a window of keys."""
 
+import itertools
+
 import pytest
 
 from compiled_llm.scheduling.window_pool import WindowPool, most_places, useful_places
+from compiled_llm.streaming import Stream
 from tests.fake_engine import LIMITS, FakeEngine, check_result, make_request, make_scheduler
 
 SIZE = LIMITS.block_size
@@ -116,3 +119,18 @@ def test_dropped_places_make_a_shorter_hit() -> None:
         for block in [b for d in request.block_digests[2:10] if (b := scheduler.pool.lookup(d)) is not None]:
             if name == "all":
                 places.forget(block)
+
+
+def test_a_stream_goes_on_beside_requests_that_decode_for_ever() -> None:
+    """Its sink tokens are more than a step should have beside decodes."""
+    scheduler = make_scheduler(
+        64, windows=[(8, None)], stream=Stream(8, 8, 4), max_tokens_beside_decodes=3, max_num_batched_tokens=11
+    )
+    engine, long, names = FakeEngine(scheduler), make_request("long", 3, 50), itertools.count()
+    scheduler.add(long)
+    for _ in range(120):
+        while len(scheduler.running) + scheduler.num_waiting < 4:  # so short that nothing leaves their caches
+            scheduler.add(make_request(f"{next(names)}", 3, 10))
+        engine.step()
+    check_result(long)
+    assert len(long.output_token_ids) == 50
