@@ -1,0 +1,172 @@
+"""Linear layers of quantised weights and quantised activations (W8A8, W4A8): references, schemas, registration.
+
+    sx[t] = max over k |x[t, k]| / 127                    or the static x_scale
+    xq[t, k] = round(x[t, k] / sx[t])                     from -127 to 127, halves to even
+    y[t, n] = bias[n] + sx[t] * sum over g of  scale[n, g] * sum over k in g of  (code[n, k] - zero[n, g]) * xq[t, k]
+
+The sums over k of ``code * xq`` and of ``xq`` are exact integers. The rest is float32 in one order, so every
+instruction set gives the same bits, and a row's are the same in any batch. For a row of x:
+
+    total = 0
+    for each group: total = fma(fma(-zero, sum of xq, sum of code * xq), scale, total)
+    y = fma(total, sx, bias), rounded to the dtype of x
+
+A row with a NaN or an infinity is NaN. A row of zeros, or of numbers so small that sx would be 0, has the codes 0.
+``quantized_weight.py`` has the layout of the weights. T rows, K in_features, N out_features, E experts.
+"""
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.linear.quantized_weight import SCALE_DTYPES, QuantizedWeight, WeightFormat, unpack_quantized_rows
+
+_WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? x_scale"
+_FORM = "str element, int group_size, int out_features"
+LIBRARY.define(f"quantized_linear_a8({_WEIGHT}, {_FORM}) -> Tensor")
+LIBRARY.define(f"grouped_quantized_linear_a8({_WEIGHT}, Tensor? rows, Tensor starts, {_FORM}) -> Tensor")
+
+
+def quantized_linear_a8(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    element: str,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """``x @ W.T + bias``, with integer products of quantised rows of ``x`` and the codes of ``W``.
+
+    Args:
+        x: ``[T, K]`` bfloat16, float32 or float16; rows may be strided, the last stride is 1.
+        codes, scales, zeros: ``W`` as ``pack_quantized_rows`` packs it.
+        bias: ``[N]`` in the dtype of ``x``, or None.
+        x_scale: ``[1]`` float32, for all rows; or None: each row's own.
+        element: "int8" or "int4".
+        group_size: inputs of an output that share a scale; 0: all.
+        out_features: N.
+
+    Returns:
+        ``[T, N]`` in the dtype of ``x``, contiguous.
+    """
+    return torch.ops.compiled_llm.quantized_linear_a8(
+        x, codes, scales, zeros, bias, x_scale, element, group_size, out_features
+    )
+
+
+def grouped_quantized_linear_a8(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    rows: Tensor | None,
+    starts: Tensor,
+    element: str,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """The same for experts, each with rows of its own.
+
+    Weights, and ``bias`` ``[E, N]``, have one more dimension in front. ``rows`` and ``starts`` are those of
+    ``grouped_linear``: rows that belong to no expert are not written.
+    """
+    return torch.ops.compiled_llm.grouped_quantized_linear_a8(
+        x, codes, scales, zeros, bias, x_scale, rows, starts, element, group_size, out_features
+    )
+
+
+# -- In plain torch
+
+
+def quantize_activations(x: Tensor, x_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """``xq`` ``[T, K]`` int8 and ``sx`` ``[T]`` float32, which is NaN where a row has a number that is not finite."""
+    values = x.float()
+    largest = values.abs().amax(1)
+    scale = largest / 127 if x_scale is None else x_scale.expand(len(x))
+    finite = values.isfinite().all(1)
+    divisor = torch.where(finite & (scale > 0), scale, torch.full_like(scale, torch.inf))
+    codes = torch.round(values / divisor[:, None]).nan_to_num(0).clamp(-127, 127).to(torch.int8)
+    return codes, torch.where(finite, scale, torch.full_like(scale, torch.nan))
+
+
+def quantized_linear_a8_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    element: str,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """The op in plain torch. Sums and the steps of float32 are computed in float64 and then rounded."""
+    dtype_of = {dtype: name for name, dtype in SCALE_DTYPES.items()}
+    form = WeightFormat(element, group_size, zeros is not None, dtype_of[scales.dtype])
+    in_features = x.shape[1]
+    ids = torch.arange(out_features, device=codes.device)
+    rows = unpack_quantized_rows(QuantizedWeight(codes, scales, zeros), ids, form, in_features)
+    xq, sx = quantize_activations(x, x_scale)
+    size, total = group_size or in_features, torch.zeros(len(x), out_features, device=x.device)
+    for g in range(form.num_groups(in_features)):
+        inputs = slice(g * size, (g + 1) * size)
+        part = xq[:, inputs].double()
+        products = (part @ rows.codes[:, inputs].double().T).float()
+        if rows.zeros is not None:
+            products = _fma(-rows.zeros[:, g], part.sum(1, keepdim=True).float(), products)
+        total = _fma(products, rows.scales[:, g], total)
+    return _fma(total, sx[:, None], torch.zeros_like(total) if bias is None else bias.float()).to(x.dtype)
+
+
+def _fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """``a * b + c`` of float32, rounded once (but for one in 2^29 that are rounded twice)."""
+    return (a.double() * b.double() + c.double()).float()
+
+
+def grouped_quantized_linear_a8_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    rows: Tensor | None,
+    starts: Tensor,
+    element: str,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """The op in plain torch: an expert at a time. Rows that belong to none are 0."""
+    x = x if rows is None else x[rows]
+    out = x.new_zeros(len(x), out_features)
+    for e, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
+        own = (codes[e], scales[e], None if zeros is None else zeros[e], None if bias is None else bias[e])
+        if end > first:
+            out[first:end] = quantized_linear_a8_reference(
+                x[first:end], *own, x_scale, element, group_size, out_features
+            )
+    return out
+
+
+# -- Registration
+
+
+@torch.library.register_fake("compiled_llm::quantized_linear_a8", lib=LIBRARY)
+def _fake(x, codes, scales, zeros, bias, x_scale, element, group_size, out_features) -> Tensor:
+    return x.new_empty(x.shape[0], out_features)
+
+
+@torch.library.register_fake("compiled_llm::grouped_quantized_linear_a8", lib=LIBRARY)
+def _fake_grouped(x, codes, scales, zeros, bias, x_scale, rows, starts, element, group_size, out_features) -> Tensor:
+    return x.new_empty((x if rows is None else rows).shape[0], out_features)
+
+
+LIBRARY.impl("quantized_linear_a8", quantized_linear_a8_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("grouped_quantized_linear_a8", grouped_quantized_linear_a8_reference, "CompositeExplicitAutograd")
