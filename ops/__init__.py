@@ -8,6 +8,7 @@ when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
+from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8, quantized_linear_a8
 from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_packed_linear
 from compiled_llm.ops.moe.routing import expert_rows, route, weighted_sum
@@ -39,6 +40,7 @@ __all__ = [
     "greedy_tokens",
     "grouped_linear",
     "grouped_packed_linear",
+    "grouped_quantized_linear",
     "grouped_quantized_linear_a8",
     "layer_norm",
     "log_sum_exp",
@@ -47,6 +49,7 @@ __all__ = [
     "packed_linear",
     "paged_attention",
     "paged_attention_reference",
+    "quantized_linear",
     "quantized_linear_a8",
     "rms_norm",
     "rope",

@@ -1,0 +1,141 @@
+"""Linear layers on quantised weights, activations as they are: references, schemas, registration.
+
+    y[t, n] = bias[n] + sum over g of  scale[n, g] * (sum over k in g of (value(code[n, k]) - zero[n, g]) * x[t, k])
+
+in float32, in one order for any number of rows. ``quantized_weight.py`` has the elements, the groups and the layout. A
+decode step reads every code once, so it takes the time that reading those fewer bytes takes. On GPUs ``codes`` lie row
+by row.
+"""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.linear.quantized_weight import (
+    SCALE_DTYPES,
+    QuantizedWeight,
+    WeightFormat,
+    dequantize,
+    unpack_quantized_rows,
+)
+
+_WEIGHT, _FORM = "Tensor codes, Tensor scales, Tensor? zeros", "str element, int group_size, int out_features"
+LIBRARY.define(f"quantized_linear(Tensor x, {_WEIGHT}, Tensor? bias, {_FORM}) -> Tensor")
+LIBRARY.define(
+    f"grouped_quantized_linear(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? rows, Tensor starts, {_FORM}) -> Tensor"
+)
+
+
+def quantized_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    element: str,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """``x @ W.T + bias`` for a quantised ``W``, accumulated in float32 and rounded once.
+
+    Args:
+        x: ``[T, K]`` bfloat16, float32 or float16; rows may be strided, the last stride is 1.
+        codes, scales, zeros: of a ``QuantizedWeight`` ``[N, K]``, contiguous; zeros may be None.
+        bias: ``[N]`` in the dtype of ``x``, or None.
+        element: "int8", "int4", "fp8" or "fp4".
+        group_size: inputs of an output that share a scale; 0: all.
+        out_features: N.
+
+    Returns:
+        ``[T, N]`` in the dtype of ``x``, contiguous.
+    """
+    return torch.ops.compiled_llm.quantized_linear(x, codes, scales, zeros, bias, element, group_size, out_features)
+
+
+def grouped_quantized_linear(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    starts: Tensor,
+    element: str,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """The layers of E experts, each for rows of its own, as ``grouped_linear`` has them.
+
+    Args:
+        x: ``[T, K]`` bfloat16, float32 or float16; rows may be strided, the last stride is 1.
+        codes, scales, zeros: as above, with E in front.
+        bias: ``[E, N]`` in the dtype of ``x``, or None.
+        rows: ``[R]`` int32: the row of ``x`` that each row takes; None: its own, and R is T.
+        starts: ``[E + 1]`` int32, ascending, from 0 to at most R. Expert e has rows ``starts[e]`` to ``starts[e + 1]``.
+        element, group_size, out_features: as above.
+
+    Returns:
+        ``[R, N]`` in the dtype of ``x``, contiguous. Rows that belong to no expert are not written.
+    """
+    return torch.ops.compiled_llm.grouped_quantized_linear(
+        x, codes, scales, zeros, bias, rows, starts, element, group_size, out_features
+    )
+
+
+def quantized_linear_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    element: str,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """The op in plain torch: dequantise, multiply in float32, round once."""
+    (scale_dtype,) = (name for name, dtype in SCALE_DTYPES.items() if dtype == scales.dtype)
+    form = WeightFormat(element, group_size, zeros is not None, scale_dtype)
+    packed = QuantizedWeight(codes, scales, zeros)
+    rows = unpack_quantized_rows(packed, torch.arange(out_features, device=codes.device), form, x.shape[1])
+    return F.linear(x.float(), dequantize(rows, form), None if bias is None else bias.float()).to(x.dtype)
+
+
+def grouped_quantized_linear_reference(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    starts: Tensor,
+    element: str,
+    group_size: int,
+    out_features: int,
+) -> Tensor:
+    """The op in plain torch: an expert at a time. Rows that belong to none are 0."""
+    x = x if rows is None else x[rows]
+    out = x.new_zeros(x.shape[0], out_features)
+    for expert, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
+        if end > first:
+            own_zeros, own_bias = (None if of is None else of[expert] for of in (zeros, bias))
+            own = x[first:end], codes[expert], scales[expert], own_zeros, own_bias
+            out[first:end] = quantized_linear_reference(*own, element, group_size, out_features)
+    return out
+
+
+@torch.library.register_fake("compiled_llm::quantized_linear", lib=LIBRARY)
+def _fake(x: Tensor, *args) -> Tensor:
+    return x.new_empty(x.shape[0], args[-1])
+
+
+@torch.library.register_fake("compiled_llm::grouped_quantized_linear", lib=LIBRARY)
+def _fake_grouped(x: Tensor, *args) -> Tensor:
+    rows = args[4]
+    return x.new_empty((x if rows is None else rows).shape[0], args[-1])
+
+
+LIBRARY.impl("quantized_linear", quantized_linear_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("grouped_quantized_linear", grouped_quantized_linear_reference, "CompositeExplicitAutograd")
