@@ -72,3 +72,14 @@ def sizes(name: str, value: Any) -> tuple[int, ...]:
     if not items:
         raise ValueError(f"{name} must hold at least one size, given an empty list")
     return items
+
+
+def names(name: str, value: Any) -> tuple[str, ...]:
+    """A list of non-empty strings as a tuple; it may be empty."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} must be a list of names, given {shown(value)}")
+    items = tuple(value)
+    for item in items:
+        if not isinstance(item, str) or not item:
+            raise ValueError(f"{name} must be a list of names as non-empty str, given {shown(item)} in it")
+    return items

@@ -7,12 +7,14 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
-from compiled_llm.argument_checks import check_fields, integers, one_of, sizes
+from compiled_llm.argument_checks import check_fields, integers, names, one_of, sizes
 from compiled_llm.names import ENGINE_ARGUMENTS, refuse_unknown_names, value_hint
 from compiled_llm.streaming import Stream
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED_DTYPES = ("int8", "fp8")  # of the KV cache
+QUANTIZATIONS = ("int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4")  # of the weights
+GROUP_SIZES = (32, 64, 128)
 MOST_IMPLIED_LEN = 2**20  # tokens that a model may have max_model_len be
 
 
@@ -33,6 +35,18 @@ class EngineConfig:
         model_impl: whose code computes the model: "native", a file of this engine for its family; "transformers",
             transformers' own modelling code with this engine's attention and linear layers, see docs/models.md; "auto":
             the first where there is one, else the second.
+        quantization: what the weights of linear layers are rounded to as they are loaded, see docs/quantization.md:
+            "int8" (a scale for each output), "int4" (a scale for each group of inputs), "fp8" (e4m3, a scale for each
+            output) or "mxfp4" (a power of two for each 32 inputs), with activations in the model's dtype; "int8_w8a8"
+            and "int4_w4a8" round activations to int8 too, a token at a time, which is faster. None: the checkpoint's.
+        quantization_group_size: inputs with one scale in "int4" and "int4_w4a8": 32, 64 or 128. None: 32.
+        quantization_skip: names of layers that stay in the model's dtype, such as ``model.layers.0`` or ``down_proj``;
+            ``*`` stands for anything. Routers of experts always do.
+        quantization_head: with ``quantization``: the same for the head, which makes the logits, and for the embedding
+            where the two are one; "auto": in 8 bits where the layers are in 4, else as the layers. None: the model's
+            dtype.
+        quantization_embedding: with ``quantization``: the same for an embedding that is not the head as well, of
+            which a step reads single rows. None: the model's dtype.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``.
         token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None:
@@ -103,6 +117,11 @@ class EngineConfig:
     device: str = "auto"
     load_format: str = "auto"
     model_impl: Literal["auto", "native", "transformers"] = "auto"
+    quantization: str | None = None
+    quantization_group_size: int | None = None
+    quantization_skip: tuple[str, ...] = ()
+    quantization_head: str | None = "auto"
+    quantization_embedding: str | None = None
     max_model_len: int | None = None
     bucket_sizes: tuple[int, ...] = (1, 8, 32)
     token_bucket_sizes: tuple[int, ...] | None = None
@@ -144,6 +163,7 @@ class EngineConfig:
         one_of("load_format", self.load_format, ("auto", "safetensors", "dummy"))
         one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *DTYPES, *QUANTISED_DTYPES))
         self._check_sources()
+        self._check_quantization()
         if not isinstance(self.device, str) or self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
             raise ValueError(
                 "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', "
@@ -175,6 +195,26 @@ class EngineConfig:
                     raise ValueError(f"{field} must be {what} as a non-empty str, given {value!r}")
             if value is not None and getattr(self, of) is None:
                 raise ValueError(f"{name} must be None without {of}, the hub id that it belongs to, given {value!r}")
+
+    def _check_quantization(self) -> None:
+        """How weights are rounded."""
+        for name, also in (("quantization", ()), ("quantization_head", ("auto",)), ("quantization_embedding", ())):
+            if getattr(self, name) is not None:
+                one_of(name, getattr(self, name), (*QUANTIZATIONS, *also))
+        object.__setattr__(self, "quantization_skip", names("quantization_skip", self.quantization_skip))
+        size, head = self.quantization_group_size, self.quantization_head
+        if size is not None and size not in GROUP_SIZES:
+            raise ValueError(f"quantization_group_size must be one of {GROUP_SIZES} or None, given {size!r}")
+        of_weights = (self.quantization, head, self.quantization_embedding)
+        if size is not None and not any(str(name).startswith("int4") for name in of_weights):
+            raise ValueError(
+                "quantization_group_size must be None unless weights are quantised to 'int4' or 'int4_w4a8' (the "
+                f"groups of others are given), given {size} with quantization={self.quantization!r}"
+            )
+        alone = {"quantization_skip": (), "quantization_head": "auto", "quantization_embedding": None}
+        for name, default in alone.items():
+            if self.quantization is None and getattr(self, name) != default:
+                raise ValueError(f"{name} must be {default!r} without quantization, given {getattr(self, name)!r}")
 
     def _check_pairs(self) -> None:
         """Arguments that depend on others."""

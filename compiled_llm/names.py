@@ -37,9 +37,7 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
             "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel "
             "distributed_executor_backend"
         ),
-        "there is none: weights are float32, bfloat16 or float16. kv_cache_dtype quantises the KV cache": (
-            "quantization quantization_config load_in_4bit load_in_8bit"
-        ),
+        "give quantization": "quantization_config load_in_4bit load_in_8bit",
         "there is none: each token and KV head has a scale of its own": "calculate_kv_scales",
         "give dtype": "torch_dtype",
         "give device": "device_map",

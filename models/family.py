@@ -13,8 +13,9 @@ from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put
+from compiled_llm.models.reader import Wanted
 from compiled_llm.models.rope_config import Rope, read_rope
-from compiled_llm.models.weights import ModelWeights, Source, Wanted
+from compiled_llm.models.weights import ModelWeights, Source
 
 C = TypeVar("C", bound=ModelConfig)
 W = TypeVar("W", bound=ModelWeights)

@@ -21,7 +21,6 @@ from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
 from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
 from compiled_llm.models.layers.norm import add_rms_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
 from compiled_llm.models.weights import Source
@@ -258,7 +257,7 @@ def take(config: Gemma4Config, source: Source) -> Weights:
     if p:
         size = config.num_layers * p
         part = Part("model.embed_tokens_per_layer", config.vocab_size_per_layer_input, size)
-        table = Dense.take(source, [part])  # which is read by rows alone
+        table = source.table(part)
         inputs = PerLayerInputs(
             projection=source.linear(Part("model.per_layer_model_projection", size, d)),
             norm=_norm(source, "model.per_layer_projection_norm", p),

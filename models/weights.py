@@ -1,23 +1,23 @@
 """A model's weights: where a family takes them from, what those of all families share, and what memory they take."""
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.encoding import Encoding, Stored
+from compiled_llm.models.encoding import Encoding
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights, UsedExperts
 from compiled_llm.models.layers.norm import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
-from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put
+from compiled_llm.models.reader import Reader, Wanted
 from compiled_llm.models.rope_config import Rope
+from compiled_llm.models.stacked_take import StackedTake
 
 
 class ModelWeights(Protocol):
@@ -40,49 +40,6 @@ class ModelWeights(Protocol):
     @property
     def ropes(self) -> tuple[Tensor, ...]:
         """Tables of rotary embeddings, ``[max_position_embeddings, H]`` float32 each, made from the config."""
-
-
-class Wanted(NamedTuple):
-    """A tensor that a family asks for.
-
-    Attributes:
-        name: in a checkpoint.
-        mean, std: of random values, where there is no checkpoint.
-        dtype: that it is wanted in; None: the model's.
-        encoding: how the checkpoint keeps it; None: under its name.
-        whole: ``Reader.rows`` puts a matrix at a time, the last two dimensions.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    mean: float
-    std: float
-    dtype: torch.dtype | None = None
-    encoding: Encoding | None = None
-    whole: bool = False
-
-    def stored(self) -> dict[str, Stored]:
-        """The checkpoint's tensors that it is read from, by their names."""
-        return {self.name: Stored(self.shape)} if self.encoding is None else self.encoding.stored(self.name, self.shape)
-
-    def matrices(self) -> tuple[int, int]:
-        """How many matrices it is, one after the other, and the rows of each; what has one dimension is a row."""
-        return math.prod(self.shape[:-2]), self.shape[-2] if len(self.shape) > 1 else 1
-
-
-class Reader(Protocol):
-    """Reads the tensors of a checkpoint, or makes them, in the model's dtype on its device."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def tensor(self, wanted: Wanted) -> Tensor: ...
-
-    def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
-        """As ``Take.rows``; no piece has rows of two matrices."""
 
 
 class Source:
@@ -157,6 +114,11 @@ class Source:
         """One linear layer that computes all ``parts``, which have the same input; in ``dtype``, or the model's."""
         return self._linears.take(_PartsTake(self, parts, dtype), parts)
 
+    def table(self, part: Part) -> Linear:
+        """A table of which a step reads single rows."""
+        part = part._replace(role="embedding")
+        return self._linears.take_table(_PartsTake(self, [part]), part)
+
     def experts(self, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
         return self._linears.take_experts(_PartsTake(self, list(itertools.chain(*experts))), experts, top_k)
@@ -216,7 +178,7 @@ class Source:
         wanted = Wanted(name, (num_experts, *sizes), 0.0, in_features**-0.5, encoding=encoding, whole=transposed)
         biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
         parts = [[Part(str(e), out_features, in_features, bias)] for e in range(num_experts)]
-        return self._linears.take_experts(_StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
+        return self._linears.take_experts(StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
 
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""
@@ -252,10 +214,10 @@ class Source:
         """The embedding and the head, both ``[V, D]``; one object where they are ``tied``."""
         if tied:
             self.may_repeat[f"{head}.weight"] = f"{embedding}.weight"
-            both = self.linear(Part(embedding, vocab_size, hidden_size))
+            both = self.linear(Part(embedding, vocab_size, hidden_size, role="head"))
             return both, both
-        table = Dense.take(self, [Part(embedding, vocab_size, hidden_size)])
-        return table, self.linear(Part(head, vocab_size, hidden_size))
+        table = self.table(Part(embedding, vocab_size, hidden_size))
+        return table, self.linear(Part(head, vocab_size, hidden_size, role="head"))
 
     def rope(self, rope: Rope, head_dim: int, length: int) -> Tensor:
         """The table of ``rope``, see ``rope_table``."""
@@ -296,49 +258,6 @@ class _PartsTake:
             elif not (tensor := self(name, shape)).is_meta:
                 put(start, tensor)
             start += shape[0]
-
-
-_COLUMNS = 64  # of a matrix that are transposed at a time, in the caches
-
-
-class _StackedTake:
-    """What experts take whose number is the name of their part, of the one tensor ``wanted`` and the ``biases`` of all.
-
-    Matrices that lie transposed come as a whole.
-    """
-
-    def __init__(self, reader: Reader, wanted: Wanted, biases: Tensor | None, in_turn: int) -> None:
-        self.dtype, self.device = reader.dtype, reader.device
-        self._reader, self._wanted, self._biases, self._in_turn = reader, wanted, biases, in_turn
-
-    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        assert self._biases is not None
-        bias = self._biases[int(name.removesuffix(".bias"))]
-        return bias if bias.is_meta else bias.view(-1, self._in_turn).t().flatten()
-
-    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
-        """``shapes`` are those of all experts, in their order."""
-        assert len(shapes) == self._wanted.shape[0]
-        out_features = next(iter(shapes.values()))[0]
-        size = out_features // self._in_turn
-
-        def put_in_order(start: int, rows: Tensor) -> None:
-            expert, first = divmod(start, out_features)
-            for part in range(self._in_turn):
-                skipped = (part - first) % self._in_turn
-                of_part = rows[skipped :: self._in_turn]
-                if len(of_part):
-                    row = part * size + (first + skipped) // self._in_turn
-                    put(expert * out_features + row, of_part.contiguous())
-
-        def put_columns(start: int, rows: Tensor) -> None:
-            begin = start // len(rows) * out_features
-            for column in range(0, out_features, _COLUMNS):
-                # torch transposes what lies together eight times as fast.
-                columns = rows[:, column : column + _COLUMNS].contiguous().t().contiguous()
-                put_in_order(begin + column, columns)
-
-        self._reader.rows([self._wanted], put_columns if self._wanted.whole else put_in_order)
 
 
 def _wanted(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_llm.models.files import open_file
 from compiled_llm.models.linears.protocol import Put
-from compiled_llm.models.weights import Wanted
+from compiled_llm.models.reader import Wanted
 from compiled_llm.resources import granted_cores
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor
 

@@ -14,8 +14,9 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.encoding import Stored
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put
+from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family_of
-from compiled_llm.models.weights import Source, Wanted
+from compiled_llm.models.weights import Source
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
 from compiled_llm.worker.tensor_names import by_family_names, parts_of

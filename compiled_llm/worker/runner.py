@@ -41,6 +41,7 @@ from compiled_llm.worker.device import choose_threads, resolve_device, use_devic
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.profiler import StepProfiler
+from compiled_llm.worker.quantization import quantizing
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 from compiled_llm.worker.times import RunnerTimes, StartTimes
@@ -126,7 +127,7 @@ class ModelRunner(Worker):
 
         use_own_cache_directory()
         kernels = KernelBuild(progress) if self.device.type == "cpu" else None
-        self.linears = linear_kind(self.device, self.dtype, config.exact)
+        self.linears = quantizing(config, linear_kind(self.device, self.dtype, config.exact), self.dtype)
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits)
         memory = StartMemory(

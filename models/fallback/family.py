@@ -163,9 +163,9 @@ def _take_embedding_and_head(recording: Recording, source: Source) -> tuple[Line
     embedding, head = _part(recording, module.embedding), _part(recording, module.head)
     if module.is_own_embedding and module.is_tied:
         return source.embedding_and_head(embedding.name, head.name, *embedding[1:3], tied=True)
-    table = Dense.take(source, [embedding])
+    table = source.table(embedding) if module.is_own_embedding else Dense.take(source, [embedding])
     if not module.is_tied:
-        return table, source.linear(head)
+        return table, source.linear(head._replace(role="head"))
     source.may_repeat[f"{head.name}.weight"] = f"{embedding.name}.weight"
     return table, table
 

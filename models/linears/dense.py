@@ -55,6 +55,10 @@ class Dense(NamedTuple):
         take.rows(weight_shapes(parts), put)
         return cls(weight, take_bias(take, parts))
 
+    @classmethod
+    def take_table(cls, take: Take, part: Part) -> "Dense":
+        return cls.take(take, [part])
+
     @staticmethod
     def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
         return DenseExperts.take(take, experts, top_k)

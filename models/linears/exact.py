@@ -48,6 +48,10 @@ class Exact(NamedTuple):
         return cls(Dense.take(take, parts))
 
     @staticmethod
+    def take_table(take: Take, part: Part) -> Dense:
+        return Dense.take(take, [part])
+
+    @staticmethod
     def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
         return DenseExperts.take(take, experts, top_k)
 

@@ -48,7 +48,7 @@ class DenseExperts(NamedTuple):
             rows_of_all[start : start + len(rows)] = rows
 
         take.rows(_all_shapes(experts), put)
-        return cls(weight, _take_biases(take, experts), top_k)
+        return cls(weight, take_biases(take, experts), top_k)
 
 
 class PackedExperts(NamedTuple):
@@ -86,10 +86,10 @@ class PackedExperts(NamedTuple):
             pack_rows(packed[expert], row, rows)
 
         take.rows(_all_shapes(experts), put)
-        return cls(packed, _take_biases(take, experts), out_features, in_features, top_k)
+        return cls(packed, take_biases(take, experts), out_features, in_features, top_k)
 
 
-def _take_biases(take: Take, experts: Sequence[Sequence[Part]]) -> Tensor | None:
+def take_biases(take: Take, experts: Sequence[Sequence[Part]]) -> Tensor | None:
     """``[num_experts, out_features]``; None where they have none."""
     biases = [bias for parts in experts if (bias := take_bias(take, parts)) is not None]
     assert len(biases) in (0, len(experts)), "either all of the experts have a bias or none"

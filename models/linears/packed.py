@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import PackedExperts
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
 from compiled_llm.models.linears.protocol import Part, Take
@@ -45,6 +46,10 @@ class Packed(NamedTuple):
         packed = empty_packed(out_features, in_features, take.dtype, take.device)
         take.rows(weight_shapes(parts), lambda start, rows: pack_rows(packed, start, rows))
         return cls(packed, take_bias(take, parts), out_features, in_features)
+
+    @staticmethod
+    def take_table(take: Take, part: Part) -> Dense:
+        return Dense.take(take, [part])
 
     @staticmethod
     def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> PackedExperts:

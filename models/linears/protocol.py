@@ -12,6 +12,7 @@ class Part(NamedTuple):
 
     Attributes:
         transposed: the checkpoint has the weight as ``[in_features, out_features]``.
+        role: "head", which makes logits, "embedding", of which single rows are read, or "layer".
         arrange: rows of the checkpoint's weight (elements of its bias) -> the same in the order that the model takes
             the layer's outputs in. None: they are in it.
     """
@@ -22,6 +23,7 @@ class Part(NamedTuple):
     bias: bool = False
     transposed: bool = False
     arrange: Callable[[Tensor], Tensor] | None = None
+    role: str = "layer"
 
 
 Put = Callable[[int, Tensor], None]
@@ -119,6 +121,9 @@ class LinearKind(Protocol):
 
         On the device "meta" it tells names and shapes alone, which is how a checkpoint is checked before it is read.
         """
+
+    def take_table(self, take: Take, part: Part) -> Linear:
+        """A table of which a step reads single rows: an embedding that is not the head as well."""
 
     def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""

@@ -1,0 +1,112 @@
+"""Linear layers whose weights are quantised, at load or in the checkpoint (ops/linear/quantized_weight.py)."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.ops import (
+    grouped_quantized_linear,
+    grouped_quantized_linear_a8,
+    quantized_linear,
+    quantized_linear_a8,
+)
+from compiled_llm.ops.linear.quantized_weight import (
+    QuantizedWeight,
+    WeightFormat,
+    dequantize,
+    unpack_quantized_rows,
+)
+
+
+class Scheme(NamedTuple):
+    """How a layer is computed.
+
+    Attributes:
+        form: how its weights are kept.
+        activations: "model": they stay in the model's dtype; "int8": each row is quantised on its own.
+    """
+
+    form: WeightFormat
+    activations: str = "model"
+
+
+class Quantized(NamedTuple):
+    """``x @ W.T + bias`` with a quantised ``W``."""
+
+    weight: QuantizedWeight
+    bias: Tensor | None  # [out_features]
+    scheme: Scheme
+    out_features: int
+    in_features: int
+    dtype: str  # of an embedding's rows
+    input_scale: Tensor | None = None  # [1] float32: a scale of all activations, where it is known beforehand
+    order: Tensor | None = None  # [in_features] int32: the input that each column of W is for; None: its own
+
+    @property
+    def nbytes(self) -> int:
+        biases = 0 if self.bias is None else self.bias.nbytes
+        return self.scheme.form.nbytes(self.out_features, self.in_features) + biases
+
+    def apply(self, x: Tensor) -> Tensor:
+        if self.order is not None:
+            x = x[:, self.order]
+        form, weight = self.scheme.form, self.weight
+        if self.scheme.activations == "int8":
+            return quantized_linear_a8(
+                x, *weight, self.bias, self.input_scale, form.element, form.group_size, self.out_features
+            )
+        return quantized_linear(x, *weight, self.bias, form.element, form.group_size, self.out_features)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        assert self.order is None, "embeddings have no order of inputs"
+        form = self.scheme.form
+        rows = unpack_quantized_rows(self.weight, ids, form, self.in_features)
+        return dequantize(rows, form).to(getattr(torch, self.dtype))
+
+
+class QuantizedExperts(NamedTuple):
+    """The linear layers of a mixture's experts, quantised alike."""
+
+    weight: QuantizedWeight  # of all experts
+    bias: Tensor | None  # [num_experts, out_features]
+    scheme: Scheme
+    num_experts: int
+    out_features: int
+    in_features: int
+    top_k: int
+
+    @property
+    def nbytes(self) -> int:
+        weights = self.num_experts * self.scheme.form.nbytes(self.out_features, self.in_features)
+        return weights + (0 if self.bias is None else self.bias.nbytes)
+
+    def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
+        op = grouped_quantized_linear_a8 if self.scheme.activations == "int8" else grouped_quantized_linear
+        form = self.scheme.form
+        return op(x, *self.weight, self.bias, rows, starts, form.element, form.group_size, self.out_features)
+
+
+class Joined(NamedTuple):
+    """Several layers with the same input whose outputs lie side by side: parts that are not kept alike."""
+
+    layers: tuple[Linear, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(layer.out_features for layer in self.layers)
+
+    @property
+    def in_features(self) -> int:
+        return self.layers[0].in_features
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.cat([layer.apply(x) for layer in self.layers], 1)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        raise AssertionError("an embedding is one layer")

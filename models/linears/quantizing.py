@@ -1,0 +1,119 @@
+"""A kind of linear layer that quantises: which layers, how, and from what."""
+
+import dataclasses
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.experts import take_biases
+from compiled_llm.models.linears.parts import take_bias, weight_shapes
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
+from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
+from compiled_llm.ops.linear.quantized_weight import (
+    QuantizedWeight,
+    WeightFormat,
+    empty_quantized,
+    pack_quantized_rows,
+    quantize,
+)
+
+SCHEMES = {
+    "int8": Scheme(WeightFormat("int8")),
+    "int8_w8a8": Scheme(WeightFormat("int8"), "int8"),
+    "int4": Scheme(WeightFormat("int4", 32, scale_dtype="bfloat16")),
+    "int4_w4a8": Scheme(WeightFormat("int4", 32, scale_dtype="bfloat16"), "int8"),
+    "fp8": Scheme(WeightFormat("fp8")),
+    "mxfp4": Scheme(WeightFormat("fp4", 32, scale_dtype="bfloat16")),
+}
+"""What the engine argument ``quantization`` names."""
+
+# Layers that choose experts: small, and the choice is sensitive.
+_ROUTERS = ("*.gate", "*.router", "*.router.proj", "*.shared_expert_gate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantizing:
+    """A ``LinearKind`` that rounds weights to the nearest values of a format as they are read.
+
+    Attributes:
+        plain: the kind of layers that stay in the model's dtype.
+        layers, head, embedding: how linear layers are kept, the head, and an embedding that is not the head as well.
+            None: in the model's dtype.
+        dtype: the model's. Layers that a family takes in another one stay in it.
+        skip: patterns of names of layers that stay in the model's dtype; ``*`` stands for anything. A pattern also
+            names the layers within what it names.
+    """
+
+    plain: LinearKind
+    dtype: torch.dtype
+    layers: Scheme | None
+    head: Scheme | None = None
+    embedding: Scheme | None = None
+    skip: tuple[str, ...] = ()
+
+    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return self.plain.serves(device, dtype)
+
+    def is_exact(self) -> bool:
+        return self.plain.is_exact()
+
+    def bytes_while_taking(self, nbytes: int) -> int:
+        return self.plain.bytes_while_taking(nbytes)
+
+    def scheme(self, part: Part) -> Scheme | None:
+        """How a layer is kept; None: in the model's dtype."""
+        of_role = {"head": self.head, "embedding": self.embedding}
+        chosen = of_role.get(part.role, self.layers)
+        if chosen is None or any(fnmatchcase(part.name, pattern) for pattern in _ROUTERS):
+            return None
+        inner = part.name.split(".")
+        around = [".".join(inner[:count]) for count in range(1, len(inner) + 1)]
+        ends = [".".join(inner[start:]) for start in range(len(inner))]
+        skipped = any(fnmatchcase(name, pattern) for pattern in self.skip for name in (*around, *ends))
+        return None if skipped else chosen
+
+    def take(self, take: Take, parts: Sequence[Part]) -> Linear:
+        schemes = {self.scheme(part) for part in parts}
+        if len(schemes) > 1:
+            return Joined(tuple(self.take(take, [part]) for part in parts))
+        (scheme,) = schemes
+        if scheme is None or take.dtype != self.dtype:
+            return self.plain.take(take, parts)
+        out_features, in_features = sum(part.out_features for part in parts), parts[0].in_features
+        form = scheme.form
+        weight = empty_quantized(form, out_features, in_features, take.device)
+
+        def put(start: int, rows: Tensor) -> None:
+            pack_quantized_rows(weight, start, quantize(rows, form), form)
+
+        take.rows(weight_shapes(parts), put)
+        return Quantized(weight, take_bias(take, parts), scheme, out_features, in_features, str(take.dtype)[6:])
+
+    def take_table(self, take: Take, part: Part) -> Linear:
+        return Dense.take(take, [part]) if self.scheme(part) is None else self.take(take, [part])
+
+    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+        schemes = {self.scheme(part) for parts in experts for part in parts}
+        if len(schemes) > 1:
+            raise ValueError(
+                f"quantization_skip must name all experts of a layer or none, and all their parts or none, given "
+                f"{', '.join(self.skip)}, which names some like {experts[0][0].name}"
+            )
+        (scheme,) = schemes
+        if scheme is None:
+            return self.plain.take_experts(take, experts, top_k)
+        out_features, in_features = sum(part.out_features for part in experts[0]), experts[0][0].in_features
+        form = scheme.form
+        weight = empty_quantized(form, out_features, in_features, take.device, len(experts))
+
+        def put(start: int, rows: Tensor) -> None:
+            expert, row = divmod(start, out_features)
+            own = QuantizedWeight(*(None if tensor is None else tensor[expert] for tensor in weight))
+            pack_quantized_rows(own, row, quantize(rows, form), form)
+
+        take.rows({name: shape for parts in experts for name, shape in weight_shapes(parts).items()}, put)
+        biases = take_biases(take, experts)
+        return QuantizedExperts(weight, biases, scheme, len(experts), out_features, in_features, top_k)

@@ -1,0 +1,54 @@
+"""What reads the tensors of a checkpoint for a family, and what it is asked for."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.encoding import Encoding, Stored
+from compiled_llm.models.linears.protocol import Put
+
+
+class Wanted(NamedTuple):
+    """A tensor that a family asks for.
+
+    Attributes:
+        name: in a checkpoint.
+        mean, std: of random values, where there is no checkpoint.
+        dtype: that it is wanted in; None: the model's.
+        encoding: how the checkpoint keeps it; None: under its name.
+        whole: ``Reader.rows`` puts a matrix at a time, the last two dimensions.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    mean: float
+    std: float
+    dtype: torch.dtype | None = None
+    encoding: Encoding | None = None
+    whole: bool = False
+
+    def stored(self) -> dict[str, Stored]:
+        """The checkpoint's tensors that it is read from, by their names."""
+        return {self.name: Stored(self.shape)} if self.encoding is None else self.encoding.stored(self.name, self.shape)
+
+    def matrices(self) -> tuple[int, int]:
+        """How many matrices it is, one after the other, and the rows of each; what has one dimension is a row."""
+        return math.prod(self.shape[:-2]), self.shape[-2] if len(self.shape) > 1 else 1
+
+
+class Reader(Protocol):
+    """Reads the tensors of a checkpoint, or makes them, in the model's dtype on its device."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def tensor(self, wanted: Wanted) -> Tensor: ...
+
+    def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
+        """As ``Take.rows``; no piece has rows of two matrices."""

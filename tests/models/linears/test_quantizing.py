@@ -1,0 +1,115 @@
+"""Linear layers quantised as they are loaded."""
+
+import pytest
+import torch
+
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
+from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
+from compiled_llm.models.weights import Source
+from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
+from compiled_llm.worker.loader import RandomReader
+
+CPU = torch.device("cpu")
+
+
+def source(kind, dtype=torch.float32):
+    return Source(RandomReader(dtype, CPU, 0), kind)
+
+
+def quantizing(name="int4", **options):
+    return Quantizing(Dense, torch.float32, SCHEMES[name], **options)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_layer_multiplies_with_its_rounded_weights(name):
+    parts = [Part("a", 24, 96, bias=True), Part("b", 10, 96, bias=True)]
+    plain, layer = source(Dense).linear(*parts), source(quantizing(name)).linear(*parts)
+    scheme = SCHEMES[name]
+    rounded = dequantize(quantize(plain.weight, scheme.form), scheme.form)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1))
+    if scheme.activations == "int8":
+        scale = x.abs().amax(1, keepdim=True) / 127
+        x = torch.round(x / scale) * scale
+    torch.testing.assert_close(layer.apply(x), x @ rounded.T + plain.bias, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(layer.rows(torch.tensor([3, 33])), rounded[[3, 33]])
+    assert layer.nbytes == scheme.form.nbytes(34, 96) + 34 * 4
+    assert (layer.out_features, layer.in_features) == (34, 96)
+
+
+def test_what_stays_in_the_model_s_dtype():
+    kind = quantizing(skip=("model.layers.1", "down_proj", "*.o_proj"))
+
+    def is_quantized(name, role="layer"):
+        return kind.scheme(Part(name, 8, 32, role=role)) is not None
+
+    assert is_quantized("model.layers.0.mlp.up_proj")
+    assert not is_quantized("model.layers.1.mlp.up_proj")
+    assert is_quantized("model.layers.11.mlp.up_proj")
+    assert not is_quantized("model.layers.0.mlp.down_proj")
+    assert not is_quantized("model.layers.0.self_attn.o_proj")
+    assert not is_quantized("model.layers.0.mlp.gate"), "a router"
+    assert not is_quantized("lm_head", "head")
+    assert not is_quantized("model.embed_tokens", "embedding")
+
+
+def test_layers_in_another_dtype_than_the_model_s_stay_in_it():
+    assert isinstance(source(quantizing()).linear(Part("a", 8, 32), dtype=torch.bfloat16), Dense)
+
+
+def test_parts_kept_differently_are_layers_of_their_own():
+    parts = [Part("q_proj", 8, 32), Part("k_proj", 4, 32)]
+    layer = source(quantizing(skip=("k_proj",))).linear(*parts)
+    assert isinstance(layer, Joined)
+    assert isinstance(layer.layers[0], Quantized) and isinstance(layer.layers[1], Dense)
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(layer.apply(x), torch.cat([part.apply(x) for part in layer.layers], 1))
+
+
+def test_head_and_embedding_are_chosen_apart():
+    kind = quantizing(head=SCHEMES["int8"], embedding=SCHEMES["fp8"])
+    table, head = source(kind).embedding_and_head("e", "h", 40, 32, tied=False)
+    assert (table.scheme, head.scheme) == (SCHEMES["fp8"], SCHEMES["int8"])
+    both, head = source(kind).embedding_and_head("e", "h", 40, 32, tied=True)
+    assert both is head and head.scheme == SCHEMES["int8"]
+    table, head = source(quantizing()).embedding_and_head("e", "h", 40, 32, tied=False)
+    assert isinstance(table, Dense) and isinstance(head, Dense)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_experts(name):
+    parts = [[Part(f"{e}.gate", 8, 64), Part(f"{e}.up", 8, 64)] for e in range(3)]
+    parts = [[part._replace(name=part.name + "_proj") for part in one] for one in parts]
+    plain, layer = source(Dense).experts(parts, 2), source(quantizing(name)).experts(parts, 2)
+    assert isinstance(layer, QuantizedExperts)
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
+    rows = torch.tensor([0, 3, 1, 2, 2], dtype=torch.int32)
+    starts = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    form = SCHEMES[name].form
+    rounded = torch.stack([dequantize(quantize(own, form), form) for own in plain.weight])
+    given = x
+    if SCHEMES[name].activations == "int8":
+        scale = x.abs().amax(1, keepdim=True) / 127
+        given = torch.round(x / scale) * scale
+    expected = Dense.take_experts(_Of(rounded), parts, 2).apply_to(given, rows, starts)
+    torch.testing.assert_close(layer.apply_to(x, rows, starts), expected, atol=1e-4, rtol=1e-4)
+    assert layer.nbytes == 3 * form.nbytes(16, 64)
+
+
+class _Of:
+    """A ``Take`` of the matrices of experts, stacked."""
+
+    dtype, device = torch.float32, CPU
+
+    def __init__(self, stacked):
+        self.stacked = stacked
+
+    def rows(self, shapes, put):
+        put(0, self.stacked.flatten(0, 1))
+
+
+def test_experts_of_a_layer_are_skipped_together():
+    parts = [[Part("0.up_proj", 8, 32)], [Part("1.up_proj", 8, 32)]]
+    with pytest.raises(ValueError, match="quantization_skip must name all experts"):
+        source(quantizing(skip=("0.up_proj",))).experts(parts, 1)
