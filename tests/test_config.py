@@ -170,3 +170,22 @@ def test_whole_prompts_fit_without_chunked_prefill() -> None:
 def test_contradictions(arguments: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         limits(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"quantization": "int3"}, "quantization must be one of 'int8', "),
+        ({"quantization": "int4", "quantization_group_size": 48}, "quantization_group_size must be one of"),
+        ({"quantization": "int8", "quantization_group_size": 32}, "quantization_group_size must be None unless"),
+        ({"quantization": "int8", "quantization_skip": "down_proj"}, "quantization_skip must be a list"),
+        ({"quantization": "int8", "quantization_skip": (1,)}, "quantization_skip must be a list"),
+        ({"quantization_skip": ("down_proj",)}, "without quantization"),
+        ({"quantization_head": None}, "quantization_head must be 'auto' without quantization"),
+        ({"quantization": "int8", "quantization_embedding": "auto"}, "quantization_embedding must be one of"),
+    ],
+)
+def test_quantization(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**arguments)
+    EngineConfig(quantization="int4", quantization_group_size=64, quantization_skip=["down_proj"])

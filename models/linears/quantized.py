@@ -83,9 +83,10 @@ class QuantizedExperts(NamedTuple):
         return weights + (0 if self.bias is None else self.bias.nbytes)
 
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
-        op = grouped_quantized_linear_a8 if self.scheme.activations == "int8" else grouped_quantized_linear
-        form = self.scheme.form
-        return op(x, *self.weight, self.bias, rows, starts, form.element, form.group_size, self.out_features)
+        (element, group_size, *_), of = self.scheme.form, self.out_features
+        if self.scheme.activations == "int8":
+            return grouped_quantized_linear_a8(x, *self.weight, self.bias, None, rows, starts, element, group_size, of)
+        return grouped_quantized_linear(x, *self.weight, self.bias, rows, starts, element, group_size, of)
 
 
 class Joined(NamedTuple):

@@ -13,7 +13,6 @@ from compiled_llm.models.linears.parts import take_bias, weight_shapes
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
 from compiled_llm.ops.linear.quantized_weight import (
-    QuantizedWeight,
     WeightFormat,
     empty_quantized,
     pack_quantized_rows,
@@ -111,8 +110,7 @@ class Quantizing:
 
         def put(start: int, rows: Tensor) -> None:
             expert, row = divmod(start, out_features)
-            own = QuantizedWeight(*(None if tensor is None else tensor[expert] for tensor in weight))
-            pack_quantized_rows(own, row, quantize(rows, form), form)
+            pack_quantized_rows(weight.expert(expert), row, quantize(rows, form), form)
 
         take.rows({name: shape for parts in experts for name, shape in weight_shapes(parts).items()}, put)
         biases = take_biases(take, experts)

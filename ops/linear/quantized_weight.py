@@ -82,6 +82,11 @@ class QuantizedWeight(NamedTuple):
     scales: Tensor
     zeros: Tensor | None
 
+    def expert(self, number: int) -> "QuantizedWeight":
+        """One of several."""
+        zeros = None if self.zeros is None else self.zeros[number]
+        return QuantizedWeight(self.codes[number], self.scales[number], zeros)
+
 
 def code_values(codes: Tensor, element: str) -> Tensor:
     """What codes ``[...]`` of ``QuantizedRows`` stand for, float32."""

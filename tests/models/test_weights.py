@@ -9,8 +9,8 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind, Part
-from compiled_llm.models.registry import family
 from compiled_llm.models.reader import Wanted
+from compiled_llm.models.registry import family
 from compiled_llm.models.weights import Source, bytes_to_read, linears, tensors
 from compiled_llm.worker.checkpoint import locate
 from compiled_llm.worker.loader import RandomReader, load_weights

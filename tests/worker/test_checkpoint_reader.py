@@ -15,8 +15,8 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.packed import Packed
-from compiled_llm.models.registry import family
 from compiled_llm.models.reader import Wanted
+from compiled_llm.models.registry import family
 from compiled_llm.models.weights import tensors as tensors_of
 from compiled_llm.worker import checkpoint_reader, loader
 from compiled_llm.worker.checkpoint import CheckpointError, StoredTensor, stored_tensors

@@ -129,6 +129,10 @@ class Int8(NamedTuple):
         return cls((dense.weight / scale).round().to(torch.int8), scale, dense.bias)
 
     @staticmethod
+    def take_table(take: Take, part: Part) -> Dense:
+        return Dense.take_table(take, part)
+
+    @staticmethod
     def bytes_while_taking(nbytes: int) -> int:
         return 4 * nbytes
 
