@@ -1,0 +1,1 @@
+"""Published quantised checkpoints: what their ``quantization_config`` says, and how their tensors become codes."""

@@ -1,0 +1,93 @@
+"""``quantization_config`` of a ``config.json`` -> how each linear layer is kept in the checkpoint."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from compiled_llm.models.quantized import fields
+from compiled_llm.models.quantized.compressed_tensors import read_compressed_tensors
+from compiled_llm.models.quantized.fp8 import read_fp8, read_modelopt
+from compiled_llm.models.quantized.gptq import read_awq, read_gptq
+from compiled_llm.models.quantized.patterns import matches
+from compiled_llm.models.quantized.scheme import Scheme
+from compiled_llm.models.quantized.torchao import read_torchao
+
+# What GPTQ, AWQ and torchao leave as it is without saying so: they quantise the layers' own linear layers alone.
+_NOT_IN_LAYERS = ("lm_head", "embed_out", "embed_tokens", "embed_in", "wte", "wpe")
+_ROUTERS = ("gate", "router")
+
+
+class QuantizationPlan(NamedTuple):
+    """What a checkpoint's quantisation is.
+
+    Attributes:
+        method: as ``quant_method`` calls it.
+        scheme: name of a linear layer, such as ``model.layers.0.mlp.up_proj`` -> how it is kept; None: plainly.
+    """
+
+    method: str
+    scheme: Callable[[str], Scheme | None]
+
+
+def read_quantization(config: Mapping[str, Any]) -> QuantizationPlan | None:
+    """``quantization_config`` of a parsed ``config.json``; None where there is none.
+
+    Raises:
+        ValueError: it cannot be read; the message names the field.
+    """
+    given = config.get("quantization_config")
+    if given is None:
+        return None
+    given = fields.table(given, "quant_method")
+    method = fields.choice(given, "quant_method", [*_READERS])
+    return QuantizationPlan(method, _READERS[method](given))
+
+
+def _compressed_tensors(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    return read_compressed_tensors(given).scheme
+
+
+def _gptq(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    scheme, skipped, only = read_gptq(given)
+    within = _within_layers(scheme, skipped)
+    return lambda module: within(module) if only is None or module.endswith(only) else None
+
+
+def _awq(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    return _within_layers(*read_awq(given))
+
+
+def _fp8(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    return _within_layers(*read_fp8(given), routers=True)
+
+
+def _modelopt(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    return _within_layers(*read_modelopt(given), routers=True)
+
+
+def _torchao(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
+    return _within_layers(*read_torchao(given))
+
+
+def _within_layers(
+    scheme: Scheme, skipped: tuple[str, ...], *, routers: bool = False
+) -> Callable[[str], Scheme | None]:
+    """``routers``: whether routers are quantised where they are not among ``skipped``."""
+    for pattern in skipped:
+        if pattern.startswith("re:"):
+            matches(pattern[3:], "")  # which refuses what it does not read
+    plain = _NOT_IN_LAYERS if routers else _NOT_IN_LAYERS + _ROUTERS
+
+    def of(module: str) -> Scheme | None:
+        return None if module.rpartition(".")[2] in plain or fields.is_named(module, skipped) else scheme
+
+    return of
+
+
+_READERS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], Scheme | None]]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "fp8": _fp8,
+    "modelopt": _modelopt,
+    "torchao": _torchao,
+}

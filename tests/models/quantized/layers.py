@@ -1,0 +1,43 @@
+"""What the tests of published layouts share: a scheme's decoded rows against the matrix that they stand for."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.quantized.scheme import Scheme
+from compiled_llm.ops.linear.quantized_weight import dequantize
+
+
+def decoded(scheme: Scheme, tensors: Mapping[str, Tensor], shape: tuple[int, int], step: int = 24) -> Tensor:
+    """The matrix ``[N, K]`` float32, decoded in pieces of ``step`` rows, its columns as the model's inputs lie.
+
+    The tensors must be those that the scheme names, in shape and dtype.
+    """
+    stored = scheme.stored(*shape)
+    assert tensors.keys() <= stored.keys()
+    for name, part in stored.items():
+        assert name in tensors or not part.required, name
+        if name in tensors:
+            assert tuple(tensors[name].shape) in part.shapes, (name, tensors[name].shape, part.shapes)
+            assert tensors[name].dtype in part.dtypes, (name, tensors[name].dtype)
+    used = {name: tensor for name, tensor in tensors.items() if stored[name].used}
+    found = []
+    for first in range(0, shape[0], step):
+        count = min(step, shape[0] - first)
+        given = dict(used)
+        if scheme.in_pieces is not None:
+            given[scheme.in_pieces] = given[scheme.in_pieces][first : first + count]
+        rows = scheme.decode(given, first, count)
+        assert rows.codes.shape == (count, shape[1])
+        assert rows.codes.dtype == torch.int8
+        assert rows.scales.shape == (count, scheme.form.num_groups(shape[1]))
+        assert (rows.zeros is not None) == scheme.form.zeros
+        found.append(dequantize(rows, scheme.form))
+    matrix = torch.cat(found)
+    order = scheme.order(used)
+    if order is None:
+        return matrix
+    back = torch.empty_like(matrix)
+    back[:, order.long()] = matrix
+    return back
