@@ -1,0 +1,224 @@
+"""Linear layers on quantised weights on the GPU: the Triton kernel, and the launch. Activations as they are.
+
+A tile's codes are turned into numbers in registers, and are the first operand of the product: ``W x.T``. So the outputs
+fill the 64 rows that ``wgmma`` wants, its other side holds as few as 16 rows of x, and weights never pass through
+shared memory a second time.
+
+Where the scales go, a rule for each format:
+
+- one group of all inputs: codes are multiplied as they are, and the float32 sum by the scale at the end;
+- groups of 64 and 128: the same for each group, whose sum is scaled and added to the accumulator in float32;
+- groups of 32: the weights themselves are scaled, in float32, and rounded to the dtype of x. A group is too short for
+  sums of its own. For MXFP4, whose scales are powers of two, that loses nothing in bfloat16.
+
+Zero points are taken off in float32. Codes less whole zero points are exact in bfloat16 and float16.
+
+Why a row's bits do not depend on how many rows there are: as in ``triton_linear.py``, one program adds up an output in
+steps of 16 inputs, from the first to the last, by one kind of instruction whatever the tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_llm.ops.linear import triton_linear
+from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES
+from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
+from compiled_llm.ops.linear.triton_linear import Tile, _multiply_add
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ALIGNMENT = 16  # bytes
+
+# ``m`` rows of x, ``n`` outputs. The first whose rows suffice, else the last.
+WGMMA = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+MMA = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
+FLOAT32 = (Tile(16, 32, 4, 2), Tile(32, 64, 8, 2))
+
+
+def tile_for(rows: int, itemsize: int, capability: tuple[int, int]) -> Tile:
+    """The tile for so many rows of elements of ``itemsize`` bytes."""
+    tiles = FLOAT32 if itemsize == 4 else WGMMA if capability[0] == 9 else MMA
+    return next((tile for tile in tiles if rows <= tile.m), tiles[-1])
+
+
+@triton.jit
+def _values(codes, ELEMENT: tl.constexpr):
+    """The numbers that codes stand for, float32: uint8, of 4 bits 0 to 15."""
+    if ELEMENT == "int8":
+        return codes.to(tl.int8, bitcast=True).to(tl.float32)
+    elif ELEMENT == "int4":
+        # The bits of 128 + code
+        return (codes.to(tl.int32) << 16 | 0x43000000).to(tl.float32, bitcast=True) - 136.0
+    elif ELEMENT == "fp8":
+        # Exponent and mantissa where float32 has them: its exponents are 120 larger. Also right where they are 0.
+        bits = codes.to(tl.int32)
+        return ((bits & 0x80) << 24 | (bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+    else:
+        bits = codes.to(tl.int32)
+        return ((bits & 8) << 28 | (bits & 7) << 22).to(tl.float32, bitcast=True) * 2.0**126
+
+
+@triton.jit
+def load_columns(tensor, offsets, inside):
+    """Scales or zero points of some outputs, float32; None for None."""
+    if tensor is None:
+        return None
+    else:
+        return tl.load(tensor + offsets, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _part_sums(sums, x, codes, scale, zero, ELEMENT: tl.constexpr, SCALED: tl.constexpr):
+    """``sums`` and the products of weights ``codes`` ``[N, K]``, all of one group, and ``x`` ``[M, K]``."""
+    weights = _values(codes, ELEMENT)
+    if zero is not None:
+        weights -= zero[:, None]
+    if SCALED:
+        weights *= scale[:, None]
+    return _multiply_add(weights.to(x.dtype), tl.trans(x), sums)
+
+
+@triton.jit
+def tile_sums(
+    x_rows, inside_rows, codes, scales, zeros, columns,
+    ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``W x.T`` of a tile: ``[BLOCK_N, BLOCK_M]`` float32.
+
+    ``x_rows`` ``[BLOCK_M]`` points to rows of x; ``codes``, ``scales`` and ``zeros`` to one matrix; ``columns`` are its
+    outputs.
+    """
+    HALVES: tl.constexpr = 2 if ELEMENT == "int4" or ELEMENT == "fp4" else 1
+    SCALED: tl.constexpr = GROUP == 32
+    SUMMED: tl.constexpr = GROUP > 32
+    inner = tl.arange(0, PART)
+    inside = columns < OUT
+    code_tile = codes + columns.to(tl.int64)[:, None] * ROW_BYTES + inner[None, :]
+    x_tile = x_rows[:, None] + inner[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if GROUP == 0:
+        only_scale = load_columns(scales, columns, inside)
+        only_zero = load_columns(zeros, columns, inside)
+    for place in range(0, ROW_BYTES, PART):
+        k = place * HALVES
+        packed = tl.load(code_tile + place, mask=inside[:, None], other=0)
+        x = tl.load(x_tile + k, mask=inside_rows[:, None] & (inner < IN - k)[None, :], other=0.0)
+        if GROUP == 0:
+            scale = only_scale
+            zero = only_zero
+        else:
+            scale = load_columns(scales, k // GROUP * OUT + columns, inside)
+            zero = load_columns(zeros, k // GROUP * OUT + columns, inside)
+        lower = packed & 15 if HALVES == 2 else packed
+        sums = tl.zeros_like(acc) if SUMMED else acc
+        sums = _part_sums(sums, x, lower, scale, zero, ELEMENT, SCALED)
+        if HALVES == 2:
+            k += PART
+            x = tl.load(x_tile + k, mask=inside_rows[:, None] & (inner < IN - k)[None, :], other=0.0)
+            if GROUP == PART:
+                if SUMMED:
+                    acc = tl.fma(sums, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_M]), acc)
+                    sums = tl.zeros_like(acc)
+                own = inside & (tl.zeros_like(columns) + k < IN)
+                scale = load_columns(scales, k // GROUP * OUT + columns, own)
+                zero = load_columns(zeros, k // GROUP * OUT + columns, own)
+            sums = _part_sums(sums, x, packed >> 4, scale, zero, ELEMENT, SCALED)
+        acc = tl.fma(sums, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_M]), acc) if SUMMED else sums
+    if GROUP == 0:
+        acc *= only_scale[:, None]
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def linear_kernel(
+    x, codes, scales, zeros, bias, out, num_rows, x_stride,
+    ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
+    num_m = tl.cdiv(num_rows, BLOCK_M)
+    rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    columns = tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    acc = tile_sums(
+        x + rows * x_stride, rows < num_rows, codes, scales, zeros, columns, ELEMENT, GROUP, OUT, IN, ROW_BYTES,
+        PART, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
+    if bias is not None:
+        acc += load_columns(bias, columns, columns < OUT)[:, None]
+    tl.store(
+        out + rows[:, None] * OUT + columns[None, :],
+        tl.trans(acc).to(out.dtype.element_ty),
+        mask=(rows < num_rows)[:, None] & (columns < OUT)[None, :],
+    )
+
+
+def quantized_linear(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    element: str, group_size: int, out_features: int,
+) -> Tensor:  # fmt: skip
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+
+    Weights as ``quantized_weight_gpu.py`` packs them.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack.
+    """
+    check("quantized_linear", x, codes, scales, zeros, bias, element, group_size, out_features)
+    x = aligned(x)
+    rows, in_features = x.shape
+    out = x.new_empty(rows, out_features)
+    if not out.numel():
+        return out
+    tile = tile_for(rows, x.itemsize, triton_linear._capability(x.device))
+    with torch.cuda.device_of(x):
+        linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
+            x, codes, scales, zeros, bias, out, rows, x.stride(0) if rows > 1 else in_features,
+            ELEMENT=element, GROUP=group_size, OUT=out_features, IN=in_features, ROW_BYTES=codes.shape[-1],
+            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        )  # fmt: skip
+    return out
+
+
+def aligned(x: Tensor) -> Tensor:
+    """``x`` if its rows can be loaded 16 bytes at a time, else a copy."""
+    if x.data_ptr() % _ALIGNMENT or (x.shape[0] > 1 and x.stride(0) * x.itemsize % _ALIGNMENT):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def check(
+    name: str, x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    element: str, group_size: int, out_features: int, experts: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """``ValueError`` where weights are not those of ``experts`` (none: one matrix) of K inputs, or x not ``[T, K]``."""
+
+    def refuse(given: Tensor, what: str, allowed: str) -> None:
+        raise ValueError(
+            f"{name}: {what} must be {allowed}, got {list(given.shape)} of {given.dtype} with strides "
+            f"{list(given.stride())} on {given.device}"
+        )
+
+    if element not in BITS:
+        raise ValueError(f"{name}: element must be one of {', '.join(BITS)}, got {element!r}")
+    if x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] != 1) or x.dtype not in DTYPES or not x.shape[1]:
+        refuse(x, "x", "[T, K] of float32, bfloat16 or float16 with the last stride 1")
+    block, in_features = block_bytes(BITS[element], group_size), x.shape[1]
+    row_bytes = -(-in_features * BITS[element] // (8 * block)) * block
+    groups = -(-in_features // group_size) if group_size else 1
+    if scales.dtype not in SCALE_DTYPES.values():
+        refuse(scales, "scales", "of float32, bfloat16 or float16")
+    of_scales = (*experts, groups, out_features), scales.dtype
+    expected = {
+        "codes": (codes, (*experts, out_features, row_bytes), torch.uint8),
+        "scales": (scales, *of_scales),
+        "zeros": (zeros, *of_scales),
+        "bias": (bias, (*experts, out_features), x.dtype),
+    }
+    for what, (given, shape, dtype) in expected.items():
+        if given is not None and (
+            tuple(given.shape) != shape or (given.dtype, given.device) != (dtype, x.device) or not given.is_contiguous()
+        ):
+            refuse(given, what, f"a contiguous {list(shape)} of {dtype} on {x.device}")

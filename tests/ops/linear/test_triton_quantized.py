@@ -1,0 +1,330 @@
+"""The GPU kernels of quantised weights without a GPU: run in Triton's interpreter, compiled ahead of time for two GPUs.
+
+As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
+"""
+
+import functools
+import itertools
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.linear.quantized_weight import (
+    QuantizedRows,
+    QuantizedWeight,
+    WeightFormat,
+    dequantize,
+    quantize,
+)
+from compiled_llm.ops.linear.quantized_weight_gpu import (
+    empty_quantized_gpu,
+    pack_quantized_rows_gpu,
+    unpack_quantized_rows_gpu,
+)
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.linear import triton_linear, triton_quantized, triton_quantized_a8  # noqa: E402
+from compiled_llm.ops.moe import triton_quantized_grouped  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
+
+FORMATS = [
+    WeightFormat("int8"),
+    WeightFormat("int8", 0, True),
+    WeightFormat("int8", 32, True),
+    WeightFormat("int8", 128, False, "bfloat16"),
+    WeightFormat("int4"),
+    WeightFormat("int4", 32),
+    WeightFormat("int4", 32, True),
+    WeightFormat("int4", 64),
+    WeightFormat("int4", 128, True, "float16"),
+    WeightFormat("fp8"),
+    WeightFormat("fp8", 128),
+    WeightFormat("fp4", 32),
+]
+A8_FORMATS = [form for form in FORMATS if form.element.startswith("int")]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+SHAPES = ((40, 100), (33, 257), (7, 448))  # outputs and inputs: with pieces of blocks, and without
+
+
+def named(form: WeightFormat) -> str:
+    return f"{form.element}-{form.group_size}-{form.zeros}"
+
+
+def packed(form: WeightFormat, outputs: int, inputs: int, experts: int | None = None) -> tuple:
+    """Weights as the kernels read them, on the CPU; and the same dequantised, in float32."""
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    weight = empty_quantized_gpu(form, outputs, inputs, torch.device("cpu"), experts)
+    plain = []
+    for expert in range(experts or 1):
+        own = weight if experts is None else QuantizedWeight(*(None if t is None else t[expert] for t in weight))
+        rows = quantize(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, form)
+        pack_quantized_rows_gpu(own, 0, QuantizedRows(*(None if t is None else t[:3] for t in rows)), form)
+        pack_quantized_rows_gpu(own, 3, QuantizedRows(*(None if t is None else t[3:] for t in rows)), form)
+        plain.append(dequantize(rows, form))
+    return weight, plain[0] if experts is None else torch.stack(plain)
+
+
+def activations(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    return tuple(torch.randn(*s, generator=generator).to(dtype) for s in ((rows, inputs), (outputs,)))  # type: ignore[return-value]
+
+
+def rounded(x: Tensor, x_scale: Tensor | None) -> Tensor:
+    """``x`` as int8 activations stand for it, float64."""
+    scale = x.float().abs().amax(1, keepdim=True) / 127 if x_scale is None else x_scale
+    codes = torch.round(x.float() / torch.where(scale > 0, scale, 1.0)).clamp(-127, 127)
+    return codes.double() * scale.double()
+
+
+# ---- packed ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=named)
+def test_what_is_packed_is_unpacked(form: WeightFormat) -> None:
+    for outputs, inputs in SHAPES:
+        rows = quantize(torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)), form)
+        weight = empty_quantized_gpu(form, outputs, inputs, torch.device("cpu"))
+        pack_quantized_rows_gpu(weight, 0, rows, form)
+        ids = torch.tensor([3, 0, outputs - 1])
+        for got, want in zip(unpack_quantized_rows_gpu(weight, ids, form, inputs), rows, strict=True):
+            assert (got is None) == (want is None)
+            assert want is None or torch.equal(got, want[ids])
+        assert weight.codes.shape[1] % 32 == 0
+
+
+def test_other_group_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="group_size must be one of 0, 32, 64, 128 on a GPU, got 48"):
+        empty_quantized_gpu(WeightFormat("int4", 48), 4, 96, torch.device("cpu"))
+
+
+# ---- interpreted ----------------------------------------------------------------------------------------------------
+
+
+def agrees_with_the_reference(form: WeightFormat, dtype: torch.dtype, device: str = "cpu") -> None:
+    for outputs, inputs in SHAPES:
+        weight, plain = packed(form, outputs, inputs)
+        x, bias = activations(5, inputs, outputs, dtype)
+        given = [None if t is None else t.to(device) for t in (x, *weight, bias)]
+        got = triton_quantized.quantized_linear(*given, form.element, form.group_size, outputs).cpu()
+        assert got.dtype == dtype
+        want = x.double() @ plain.double().T + bias.double()
+        torch.testing.assert_close(got, want.to(dtype), atol=2 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def agrees_with_the_reference_of_a8(form: WeightFormat, dtype: torch.dtype, device: str = "cpu") -> None:
+    for (outputs, inputs), static in itertools.product(SHAPES, (False, True)):
+        weight, plain = packed(form, outputs, inputs)
+        x, bias = activations(5, inputs, outputs, dtype)
+        x[2] = 0
+        x_scale = torch.tensor([0.02]) if static else None
+        given = [None if t is None else t.to(device) for t in (x, *weight, bias, x_scale)]
+        got = triton_quantized_a8.quantized_linear_a8(*given, form.element, form.group_size, outputs).cpu()
+        want = rounded(x, x_scale) @ plain.double().T + bias.double()
+        torch.testing.assert_close(got, want.to(dtype), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+        x[1, 3] = float("nan")
+        alone = triton_quantized_a8.quantize_rows(x.to(device), None, form.group_size, False)[1].isnan()
+        assert alone.tolist() == [False, True, False, False, False]
+
+
+def a_row_has_the_same_bits_in_every_tile(form: WeightFormat, dtype: torch.dtype) -> None:
+    """Alone and among others, in each tile, wherever the rows lie."""
+    weight, _ = packed(form, 40, 200)
+    x, bias = activations(70, 200, 40, dtype)
+    name = "FLOAT32" if dtype == torch.float32 else "MMA"
+    constants = form.element, form.group_size, 40
+    plain, a8 = [], []
+    apart = torch.full((70, 203), float("nan"), dtype=dtype)
+    apart[:, 2:-1] = x
+    for tile in getattr(triton_quantized, name):
+        tile = tile._replace(n=min(tile.n, 32))  # the interpreter's largest tensor is small
+        with (
+            mock.patch.object(triton_quantized, name, (tile,)),
+            mock.patch.object(triton_quantized_a8, "TILES", (tile,)),
+        ):
+            plain.append(triton_quantized.quantized_linear(x, *weight, bias, *constants))
+            assert torch.equal(triton_quantized.quantized_linear(apart[:, 2:-1], *weight, bias, *constants), plain[-1])
+            for part in (slice(69, 70), slice(3, 20)):
+                own = triton_quantized.quantized_linear(x[part], *weight, bias, *constants)
+                assert torch.equal(own, plain[-1][part])
+            if form in A8_FORMATS:
+                a8.append(triton_quantized_a8.quantized_linear_a8(x, *weight, bias, None, *constants))
+                own = triton_quantized_a8.quantized_linear_a8(x[5:6], *weight, bias, None, *constants)
+                assert torch.equal(own, a8[-1][5:6])
+    for found in (plain, a8):
+        assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def experts_have_the_bits_of_single_layers(form: WeightFormat) -> None:
+    weight, _ = packed(form, 40, 100, experts=4)
+    x, _ = activations(12, 100, 40, torch.bfloat16)
+    bias = torch.randn(4, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
+    constants = form.element, form.group_size, 40
+    for counts in ([2, 0, 19, 1], [0, 0, 0, 0]):
+        starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+        rows = (torch.arange(sum(counts) + 2) * 7 % 11).int()
+        got = triton_quantized_grouped.grouped_quantized_linear(x, *weight, bias, rows, starts, *constants)
+        a8 = None
+        if form in A8_FORMATS:
+            a8 = triton_quantized_grouped.grouped_quantized_linear_a8(
+                x, *weight, bias, None, rows, starts, *constants
+            )  # fmt: skip
+        for expert, (first, end) in enumerate(itertools.pairwise(starts.tolist())):
+            own = *(None if t is None else t[expert] for t in weight), bias[expert]
+            alone = triton_quantized.quantized_linear(x[rows[first:end]], *own, *constants)
+            assert torch.equal(got[first:end], alone)
+            if a8 is not None:
+                alone = triton_quantized_a8.quantized_linear_a8(x[rows[first:end]], *own, None, *constants)
+                assert torch.equal(a8[first:end], alone)
+
+
+INTERPRETED: dict[str, tuple[Callable, tuple]] = {
+    **{f"reference-{named(f)}": (agrees_with_the_reference, (f, torch.bfloat16)) for f in FORMATS},
+    **{f"float32-{named(f)}": (agrees_with_the_reference, (f, torch.float32)) for f in FORMATS[1::2]},
+    **{f"float16-{named(f)}": (agrees_with_the_reference, (f, torch.float16)) for f in FORMATS[::3]},
+    **{f"a8-{named(f)}": (agrees_with_the_reference_of_a8, (f, torch.bfloat16)) for f in A8_FORMATS},
+    "a8-float32": (agrees_with_the_reference_of_a8, (FORMATS[8], torch.float32)),
+    **{
+        f"tiles-{named(f)}": (a_row_has_the_same_bits_in_every_tile, (f, torch.bfloat16))
+        for f in (FORMATS[1], FORMATS[3], FORMATS[6], FORMATS[8], FORMATS[11])
+    },
+    "tiles-float32": (a_row_has_the_same_bits_in_every_tile, (FORMATS[8], torch.float32)),
+    **{f"experts-{named(f)}": (experts_have_the_bits_of_single_layers, (f,)) for f in (*FORMATS[1::3], FORMATS[-1])},
+}
+
+
+def run_interpreted() -> None:
+    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
+    interpreted.run(functions)
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024}  # of a program; 99 KB on the GPUs between 8.0 and 9.0
+
+
+def launches(
+    monkeypatch: pytest.MonkeyPatch, form: WeightFormat, a8: bool, rows: int, capability: tuple[int, int]
+) -> list:
+    """What a layer of 4096 inputs and 6144 outputs launches, from tensors without storage."""
+    recorded: list = []
+    module = triton_quantized_a8 if a8 else triton_quantized
+    for name in ("linear_kernel", "quantize_rows_kernel"):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
+    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    meta = torch.device("meta")
+    weight = empty_quantized_gpu(form, 6144, 4096, meta)
+    x = torch.empty(rows, 4096, dtype=torch.bfloat16, device=meta)
+    op = triton_quantized_a8.quantized_linear_a8 if a8 else triton_quantized.quantized_linear
+    op(x, *weight, None, *((None,) if a8 else ()), form.element, form.group_size, 6144)
+    monkeypatch.undo()
+    return recorded
+
+
+SOME = [
+    (WeightFormat("int8"), False, 1),
+    (WeightFormat("int4", 128), False, 1),
+    (WeightFormat("int4", 32), False, 1),
+    (WeightFormat("fp8", 128), False, 1),
+    (WeightFormat("fp4", 32), False, 1),
+    (WeightFormat("int8"), True, 1),
+    (WeightFormat("int4", 128), True, 1),
+]
+MORE = [
+    (form, a8, rows)
+    for form, a8, rows in itertools.product(FORMATS, (False, True), (1, 64, 2048))
+    if (not a8 or form in A8_FORMATS) and (form, a8, rows) not in SOME
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "a8", "rows"),
+    [*SOME, *(pytest.param(*case, marks=pytest.mark.battery) for case in MORE)],
+    ids=lambda value: named(value) if isinstance(value, WeightFormat) else str(value),
+)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_compiles_without_spills(
+    capability: tuple[int, int],
+    form: WeightFormat,
+    a8: bool,
+    rows: int,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for kernel, args, kwargs in launches(monkeypatch, form, a8, rows, capability):
+        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+        usage, ptx = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.asm["ptx"]
+        loads = sorted({int(size, 16) for size in re.findall(r"cp\.async\.c[ag]\S+ .*?(0x\w+)", ptx)})
+        print(
+            f"| {capability}, {named(form)}, a8 {a8}, {rows} rows | {kernel.__name__} | {usage['REG']} | "
+            f"{usage['STACK'] + usage['LOCAL']} | {binary.metadata.shared // 1024} | {loads} |"
+        )
+        assert usage["STACK"] == usage["LOCAL"] == 0
+        assert binary.metadata.shared <= SHARED_MEMORY[capability]
+        if kernel.__name__ == "linear_kernel":
+            wanted = "wgmma.mma_async" if capability == (9, 0) else "mma.sync"
+            assert set(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)) == {wanted}
+            assert (".s32.s8.s8" in ptx) == a8
+            assert loads[-1] == (8 if form.group_size == 32 and form.bits == 4 and capability == (9, 0) else 16)
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+FORM = WeightFormat("int4", 64, True)
+(C, S, Z), _ = packed(FORM, 8, 128)
+X = torch.ones(2, 128)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((X[0], C, S, Z, None, "int4", 64, 8), r"x must be \[T, K\]"),
+        ((X, C[:, :32], S, Z, None, "int4", 64, 8), r"codes must be a contiguous \[8, 64\] of torch.uint8"),
+        ((X, C, S.t().contiguous(), Z, None, "int4", 64, 8), r"scales must be a contiguous \[2, 8\]"),
+        ((X, C, S, Z.half(), None, "int4", 64, 8), "zeros must be a contiguous"),
+        ((X, C, S, Z, X[0], "int4", 64, 8), r"bias must be a contiguous \[8\]"),
+        ((X, C, S, Z, None, "int4", 48, 8), "group_size must be one of"),
+        ((X, C, S, Z, None, "int5", 64, 8), "element must be one of int8, int4, fp8, fp4, got 'int5'"),
+    ],
+)
+def test_refuses_by_name(given: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        triton_quantized.quantized_linear(*given)
+
+
+def test_activations_of_int8_are_for_integers() -> None:
+    weight, _ = packed(WeightFormat("fp8"), 8, 128)
+    with pytest.raises(ValueError, match="element must be int8 or int4, got 'fp8'"):
+        triton_quantized_a8.quantized_linear_a8(X, *weight, None, None, "fp8", 0, 8)
+    with pytest.raises(ValueError, match=r"x_scale must be one element of torch.float32"):
+        triton_quantized_a8.quantized_linear_a8(X, C, S, Z, None, X[0], "int4", 64, 8)
+
+
+# ---- the outcomes of the interpreter, and on a GPU ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS, ids=named)
+def test_on_a_gpu(form: WeightFormat) -> None:
+    for dtype in DTYPES:
+        agrees_with_the_reference(form, dtype, "cuda")
+    if form in A8_FORMATS:
+        agrees_with_the_reference_of_a8(form, torch.bfloat16, "cuda")
+
+
+if __name__ == "__main__":
+    run_interpreted()
