@@ -3,8 +3,8 @@
     y[t, n] = bias[n] + sum over g of  scale[n, g] * (sum over k in g of (value(code[n, k]) - zero[n, g]) * x[t, k])
 
 in float32, in one order for any number of rows. ``quantized_weight.py`` has the elements, the groups and the layout. A
-decode step reads every code once, so it takes the time that reading those fewer bytes takes. On GPUs ``codes`` lie row
-by row.
+decode step reads every code once, so it takes the time that reading those fewer bytes takes. On GPUs weights lie
+as ``quantized_weight_gpu.py`` packs them.
 """
 
 import itertools
@@ -139,3 +139,19 @@ def _fake_grouped(x: Tensor, *args) -> Tensor:
 
 LIBRARY.impl("quantized_linear", quantized_linear_reference, "CompositeExplicitAutograd")
 LIBRARY.impl("grouped_quantized_linear", grouped_quantized_linear_reference, "CompositeExplicitAutograd")
+
+
+def _cuda(*args) -> Tensor:
+    from compiled_llm.ops.linear import triton_quantized  # the first call on a GPU loads Triton, not the import
+
+    return triton_quantized.quantized_linear(*args)
+
+
+def _grouped_cuda(*args) -> Tensor:
+    from compiled_llm.ops.moe import triton_quantized_grouped
+
+    return triton_quantized_grouped.grouped_quantized_linear(*args)
+
+
+LIBRARY.impl("quantized_linear", _cuda, "CUDA")
+LIBRARY.impl("grouped_quantized_linear", _grouped_cuda, "CUDA")

@@ -170,3 +170,19 @@ def _fake_grouped(x, codes, scales, zeros, bias, x_scale, rows, starts, element,
 
 LIBRARY.impl("quantized_linear_a8", quantized_linear_a8_reference, "CompositeExplicitAutograd")
 LIBRARY.impl("grouped_quantized_linear_a8", grouped_quantized_linear_a8_reference, "CompositeExplicitAutograd")
+
+
+def _cuda(*args) -> Tensor:
+    from compiled_llm.ops.linear import triton_quantized_a8  # the first call on a GPU loads Triton, not the import
+
+    return triton_quantized_a8.quantized_linear_a8(*args)
+
+
+def _grouped_cuda(*args) -> Tensor:
+    from compiled_llm.ops.moe import triton_quantized_grouped
+
+    return triton_quantized_grouped.grouped_quantized_linear_a8(*args)
+
+
+LIBRARY.impl("quantized_linear_a8", _cuda, "CUDA")
+LIBRARY.impl("grouped_quantized_linear_a8", _grouped_cuda, "CUDA")

@@ -13,8 +13,8 @@ For CPUs codes lie as the kernels read them, in tiles of 16 outputs; N out_featu
     scales[n, g, j] = scale[n * 16 + j, g], zeros likewise                                   [N / 16, G, 16]
 
 with N and K rounded up; outputs past N have the scale 0, and inputs past K count as 0 whatever their code. A code of
-``int4`` is kept as 0 to 15 (8 more than its value), one of ``int8`` as its value. On GPUs they lie row by row: codes
-``[N, K]``, or ``[N, K / 2]`` of two inputs, the first in the lower four bits; scales and zeros ``[N, G]``.
+``int4`` is kept as 0 to 15 (8 more than its value), one of ``int8`` as its value. On GPUs they lie row by row
+(``quantized_weight_gpu.py``).
 """
 
 import functools

@@ -5,10 +5,10 @@
     scales[g, n] = scale[n, g], zeros likewise                                                   [G, N]
 
 A block is H = 64 bytes, or 32 where groups have 32 inputs; of 8 bits 128 where they have 128. Its lower four bits are
-one run of H inputs and the upper ones the next, so that a tile of bytes becomes two tiles of weights with no exchange among
-threads. Each half lies within one group. B is K in bytes, rounded up to whole blocks. Codes past K are 0; the
-kernels multiply them by zeros. Scales of neighbouring outputs lie side by side. A code of ``int4`` is kept as 0 to 15
-(8 more than its value), one of ``int8`` as its value.
+one run of H inputs and the upper ones the next: a tile of bytes becomes two tiles of weights with no exchange among
+threads. Each half lies within one group. B is K in bytes, rounded up to whole blocks. Codes past K are 0; the kernels
+multiply them by zeros. Scales of neighbouring outputs lie side by side. A code of ``int4`` is kept as 0 to 15 (8 more
+than its value), one of ``int8`` as its value.
 """
 
 import torch

@@ -31,7 +31,7 @@ def _own_rows(rows, starts, place, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.const
     row = tl.sum(tl.where(own, first + (place - (ends - tiles)) * BLOCK_M, 0), 0)
     end = tl.sum(tl.where(own, first + count, 0), 0)
     targets = row + tl.arange(0, BLOCK_M)
-    inside = (targets < end) & (expert < EXPERTS)
+    inside = targets < end  # none where no tile is left
     sources = targets
     if rows is not None:
         sources = tl.load(rows + targets, mask=inside, other=0)
