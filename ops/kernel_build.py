@@ -29,7 +29,9 @@ _BASES = {
     "attention_cpu": {"amx": "avx512_bf16", "amx_in_software": "avx512_bf16"},
     "linear_cpu": {"avx512_bf16": "avx512", "amx": "avx512", "amx_in_software": "avx512"},
 }
-OPS = (*_BASES, "rowwise_cpu", "sampling_cpu")
+# And those that have kernels for products of bytes, which come with the products of bfloat16.
+_BYTES = ("quantized_linear_a8_cpu",)
+OPS = (*_BASES, *_BYTES, "rowwise_cpu", "sampling_cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +119,8 @@ def isas_of(op: str) -> tuple[str, ...]:
     """The sets that an op has kernels for on machines of this kind, best first; the last one is for tests."""
     if platform.machine() != "x86_64":
         return ("portable",)
+    if op in _BYTES:
+        return ("avx512_bf16", "avx512", "avx2", "portable")
     if op not in _BASES:
         return ("avx512", "avx2", "portable")
     return ("amx", "avx512_bf16", "avx512", "avx2", "portable", "amx_in_software")

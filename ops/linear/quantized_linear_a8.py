@@ -20,6 +20,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
 from compiled_llm.ops.linear.quantized_weight import SCALE_DTYPES, QuantizedWeight, WeightFormat, unpack_quantized_rows
 
@@ -168,8 +169,18 @@ def _fake_grouped(x, codes, scales, zeros, bias, x_scale, rows, starts, element,
     return x.new_empty((x if rows is None else rows).shape[0], out_features)
 
 
-LIBRARY.impl("quantized_linear_a8", quantized_linear_a8_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("grouped_quantized_linear_a8", grouped_quantized_linear_a8_reference, "CompositeExplicitAutograd")
+def _without_kernels(*args) -> Tensor:
+    """Until quantized_linear_a8_cpu.cpp is loaded, which registers its own; or for good, without a compiler."""
+    return (quantized_linear_a8 if native.load("quantized_linear_a8_cpu") else quantized_linear_a8_reference)(*args)
+
+
+def _without_grouped_kernels(*args) -> Tensor:
+    loaded = native.load("quantized_linear_a8_cpu")
+    return (grouped_quantized_linear_a8 if loaded else grouped_quantized_linear_a8_reference)(*args)
+
+
+LIBRARY.impl("quantized_linear_a8", _without_kernels, "CompositeExplicitAutograd")
+LIBRARY.impl("grouped_quantized_linear_a8", _without_grouped_kernels, "CompositeExplicitAutograd")
 
 
 def _cuda(*args) -> Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
-from compiled_llm.ops.linear.packed_linear import TILE
+from compiled_llm.ops.linear.packed_linear import TILE, pack_rows
 
 BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp4": 6.0}
@@ -203,7 +203,8 @@ def pack_quantized_rows(weight: QuantizedWeight, start: int, rows: QuantizedRows
     bits = codes.view(torch.uint8).view(len(codes), words, inputs // 4, 4)
     packed = bits[:, :, 0] if form.bits == 8 else bits[:, :, 0] | bits[:, :, 1] << 4
     into = torch.arange(start, start + len(codes), device=codes.device)
-    weight.codes[into // TILE, :, into % TILE] = packed
+    # Words of four bytes, moved as those of float32 are.
+    pack_rows(weight.codes.view(torch.float32), start, packed.contiguous().view(torch.float32)[:, :, 0])
     weight.scales[into // TILE, :, into % TILE] = rows.scales.to(weight.scales.dtype)
     if weight.zeros is not None:
         assert rows.zeros is not None, "a format with zero points"

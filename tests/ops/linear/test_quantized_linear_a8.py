@@ -1,6 +1,8 @@
-"""Linear layers of quantised weights and activations: the reference by its definition, registration."""
+"""Linear layers of quantised weights and activations: the reference by its definition, every
+instruction set equal to it to the bit, rows alone and in any batch, registration."""
 
 import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm import ops
+from compiled_llm.ops import native
 from compiled_llm.ops.linear import quantized_linear_a8 as a8
 from compiled_llm.ops.linear import quantized_weight as weights
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, QuantizedWeight, WeightFormat
@@ -22,7 +25,15 @@ FORMATS = [
     WeightFormat("int4", 64, zeros=True),
     WeightFormat("int4", 128, scale_dtype="float16"),
 ]
+ISAS = ["avx512_bf16", "avx512", "avx2", "portable"]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 class Problem(NamedTuple):
@@ -112,3 +123,156 @@ def test_grouped_ops(form: WeightFormat) -> None:
         own = slice(starts[e], starts[e + 1])
         alone = ops.quantized_linear_a8(*case.args(cases[0].x[rows[own]]))
         assert torch.equal(out[own], alone)
+
+
+def run(isa: str, args: tuple, op: str = "quantized_linear_a8") -> Tensor:
+    kernels = native.load("quantized_linear_a8_cpu")
+    if kernels is None or isa not in kernels.supported_isas():
+        pytest.skip(f"needs a C++ compiler and {isa}")
+    return kernels.run(op, *args, isa=isa)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_every_instruction_set_gives_the_bits_of_the_reference(form: WeightFormat) -> None:
+    kernels = native.load("quantized_linear_a8_cpu")
+    if kernels is None:
+        pytest.skip("needs a C++ compiler")
+    torch.set_num_threads(1)
+    for dtype, (t, n, k) in itertools.product(DTYPES, [(0, 20, 40), (1, 1, 1), (3, 50, 331), (17, 40, 140)]):
+        case = problem(form, t, n, k, dtype)
+        for args in (case.args(), case.args(with_bias=False, x_scale=torch.tensor([0.02]))):
+            expected = a8.quantized_linear_a8_reference(*args)
+            for isa in kernels.supported_isas():
+                assert torch.equal(run(isa, args), expected), isa
+
+
+@pytest.mark.parametrize("element", ["int8", "int4"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_sums_of_the_largest_codes(isa: str, element: str) -> None:
+    least, most = (-128, 127) if element == "int8" else (-8, 7)
+    form = WeightFormat(element)
+    for code, k in itertools.product((least, most), (17, 9000)):
+        rows = QuantizedRows(torch.full((20, k), code, dtype=torch.int8), torch.ones(20, 1))
+        x = torch.ones(3, k)
+        x[1] = -1
+        case = Problem(x, rows, packed(rows, form), torch.zeros(20), form)
+        assert torch.equal(run(isa, case.args()), a8.quantized_linear_a8_reference(*case.args()))
+
+
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5]], ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_has_the_same_bits_in_any_batch(isa: str, form: WeightFormat) -> None:
+    check_any_batch(isa, form, (3, 8, 33, 70, 300))
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_row_has_the_same_bits_in_every_batch(isa: str, form: WeightFormat) -> None:
+    check_any_batch(isa, form, [*range(1, 71), 300])
+
+
+def check_any_batch(isa: str, form: WeightFormat, numbers: list[int] | tuple[int, ...]) -> None:
+    case = problem(form, 300, 100, 708)
+    torch.set_num_threads(1)
+    alone = torch.cat([run(isa, case.args(row)) for row in case.x.split(1)])
+    for threads, rows in itertools.product((1, 2, 5), numbers):
+        torch.set_num_threads(threads)
+        assert torch.equal(run(isa, case.args(case.x[:rows])), alone[:rows])
+        assert torch.equal(run(isa, case.args(case.x[-rows:])), alone[-rows:])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_many_rows_in_several_blocks(isa: str) -> None:
+    case = problem(WeightFormat("int4", 128), 300, 40, 5000)
+    expected = torch.cat([run(isa, case.args(part)) for part in case.x.split(60)])
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(run(isa, case.args()), expected)
+
+
+@pytest.mark.parametrize("x_scale", [None, torch.tensor([0.02])])
+@pytest.mark.parametrize("isa", ISAS)
+def test_rows_that_are_not_finite(isa: str, x_scale: Tensor | None) -> None:
+    case = problem(FORMATS[4], 9, 20, 33)
+    clean = run(isa, case.args(x_scale=x_scale))
+    x = case.x.clone()
+    x[3, 32], x[5, 0], x[7, 1] = float("inf"), float("nan"), float("-inf")
+    actual, others = run(isa, case.args(x, x_scale=x_scale)), [0, 1, 2, 4, 6, 8]
+    assert actual[[3, 5, 7]].isnan().all()
+    assert torch.equal(actual[others], clean[others])
+
+
+def test_strided_rows() -> None:
+    wide, case = (
+        torch.randn(20, 150, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        problem(FORMATS[1], 1, 33, 65),
+    )
+    for x in (wide[:, 3:68], wide[::2, 7:72], wide[:1, :65].expand(9, 65)):
+        args = case.args(x.contiguous())
+        assert torch.equal(ops.quantized_linear_a8(*case.args(x)), ops.quantized_linear_a8(*args))
+
+
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5]], ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+def test_experts_have_the_bits_of_single_layers(isa: str, form: WeightFormat) -> None:
+    cases, weight, bias = experts(form, 6, 50, 65)
+    x = torch.cat([cases[0].x, torch.full((1, 65), torch.nan).bfloat16()])  # which no row takes
+    for counts in ([1, 0, 0, 0, 0, 1], [3, 0, 1, 17, 0, 40]):
+        rows = torch.arange(sum(counts) + 3, dtype=torch.int32) * 7 % 30
+        starts = starts_of(counts) + 2
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            args = (x, *weight, bias, None, rows, starts, form.element, form.group_size, 50)
+            out = run(isa, args, "grouped_quantized_linear_a8")
+            gathered = run(isa, (x[rows], *args[1:6], None, *args[7:]), "grouped_quantized_linear_a8")
+            for e, case in enumerate(cases):
+                own = slice(starts[e], starts[e + 1])
+                expected = run(isa, case.args(x[rows[own]]))
+                assert torch.equal(out[own], expected)
+                assert torch.equal(gathered[own], expected)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda name: None)
+    case = problem(FORMATS[5], 5, 50, 65)
+    assert torch.equal(a8._without_kernels(*case.args()), a8.quantized_linear_a8_reference(*case.args()))
+
+
+def test_refuses_wrong_inputs() -> None:
+    case = problem(FORMATS[5], 4, 50, 64)
+    names = ("x", "codes", "scales", "zeros", "bias", "x_scale", "element", "group_size", "out_features")
+    args = dict(zip(names, case.args(), strict=True))
+    wrong = [
+        ({"x": case.x.double()}, "x must be bfloat16, float32 or float16"),
+        ({"x": case.x[0]}, r"x must be \[T, K\]"),
+        ({"x": case.x[:, :0]}, r"x must be \[T, K\]"),
+        ({"x": case.x.T.contiguous().T}, "last stride of x must be 1"),
+        ({"x": case.x[:, :50]}, "take contiguous codes"),
+        ({"codes": args["codes"].view(torch.int8)}, "take contiguous codes"),
+        ({"out_features": 65}, "take contiguous codes"),
+        ({"element": "int8"}, "take contiguous codes"),
+        ({"element": "fp8"}, "element must be int8 or int4"),
+        ({"group_size": 12}, "group_size must be a multiple of 8"),
+        ({"group_size": 64}, "scales must be"),
+        ({"scales": args["scales"].double()}, "scales must be"),
+        ({"zeros": args["zeros"].float()}, "zeros must be"),
+        ({"bias": case.bias[:49]}, "bias must be"),
+        ({"bias": case.bias.float()}, "bias must be"),
+        ({"x_scale": torch.ones(2)}, "x_scale must be"),
+    ]
+    for changes, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            ops.quantized_linear_a8(*(args | changes).values())
+    starts = starts_of([2, 2])
+    grouped = [
+        ((case.x[:, :50], None, starts), ValueError, "take contiguous codes"),
+        ((case.x, torch.zeros(4), starts), ValueError, "rows must be contiguous and int32"),
+        ((case.x, None, starts[:2]), ValueError, "starts must be"),
+        ((case.x, None, starts + 1), IndexError, "starts must rise"),
+        ((case.x, torch.full((4,), 4, dtype=torch.int32), starts), IndexError, "rows must be from 0 to 3"),
+    ]
+    weight = [torch.stack([part, part]) for part in case.weight if part is not None]
+    for (x, rows, begins), kind, message in grouped:
+        with pytest.raises(kind, match=message):
+            ops.grouped_quantized_linear_a8(x, *weight, None, None, rows, begins, "int4", 32, 50)

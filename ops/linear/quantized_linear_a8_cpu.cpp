@@ -1,0 +1,245 @@
+// Linear layers of quantised weights and activations, for CPUs. quantized_linear_a8.py has the formula, the reference and the
+// schemas, quantized_weight.py the layout.
+//
+// Rows are quantised first, once. Then threads take units, pieces of the column tiles of a block of rows of a layer, one
+// after the other. In a unit, `cols` column tiles are read from memory once for a block of rows, and used from the caches by
+// every group of `rows` rows. A product takes all inputs, with its integer sums in registers.
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "quantized_linear_a8_cpu_types.h"
+#include "../cpu/op.h"
+
+namespace {
+
+constexpr int64_t FEW_ROWS = 4;              // up to here a single stream of weights is read the fastest
+constexpr int64_t BLOCK_BYTES = 1 << 19;     // of a block of rows: half of L2
+constexpr int64_t TILES_BYTES = 1 << 18;     // of the column tiles that are used together, about
+constexpr int64_t GRAIN_PRODUCTS = 1 << 18;  // for less, waking a thread takes longer than the work
+constexpr int64_t PIECES = 8;                // of the columns, for each thread
+constexpr int64_t LONGEST_GROUP = 1 << 17;   // inputs whose sum of products fits in 32 bits
+
+struct Arguments {
+  const Tensor &x, &codes, &scales;
+  const std::optional<Tensor>&zeros, &bias, &x_scale;
+  const std::string& element;
+  int64_t group_size, N;
+
+  int64_t K() const { return x.size(1); }
+  int64_t group() const { return group_size == 0 ? K() : group_size; }
+  int64_t groups() const { return (K() + group() - 1) / group(); }
+  int64_t inputs() const { return element == "int4" ? 8 : 4; }  // of a word
+};
+
+Shape with_experts(std::optional<int64_t> experts, std::initializer_list<int64_t> sizes) {
+  Shape shape(sizes);
+  if (!experts) return shape;
+  std::copy_backward(shape.values, shape.values + shape.dim, shape.values + shape.dim + 1);
+  shape.values[0] = *experts;
+  ++shape.dim;
+  return shape;
+}
+
+void check(const char* op, const Arguments& of, std::optional<int64_t> experts) {
+  const Tensor& x = of.x;
+  const auto dtype = x.dtype();
+  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf, op, ": x must be bfloat16, float32 or float16, got ",
+              dtype);
+  CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, op, ": x must be [T, K] with K > 0, got ", x.sizes());
+  CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, op, ": the last stride of x must be 1, got strides ", x.strides());
+  CHECK_VALUE(of.element == "int8" || of.element == "int4", op, ": element must be int8 or int4, got ", of.element);
+  CHECK_VALUE(of.group_size >= 0 && of.group_size % 8 == 0, op, ": group_size must be a multiple of 8, or 0, got ",
+              of.group_size);
+  CHECK_VALUE(of.group() <= LONGEST_GROUP, op, ": a group may have ", LONGEST_GROUP, " inputs, got ", of.group());
+  const int64_t tiles = (of.N + TILE - 1) / TILE, words = (of.K() + of.inputs() - 1) / of.inputs();
+  const Shape wanted = with_experts(experts, {tiles, words, TILE, 4});
+  CHECK_VALUE(of.N > 0 && of.codes.sizes() == wanted && of.codes.is_contiguous() &&
+                  of.codes.dtype() == Dtype{aoti_torch_dtype_uint8()},
+              op, ": x ", x.sizes(), " and out_features ", of.N, " take contiguous codes ", wanted, " of uint8, got ",
+              of.codes.sizes());
+  const Shape groups = with_experts(experts, {tiles, of.groups(), TILE});
+  const auto kept = of.scales.dtype();
+  CHECK_VALUE(of.scales.sizes() == groups && of.scales.is_contiguous() &&
+                  (kept == kFloat || kept == kBFloat16 || kept == kHalf),
+              op, ": scales must be a contiguous ", groups, " of float32, bfloat16 or float16, got ", of.scales.sizes(),
+              " of ", kept);
+  CHECK_VALUE(!of.zeros || (of.zeros->sizes() == groups && of.zeros->is_contiguous() && of.zeros->dtype() == kept), op,
+              ": zeros must be a contiguous ", groups, " of ", kept, ", got ", of.zeros->sizes(), " of ", of.zeros->dtype());
+  const Shape biases = with_experts(experts, {of.N});
+  CHECK_VALUE(!of.bias || (of.bias->sizes() == biases && of.bias->is_contiguous() && of.bias->dtype() == dtype), op,
+              ": bias must be a contiguous ", biases, " of ", dtype, ", got ", of.bias->sizes(), " of ", of.bias->dtype());
+  CHECK_VALUE(!of.x_scale || (of.x_scale->sizes() == Shape{1} && of.x_scale->dtype() == kFloat), op,
+              ": x_scale must be [1] of float32, got ", of.x_scale->sizes(), " of ", of.x_scale->dtype());
+  for (const Tensor* tensor : {&x, &of.codes, &of.scales, of.zeros ? &*of.zeros : &x, of.bias ? &*of.bias : &x,
+                               of.x_scale ? &*of.x_scale : &x})
+    CHECK_VALUE(tensor->is_cpu(), op, ": all tensors must be on the CPU, got one on ", tensor->place());
+}
+
+// Calls work(kernels) with those for a dtype.
+template <class Work>
+void with_dtype(Dtype dtype, const Work& work) {
+  if (dtype == kBFloat16) work(chosen().bf16);
+  else if (dtype == kFloat) work(chosen().f32);
+  else work(chosen().f16);
+}
+
+// Rows of x, as they are or as `index` names them, quantised. `memory` keeps them.
+struct Quantized {
+  Tensor codes, starts, inputs, scales;
+  Rows8 rows;
+
+  Quantized(const Arguments& of, const int32_t* index, int64_t first, int64_t end) {
+    const int64_t count = end - first, groups = of.groups(), K = of.K();
+    const int64_t stride = (K + 63) / 64 * 64 + 64;  // rows a power of two apart would share a few sets of L1
+    codes = empty({count, stride}, kChar);
+    starts = empty({count, groups}, kInt);
+    inputs = empty({count, groups}, kFloat);
+    scales = empty({count}, kFloat);
+    rows = {codes.data<int8_t>(), stride, starts.data<int32_t>(), inputs.data<float>(), scales.data<float>(), groups};
+    const Quantize how = {K, of.group(), of.x_scale ? of.x_scale->data<float>() : nullptr,
+                          of.element == "int4" ? 8 : chosen().offset};
+    with_dtype(of.x.dtype(), [&]<class T>(const KernelsOf8<T>& kernels) {
+      const T* const x = of.x.data<const T>();
+      const int64_t x_stride = of.x.stride(0);
+      parallel_for(0, count, 1 + (1 << 15) / K, [&](int64_t begin, int64_t until) {
+        for (int64_t i = begin; i < until; ++i)
+          kernels.quantize(x + (index == nullptr ? first + i : index[first + i]) * x_stride, how, rows.from(i));
+      });
+    });
+  }
+};
+
+struct Unit {  // rows [row, row + rows) of column tiles [tile, end) of a layer
+  int64_t layer, row, rows, tile, end;
+};
+
+// Layer `e` has the rows from starts[e] to starts[e + 1].
+std::vector<Unit> units_of(const std::vector<int64_t>& starts, int64_t tiles, int64_t cols, int64_t block, int64_t threads) {
+  std::vector<Unit> units;
+  int64_t busy = 0;  // layers that have rows
+  for (size_t e = 0; e + 1 < starts.size(); ++e) busy += starts[e + 1] > starts[e];
+  const int64_t pieces = threads == 1 ? 1 : std::max<int64_t>(1, PIECES * threads / std::max<int64_t>(busy, 1));
+  const int64_t piece = std::max(cols, (tiles / pieces + cols) / cols * cols);
+  for (size_t e = 0; e + 1 < starts.size(); ++e)
+    for (int64_t row = starts[e]; row < starts[e + 1]; row += block)
+      for (int64_t tile = 0; tile < tiles; tile += piece)
+        units.push_back({static_cast<int64_t>(e), row, std::min(block, starts[e + 1] - row), tile,
+                         std::min(tile + piece, tiles)});
+  return units;
+}
+
+// A thread's memory.
+struct Workplace8 {
+  std::vector<float> scales, zeros;
+  alignas(64) float totals[MAX_ROWS * MAX_COLS * TILE];
+};
+
+// `x` and `out` begin with the first row of all layers.
+template <class T, class S>
+void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const KernelsOf8<S>& of_scales, const Arguments& of, const Unit& unit,
+                   const Rows8& x, int64_t cols, T* out, Workplace8& place) {
+  const int64_t tiles = (of.N + TILE - 1) / TILE, words = (of.K() + of.inputs() - 1) / of.inputs(), groups = of.groups();
+  const auto* const multiply = of.element == "int4" ? all.int4 : all.int8;
+  for (int64_t tile = unit.tile; tile < unit.end; tile += cols) {
+    const int64_t c = std::min(cols, unit.end - tile), at = unit.layer * tiles + tile;
+    of_scales.widen(of.scales.data<const S>() + at * groups * TILE, c * groups * TILE, place.scales.data());
+    if (of.zeros)
+      of_scales.widen(of.zeros->data<const S>() + at * groups * TILE, c * groups * TILE, place.zeros.data());
+    const int64_t column = tile * TILE, columns = std::min(c * TILE, of.N - column);
+    for (int64_t i = 0; i < unit.rows; i += all.rows) {
+      const int64_t m = std::min(all.rows, unit.rows - i), row = unit.row + i;
+      const Rows8 own = x.from(row);
+      multiply[(m - 1) * all.cols + c - 1]({
+          .x = own,
+          .w = of.codes.data<const uint8_t>() + at * words * WORD_BYTES,
+          .words = words,
+          .group = (of.group() + of.inputs() - 1) / of.inputs(),
+          .scales = place.scales.data(),
+          .zeros = of.zeros ? place.zeros.data() : nullptr,
+          .totals = place.totals,
+          .prefetch = i == 0 && unit.rows > FEW_ROWS,
+      });
+      kernels.finish({m, columns, place.totals, c * TILE, own.scales,
+                      of.bias ? of.bias->data<const T>() + unit.layer * of.N + column : nullptr, out + row * of.N + column,
+                      of.N});
+    }
+  }
+}
+
+// Rows from `first` on, of which `starts` says how many each layer has. The first is row `first` of the result.
+void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int32_t* index, int64_t first, Tensor& result) {
+  const int64_t rows = starts.back(), K = of.K(), tiles = (of.N + TILE - 1) / TILE;
+  if (rows == 0) return;
+  const Kernels& all = chosen();
+  const Quantized quantized(of, index, first, first + rows);
+  const int64_t threads = std::min(num_threads(), rows * of.N * K / GRAIN_PRODUCTS + 1);
+  int64_t most = 0;
+  for (size_t e = 0; e + 1 < starts.size(); ++e) most = std::max(most, starts[e + 1] - starts[e]);
+  const int64_t fit = std::max<int64_t>(1, TILES_BYTES / (K * TILE * 4 / of.inputs()));
+  const int64_t cols = most <= FEW_ROWS ? 1 : std::min(all.cols, fit);
+  const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / K / all.rows) * all.rows;
+  const std::vector<Unit> units = units_of(starts, tiles, cols, block, threads);
+  std::atomic<size_t> free = 0;
+  with_dtype(of.x.dtype(), [&]<class T>(const KernelsOf8<T>& kernels) {
+    with_dtype(of.scales.dtype(), [&]<class S>(const KernelsOf8<S>& of_scales) {
+      T* const out = result.data<T>() + first * of.N;
+      parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+        Workplace8 place;
+        place.scales.resize(cols * of.groups() * TILE);
+        if (of.zeros) place.zeros.resize(cols * of.groups() * TILE);
+        for (size_t i; (i = free++) < units.size();)
+          multiply_unit(all, kernels, of_scales, of, units[i], quantized.rows, cols, out, place);
+      });
+    });
+  });
+}
+
+Tensor quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
+                           const std::optional<Tensor>& bias, const std::optional<Tensor>& x_scale,
+                           const std::string& element, int64_t group_size, int64_t out_features) {
+  const Arguments of = {x, codes, scales, zeros, bias, x_scale, element, group_size, out_features};
+  check("quantized_linear_a8", of, std::nullopt);
+  Tensor out = empty({x.size(0), out_features}, x.dtype());
+  multiply(of, {0, x.size(0)}, nullptr, 0, out);
+  return out;
+}
+
+Tensor grouped_quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales,
+                                   const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias,
+                                   const std::optional<Tensor>& x_scale, const std::optional<Tensor>& rows,
+                                   const Tensor& starts, const std::string& element, int64_t group_size,
+                                   int64_t out_features) {
+  constexpr auto* op = "grouped_quantized_linear_a8";
+  const Arguments of = {x, codes, scales, zeros, bias, x_scale, element, group_size, out_features};
+  const int64_t experts = codes.dim() == 5 ? codes.size(0) : 0;
+  check(op, of, experts);
+  CHECK_VALUE(!rows || (rows->dim() == 1 && rows->is_contiguous() && rows->dtype() == kInt && rows->is_cpu()), op,
+              ": rows must be contiguous and int32 on the CPU, got ", rows->sizes(), " of ", rows->dtype());
+  CHECK_VALUE(starts.sizes() == Shape{experts + 1} && starts.is_contiguous() && starts.dtype() == kInt && starts.is_cpu(),
+              op, ": starts must be a contiguous [", experts + 1, "] of int32 on the CPU, got ", starts.sizes(), " of ",
+              starts.dtype());
+  const int64_t count = rows ? rows->size(0) : x.size(0);
+  const auto* const from = starts.data<const int32_t>();
+  CHECK_INDEX(from[0] >= 0 && std::is_sorted(from, from + experts + 1) && from[experts] <= count, op,
+              ": starts must rise from at least 0 to at most ", count);
+  const auto* const index = rows ? rows->data<const int32_t>() : nullptr;
+  CHECK_INDEX(!rows || std::all_of(index + from[0], index + from[experts],
+                                   [&](int32_t i) { return i >= 0 && i < x.size(0); }),
+              op, ": rows must be from 0 to ", x.size(0) - 1);
+  Tensor out = empty({count, out_features}, x.dtype());
+  std::vector<int64_t> own;
+  for (int64_t e = 0; e <= experts; ++e) own.push_back(from[e] - from[0]);
+  multiply(of, own, index, from[0], out);
+  return out;
+}
+
+const std::vector<Op> ops = {
+    {"quantized_linear_a8", Boxed<quantized_linear_a8>::call},
+    {"grouped_quantized_linear_a8", Boxed<grouped_quantized_linear_a8>::call},
+};
+
+}  // namespace

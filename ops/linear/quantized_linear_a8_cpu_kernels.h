@@ -1,0 +1,227 @@
+// The kernels of quantized_linear_a8 for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains
+// the macros. All sets give the same bits: integer sums are exact, and the steps in float32 are the same ones.
+//
+// A product takes groups of four inputs. With VNNI these are one instruction, of unsigned weights by signed activations, so
+// codes of int8 are kept with an offset of 128 there (those of int4 always with 8); the sums start at what makes up for it.
+// Without, weights and activations are widened to 16 bits.
+
+#include <array>
+#include <cstring>
+#include <utility>
+
+#include "../cpu/vectors.h"
+#include "quantized_linear_a8_cpu_types.h"
+
+namespace {
+namespace ISA {
+
+typedef int32_t IntRegister __attribute__((vector_size(WIDTH / 8), may_alias));
+typedef int16_t ShortRegister __attribute__((vector_size(WIDTH / 8), may_alias));
+typedef uint8_t ByteRegister __attribute__((vector_size(WIDTH / 8), may_alias));
+typedef int8_t Codes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+
+constexpr int PARTS = 512 / WIDTH;  // registers of a tile
+constexpr int ROWS = WIDTH == 512 ? 8 : 4, COLS = DOT ? 3 : WIDTH == 512 ? 2 : 1;
+constexpr int64_t AHEAD = 32;  // words from a product to the prefetch of its weights
+
+// a * b + c, rounded once.
+INLINE Vec fma(Vec a, Vec b, Vec c) {
+#if WIDTH == 512
+  return reinterpret_cast<Vec>(
+      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
+#else
+  alignas(64) float x[kLanes], y[kLanes], z[kLanes];
+  store(x, a), store(y, b), store(z, c);
+#if WIDTH == 256
+  for (int i = 0; i < kLanes; i += 8)
+    _mm256_store_ps(z + i, _mm256_fmadd_ps(_mm256_load_ps(x + i), _mm256_load_ps(y + i), _mm256_load_ps(z + i)));
+#else
+  for (int i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
+#endif
+  return load(z);
+#endif
+}
+
+#if DOT
+constexpr int32_t OFFSET = 128;
+using Bytes = ByteRegister;
+INLINE Bytes four(ByteRegister bytes) { return bytes; }
+INLINE void add(IntRegister& sum, Bytes w, Bytes x) {
+  sum = reinterpret_cast<IntRegister>(_mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), reinterpret_cast<__m512i>(w),
+                                                          reinterpret_cast<__m512i>(x)));
+}
+#else
+constexpr int32_t OFFSET = 0;
+struct Bytes {
+  ShortRegister even, odd;
+};
+INLINE Bytes four(ByteRegister bytes) {
+  const auto pairs = reinterpret_cast<ShortRegister>(bytes);
+  return {(pairs << 8) >> 8, pairs >> 8};
+}
+INLINE void add(IntRegister& sum, const Bytes& w, const Bytes& x) {
+#if WIDTH == 512
+  for (auto [a, b] : {std::pair(w.even, x.even), {w.odd, x.odd}})
+    sum += reinterpret_cast<IntRegister>(_mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+#elif WIDTH == 256
+  for (auto [a, b] : {std::pair(w.even, x.even), {w.odd, x.odd}})
+    sum += reinterpret_cast<IntRegister>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#else
+  const auto pairs = reinterpret_cast<IntRegister>(w.even * x.even + w.odd * x.odd);  // at most 2 * 128 * 127 each
+  sum += ((pairs << 16) >> 16) + (pairs >> 16);
+#endif
+}
+#endif
+
+// The weights of inputs 4 `part` to 4 `part` + 3 of a word.
+template <int BITS>
+INLINE Bytes weights(ByteRegister word, int part) {
+  if constexpr (BITS == 4) return four(part == 0 ? word & 15 : (word >> 4) & 15);
+  else return four(DOT ? word ^ 0x80 : word);
+}
+
+INLINE ByteRegister load_bytes(const uint8_t* from) {
+  ByteRegister bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return bytes;
+}
+
+INLINE Bytes broadcast_four(const int8_t* from) {
+  int32_t word;
+  std::memcpy(&word, from, sizeof(word));
+  return four(reinterpret_cast<ByteRegister>(IntRegister{} + word));
+}
+
+// Small products hold several sums of each output, so that they do not wait for one another.
+template <int BITS, int M, int C>
+TARGET void multiply(const Work8& work) {
+  constexpr int STEP = BITS == 4 ? 2 : 1, SUMS = M * C * PARTS <= 2 ? 4 : M * C * PARTS <= 6 ? 2 : 1;
+  const int64_t groups = work.x.groups, w_stride = work.words * WORD_BYTES;
+  std::memset(work.totals, 0, M * C * TILE * sizeof(float));
+  for (int64_t g = 0; g < groups; ++g) {
+    IntRegister sums[SUMS][M][C * PARTS];
+#pragma GCC unroll 4
+    for (int s = 0; s < SUMS; ++s)
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+        for (int i = 0; i < C * PARTS; ++i) sums[s][m][i] = IntRegister{} + (s == 0 ? work.x.starts[m * groups + g] : 0);
+    int64_t word = g * work.group;
+    const int64_t end = std::min(word + work.group, work.words);
+    const auto take = [&](int s, int64_t at) TARGET __attribute__((always_inline)) {
+      ByteRegister raw[C * PARTS];
+#pragma GCC unroll 4
+      for (int i = 0; i < C * PARTS; ++i)
+        raw[i] = load_bytes(work.w + i / PARTS * w_stride + at * WORD_BYTES + i % PARTS * (WIDTH / 8));
+      if (work.prefetch)
+        for (int c = 0; c < C; ++c) __builtin_prefetch(work.w + c * w_stride + (at + AHEAD) * WORD_BYTES, 0, 2);
+#pragma GCC unroll 2
+      for (int part = 0; part < STEP; ++part) {
+        Bytes w[C * PARTS];
+#pragma GCC unroll 4
+        for (int i = 0; i < C * PARTS; ++i) w[i] = weights<BITS>(raw[i], part);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          const Bytes x = broadcast_four(work.x.codes + m * work.x.stride + (at * STEP + part) * 4);
+#pragma GCC unroll 4
+          for (int i = 0; i < C * PARTS; ++i) add(sums[s][m][i], w[i], x);
+        }
+      }
+    };
+    for (; word + SUMS <= end; word += SUMS)
+#pragma GCC unroll 4
+      for (int s = 0; s < SUMS; ++s) take(s, word + s);
+    for (; word < end; ++word) take(0, word);
+#pragma GCC unroll 3
+    for (int c = 0; c < C; ++c) {
+      const Vec scale = load(work.scales + (c * groups + g) * TILE);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        IntRegister all[PARTS];
+#pragma GCC unroll 4
+        for (int i = 0; i < PARTS; ++i) {
+          all[i] = sums[0][m][c * PARTS + i];
+#pragma GCC unroll 4
+          for (int s = 1; s < SUMS; ++s) all[i] += sums[s][m][c * PARTS + i];
+        }
+        IntVec whole;
+        std::memcpy(&whole, all, sizeof(whole));
+        Vec sum = convert(whole);
+        if (work.zeros != nullptr)
+          sum = fma(-load(work.zeros + (c * groups + g) * TILE), broadcast(work.x.inputs[m * groups + g]), sum);
+        float* total = work.totals + (m * C + c) * TILE;
+        store(total, fma(sum, scale, load(total)));
+      }
+    }
+  }
+}
+
+template <class T>
+TARGET void quantize(const T* x, const Quantize& how, const Rows8& to) {
+  // Numbers that are not finite are those of the largest bits.
+  IntVec most = {};
+  for (int64_t k = 0; k < how.K; k += kLanes) {
+    const IntVec size = bits(load_floats(x + k, how.K - k)) & 0x7fffffff;
+    most = size > most ? size : most;
+  }
+  int32_t largest = 0;
+  for (int i = 0; i < kLanes; ++i) largest = std::max(largest, most[i]);
+  const bool finite = largest < 0x7f800000;
+  const float scale = how.x_scale != nullptr ? *how.x_scale : __builtin_bit_cast(float, largest) / 127.f;
+  to.scales[0] = finite ? scale : __builtin_nanf("");
+  const int64_t padded = (how.K + 7) / 8 * 8;
+  std::memset(to.codes + how.K / kLanes * kLanes, 0, padded - how.K / kLanes * kLanes);
+  if (!finite || !(scale > 0)) {
+    std::memset(to.codes, 0, padded);
+  } else {
+    const Vec divisor = broadcast(scale), limit = broadcast(127.f);
+    const Vec magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+    for (int64_t k = 0; k < how.K; k += kLanes) {
+      Vec codes = load_floats(x + k, how.K - k) / divisor;
+      codes = codes > limit ? limit : codes;
+      codes = codes < -limit ? -limit : codes;
+      const Codes bytes = __builtin_convertvector(bits(codes + magic) - bits(magic), Codes);
+      std::memcpy(to.codes + k, &bytes, std::min(kLanes, how.K - k));
+    }
+  }
+  for (int64_t g = 0; g < to.groups; ++g) {
+    int32_t sum = 0;
+    for (int64_t k = g * how.group; k < std::min(how.K, (g + 1) * how.group); ++k) sum += to.codes[k];
+    // The last bits alone: without them it may not fit.
+    to.starts[g] = static_cast<int32_t>(-static_cast<uint32_t>(how.offset) * static_cast<uint32_t>(sum));
+    to.inputs[g] = static_cast<float>(sum);
+  }
+}
+
+template <class T>
+TARGET void widen(const T* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load_floats(from + i));
+}
+
+template <class T>
+TARGET void finish(const Finish8<T>& of) {
+  for (int64_t i = 0; i < of.columns; i += TILE) {
+    const Vec bias = of.bias == nullptr ? Vec{} : load_floats(of.bias + i, of.columns - i);
+    for (int64_t row = 0; row < of.rows; ++row)
+      store_as(of.out + row * of.out_stride + i,
+               fma(load(of.totals + row * of.stride + i), broadcast(of.x_scales[row]), bias), of.columns - i);
+  }
+}
+
+template <int BITS, size_t... I>
+constexpr std::array<void (*)(const Work8&), sizeof...(I)> products(std::index_sequence<I...>) {
+  return {&multiply<BITS, I / COLS + 1, I % COLS + 1>...};
+}
+
+inline Kernels kernels() {
+  static_assert(ROWS <= MAX_ROWS && COLS <= MAX_COLS);
+  static constexpr auto int8 = products<8>(std::make_index_sequence<ROWS * COLS>());
+  static constexpr auto int4 = products<4>(std::make_index_sequence<ROWS * COLS>());
+  return {ROWS, COLS, OFFSET, int8.data(), int4.data(),
+          {quantize<BFloat16>, widen<BFloat16>, finish<BFloat16>},
+          {quantize<float>, widen<float>, finish<float>},
+          {quantize<Half>, widen<Half>, finish<Half>}};
+}
+
+}  // namespace ISA
+}  // namespace

@@ -1,0 +1,77 @@
+// What the kernels of quantized_linear_a8 get, and what they are. quantized_linear_a8_cpu.cpp explains the loops around them.
+
+#pragma once
+
+#include <cstdint>
+
+#include "../cpu/vector_types.h"
+
+namespace {
+
+constexpr int64_t TILE = 16;       // outputs of a tile of the weights
+constexpr int64_t WORD_BYTES = 64;  // of a tile: 4 inputs of 16 outputs in int8, 8 inputs in int4
+constexpr int64_t MAX_ROWS = 8, MAX_COLS = 3;  // of a product
+
+// Rows of activations. Codes are followed by zeros up to a multiple of 8 inputs.
+struct Rows8 {
+  int8_t* codes;    // [rows, stride]
+  int64_t stride;
+  int32_t* starts;  // [rows, groups] what the sum of a group starts at, for codes that are kept with an offset
+  float* inputs;    // [rows, groups] sums of the codes of a group; for zero points
+  float* scales;    // [rows]
+  int64_t groups;
+
+  Rows8 from(int64_t row) const {
+    return {codes + row * stride, stride, starts + row * groups, inputs + row * groups, scales + row, groups};
+  }
+};
+
+// How a row is quantised.
+struct Quantize {
+  int64_t K, group;      // inputs of a row, of a group
+  const float* x_scale;  // or null
+  int32_t offset;        // of the codes of weights, as they are multiplied
+};
+
+// Products of M rows and C column tiles, each over all inputs.
+struct Work8 {
+  Rows8 x;
+  const uint8_t* w;    // [C, words, 64]
+  int64_t words;
+  int64_t group;       // words
+  const float* scales;  // [C, groups, TILE]
+  const float* zeros;   // likewise, or null
+  float* totals;        // [M, C, TILE]
+  bool prefetch;        // fetch weights from memory in time
+};
+
+// y = total * sx + bias
+template <class T>
+struct Finish8 {
+  int64_t rows, columns;  // of totals [rows, stride]
+  const float* totals;
+  int64_t stride;
+  const float* x_scales;
+  const T* bias;  // [columns], or null
+  T* out;
+  int64_t out_stride;
+};
+
+template <class T>
+struct KernelsOf8 {
+  void (*quantize)(const T* x, const Quantize& how, const Rows8& to);  // one row
+  void (*widen)(const T* from, int64_t count, float* to);              // scales; a multiple of TILE
+  void (*finish)(const Finish8<T>&);
+};
+
+struct Kernels {
+  int64_t rows, cols;  // of the largest product
+  int32_t offset;      // of codes of int8, as they are multiplied
+  void (*const* int8)(const Work8&);  // [rows, cols]: entry [m - 1, c - 1]
+  void (*const* int4)(const Work8&);
+  KernelsOf8<BFloat16> bf16;
+  KernelsOf8<float> f32;
+  KernelsOf8<Half> f16;
+};
+
+}  // namespace
