@@ -31,9 +31,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import peer_checkpoints as checkpoints
 import peer_processes as peers
 import tables
 import torch
+from peer_checkpoints import ConversionFailed
+from peer_precisions import Precision, precision
 from peer_processes import Peer, PeerFailed, Worker
 from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments, one_stream
 
@@ -60,6 +63,7 @@ METRICS = {
     "W4 prefill tok/s": Metric("W4", True, lambda sent, got: len(sent[0].prompt_token_ids) / got["ttft"][0]),
     "W5 decode tok/s": Metric("W5", True, lambda sent, got: got["decode_tokens"] / got["decode_seconds"]),
 }
+OURS = ("engine", "engine-weights")
 WARMUP_OUTPUT_LEN = 8
 MOST_OFF = 0.2  # of the median of an engine's rounds
 Samples = dict[str, dict[int, float]]  # of an engine: row -> round -> figure
@@ -86,7 +90,7 @@ class Rounds:
         self.work: dict[str, list[dict[str, float]]] = {}
         self.facts: dict[str, dict[str, Any]] = {}
 
-    def fail(self, name: str, error: PeerFailed) -> None:
+    def fail(self, name: str, error: PeerFailed | ConversionFailed) -> None:
         print(f"FAILED: {error}", file=sys.stderr)
         self.samples.setdefault(name, {})
         self.facts.setdefault(name, {})["failed"] = str(error)
@@ -151,7 +155,7 @@ class Rounds:
             except PeerFailed as error:
                 self.fail(name, error)
                 continue
-            if "work" in answer:
+            if "work" in answer and name == "engine":
                 self.work.setdefault(workload, []).append(answer["work"])
             for row in rows:
                 figure = self.samples[name].setdefault(row, {})[number] = METRICS[row].figure(requests, answer)
@@ -208,12 +212,12 @@ def compared(samples: dict[str, Samples]) -> dict[str, dict[str, Any]]:
             engines[name] = summary | {"samples": rounds, "ratio": None}
             ours = samples.get("engine", {}).get(row, {})
             pairs = [(ours[number], theirs) for number, theirs in rounds.items() if number in ours]
-            if name != "engine" and pairs:
+            if name not in OURS and pairs:
                 ratios = [ours / theirs if metric.higher_is_better else theirs / ours for ours, theirs in pairs]
                 engines[name] |= {"ratio_min": min(ratios), "ratio_max": max(ratios)}
                 engines[name]["ratio"] = statistics.median(ratios)
         best = max if metric.higher_is_better else min
-        others = {name: of["median"] for name, of in engines.items() if name != "engine"}
+        others = {name: of["median"] for name, of in engines.items() if name not in OURS}
         if engines:
             rows[row] = {"best_peer": best(others, key=others.__getitem__) if others else None, "engines": engines}
     return rows
@@ -255,6 +259,8 @@ def table(rows: dict[str, dict[str, Any]], shares: dict[str, dict[str, Any]], fa
     for key, unit, scale in (("start_seconds", "start s", 1), ("peak_memory_bytes", "peak memory GiB", 2**30)):
         values = {name: f"{of[key] / scale:.2f}" if key in of else "-" for name, of in facts.items()}
         lines.append({"": unit, **values})
+    words = ("weights", "activations", "head", "kv_cache")
+    lines += [{"": key, **{name: of["precision"][key] for name, of in facts.items()}} for key in words]
     columns = ["", *facts, "ratio to the best peer"]
     return tables.text_table([{column: line.get(column, "") for column in columns} for line in lines])
 
@@ -270,21 +276,34 @@ def unsteady(rows: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
-def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdir: Path) -> None:
+def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdir: Path, of: Precision) -> None:
     """One after another: this engine and the peers that the flags name."""
-    rounds.start(peers.engine(checkpoint, args.engine_args, args.threads))
-    if args.vllm_python:
+    for name, options in of.engines.items():
+        rounds.start(peers.engine(checkpoint, options | args.engine_args, args.threads, name))
+    end = "" if of.bits == 16 else f"-int{of.bits}" + (f"-g{of.group_size}" if of.group_size else "")
+    if args.llama_python:
+        file = workdir / f"{checkpoint.name}-{'-'.join(of.gguf)}.gguf"
         try:
-            rounds.start(peers.vllm(args.vllm_python, checkpoint, args.vllm_args, args.threads, args.vllm_preload))
+            checkpoints.write_gguf(args.llama_python, checkpoint, file, *of.gguf)
+            rounds.start(peers.llama(args.llama_python, file, args.llama_args, args.threads))
+        except ConversionFailed as error:
+            rounds.fail("llama.cpp", error)
+    if args.vllm_python:
+        directory = checkpoint
+        try:
+            if of.bits < 16:
+                directory = workdir / f"{checkpoint.name}-compressed{end}"
+                checkpoints.write_compressed(checkpoint, directory, of.bits, of.group_size)
+            rounds.start(peers.vllm(args.vllm_python, directory, args.vllm_args, args.threads, args.vllm_preload))
         except PeerFailed as error:
             rounds.fail("vllm", error)
     if args.openvino_python:
-        exported = workdir / f"{checkpoint.name}-openvino"
+        exported = workdir / f"{checkpoint.name}-openvino{end}"
         try:
-            peers.export(args.openvino_python, checkpoint, exported)
+            checkpoints.write_openvino(args.openvino_python, checkpoint, exported, of.openvino)
             for peer in peers.openvino(args.openvino_python, exported, args.openvino_args, args.threads):
                 rounds.start(peer)
-        except PeerFailed as error:
+        except ConversionFailed as error:
             rounds.fail("openvino", error)
     if args.transformers:
         rounds.start(peers.transformers_generate(checkpoint, args.threads, args.slow_repeats))
@@ -301,12 +320,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
     parser.add_argument("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs")
     parser.add_argument("--openvino-python", metavar="PATH", help="the same with openvino-genai and optimum-intel")
+    parser.add_argument("--llama-python", metavar="PATH", help="the same with llama-cpp-python and gguf")
+    like = "of every engine's weights; int8 and int4 of activations too where an engine can (default: bf16)"
+    parser.add_argument("--precision", choices=("bf16", "int8", "int4"), default="bf16", help=like)
+    sizes = "inputs that share a scale in int4; llama.cpp's are always 32 (default: 32)"
+    parser.add_argument("--group-size", type=int, choices=(32, 128), default=32, help=sizes)
     parser.add_argument("--transformers", action="store_true", help="transformers.generate too (slow)")
     slow = "rounds that transformers takes part in (default: 1)"
     parser.add_argument("--slow-repeats", type=int, default=1, help=slow)
     parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.ENGINE}")
     parser.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.VLLM}")
     parser.add_argument("--openvino-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.OPENVINO}")
+    parser.add_argument("--llama-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.LLAMA}")
     parser.add_argument("--vllm-preload", metavar="LIBS", help="LD_PRELOAD for vLLM (default: tcmalloc and libiomp5)")
     parser.add_argument("--threads", type=int, default=cores, help="of each engine (default: all cores)")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for a start or a run (default: 900)")
@@ -333,15 +358,19 @@ def main() -> int:
         workdir.mkdir(parents=True, exist_ok=True)
         checkpoint = Path(args.model) if args.model else workdir / args.shape
         if not args.model:
-            peers.write_checkpoint(args.shape, checkpoint)
+            checkpoints.write_checkpoint(args.shape, checkpoint)
         vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
         rounds = Rounds(args.workloads, vocab_size, args.seed, workdir, args.timeout)
         result: dict[str, Any] = {"benchmark": "peers", "model": args.model or args.shape, "dtype": "bfloat16"}
+        of = precision(args.precision, args.group_size)
+        result |= {"precision": args.precision}
         limits = machine_limits.measured(torch.device("cpu"), torch.bfloat16)  # before any engine takes memory
         result |= {"machine": machine.describe(torch.device("cpu")), "threads": args.threads}
         result["limits"] = dataclasses.asdict(limits)
         try:
-            start_all(rounds, args, checkpoint, workdir)
+            start_all(rounds, args, checkpoint, workdir, of)
+            for name, facts in rounds.facts.items():
+                facts["precision"] = of.facts(name)
             for number in range(1, args.repeats + args.more_rounds + 1):
                 if number <= args.repeats:
                     rounds.run(number)

@@ -211,8 +211,17 @@ class Transformers:
                 run.count(index, int(step < output_len), run.started + seconds)
 
 
+def llama(file: str, options: dict[str, Any]) -> Peer:
+    """llama.cpp. ``options``: see llama_worker.py, which needs its environment."""
+    from llama_worker import LlamaCpp
+
+    return LlamaCpp(file, options)
+
+
 PEERS: dict[str, Callable[[str, dict[str, Any]], Peer]] = {
     "engine": CompiledLLM,
+    "engine-weights": CompiledLLM,
+    "llama.cpp": llama,
     "vllm": Vllm,
     "openvino": OpenVino,
     "openvino-stateful": OpenVinoStateful,

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-import torch
-import transformers
-from workloads import SHAPES, Requests
+from workloads import Requests
 
 WORKER = Path(__file__).with_name("bench_peers_worker.py")
 ENGINE = {"max_model_len": 2304, "bucket_sizes": [1, 8, 16, 32], "dtype": "bfloat16"}
@@ -25,6 +23,14 @@ VLLM = {"max_model_len": 2304, "dtype": "bfloat16", **_SCHEDULER}
 OPENVINO: dict[str, dict[str, Any]] = {
     "scheduler": _SCHEDULER | {"cache_size": 2},
     "properties": {"INFERENCE_PRECISION_HINT": "bf16"},
+}
+LLAMA: dict[str, Any] = {
+    "contexts": [[1, 2304], [32, 704]],
+    "n_batch": 2048,
+    "n_ubatch": 512,
+    "flash_attn": True,
+    "kv_unified": False,
+    "kv_type": "f16",
 }
 TRANSFORMERS = {"dtype": "bfloat16"}
 
@@ -140,8 +146,8 @@ def _peak_memory_bytes(pid: int) -> int:
     return 0  # the process has ended
 
 
-def engine(directory: Path, options: dict[str, Any], threads: int) -> Peer:
-    return Peer("engine", sys.executable, directory, ENGINE | options, _threads(threads))
+def engine(directory: Path, options: dict[str, Any], threads: int, name: str = "engine") -> Peer:
+    return Peer(name, sys.executable, directory, ENGINE | options, _threads(threads))
 
 
 def transformers_generate(directory: Path, threads: int, repeats: int) -> Peer:
@@ -183,33 +189,9 @@ def openvino(python: str, directory: Path, options: dict[str, Any], threads: int
     yield Peer("openvino-stateful", python, directory, {"properties": properties}, {}, single_requests_only=True)
 
 
-def export(python: str, checkpoint: Path, directory: Path) -> None:
-    """Converts a checkpoint for OpenVINO, with float16 weights, unless that was done already."""
-    if (directory / "openvino_model.xml").is_file():
-        return
-    tool = Path(python).absolute().with_name("optimum-cli")
-    arguments = ["--model", str(checkpoint), "--task", "text-generation-with-past", "--weight-format", "fp16"]
-    unfinished = directory.with_suffix(".unfinished")
-    done = subprocess.run(
-        [str(tool), "export", "openvino", *arguments, str(unfinished)], capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        last = "\n".join(done.stderr.splitlines()[-15:])
-        raise PeerFailed(f"openvino: its export ended with status {done.returncode}; its last lines:\n{last}")
-    unfinished.rename(directory)
-
-
-def write_checkpoint(shape: str, directory: Path) -> None:
-    """Random bfloat16 weights of a shape (std 0.02, as its family starts training), unless they exist already."""
-    if directory.is_dir():
-        return
-    config = transformers.AutoConfig.for_model(**SHAPES[shape], bos_token_id=None, eos_token_id=None)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    unfinished = directory.with_suffix(".unfinished")
-    model.save_pretrained(unfinished)
-    unfinished.rename(directory)
+def llama(python: str, file: Path, options: dict[str, Any], threads: int) -> Peer:
+    """llama.cpp through llama-cpp-python, on a GGUF file."""
+    return Peer("llama.cpp", python, file, {"threads": threads} | LLAMA | options, _threads(threads))
 
 
 def _threads(threads: int) -> dict[str, str]:

@@ -24,6 +24,7 @@ _QWEN3 = {
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
+    "qwen3-4b": _QWEN3 | dict(zip(_SIZES, (2560, 9728, 36, 32, True), strict=True)),
     "qwen3-8b": _QWEN3 | dict(zip(_SIZES, (4096, 12288, 36, 32, False), strict=True)),
     # Two layers of models with experts: what a layer costs shows beside a head that is read once for all of them.
     "qwen3-30b-a3b-2l": _QWEN3

@@ -66,6 +66,11 @@ def processes() -> ModuleType:
 
 
 @pytest.fixture
+def checkpoints() -> ModuleType:
+    return importlib.import_module("peer_checkpoints")
+
+
+@pytest.fixture
 def fake(tmp_path: Path) -> Path:
     path = tmp_path / "python"
     path.write_text(FAKE.format(python=sys.executable))
@@ -151,9 +156,11 @@ def test_vllm_gets_its_libraries_and_is_bound_to_cores(
 
 
 @pytest.mark.parametrize("name", ["engine", "transformers"])
-def test_the_workers_of_this_environment(processes: ModuleType, name: str, tmp_path: Path) -> None:
+def test_the_workers_of_this_environment(
+    processes: ModuleType, checkpoints: ModuleType, name: str, tmp_path: Path
+) -> None:
     """Their counts and times; the transformers worker stops counting at what a request asked for."""
-    processes.write_checkpoint("tiny", tmp_path / "tiny")
+    checkpoints.write_checkpoint("tiny", tmp_path / "tiny")
     options = {"engine": {"enforce_eager": True, "bucket_sizes": [4], "max_model_len": 128}, "transformers": {}}[name]
     peer = processes.Peer(name, sys.executable, tmp_path / "tiny", options, {"OMP_NUM_THREADS": "1"})
     worker = processes.Worker(peer, tmp_path / "log", 120)
@@ -235,14 +242,14 @@ def test_a_share_of_the_limit_is_that_of_the_least_time_of_a_token(bench: Module
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b-2l", "gpt-oss-20b-2l", "qwen3-0.6b"])
 def test_a_shape_is_the_same_model_to_all(
-    processes: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path
+    checkpoints: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, tmp_path: Path
 ) -> None:
     """The checkpoint that all engines read, and the config alone, for which this engine makes weights."""
     small = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 300}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
-    shape = {key: small.get(key, value) for key, value in processes.SHAPES[name].items()}
-    monkeypatch.setitem(processes.SHAPES, name, shape)
-    processes.write_checkpoint(name, tmp_path / name)
+    shape = {key: small.get(key, value) for key, value in checkpoints.SHAPES[name].items()}
+    monkeypatch.setitem(checkpoints.SHAPES, name, shape)
+    checkpoints.write_checkpoint(name, tmp_path / name)
     written = read_config(tmp_path / name)
     (tmp_path / "config.json").write_text(json.dumps(shape | {"dtype": "bfloat16"}))
     assert written == read_config(tmp_path)
