@@ -20,6 +20,7 @@ Parts, the most valuable first:
 - ``serve``: requests that arrive over time; ``report``: how the time of a run was spent; ``phases-compiled-llm`` and
   ``phases-hf``: prefill and decode of long prompts, of the engine and of transformers; ``prefix-on`` and
   ``prefix-off``: requests with a common prefix, with and without the prefix cache.
+- ``quantised``: linear layers on quantised weights against the reference, every format.
 - ``kernels``: attention against the reference at real sizes.
 - ``tune`` runs only if it is named: it writes the tiles that suit this GPU to ``ops/tiles``, a file to commit.
 
@@ -97,6 +98,7 @@ PARTS = {
         f"prefix-{name}": (120, f"{_THROUGHPUT} --workload W3 --bucket-sizes 16 --token-bucket-sizes 512 --{flag}")
         for name, flag in (("on", "enable-prefix-caching"), ("off", "no-enable-prefix-caching"))
     },
+    "quantised": (300, f"{_PYTEST} -m gpu tests/ops/linear/test_triton_quantized.py"),
     "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/attention/test_attention_gpu.py"),
     "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
 }

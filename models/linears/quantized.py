@@ -12,12 +12,8 @@ from compiled_llm.ops import (
     quantized_linear,
     quantized_linear_a8,
 )
-from compiled_llm.ops.linear.quantized_weight import (
-    QuantizedWeight,
-    WeightFormat,
-    dequantize,
-    unpack_quantized_rows,
-)
+from compiled_llm.ops.linear.quantized_layouts import unpack_quantized_rows
+from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, dequantize
 
 
 class Scheme(NamedTuple):

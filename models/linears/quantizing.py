@@ -12,12 +12,8 @@ from compiled_llm.models.linears.experts import take_biases
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
-from compiled_llm.ops.linear.quantized_weight import (
-    WeightFormat,
-    empty_quantized,
-    pack_quantized_rows,
-    quantize,
-)
+from compiled_llm.ops.linear.quantized_layouts import empty_quantized, pack_quantized_rows
+from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
 
 SCHEMES = {
     "int8": Scheme(WeightFormat("int8")),
