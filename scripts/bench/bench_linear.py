@@ -1,10 +1,12 @@
-"""Times the packed linear of the CPU against ``F.linear``.
+"""Times the packed linear of the CPU against ``F.linear``; with ``--kind``, quantised ones against the packed one.
 
 Every round reads a large tensor, runs the op, then ``F.linear``, so that other load on the machine affects all three.
 Each call uses a different copy of the weights, as the layers of a model do, so that they come from memory and not from
-a cache. GB/s counts only the weights. With few rows, reading them is most of the work, and the read rate is the limit.
+a cache. GB/s counts only the weights with their scales. With few rows,
+reading them is most of the work, and the read rate is the limit.
 
     python scripts/bench/bench_linear.py --dtype float32 --rows 1 8 32 --threads 4
+    python scripts/bench/bench_linear.py --kind int4_w4a8 --shapes gate_up down --rows 1 32 2048
 """
 
 import argparse
@@ -16,12 +18,21 @@ from collections.abc import Callable
 import tables
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from tqdm import tqdm
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.ops import native
 from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear
+from compiled_llm.ops.linear.quantized_linear_a8 import quantized_linear_a8
+from compiled_llm.ops.linear.quantized_weight import (
+    QuantizedWeight,
+    WeightFormat,
+    empty_quantized,
+    pack_quantized_rows,
+    quantize,
+)
 
 # (name, out_features, in_features) of Qwen3-0.6B, with q, k, v fused and gate, up fused.
 SHAPES = [
@@ -31,6 +42,10 @@ SHAPES = [
     ("down", 1024, 3072),
     ("lm_head", 151936, 1024),
 ]
+
+
+# Weights and activations that are quantised: groups of int4 are those of the engine's default.
+KINDS = {"int8_w8a8": WeightFormat("int8"), "int4_w4a8": WeightFormat("int4", 32, scale_dtype="bfloat16")}
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -62,10 +77,55 @@ def measure(
     return times
 
 
+def quantized_copies(form: WeightFormat, weight: Tensor, copies: int) -> list[QuantizedWeight]:
+    def one() -> QuantizedWeight:
+        made = empty_quantized(form, *weight.shape, weight.device)
+        pack_quantized_rows(made, 0, rows, form)
+        return made
+
+    rows = quantize(weight, form)
+    return [one() for _ in range(copies)]
+
+
+def measure_quantized(
+    form: WeightFormat,
+    shape: tuple[int, int],
+    dtype: torch.dtype,
+    rows: int,
+    rounds: int,
+    budget: float,
+    footprint: int,
+) -> dict[str, list[float]]:
+    """As ``measure``; 'op' is quantised, 'linear' is the packed linear in ``dtype``."""
+    weight = torch.randn(shape)
+    quantized = quantized_copies(form, weight, max(1, footprint // form.nbytes(*shape)))
+    packed = [pack_weight(weight.to(dtype)) for _ in range(max(1, footprint // (weight.numel() * dtype.itemsize)))]
+    x = torch.randn(rows, shape[1]).to(dtype)
+    big = native.huge_zeros([footprint // 4], torch.float32).fill_(1.0)
+
+    def run(w: QuantizedWeight) -> Tensor:
+        return quantized_linear_a8(x, *w, None, None, form.element, form.group_size, shape[0])
+
+    run(quantized[0])
+    packed_linear(x, packed[0], None, shape[0])
+    times: dict[str, list[float]] = {"op": [], "linear": [], "read": []}
+    end = time.perf_counter() + budget
+    each = zip(range(rounds), itertools.cycle(quantized), itertools.cycle(packed), strict=False)
+    for i, mine, dense in each:
+        if i % 4 == 0:
+            times["read"].append(seconds(big.sum))
+        times["op"].append(seconds(lambda w=mine: run(w)))
+        times["linear"].append(seconds(lambda p=dense: packed_linear(x, p, None, shape[0])))
+        if len(times["op"]) >= 5 and time.perf_counter() > end:
+            break
+    return times
+
+
 def main() -> None:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", default=[name for name, _, _ in SHAPES], metavar="NAME")
     parser.add_argument("--dtype", choices=["bfloat16", "float32", "float16"], default="bfloat16")
+    parser.add_argument("--kind", choices=["packed", *KINDS], default="packed", help="quantised ones beside packed")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 2, 8, 32, 128, 512], metavar="T")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=200, help="calls of each, at most")
@@ -80,7 +140,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     statistic = statistics.median if args.statistic == "median" else min
-    kernels = native.load("linear_cpu")
+    kernels = native.load("linear_cpu" if args.kind == "packed" else "quantized_linear_a8_cpu")
     path = kernels.supported_isas()[0] if kernels else "plain torch"
     facts = machine.describe(torch.device("cpu"))
     calls = f"{args.statistic} of up to {args.rounds} calls"
@@ -88,14 +148,18 @@ def main() -> None:
     rows = []
     cases = [(shape, rows) for shape in SHAPES if shape[0] in args.shapes for rows in args.rows]
     for (name, out_features, in_features), num_rows in tqdm(cases, disable=None, leave=False):
-        nbytes = out_features * in_features * dtype.itemsize
-        footprint = max(256 << 20, nbytes)
-        times = measure(out_features, in_features, dtype, num_rows, args.rounds, args.budget, footprint)
+        form, dense_bytes = KINDS.get(args.kind), out_features * in_features * dtype.itemsize
+        nbytes = dense_bytes if form is None else form.nbytes(out_features, in_features)
+        footprint, limits = max(256 << 20, dense_bytes), (num_rows, args.rounds, args.budget)
+        if form is None:
+            times = measure(out_features, in_features, dtype, *limits, footprint)
+        else:
+            times = measure_quantized(form, (out_features, in_features), dtype, *limits, footprint)
         op, linear, read = (statistic(times[key]) for key in ("op", "linear", "read"))
         row = {"shape": name, "N": out_features, "K": in_features, "rows": num_rows}
-        for kind, seconds in (("op", op), ("linear", linear)):
+        for kind, seconds, weights in (("op", op, nbytes), ("linear", linear, dense_bytes)):
             row[f"{kind}_ms"] = round(seconds * 1e3, 4)
-            row[f"{kind}_gb_per_s"] = round(nbytes / seconds / 1e9, 2)
+            row[f"{kind}_gb_per_s"] = round(weights / seconds / 1e9, 2)
             row[f"{kind}_tflop_per_s"] = round(2 * out_features * in_features * num_rows / seconds / 1e12, 4)
         row["read_gb_per_s"] = round(footprint / read / 1e9, 2)
         rows.append(row | {"of_read": nbytes / op / (footprint / read), "faster": linear / op})
@@ -103,6 +167,7 @@ def main() -> None:
     result = {
         "benchmark": "linear",
         "dtype": args.dtype,
+        "kind": args.kind,
         "kernels": path,
         "statistic": args.statistic,
         "results": rows,

@@ -276,3 +276,20 @@ def test_refuses_wrong_inputs() -> None:
     for (x, rows, begins), kind, message in grouped:
         with pytest.raises(kind, match=message):
             ops.grouped_quantized_linear_a8(x, *weight, None, None, rows, begins, "int4", 32, 50)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_rows_are_packed_wherever_a_piece_begins(form: WeightFormat) -> None:
+    """By its definition, element by element."""
+    case = problem(form, 1, 53, 70)
+    weight = weights.empty_quantized(form, 53, 70, torch.device("cpu"))
+    for start, end in ((20, 53), (0, 3), (3, 20)):
+        own = QuantizedRows(*(None if part is None else part[start:end] for part in case.rows))
+        weights.pack_quantized_rows(weight, start, own, form)
+    assert torch.equal(weight.codes, case.weight.codes)
+    for n, k in ((0, 0), (15, 5), (16, 69), (52, 66), (37, 12)):
+        if form.element == "int8":
+            code = weight.codes[n // 16, k // 4, n % 16, k % 4].view(torch.int8)
+        else:
+            code = (weight.codes[n // 16, k // 8, n % 16, k % 4] >> (k % 8 // 4 * 4) & 15).to(torch.int8) - 8
+        assert code == case.rows.codes[n, k]
