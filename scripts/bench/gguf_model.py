@@ -1,6 +1,6 @@
 """Writes a Qwen3 checkpoint as a GGUF file for llama.cpp, quantised as it is written.
 
-    LLAMA_VENV/bin/python scripts/bench/gguf_model.py DIR FILE --type Q4_0 --head Q8_0
+    LLAMA_VENV/bin/python scripts/bench/gguf_model.py DIR FILE Q4_0 Q8_0
 
 It runs in an environment of its own with ``gguf``, ``numpy`` and ``safetensors`` (docs/peers.md), and imports nothing
 else. Matrices become blocks of 32 inputs with a float16 scale, which ``gguf`` rounds bit for bit as llama.cpp's own
@@ -8,7 +8,6 @@ tool does: Q8_0 has 8.5 bits a weight, Q4_0 has 4.5. Norms stay float32. A head 
 written once, as ``token_embd.weight``, and llama.cpp multiplies with it. There is no tokenizer: prompts are token ids.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -108,13 +107,11 @@ def write_gguf(directory: Path, file: Path, kind: str, head: str) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("directory", type=Path, help="a bfloat16 checkpoint of a dense Qwen3 model")
-    parser.add_argument("file", type=Path, help="the GGUF file to write")
-    parser.add_argument("--type", choices=TYPES, default="Q8_0", help="of the matrices (default: Q8_0)")
-    parser.add_argument("--head", choices=TYPES, help="of the embedding and the head (default: as --type)")
-    args = parser.parse_args()
-    write_gguf(args.directory, args.file, args.type, args.head or args.type)
+    if len(sys.argv) != 5 or not {sys.argv[3], sys.argv[4]} <= set(TYPES):
+        print(f"gguf_model.py takes DIR FILE TYPE HEAD, types one of {', '.join(TYPES)}; given {sys.argv[1:]}")
+        return 2
+    directory, file, kind, head = sys.argv[1:]
+    write_gguf(Path(directory), Path(file), kind, head)
     return 0
 
 

@@ -45,8 +45,7 @@ def write_openvino(python: str, checkpoint: Path, directory: Path, arguments: li
 def write_gguf(python: str, checkpoint: Path, file: Path, kind: str, head: str) -> None:
     """Converts a checkpoint by gguf_model.py in llama.cpp's environment, unless that was done already."""
     command = [python, str(GGUF), str(checkpoint)]
-    options = ["--type", kind, "--head", head]
-    _once(file, lambda unfinished: _run("llama.cpp", [*command, str(unfinished), *options]))
+    _once(file, lambda unfinished: _run("llama.cpp", [*command, str(unfinished), kind, head]))
 
 
 def write_compressed(checkpoint: Path, directory: Path, bits: int, group_size: int) -> None:

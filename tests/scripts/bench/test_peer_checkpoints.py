@@ -67,6 +67,6 @@ def test_what_is_there_is_kept_and_what_fails_leaves_nothing(
     assert not file.exists()
     tool.write_text("import sys; open(sys.argv[2], 'w').write(' '.join(sys.argv[3:]))")
     checkpoints.write_gguf(sys.executable, tmp_path, file, "Q4_0", "Q8_0")
-    assert file.read_text() == "--type Q4_0 --head Q8_0"
+    assert file.read_text() == "Q4_0 Q8_0"
     checkpoints.write_gguf(sys.executable, tmp_path, file, "BF16", "BF16")
-    assert file.read_text() == "--type Q4_0 --head Q8_0", "what is there is kept"
+    assert file.read_text() == "Q4_0 Q8_0", "what is there is kept"
