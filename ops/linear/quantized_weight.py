@@ -112,32 +112,45 @@ def dequantize(rows: QuantizedRows, form: WeightFormat) -> Tensor:
 
 
 def quantize(rows: Tensor, form: WeightFormat) -> QuantizedRows:
-    """Round ``rows`` ``[n, K]`` to the nearest values of ``form``. A row's codes depend on that row alone.
+    """Round ``rows`` ``[n, K]`` to the nearest values of ``form``. A row's codes depend on that row alone."""
+    return round_to_codes(rows, *group_scales(rows, form), form)
+
+
+def group_scales(rows: Tensor, form: WeightFormat, shrink: float = 1.0) -> tuple[Tensor, Tensor | None]:
+    """Scales and zeros ``[n, G]`` float32 for ``rows`` ``[n, K]``, as ``QuantizedRows`` has them.
 
     Scales are those of the largest absolute value of a group (of its range, with zero points), rounded to
     ``scale_dtype`` first, so that codes fit the scale that is kept. Those of fp4 are powers of two, as the
     microscaling formats have them (OCP MX v1.0, 6.3): the exponent of the largest value less 2.
+
+    Args:
+        shrink: takes this part of the largest value (of the range); what lies beyond it is clipped.
     """
-    count, in_features = rows.shape
-    size, groups = form.group_size or in_features, form.num_groups(in_features)
-    values = rows.float()
-    if groups * size != in_features:
-        values = torch.nn.functional.pad(values, (0, groups * size - in_features))
-    values = values.view(count, groups, size)
-    zeros = None
+    values = _grouped(rows, form)
     if form.zeros:
         steps = float(2**form.bits - 1)
-        low, high = values.amin(2).clamp(max=0), values.amax(2).clamp(min=0)
+        low, high = values.amin(2).clamp(max=0) * shrink, values.amax(2).clamp(min=0) * shrink
         scales = _kept((high - low) / steps, form)
         least = -(2 ** (form.bits - 1))
-        zeros = torch.round(least - low / scales).clamp(least, -least - 1)
-    elif form.element == "fp4":
-        scales = torch.exp2((torch.frexp(values.abs().amax(2))[1] - 1 - 2).clamp(-126, 127).float())
-    else:
-        scales = _kept(values.abs().amax(2) / LARGEST[form.element], form)
-    scaled = values / scales[:, :, None]
+        return scales, torch.round(least - low / scales).clamp(least, -least - 1)
+    largest = values.abs().amax(2) * shrink
+    if form.element == "fp4":
+        return torch.exp2((torch.frexp(largest)[1] - 1 - 2).clamp(-126, 127).float()), None
+    return _kept(largest / LARGEST[form.element], form), None
+
+
+def round_to_codes(rows: Tensor, scales: Tensor, zeros: Tensor | None, form: WeightFormat) -> QuantizedRows:
+    """``rows`` ``[n, K]`` as the nearest codes under given scales and zeros ``[n, G]``."""
+    scaled = _grouped(rows, form) / scales[:, :, None]
     codes = _codes(scaled if zeros is None else scaled + zeros[:, :, None], form)
-    return QuantizedRows(codes.view(count, -1)[:, :in_features], scales, zeros)
+    return QuantizedRows(codes.view(len(rows), -1)[:, : rows.shape[1]], scales, zeros)
+
+
+def _grouped(rows: Tensor, form: WeightFormat) -> Tensor:
+    """``[n, G, group]`` float32, the last group filled up with 0."""
+    count, in_features = rows.shape
+    size, groups = form.group_size or in_features, form.num_groups(in_features)
+    return torch.nn.functional.pad(rows.float(), (0, groups * size - in_features)).view(count, groups, size)
 
 
 def _kept(scales: Tensor, form: WeightFormat) -> Tensor:

@@ -1,0 +1,152 @@
+"""Quantising one decoder block by its inputs over a text."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat, dequantize, quantize, round_to_codes
+from compiled_llm.quantizing import scaling
+from compiled_llm.quantizing.folding import Fold, linear_at
+from compiled_llm.quantizing.gptq import best_scales, gptq
+from compiled_llm.quantizing.outliers import split_outliers
+from compiled_llm.quantizing.schemes import Scheme, quantize_inputs
+from compiled_llm.quantizing.statistics import InputStatistics
+
+METHODS = ("rtn", "smoothquant", "awq", "gptq")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How blocks are quantised.
+
+    Attributes:
+        method: one of ``METHODS``.
+        alpha: SmoothQuant's; None: for each group of layers the one with the least output error.
+        act_order: whether GPTQ begins with the largest inputs.
+        skip: parts of the names of layers that stay as they are.
+
+    Raises:
+        ValueError: the method does nothing for the scheme.
+    """
+
+    method: str
+    scheme: Scheme
+    alpha: float | None = None
+    act_order: bool = True
+    skip: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, given {self.method!r}")
+        if self.method == "smoothquant" and not self.scheme.quantizes_inputs:
+            raise ValueError(
+                f"method smoothquant is for kinds that quantise inputs, int8_w8a8 and int4_w4a8, "
+                f"given {self.scheme.kind}: choose method awq or gptq"
+            )
+        if self.alpha is not None and (self.method != "smoothquant" or not 0 <= self.alpha <= 1):
+            raise ValueError(f"alpha must be from 0 to 1, with method smoothquant alone, given {self.alpha}")
+
+    def skips(self, name: str) -> bool:
+        return any(part in name for part in self.skip)
+
+
+def scale_block(
+    block: nn.Module,
+    folds: Sequence[Fold],
+    statistics: dict[str, InputStatistics],
+    quantized: set[str],
+    of: Settings,
+    dtype: torch.dtype,
+) -> None:
+    """Move scales from inputs to weights where that makes the rounded layers better, and change both in place.
+
+    Args:
+        statistics: by layer; those of layers whose inputs are divided are changed alike.
+        quantized: names of the layers that will be quantised.
+    """
+    for fold in folds:
+        layers = [name for name in fold.consumers if name in quantized]
+        producer = block.get_submodule(fold.producer)
+        if not layers or (isinstance(producer, nn.Linear) and fold.producer not in quantized):
+            continue
+        seen = statistics[layers[0]]
+        weights = [linear_at(block, name).weight.data for name in layers]
+        if of.method == "awq":
+            candidates = scaling.awq_candidates(seen.mean)
+        else:
+            columns = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
+            candidates = scaling.smoothing_candidates(seen.largest, columns, of.alpha)
+        rows = seen.rows
+        wanted = [rows @ w.T for w in weights]
+
+        def loss(scales: Tensor, rows: Tensor = rows, weights: list = weights, wanted: list = wanted) -> float:
+            scaled = _inputs(rows / scales, of.scheme)
+            form = of.scheme.form
+            outputs = [scaled @ dequantize(quantize(w * scales, form), form).T for w in weights]
+            return sum(float((o - y).double().square().sum()) for o, y in zip(outputs, wanted, strict=True))
+
+        best, scales = scaling.search([fold.tied(c) for c in candidates], loss)
+        if best > 0 or of.alpha is not None:
+            seen.divide(fold.apply(block, scales, dtype))
+
+
+def quantize_layer(weight: Tensor, seen: InputStatistics, of: Settings) -> QuantizedRows:
+    """``[N, K]`` float32, rounded as the method does."""
+    form = of.scheme.form
+    if of.method == "gptq":
+        scales, zeros = best_scales(weight, seen.hessian, form)
+        return gptq(weight, seen.hessian, form, scales, zeros, of.act_order)
+    if of.method == "awq":
+        return round_to_codes(weight, *best_scales(weight, seen.hessian, form), form)
+    return quantize(weight, form)
+
+
+def layer_errors(
+    original: Tensor, rows: Tensor, largest: Tensor, layer: Tensor, scaled: Tensor, rounded: Tensor, scheme: Scheme
+) -> dict[str, Any]:
+    """Relative errors of a layer's outputs: as quantised, by rounding alone, and with LLM.int8()'s split.
+
+    Args:
+        original: weights ``[N, K]``, before scaling.
+        rows, largest: inputs ``[R, K]`` and their largest ``[K]``, before scaling.
+        layer: weights after scaling, of which outputs may have been divided too.
+        scaled: those inputs after scaling.
+        rounded: the dequantised weights.
+    """
+    wanted = rows @ original.T
+
+    def error(output: Tensor, wanted: Tensor = wanted) -> float:
+        return float((output - wanted).double().norm() / wanted.double().norm())
+
+    plain = dequantize(quantize(original, scheme.form), scheme.form)
+    split, columns = split_outliers(rows, largest, original)
+    return {
+        "error": error(_inputs(scaled, scheme) @ rounded.T, scaled @ layer.T),
+        "rtn_error": error(_inputs(rows, scheme) @ plain.T),
+        "llm_int8_error": error(split),
+        "outlier_columns": columns,
+        "columns": len(largest),
+    }
+
+
+def replace_weight(layer: nn.Linear, rounded: Tensor, scheme: Scheme) -> None:
+    """Let a layer compute what it will with its quantised weight."""
+    layer.weight.data = rounded
+    if scheme.quantizes_inputs:
+        layer.register_forward_pre_hook(lambda module, args: (quantize_inputs(args[0]),))
+
+
+def check_groups(name: str, in_features: int, form: WeightFormat) -> None:
+    """``ValueError`` where groups do not fill a row."""
+    if form.group_size and in_features % form.group_size:
+        raise ValueError(
+            f"{name} has {in_features} inputs, no multiple of the group size {form.group_size}: choose another "
+            "--group-size, or leave it with --skip"
+        )
+
+
+def _inputs(rows: Tensor, scheme: Scheme) -> Tensor:
+    return quantize_inputs(rows) if scheme.quantizes_inputs else rows

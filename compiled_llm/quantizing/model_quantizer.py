@@ -1,0 +1,143 @@
+"""Quantising a checkpoint, a decoder block at a time: each block's inputs are what quantised blocks before it give."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows, dequantize
+from compiled_llm.quantizing.block_quantizer import (
+    Settings,
+    check_groups,
+    layer_errors,
+    quantize_layer,
+    replace_weight,
+    scale_block,
+)
+from compiled_llm.quantizing.blocks import BlockCall, BlockModel, run_block
+from compiled_llm.quantizing.folding import find_folds, linear_at
+from compiled_llm.quantizing.statistics import InputStatistics, collect
+from compiled_llm.quantizing.writing import CheckpointWriter, layer_tensors
+from compiled_llm.worker.checkpoint import DTYPES
+
+
+class Windows(NamedTuple):
+    """Hidden states of windows of a text ``[1, T, D]``, and by T the call of each block."""
+
+    hidden: list[Tensor]
+    calls: dict[int, list[BlockCall]]
+
+    def run(self, block: nn.Module, index: int) -> None:
+        """Let a block's outputs take the place of the hidden states."""
+        for place, x in enumerate(self.hidden):
+            self.hidden[place] = run_block(block, x, self.calls[x.shape[1]][index])
+
+
+class Result(NamedTuple):
+    """What was done.
+
+    Attributes:
+        layers: for each quantised layer its name and, with a text, its errors (``layer_errors``).
+        ignored: names of the linear layers that stay as they are.
+        nbytes: of the written tensors.
+    """
+
+    layers: list[dict[str, Any]]
+    ignored: list[str]
+    nbytes: int
+
+
+def quantize_checkpoint(
+    model: BlockModel,
+    writer: CheckpointWriter,
+    settings: Settings,
+    text: Windows,
+    evaluated: Sequence[Windows] = (),
+    progress: Callable[[str], None] = print,
+) -> Result:
+    """Quantise the linear layers of all decoder blocks, and write the checkpoint.
+
+    Args:
+        text: what is calibrated on; without windows for method "rtn" alone.
+        evaluated: nothing, or the same text twice: run with the weights as they were, and as quantised.
+
+    Raises:
+        ValueError: a layer's inputs are no multiple of the group size, or no layer is left.
+    """
+    ignored = [n for n, m in model.model.named_modules() if isinstance(m, nn.Linear) and not n.startswith(model.name)]
+    layers: list[dict[str, Any]] = []
+    for index in range(len(model.blocks)):
+        block, prefix = model.load(index), model.prefix(index)
+        names = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+        chosen = [name for name in names if not settings.skips(prefix + name)]
+        ignored += [prefix + name for name in names if name not in chosen]
+        for name in chosen:
+            check_groups(prefix + name, linear_at(block, name).in_features, settings.scheme.form)
+        if evaluated:
+            evaluated[0].run(block, index)
+        rounded, found = _quantize_block(block, index, chosen, settings, text, model.dtype)
+        layers += [{"name": prefix + name, **found.get(name, {})} for name in chosen]
+        text.run(block, index)
+        if evaluated:
+            evaluated[1].run(block, index)
+        _write_block(model, writer, index, rounded, settings)
+        model.drop(index)
+        progress(f"{prefix.rstrip('.')}: {len(chosen)} layers")
+    if not layers:
+        raise ValueError("--skip must leave a layer to quantise")
+    for name, stored in model.stored.items():
+        if not name.startswith(model.name + "."):
+            writer.add(name, stored.read())
+    return Result(layers, ignored, writer.finish(settings.scheme.description(["Linear"], ignored)))
+
+
+def _quantize_block(
+    block: nn.Module, index: int, chosen: list[str], settings: Settings, text: Windows, dtype: torch.dtype
+) -> tuple[dict[str, QuantizedRows], dict[str, dict[str, Any]]]:
+    """Quantise layers of a block in place. Returns their codes, and with a text their errors."""
+    statistics: dict[str, InputStatistics] = {}
+    before: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    if text.hidden:
+
+        def run_all() -> None:
+            for x in text.hidden:
+                run_block(block, x, text.calls[x.shape[1]][index])
+
+        statistics = collect(block, run_all, sum(x.shape[1] for x in text.hidden))
+        for name in chosen:
+            seen = statistics[name]
+            before[name] = (linear_at(block, name).weight.data.clone(), seen.rows, seen.largest.clone())
+        if settings.method in ("smoothquant", "awq"):
+            first = text.hidden[0]
+            folds = find_folds(block, lambda: run_block(block, first, text.calls[first.shape[1]][index]))
+            scale_block(block, folds, statistics, set(chosen), settings, dtype)
+    codes, errors = {}, {}
+    for name in chosen:
+        layer = linear_at(block, name)
+        seen = statistics.get(name) or InputStatistics(1, 1)  # rounding to nearest looks at none
+        codes[name] = quantize_layer(layer.weight.data, seen, settings)
+        values = dequantize(codes[name], settings.scheme.form)
+        if name in before:
+            errors[name] = layer_errors(*before[name], layer.weight.data, seen.rows, values, settings.scheme)
+        replace_weight(layer, values, settings.scheme)
+    return codes, errors
+
+
+def _write_block(
+    model: BlockModel, writer: CheckpointWriter, index: int, codes: dict[str, QuantizedRows], settings: Settings
+) -> None:
+    prefix = model.prefix(index)
+    parameters = dict(model.blocks[index].named_parameters())
+    for name, stored in model.stored.items():
+        if not name.startswith(prefix):
+            continue
+        inner = name.removeprefix(prefix)
+        layer = inner.removesuffix(".weight")
+        if inner.endswith(".weight") and layer in codes:
+            for last, tensor in layer_tensors(codes[layer], settings.scheme).items():
+                writer.add(f"{prefix}{layer}.{last}", tensor)
+        elif inner in parameters:  # scales may have been folded into it
+            writer.add(name, parameters[inner].data.to(DTYPES[stored.dtype]))
+        else:
+            writer.add(name, stored.read())

@@ -1,0 +1,101 @@
+"""quantize_model: the written checkpoint as transformers loads it, equal bytes, bars on the demo model, refusals."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
+from compiled_llm.quantizing.schemes import make_scheme
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "quantize_model.py"
+
+
+def quantize_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, output: Path, *words: str) -> dict:
+    """The JSON of a run with a small text."""
+    text = tmp_path / "calibration.txt"
+    text.write_text(SCRIPT.read_text())
+    spec = importlib.util.spec_from_file_location("quantize_model", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    spec.loader.exec_module(module)
+    flags = ["--text", str(text), "--window", "256", "--eval-max-tokens", "2048", "--json", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["quantize_model.py", "--output", str(output), *flags, *words])
+    assert module.main() == 0
+    return json.loads((tmp_path / "out.json").read_text())
+
+
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, *words: str) -> dict:
+    return quantize_demo(monkeypatch, tmp_path, tmp_path / f"out-{method}", "--method", method, "--kind", *words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("int8", ()), ("int4", ("--group-size", "32")), ("int4", ("--group-size", "32", "--zeros")), ("fp8", ())],
+)
+@pytest.mark.filterwarnings("ignore")  # of the library
+def test_transformers_load_what_rounding_gives(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, words: tuple[str, ...]
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    run(monkeypatch, tmp_path, "rtn", kind, *words, "--skip", "layers.0", "down_proj")
+    form = make_scheme(kind, 32 if words else None, "--zeros" in words, torch.bfloat16).form
+    expected = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    for name, module in expected.model.layers.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.startswith("0.") and "down_proj" not in name:
+            module.weight.data = dequantize(quantize(module.weight.data, form), form)
+    # Packed zero points the library reads in this way alone, which rounds the weights to bfloat16.
+    reading = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if form.zeros else {}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out-rtn", dtype=torch.float32, **reading)
+    ids = torch.arange(64)[None] + 100
+    with torch.no_grad():
+        wanted = expected(ids).logits
+        assert (loaded(ids).logits - wanted).norm() < (0.01 if form.zeros else 1e-4) * wanted.norm()
+
+
+def test_calibrated_int4_is_better_than_rounding_and_the_same_each_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found = {m: run(monkeypatch, tmp_path, m, "int4", "--group-size", "32") for m in ("rtn", "awq", "gptq")}
+    assert found["gptq"]["kl_mean"] < found["awq"]["kl_mean"] < found["rtn"]["kl_mean"]
+    assert found["gptq"]["perplexity_change"] < 0.03
+    assert all(layer["error"] < layer["rtn_error"] for layer in found["gptq"]["layers"])
+    again = tmp_path / "again"
+    quantize_demo(monkeypatch, tmp_path, again, "--method", "gptq", "--kind", "int4", "--group-size", "32")
+    assert (again / "model.safetensors").read_bytes() == (tmp_path / "out-gptq" / "model.safetensors").read_bytes()
+    assert "model.layers.0.mlp.up_proj.weight_packed" in load_file(again / "model.safetensors")
+
+
+def test_smoothquant_keeps_the_perplexity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = run(monkeypatch, tmp_path, "smoothquant", "int8_w8a8")
+    assert abs(found["perplexity_change"]) < 0.005
+    config = json.loads((tmp_path / "out-smoothquant" / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "int-quantized"
+    assert config["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("rtn", "int8", "--group-size", "32"), "scales of its own"),
+        (("smoothquant", "int4"), "choose method awq or gptq"),
+        (("rtn", "int4", "--group-size", "96"), "no multiple of the group size 96"),
+        (("rtn", "int8_w8a8", "--zeros"), "given zeros"),
+        (("awq", "int4", "--alpha", "0.5"), "alpha must be"),
+    ],
+)
+def test_refusals(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple, message: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(monkeypatch, tmp_path, *words)
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
