@@ -39,7 +39,12 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, *words: st
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("int8", ()), ("int4", ("--group-size", "32")), ("int4", ("--group-size", "32", "--zeros")), ("fp8", ())],
+    [
+        ("int4", ("--group-size", "32")),
+        ("int4", ("--group-size", "32", "--zeros")),
+        pytest.param("int8", (), marks=pytest.mark.battery),
+        pytest.param("fp8", (), marks=pytest.mark.battery),
+    ],
 )
 @pytest.mark.filterwarnings("ignore")  # of the library
 def test_transformers_load_what_rounding_gives(
