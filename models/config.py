@@ -35,6 +35,9 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     stream: Stream | None = dataclasses.field(default=None, kw_only=True)  # the engine's, not config.json's
     quantization: Quantization | None = dataclasses.field(default=None, kw_only=True)
+    published: str = dataclasses.field(
+        default="", kw_only=True
+    )  # quantization_config of a checkpoint's linear layers, JSON
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -5,6 +5,7 @@ transformers does is refused by name, since to ignore it in silence would mean w
 """
 
 import dataclasses
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
 from compiled_llm.models.quantization import read_quantization
+from compiled_llm.models.quantized import plan
 from compiled_llm.models.registry import SUPPORTED, family, has_own_file
 from compiled_llm.models.wrappers import is_wrapper, language_model
 
@@ -86,7 +88,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         )
     config = by_own_names(config, config_class)
     ignored_fields(config, model, config_class)
-    quantization = read_quantization(config, model.quantizations)
+    quantization = read_quantization(config, model.quantizations) if model.quantizations else None
+    published = "" if model.quantizations else _published(config)
     ropes = model.read_ropes(config)
     used = {name: config[name] for name in config.keys() & used_names(model, config_class)}
     for name in MOST.keys() & used.keys():
@@ -121,6 +124,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         dtype=str(config.get("dtype") or config.get("torch_dtype") or ("bfloat16" if quantization else "float32")),
         eos_token_ids=eos_token_ids(config, generation or {}, sizes["vocab_size"]),
         quantization=quantization,
+        published=published,
         **_own_fields(model, full, sizes),
     )
 
@@ -147,3 +151,8 @@ def _config_class(model: Family) -> Any:
     import transformers  # a second: only when needed
 
     return getattr(transformers, model.hf_config)
+
+
+def _published(config: dict[str, Any]) -> str:
+    """``quantization_config`` as JSON, "" where there is none; ``ValueError`` where it cannot be read."""
+    return "" if plan.read_quantization(config) is None else json.dumps(config["quantization_config"], sort_keys=True)

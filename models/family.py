@@ -12,7 +12,8 @@ from compiled_llm.models.encoding import Stored
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import LinearKind, Put
+from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
+from compiled_llm.models.quantized.scheme import Scheme, StoredPart
 from compiled_llm.models.reader import Wanted
 from compiled_llm.models.rope_config import Rope, read_rope
 from compiled_llm.models.weights import ModelWeights, Source
@@ -82,7 +83,7 @@ class _ShapeReader:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, torch.device("meta")
         self.taken: dict[str, tuple[int, ...]] = {}
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, Stored | StoredPart] = {}
 
     def tensor(self, wanted: Wanted) -> Tensor:
         assert wanted.name not in self.taken, f"{wanted.name} is taken twice"
@@ -93,6 +94,19 @@ class _ShapeReader:
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
         for one in wanted:
             self.tensor(one)
+
+    def quantized(
+        self, name: str, scheme: Scheme, out_features: int, in_features: int, put: PutQuantized
+    ) -> tuple[Tensor | None, Tensor | None]:
+        assert f"{name}.weight" not in self.taken, f"{name} is taken twice"
+        self.taken[f"{name}.weight"] = (out_features, in_features)
+        try:
+            parts = scheme.stored(out_features, in_features)
+        except ValueError as error:
+            raise ValueError(f"config.json: {name} cannot be quantised so: {error}") from error
+        self.stored |= {f"{name}.{which}": part for which, part in parts.items()}
+        order = torch.empty(in_features, dtype=torch.int32, device="meta") if scheme.ordered else None
+        return order, torch.empty(1, device="meta") if scheme.static_activations else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +122,7 @@ class Description(Generic[W]):
     """
 
     taken: dict[str, tuple[int, ...]]
-    stored: dict[str, Stored]
+    stored: dict[str, Stored | StoredPart]
     may_repeat: dict[str, str]
     unused: dict[str, str]
     weights: W

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.encoding import Encoding, Stored
-from compiled_llm.models.linears.protocol import Put
+from compiled_llm.models.linears.protocol import Put, PutQuantized
+from compiled_llm.models.quantized.scheme import Scheme
 
 
 class Wanted(NamedTuple):
@@ -52,3 +53,8 @@ class Reader(Protocol):
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
         """As ``Take.rows``; no piece has rows of two matrices."""
+
+    def quantized(
+        self, name: str, scheme: Scheme, out_features: int, in_features: int, put: PutQuantized
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As ``Take.quantized``, of the layer ``name``."""

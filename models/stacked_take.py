@@ -4,7 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from compiled_llm.models.linears.protocol import Put
+from compiled_llm.models.linears.protocol import Part, Put, PutQuantized
+from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Reader, Wanted
 
 _COLUMNS = 64  # of a matrix that are transposed at a time, in the caches
@@ -24,6 +25,9 @@ class StackedTake:
         assert self._biases is not None
         bias = self._biases[int(name.removesuffix(".bias"))]
         return bias if bias.is_meta else bias.view(-1, self._in_turn).t().flatten()
+
+    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+        raise ValueError(f"quantised weights are not read for experts that lie in one tensor, {self._wanted.name}")
 
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
         """``shapes`` are those of all experts, in their order."""

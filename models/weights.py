@@ -14,10 +14,13 @@ from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights, UsedExperts
 from compiled_llm.models.layers.norm import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put, PutQuantized
+from compiled_llm.models.linears.published import in_order_of
+from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Reader, Wanted
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.models.stacked_take import StackedTake
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows
 
 
 class ModelWeights(Protocol):
@@ -88,6 +91,10 @@ class Source:
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put, dtype: torch.dtype | None = None) -> None:
         """The rows of the matrices of these names, one below the other; see ``Take.rows``."""
         self._reader.rows([_wanted(name, shape, dtype=dtype) for name, shape in shapes.items()], put)
+
+    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+        """As ``Take.quantized``, the rows as the checkpoint has them."""
+        return self._reader.quantized(part.name, scheme, part.out_features, part.in_features, put)
 
     def norm(self, name: str, size: int, *, in_float32: bool = False) -> Tensor:
         """The weight ``[size]`` of an RMS norm; in float32 where it multiplies before the result is rounded."""
@@ -258,6 +265,17 @@ class _PartsTake:
             elif not (tensor := self(name, shape)).is_meta:
                 put(start, tensor)
             start += shape[0]
+
+    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+        """Rows that are to be changed in order are decoded as a whole first."""
+        if part.transposed:
+            raise ValueError(f"quantised weights are not read for {part.name}, which checkpoints keep transposed")
+        if part.arrange is None or self.device.type == "meta":
+            return self._source.quantized(part, scheme, put)
+        pieces: list[tuple[int, QuantizedRows]] = []
+        besides = self._source.quantized(part, scheme, lambda first, rows: pieces.append((first, rows)))
+        put(0, in_order_of(pieces, part.arrange(torch.arange(part.out_features))))
+        return besides
 
 
 def _wanted(

@@ -19,6 +19,7 @@ from torch import Tensor
 from compiled_llm.models.files import MAX_JSON_BYTES, open_file, read_json
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+DTYPES |= {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn}
 _MAX_HEADER_BYTES = 16 << 20  # 100 times what a file of 1,000 tensors has
 _MAX_TENSORS = 100_000
 _LISTED = 8  # how many names an error message lists of each kind

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.files import open_file
-from compiled_llm.models.linears.protocol import Put
+from compiled_llm.models.linears.protocol import Put, PutQuantized
+from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Wanted
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows
 from compiled_llm.resources import granted_cores
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor
+from compiled_llm.worker.quantized_reader import QuantizedLayer
 
 PIECE_BYTES = 1 << 20  # in the file: a piece and what is made of it stay in a core's L2
 _MOST_THREADS = 16
@@ -95,6 +98,23 @@ class CheckpointReader:
             return
         for _ in self._pool.map(self._read, pieces):
             pass
+
+    def quantized(
+        self, name: str, scheme: Scheme, out_features: int, in_features: int, put: PutQuantized
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """As ``Reader.quantized``. Raises as ``tensor``."""
+        layer = QuantizedLayer(self._stored, name, scheme, out_features, in_features)
+
+        def put_on_device(first: int, rows: QuantizedRows) -> None:
+            zeros = None if rows.zeros is None else rows.zeros.to(self.device)
+            put(first, QuantizedRows(rows.codes.to(self.device), rows.scales.to(self.device), zeros))
+            self._on_bytes(f"{name}.weight", rows.codes.numel() * self.dtype.itemsize)
+
+        for _ in self._pool.map(lambda piece: layer.decode(piece[0], piece[1], put_on_device), layer.pieces()):
+            pass
+        besides = layer.order(), layer.input_scale()
+        order, input_scale = (None if each is None else each.to(self.device) for each in besides)
+        return order, input_scale
 
     def _step(self, wanted: Wanted) -> int:
         """Rows of a piece."""

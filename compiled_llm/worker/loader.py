@@ -12,11 +12,14 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.encoding import Stored
+from compiled_llm.models.family import Description
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import LinearKind, Put
+from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
+from compiled_llm.models.quantized.scheme import FLOATS, Scheme, StoredPart
 from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import Source
+from compiled_llm.ops.linear.quantized_weight import quantize
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
 from compiled_llm.worker.tensor_names import by_family_names, parts_of
@@ -39,10 +42,10 @@ def load_weights(
         ValueError: a file is missing, cut off or not safetensors, its tensors are not those of ``config``, or one holds
             NaN or infinite values.
     """
-    description = family_of(config).describe(config)
+    description = family_of(config).describe(config, dtype, linears)
     names = [*description.stored, *description.may_repeat, *description.unused]
     stored = by_family_names(locate(directory), names)
-    _check(directory, config, stored)
+    _check(directory, config, description, stored)
     with CheckpointReader(stored, dtype, device, on_bytes) as reader:
         return family_of(config).take(config, Source(reader, linears))
 
@@ -90,6 +93,14 @@ class RandomReader:
                 put(start, self._values(one, one.shape[-2:]))
                 start += num_rows
 
+    def quantized(
+        self, name: str, scheme: Scheme, out_features: int, in_features: int, put: PutQuantized
+    ) -> tuple[Tensor | None, Tensor | None]:
+        wanted = Wanted(f"{name}.weight", (out_features, in_features), 0.0, in_features**-0.5)
+        put(0, quantize(self.tensor(wanted), scheme.form))
+        order = torch.arange(in_features, dtype=torch.int32, device=self.device) if scheme.ordered else None
+        return order, torch.ones(1, device=self.device) / 16 if scheme.static_activations else None
+
     def _values(self, wanted: Wanted, shape: tuple[int, ...]) -> Tensor:
         """The generator's next ones."""
         values = torch.empty(shape, dtype=wanted.dtype or self.dtype, device=self.device)
@@ -98,12 +109,13 @@ class RandomReader:
         return values.add_(wanted.mean) if wanted.mean else values
 
 
-def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]) -> None:
+def _check(
+    directory: Path, config: ModelConfig, description: Description[Any], stored: dict[str, StoredTensor]
+) -> None:
     """``CheckpointError`` unless the tensors are those that the config implies. Warns of those that are left."""
     model, problems = family_of(config), []
-    description = model.describe(config)
     wanted = description.stored
-    missing = [name for name in wanted if name not in stored]
+    missing = [name for name, one in wanted.items() if name not in stored and getattr(one, "required", True)]
     if missing:
         problems.append(f"missing: {listed(missing)}")
 
@@ -135,20 +147,26 @@ def _check(directory: Path, config: ModelConfig, stored: dict[str, StoredTensor]
         warnings.warn(f"{directory}: left, since the language model has no such parts: {named}", stacklevel=3)
 
 
-def _difference(tensor: StoredTensor, wanted: Stored) -> str | None:
+def _difference(tensor: StoredTensor, wanted: Stored | StoredPart) -> str | None:
+    if isinstance(wanted, StoredPart):
+        if tensor.shape not in wanted.shapes:
+            implied = " or ".join(map(str, wanted.shapes))
+            return f"{tensor.shape!s:.100}, config.json implies {implied}"
+        kinds = [name for name, dtype in DTYPES.items() if dtype in wanted.dtypes]
+        return None if tensor.dtype in kinds else f"{tensor.dtype}; allowed: {', '.join(kinds)}"
     if tensor.shape != wanted.shape:
         return f"{tensor.shape!s:.100}, config.json implies {wanted.shape}"
     allowed = [
-        name
-        for name, dtype in DTYPES.items()
-        if (dtype.is_floating_point if wanted.dtype is None else dtype == wanted.dtype)
+        name for name, dtype in DTYPES.items() if (dtype in FLOATS if wanted.dtype is None else dtype == wanted.dtype)
     ]
     if tensor.dtype not in allowed:
         return f"{tensor.dtype}; allowed: {', '.join(allowed)}"
     return None
 
 
-def _check_repeated(name: str, original: str, wanted: Stored, stored: dict[str, StoredTensor]) -> list[str]:
+def _check_repeated(
+    name: str, original: str, wanted: Stored | StoredPart, stored: dict[str, StoredTensor]
+) -> list[str]:
     # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are the same.
     if original not in stored or _difference(stored[original], wanted):
         return []  # which is a problem of its own

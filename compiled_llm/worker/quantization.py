@@ -1,11 +1,17 @@
 """Which kind of linear layer the engine's arguments for quantised weights ask for."""
 
+import json
+
 import torch
 
 from compiled_llm.config import EngineConfig
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.linears.kinds import linear_kind
 from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.linears.published import Published
 from compiled_llm.models.linears.quantized import Scheme
 from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
+from compiled_llm.models.quantized.plan import read_quantization
 
 _HEADS = {"int4": "int8", "mxfp4": "int8", "int4_w4a8": "int8_w8a8"}  # of layers in 4 bits, unless asked for
 
@@ -27,6 +33,17 @@ def quantizing(config: EngineConfig, plain: LinearKind, dtype: torch.dtype) -> L
         None if embedding is None else _scheme(embedding, config.quantization_group_size),
         config.quantization_skip,
     )
+
+
+def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LinearKind:
+    """The kind for a model: as its checkpoint keeps the weights, and as the engine's arguments say."""
+    return published(model_config, quantizing(config, linear_kind(device, dtype, config.exact), dtype))
+
+
+def published(config: ModelConfig, plain: LinearKind) -> LinearKind:
+    """``plain``, or the kind that reads a quantised checkpoint, in which ``plain`` has the layers that are left."""
+    plan = read_quantization({"quantization_config": json.loads(config.published)}) if config.published else None
+    return plain if plan is None else Published(plain, plan)
 
 
 def _scheme(name: str, group_size: int | None) -> Scheme:

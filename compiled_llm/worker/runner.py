@@ -19,7 +19,6 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
-from compiled_llm.models.linears.kinds import linear_kind
 from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.ops import native
@@ -41,7 +40,7 @@ from compiled_llm.worker.device import choose_threads, resolve_device, use_devic
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.pool_sizes import PoolSizes
 from compiled_llm.worker.profiler import StepProfiler
-from compiled_llm.worker.quantization import quantizing
+from compiled_llm.worker.quantization import linears_of
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds
 from compiled_llm.worker.times import RunnerTimes, StartTimes
@@ -127,7 +126,7 @@ class ModelRunner(Worker):
 
         use_own_cache_directory()
         kernels = KernelBuild(progress) if self.device.type == "cpu" else None
-        self.linears = quantizing(config, linear_kind(self.device, self.dtype, config.exact), self.dtype)
+        self.linears = linears_of(config, model_config, self.device, self.dtype)
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits)
         memory = StartMemory(

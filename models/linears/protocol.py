@@ -6,6 +6,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from compiled_llm.models.quantized.scheme import Scheme
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows
+
 
 class Part(NamedTuple):
     """A linear layer as a checkpoint of plain weights has it: ``NAME.weight``, and ``NAME.bias`` where it has one.
@@ -25,6 +28,9 @@ class Part(NamedTuple):
     arrange: Callable[[Tensor], Tensor] | None = None
     role: str = "layer"
 
+
+PutQuantized = Callable[[int, QuantizedRows], None]
+"""(first row, rows): the same of quantised ones."""
 
 Put = Callable[[int, Tensor], None]
 """(first row, rows ``[n, K]``): takes some rows of a matrix. It must be done with them when it returns."""
@@ -48,6 +54,14 @@ class Take(Protocol):
 
         ``put`` gets each row once, in any order, a piece at a time and from several threads. When this returns, it
         has got all. On the device "meta" it gets none.
+        """
+
+    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+        """The rows of the weight of ``part``, which the checkpoint keeps by ``scheme``, to ``put`` as in ``rows``.
+
+        Returns:
+            the order of inputs (``Scheme.order``) where the scheme may have one, and the scale of activations,
+            ``[1]`` float32, where these are static.
         """
 
 

@@ -41,6 +41,7 @@ class _Rows:
     scale: str = "weight_scale"
     zero: str = "weight_zero_point"
     input_scale: str = "input_scale"
+    ordered: bool = False
 
     @property
     def in_pieces(self) -> str | None:
@@ -116,7 +117,6 @@ class Words(_Rows):
     """
 
     weight: str = "weight_packed"
-    by_activations: bool = False
 
     def stored(self, out_features: int, in_features: int) -> dict[str, StoredPart]:
         bits, groups = self.form.bits, self._scale_shapes(out_features, in_features)
@@ -128,14 +128,13 @@ class Words(_Rows):
         }
         if self.form.zeros:
             found[self.zero] = StoredPart(((-(-out_features * bits // 32), count),), (torch.int32,))
-        by_activations = self.by_activations
         found["weight_g_idx"] = StoredPart(
-            ((in_features,),), (torch.int32, torch.int64), required=by_activations, used=by_activations
+            ((in_features,),), (torch.int32, torch.int64), required=self.ordered, used=self.ordered
         )
         return found | self._left()
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        if not self.by_activations:
+        if not self.ordered:
             return None
         return group_order(tensors["weight_g_idx"], self.block[1], "weight_g_idx")
 

@@ -114,7 +114,7 @@ def _scheme(group: Mapping[str, Any], format_: str) -> Scheme:
         )
     by_activations = ordering in ("group", "dynamic")
     if format_ == "pack-quantized":
-        return Words(form, activations, static, block, by_activations=by_activations)
+        return Words(form, activations, static, block, ordered=by_activations)
     if by_activations:
         raise ValueError(
             f"config.json: actorder of quantization_config must be 'weight' or null where format is {format_!r}, given "

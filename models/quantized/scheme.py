@@ -36,6 +36,7 @@ class Scheme(Protocol):
         form: how the kernels keep the weights.
         activations: "model": they stay in the model's dtype; "int8": they are quantised.
         static_activations: whether the checkpoint has one scale for all activations, the tensor ``input_scale``.
+        ordered: whether inputs may have an order of their own.
         in_pieces: name of the tensor of which ``decode`` gets rows alone; None: it gets whole tensors.
     """
 
@@ -47,6 +48,9 @@ class Scheme(Protocol):
 
     @property
     def static_activations(self) -> bool: ...
+
+    @property
+    def ordered(self) -> bool: ...
 
     @property
     def in_pieces(self) -> str | None: ...

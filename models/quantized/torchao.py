@@ -41,6 +41,7 @@ class PlainInt4:
     size: int
     activations: str = "model"
     static_activations: bool = False
+    ordered: bool = False
     in_pieces: str | None = "_weight_qdata"
 
     def stored(self, out_features: int, in_features: int) -> dict[str, StoredPart]:

@@ -199,7 +199,7 @@ def _config_values() -> dict[str, Spoil]:
         "two architectures": {"architectures": ["LlamaForCausalLM", "Qwen3ForCausalLM"]},
         "another family": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
         "code of its own": {"auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}},
-        "quantised": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+        "quantised": {"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}},
         "a window": {"sliding_window": 8},
         "kinds of layers": {"layer_types": ["sliding_attention"] * 2},
         "a million kinds of layers": {"layer_types": ["full_attention"] * 40_000},

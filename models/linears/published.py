@@ -1,0 +1,112 @@
+"""A kind of linear layer whose weights are read as a quantised checkpoint has them (models/quantized)."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.linears.experts import take_biases
+from compiled_llm.models.linears.parts import take_bias
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
+from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
+from compiled_llm.models.linears.quantized import Scheme as Computed
+from compiled_llm.models.quantized.plan import QuantizationPlan
+from compiled_llm.models.quantized.scheme import Scheme
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows, empty_quantized, pack_quantized_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A ``LinearKind`` that packs a checkpoint's codes as they are.
+
+    Attributes:
+        plain: the kind of the layers that the checkpoint does not quantise.
+        plan: which layers it does, and how.
+    """
+
+    plain: LinearKind
+    plan: QuantizationPlan
+
+    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return self.plain.serves(device, dtype)
+
+    def is_exact(self) -> bool:
+        return self.plain.is_exact()
+
+    def bytes_while_taking(self, nbytes: int) -> int:
+        return self.plain.bytes_while_taking(nbytes)
+
+    def _scheme(self, part: Part) -> Scheme | None:
+        return self.plan.scheme(part.name)
+
+    def take(self, take: Take, parts: Sequence[Part]) -> Linear:
+        schemes = [self._scheme(part) for part in parts]
+        if all(scheme is None for scheme in schemes):
+            return self.plain.take(take, parts)
+        first = schemes[0]
+        # Parts that have an order of inputs or a scale of activations each need not have the same.
+        alike = (
+            first is not None and schemes == [first] * len(parts) and not (first.ordered or first.static_activations)
+        )
+        if len(parts) > 1 and not alike:
+            return Joined(tuple(self.take(take, [part]) for part in parts))
+        assert first is not None
+        out_features, in_features = sum(part.out_features for part in parts), parts[0].in_features
+        weight, form = empty_quantized(first.form, out_features, in_features, take.device), first.form
+        start, order, input_scale = 0, None, None
+        for part in parts:
+
+            def put(row: int, rows: QuantizedRows, start: int = start) -> None:
+                pack_quantized_rows(weight, start + row, rows, form)
+
+            order, input_scale = take.quantized(part, first, put)
+            start += part.out_features
+        computed = Computed(form, first.activations)
+        dtype = str(take.dtype)[6:]
+        return Quantized(weight, take_bias(take, parts), computed, out_features, in_features, dtype, input_scale, order)
+
+    def take_table(self, take: Take, part: Part) -> Linear:
+        scheme = self._scheme(part)
+        if scheme is None:
+            return self.plain.take_table(take, part)
+        if scheme.ordered:
+            raise ValueError(
+                f"actorder must be 'weight' or null for {part.name}, of which rows are read, given 'group'"
+            )
+        return self.take(take, [part])
+
+    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
+        parts = [part for each in experts for part in each]
+        schemes = [None if part.name.isdigit() else self._scheme(part) for part in parts]
+        first = schemes[0]
+        if any(scheme != first for scheme in schemes) or (first and (first.ordered or first.static_activations)):
+            raise ValueError(
+                "config.json: quantization_config must quantise all experts of a layer alike, without an order of "
+                f"inputs or static activations, as it does not for {parts[0].name} and others. Load another checkpoint"
+            )
+        if first is None:
+            return self.plain.take_experts(take, experts, top_k)
+        out_features, in_features = sum(part.out_features for part in experts[0]), parts[0].in_features
+        weight, form = empty_quantized(first.form, out_features, in_features, take.device, len(experts)), first.form
+        for number, each in enumerate(experts):
+            start, own = 0, weight.expert(number)
+            for part in each:
+
+                def put(row: int, rows: QuantizedRows, start: int = start, own=own) -> None:
+                    pack_quantized_rows(own, start + row, rows, form)
+
+                take.quantized(part, first, put)
+                start += part.out_features
+        computed = Computed(form, first.activations)
+        biases = take_biases(take, experts)
+        return QuantizedExperts(weight, biases, computed, len(experts), out_features, in_features, top_k)
+
+
+def in_order_of(rows: Sequence[tuple[int, QuantizedRows]], order: Tensor) -> QuantizedRows:
+    """Pieces of a whole matrix, with the row that each begins with -> all of it, its rows in ``order`` ``[N]``."""
+    pieces = [piece for _, piece in sorted(rows, key=lambda pair: pair[0])]
+    codes = torch.cat([piece.codes for piece in pieces])[order]
+    scales = torch.cat([piece.scales for piece in pieces])[order]
+    zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
+    return QuantizedRows(codes, scales, torch.cat(zeros)[order] if zeros else None)
