@@ -1,0 +1,69 @@
+"""The experts' kernels on quantised weights, compiled for GPUs that are not there.
+
+``tests/ops/linear/test_triton_quantized.py`` runs them in Triton's interpreter, beside those of single layers.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_llm.ops.linear.quantized_weight import WeightFormat
+from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.linear import triton_linear, triton_quantized_a8  # noqa: E402
+from compiled_llm.ops.moe import triton_quantized_grouped  # noqa: E402
+from tests.ops import ahead_of_time  # noqa: E402
+
+META = torch.device("meta")
+STARTS = torch.empty(129, dtype=torch.int32, device=META)
+
+
+@pytest.mark.parametrize("tokens", [1, pytest.param(2048, marks=pytest.mark.battery)])
+@pytest.mark.parametrize("a8", [False, True])
+@pytest.mark.parametrize("form", [WeightFormat("int8"), WeightFormat("int4", 128), WeightFormat("int4", 32)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_compiles_without_spills(
+    capability: tuple[int, int],
+    form: WeightFormat,
+    a8: bool,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """In the sizes of Qwen3-30B-A3B: 128 experts, of which a token uses 8."""
+    recorded: list = []
+    for module, name in (
+        (triton_quantized_grouped, "grouped_kernel"),
+        (triton_quantized_grouped, "grouped_a8_kernel"),
+        (triton_quantized_a8, "quantize_rows_kernel"),
+    ):
+        monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
+    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    x = torch.empty(tokens, 2048, dtype=torch.bfloat16, device=META)
+    rows = torch.empty(tokens * 8, dtype=torch.int32, device=META)
+    weight = empty_quantized_gpu(form, 1536, 2048, META, 128)
+    constants = rows, STARTS, form.element, form.group_size, 1536
+    if a8:
+        triton_quantized_grouped.grouped_quantized_linear_a8(x, *weight, None, None, *constants)
+    else:
+        triton_quantized_grouped.grouped_quantized_linear(x, *weight, None, *constants)
+    monkeypatch.undo()
+    kernel, args, kwargs = recorded[-1]
+    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+    print(f"| {capability}, {form}, a8 {a8}, {tokens} tokens | {usage['REG']} | {binary.metadata.shared // 1024} |")
+    # A prompt's tile of W4A8, with two accumulators, takes some registers more than there are.
+    spilled = 32 if a8 and form.bits == 4 and tokens == 2048 else 0
+    assert max(usage["STACK"], usage["LOCAL"]) <= spilled
+    assert ("wgmma" if capability == (9, 0) else "mma.sync") in binary.asm["ptx"]
+
+
+def test_refuses_by_name() -> None:
+    form = WeightFormat("int4", 64)
+    weight = empty_quantized_gpu(form, 8, 128, torch.device("cpu"), 4)
+    x, starts = torch.ones(2, 128), torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"starts must be a contiguous \[5\] of torch.int32"):
+        triton_quantized_grouped.grouped_quantized_linear(x, *weight, None, None, starts, "int4", 64, 8)
