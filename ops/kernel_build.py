@@ -28,6 +28,7 @@ _FLAGS = ("-O3", "-std=c++20", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-share
 _BASES = {
     "attention_cpu": {"amx": "avx512_bf16", "amx_in_software": "avx512_bf16"},
     "linear_cpu": {"avx512_bf16": "avx512", "amx": "avx512", "amx_in_software": "avx512"},
+    "quantized_linear_cpu": {"avx512_bf16": "avx512"},
 }
 # And those that have kernels for products of bytes, which come with the products of bfloat16.
 _BYTES = ("quantized_linear_a8_cpu",)
@@ -123,6 +124,8 @@ def isas_of(op: str) -> tuple[str, ...]:
         return ("avx512_bf16", "avx512", "avx2", "portable")
     if op not in _BASES:
         return ("avx512", "avx2", "portable")
+    if "amx" not in _BASES[op]:
+        return ("avx512_bf16", "avx512", "avx2", "portable")
     return ("amx", "avx512_bf16", "avx512", "avx2", "portable", "amx_in_software")
 
 

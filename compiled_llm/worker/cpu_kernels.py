@@ -20,6 +20,7 @@ _MORE_SECONDS = {
     "attention_cpu.avx512": 3.0,
     "attention_cpu.avx2": 3.0,
     "attention_cpu.portable": 3.0,
+    "quantized_linear_cpu.avx512_bf16": 5.0,
 }
 
 

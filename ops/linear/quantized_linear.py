@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
 from compiled_llm.ops.linear.quantized_weight import (
     SCALE_DTYPES,
@@ -137,8 +138,18 @@ def _fake_grouped(x: Tensor, *args) -> Tensor:
     return x.new_empty((x if rows is None else rows).shape[0], args[-1])
 
 
-LIBRARY.impl("quantized_linear", quantized_linear_reference, "CompositeExplicitAutograd")
-LIBRARY.impl("grouped_quantized_linear", grouped_quantized_linear_reference, "CompositeExplicitAutograd")
+def _without_kernels(*args):
+    """Until the C++ kernels are loaded, which register their own implementation; or for good, without a compiler."""
+    return (quantized_linear if native.load("quantized_linear_cpu") else quantized_linear_reference)(*args)
+
+
+def _grouped_without_kernels(*args):
+    has_kernels = native.load("quantized_linear_cpu")
+    return (grouped_quantized_linear if has_kernels else grouped_quantized_linear_reference)(*args)
+
+
+LIBRARY.impl("quantized_linear", _without_kernels, "CompositeExplicitAutograd")
+LIBRARY.impl("grouped_quantized_linear", _grouped_without_kernels, "CompositeExplicitAutograd")
 
 
 def _cuda(*args) -> Tensor:

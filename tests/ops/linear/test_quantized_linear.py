@@ -1,11 +1,13 @@
-"""The linear layer on quantised weights against float64, and its registration."""
+"""The linear layer on quantised weights: every instruction set against float64, batch invariance, registration."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.ops import native
 from compiled_llm.ops.linear import quantized_linear as linear
 from compiled_llm.ops.linear import quantized_weight as weights
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat
@@ -24,6 +26,26 @@ FORMATS = [
     WeightFormat("fp8", 128, scale_dtype="bfloat16"),
     WeightFormat("fp4", 32),
 ]
+
+
+ISAS = ["avx512_bf16", "avx512", "avx2", "portable"]
+# Each set, and each dtype; the battery has all of them together.
+SAMPLE = [("avx512_bf16", BFLOAT16), ("avx512", FLOAT32), ("avx2", FLOAT16), ("portable", BFLOAT16)]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> native.Kernels:
+    module = native.load("quantized_linear_cpu")
+    if module is None:
+        pytest.skip("needs a C++ compiler")
+    return module
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 class Problem(NamedTuple):
@@ -82,11 +104,128 @@ def test_grouped_op_and_reference() -> None:
     codes, scales, zeros = (torch.stack(list(parts)) for parts in zip(*(of.packed for of in experts), strict=True))
     bias, x = torch.stack([of.bias for of in experts]), experts[0].x
     rows = torch.tensor([8, 0, 0, 3, 5, 1], dtype=torch.int32)
-    starts = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    starts = torch.tensor([0, 2, 2, 6], dtype=torch.int32)
     args = (x, codes, scales, zeros, bias, rows, starts, "int4", 32, 50)
     torch.library.opcheck(torch.ops.compiled_llm.grouped_quantized_linear.default, args)
     out = linear.grouped_quantized_linear(*args)
     assert out.shape == (6, 50)
-    for expert, (first, end) in ((0, (0, 2)), (2, (2, 5))):
+    for expert, (first, end) in ((0, (0, 2)), (2, (2, 6))):
         of, own = experts[expert], x[rows[first:end]]
         assert_close(out[first:end], of, own, of.bias, 2**-8)
+
+
+@pytest.mark.parametrize(("isa", "dtype"), SAMPLE)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_matches_float_and_is_independent_of_the_batch(
+    kernels: native.Kernels, form: WeightFormat, isa: str, dtype: torch.dtype
+) -> None:
+    """Odd sizes, a last group that is short, several chunks, tiles past whole blocks; a row alone and in company."""
+    if isa not in kernels.supported_isas():
+        pytest.skip(f"this CPU has no {isa}")
+    for n, k in ((1, 1), (81, 1100)):
+        of = problem(70, n, k, form, dtype)
+        torch.set_num_threads(1)
+        args = of.args(of.x, of.bias)[1:]
+        alone = torch.cat([kernels.run("quantized_linear", row, *args, isa=isa) for row in of.x.split(1)])
+        assert_close(alone, of, of.x, of.bias, 2**-20)
+        for threads, rows in ((1, 3), (2, 4), (3, 5), (2, 33), (3, 70)):
+            torch.set_num_threads(threads)
+            assert torch.equal(kernels.run("quantized_linear", of.x[:rows], *args, isa=isa), alone[:rows])
+            assert torch.equal(kernels.run("quantized_linear", of.x[-rows:], *args, isa=isa), alone[-rows:])
+
+
+@pytest.mark.parametrize("isa", ISAS[:2])
+def test_blocks_of_rows(kernels: native.Kernels, isa: str) -> None:
+    if isa not in kernels.supported_isas():
+        pytest.skip(f"this CPU has no {isa}")
+    of = problem(300, 200, 640, WeightFormat("int4", 32, zeros=True), BFLOAT16)
+    args = of.args(of.x, None)[1:]
+    expected = torch.cat([kernels.run("quantized_linear", part, *args, isa=isa) for part in of.x.split(1)])
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        assert torch.equal(kernels.run("quantized_linear", of.x, *args, isa=isa), expected)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_every_number_of_rows(kernels: native.Kernels, form: WeightFormat, isa: str, dtype: torch.dtype) -> None:
+    if isa not in kernels.supported_isas():
+        pytest.skip(f"this CPU has no {isa}")
+    of = problem(300, 81, 300, form, dtype)
+    args = of.args(of.x, of.bias)[1:]
+    alone = torch.cat([kernels.run("quantized_linear", row, *args, isa=isa) for row in of.x.split(1)])
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        for rows in (*range(1, 71), 300):
+            assert torch.equal(kernels.run("quantized_linear", of.x[-rows:], *args, isa=isa), alone[-rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("element", ["int8", "int4", "fp8", "fp4"])
+def test_every_code_has_its_value(kernels: native.Kernels, element: str, dtype: torch.dtype) -> None:
+    """By few rows and by many, which are decoded by other code."""
+    form = WeightFormat(element)
+    codes = torch.arange(2**form.bits).repeat(16, 1)
+    codes = (codes - 8 if element == "int4" else codes.to(torch.uint8).view(torch.int8)).to(torch.int8)
+    values = weights.code_values(codes, element)[0]
+    packed = weights.empty_quantized(form, 16, len(values), torch.device("cpu"))
+    weights.pack_quantized_rows(packed, 0, weights.QuantizedRows(codes, torch.ones(16, 1)), form)
+    for k, value in enumerate(values):
+        x = torch.zeros(9, len(values), dtype=dtype)
+        x[:, k] = 1
+        if value.isnan():
+            continue
+        finite = packed._replace(codes=packed.codes.clone())
+        if element == "fp8":
+            finite.codes[finite.codes & 127 == 127] = 0
+        for rows in (1, 9):
+            out = kernels.run("quantized_linear", x[:rows], *finite, None, element, 0, 16)
+            assert (out == value).all()
+
+
+def test_strided_rows_and_no_rows(kernels: native.Kernels) -> None:
+    of = problem(20, 33, 65, FORMATS[3], BFLOAT16)
+    wide, args = torch.randn(20, 150).bfloat16(), of.args(of.x, of.bias)[1:]
+    for x in (wide[:, 3:68], wide[::2, 7:72], wide[4:5, 1:66], wide[:1, :65].expand(9, 65), wide[:0, :65]):
+        assert torch.equal(linear.quantized_linear(x, *args), linear.quantized_linear(x.contiguous(), *args))
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_alone(kernels: native.Kernels) -> None:
+    of = problem(9, 20, 33, FORMATS[3], BFLOAT16)
+    x, args = of.x.clone(), of.args(of.x, None)[1:]
+    x[5, 0] = float("nan")
+    actual, others = linear.quantized_linear(x, *args), [0, 1, 2, 3, 4, 6, 7, 8]
+    assert torch.equal(actual[others], linear.quantized_linear(of.x, *args)[others])
+    assert actual[5].isnan().all()
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "load", lambda name: None)
+    of = problem(3, 50, 72, FORMATS[3], BFLOAT16)
+    args = of.args(of.x, of.bias)
+    assert torch.equal(linear._without_kernels(*args), linear.quantized_linear_reference(*args))
+
+
+def test_refuses_wrong_inputs(kernels: native.Kernels) -> None:
+    of = problem(4, 50, 64, FORMATS[3], BFLOAT16)
+    x, codes, scales, zeros = of.x, *of.packed
+    form = "int4", 32, 50
+    wrong = [
+        ((x.double(), codes, scales, zeros, None, *form), "x must be bfloat16, float32 or float16"),
+        ((x[0], codes, scales, zeros, None, *form), r"x must be \[T, K\]"),
+        ((x.T.contiguous().T, codes, scales, zeros, None, *form), "last stride of x must be 1"),
+        ((x, codes.view(torch.int8), scales, zeros, None, *form), "take contiguous codes"),
+        ((x, codes, scales, zeros, None, "int8", 32, 50), "take contiguous codes"),
+        ((x, codes, scales, zeros, None, "int4", 32, 65), "take contiguous codes"),
+        ((x, codes, scales, zeros, None, "int4", 16, 50), "scales and zeros must be"),
+        ((x, codes, scales, zeros.bfloat16(), None, *form), "scales and zeros must be"),
+        ((x, codes, scales.double(), zeros, None, *form), "scales must be float32"),
+        ((x, codes, scales, zeros, of.bias.float(), *form), "bias must be"),
+        ((x, codes, scales, zeros, None, "int4", 12, 50), "multiple of 8"),
+        ((x, codes, scales, zeros, None, "int3", 32, 50), "element must be"),
+    ]
+    for args, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            linear.quantized_linear(*args)
