@@ -162,7 +162,7 @@ def test_sums_of_the_largest_codes(isa: str, element: str) -> None:
 @pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5]], ids=str)
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_has_the_same_bits_in_any_batch(isa: str, form: WeightFormat) -> None:
-    check_any_batch(isa, form, (3, 8, 33, 70, 300))
+    check_any_batch(isa, form, (3, 33, 70, 300))
 
 
 @pytest.mark.battery
@@ -176,7 +176,7 @@ def check_any_batch(isa: str, form: WeightFormat, numbers: list[int] | tuple[int
     case = problem(form, 300, 100, 708)
     torch.set_num_threads(1)
     alone = torch.cat([run(isa, case.args(row)) for row in case.x.split(1)])
-    for threads, rows in itertools.product((1, 2, 5), numbers):
+    for threads, rows in itertools.product((1, 3), numbers):
         torch.set_num_threads(threads)
         assert torch.equal(run(isa, case.args(case.x[:rows])), alone[:rows])
         assert torch.equal(run(isa, case.args(case.x[-rows:])), alone[-rows:])
