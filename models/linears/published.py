@@ -13,7 +13,8 @@ from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedEx
 from compiled_llm.models.linears.quantized import Scheme as Computed
 from compiled_llm.models.quantized.plan import QuantizationPlan
 from compiled_llm.models.quantized.scheme import Scheme
-from compiled_llm.ops.linear.quantized_weight import QuantizedRows, empty_quantized, pack_quantized_rows
+from compiled_llm.ops.linear.quantized_layouts import empty_quantized, pack_quantized_rows
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows
 
 
 @dataclasses.dataclass(frozen=True)

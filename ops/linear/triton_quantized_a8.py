@@ -178,6 +178,7 @@ def quantize_rows(
         quantize_rows_kernel[(rows,)](
             x, x_scale, codes, scales, sums, x.stride(0) if rows > 1 else in_features,
             GROUP=group_size, IN=in_features, PADDED=padded, CHUNK=_CHUNK, num_warps=4,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return codes, scales, sums
 
