@@ -95,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=str(DEMO_MODEL), metavar="DIR", help="default: the bundled demo model")
     parser.add_argument("--load-format", default="auto", help="dummy: random weights, from config.json alone")
     parser.add_argument("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
+    parser.add_argument("--quantization", metavar="KIND", help="of the weights, as the engine argument")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--quick", action="store_true", help="fewer buckets and requests: minutes for a small model")
     parser.add_argument("--kv-cache-dtypes", type=lambda text: text.split(","), default=list(KV_CACHES), metavar="LIST")
@@ -107,7 +108,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """The settings and requests that the flags ask for. ``ValueError`` for what the engine would refuse."""
-    arguments = {name: getattr(args, name) for name in ("model", "load_format", "dtype", "device", "seed")}
+    arguments = {name: getattr(args, name) for name in ("model", "load_format", "dtype", "quantization", "device", "seed")}
     for name in args.kv_cache_dtypes:
         config = EngineConfig(**arguments, kv_cache_dtype=name)
     directory = checkpoint_directory(config)

@@ -62,7 +62,7 @@ def test_what_users_of_vllm_type_most_is_there() -> None:
     swap, sizes = ENGINE_ARGUMENTS["swap_space"], ENGINE_ARGUMENTS["cudagraph_capture_sizes"]
     assert "swap_space_bytes" in swap
     assert "bucket_sizes" in sizes
-    for name in ("logits_processors", "tensor_parallel_size", "quantization", "max_seq_len_to_capture"):
+    for name in ("logits_processors", "tensor_parallel_size", "quantization_config", "max_seq_len_to_capture"):
         assert name in ENGINE_ARGUMENTS
     for name in ("logits_processors", "best_of", "use_beam_search", "guided_decoding"):
         assert name in SAMPLING_PARAMETERS
