@@ -108,7 +108,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def make_plan(args: argparse.Namespace) -> Plan:
     """The settings and requests that the flags ask for. ``ValueError`` for what the engine would refuse."""
-    arguments = {name: getattr(args, name) for name in ("model", "load_format", "dtype", "quantization", "device", "seed")}
+    names = ("model", "load_format", "dtype", "quantization", "device", "seed")
+    arguments = {name: getattr(args, name) for name in names}
     for name in args.kv_cache_dtypes:
         config = EngineConfig(**arguments, kv_cache_dtype=name)
     directory = checkpoint_directory(config)

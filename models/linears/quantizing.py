@@ -1,6 +1,7 @@
 """A kind of linear layer that quantises: which layers, how, and from what."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -38,8 +39,8 @@ class Quantizing:
         layers, head, embedding: how linear layers are kept, the head, and an embedding that is not the head as well.
             None: in the model's dtype.
         dtype: the model's. Layers that a family takes in another one stay in it.
-        skip: patterns of names of layers that stay in the model's dtype; ``*`` stands for anything. A pattern also
-            names the layers within what it names.
+        skip: patterns of names of layers that stay in the model's dtype; ``*`` stands for anything. A pattern may be
+            any part of a name between dots: ``layers.1`` stands for all linear layers of that layer.
     """
 
     plain: LinearKind
@@ -64,10 +65,9 @@ class Quantizing:
         chosen = of_role.get(part.role, self.layers)
         if chosen is None or any(fnmatchcase(part.name, pattern) for pattern in _ROUTERS):
             return None
-        inner = part.name.split(".")
-        around = [".".join(inner[:count]) for count in range(1, len(inner) + 1)]
-        ends = [".".join(inner[start:]) for start in range(len(inner))]
-        skipped = any(fnmatchcase(name, pattern) for pattern in self.skip for name in (*around, *ends))
+        words = part.name.split(".")
+        runs = [".".join(words[i:j]) for i, j in itertools.combinations(range(len(words) + 1), 2)]
+        skipped = any(fnmatchcase(run, pattern) for pattern in self.skip for run in runs)
         return None if skipped else chosen
 
     def take(self, take: Take, parts: Sequence[Part]) -> Linear:

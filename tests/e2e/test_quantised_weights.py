@@ -1,0 +1,75 @@
+"""Engines whose weights are quantised as they are loaded."""
+
+from typing import Any
+
+import pytest
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.models.linears.quantized import Quantized
+from compiled_llm.models.weights import linear_layers
+from tests.families import checkpoint
+
+PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, list(range(100, 131))]
+
+
+def serve(name: str, prompts: list[list[int]] = PROMPTS, **arguments: Any) -> list[Any]:
+    """(tokens, log-probabilities) of each prompt."""
+    sizes: dict[str, Any] = {"bucket_sizes": (1, 4), "max_model_len": 128, "num_kv_blocks": 40, "enforce_eager": True}
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
+    with CompiledEngine(str(checkpoint(name)), **{**sizes, **arguments}) as engine:
+        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    found = []
+    for output in outputs:
+        tokens, rows = output.outputs[0].token_ids, output.outputs[0].logprobs
+        found.append((tokens, [row[token].logprob for row, token in zip(rows, tokens, strict=True)]))
+    return found
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int8_w8a8", "int4", "int4_w4a8", "fp8", "mxfp4"])
+def test_the_same_alone_in_chunks_preempted_and_behind_a_prefix(quantization: str) -> None:
+    arguments: dict[str, Any] = {"quantization": quantization, "kv_cache_dtype": "int8", "dtype": "bfloat16"}
+    together = serve("qwen3", **arguments)
+    alone = [serve("qwen3", [prompt], **arguments)[0] for prompt in PROMPTS]
+    chunked = serve("qwen3", token_bucket_sizes=(16,), bucket_sizes=(1, 2, 4), **arguments)
+    preempted = serve("qwen3", num_kv_blocks=9, **arguments)
+    twice = serve("qwen3", PROMPTS + PROMPTS, max_num_seqs=4, **arguments)
+    assert together == alone == chunked == preempted == twice[:4] == twice[4:]
+
+
+def test_compiled_once_and_nothing_more() -> None:
+    with CompiledEngine(
+        str(checkpoint("qwen3")), quantization="int4_w4a8", bucket_sizes=(1, 4), max_model_len=128, num_kv_blocks=40
+    ) as engine:
+        engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(max_tokens=5))
+        report = engine.compile_report()
+        assert (report.graph_breaks, report.recompiles) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "mixtral", "gpt-oss", "glm4-moe", "gemma4-moe"])
+def test_other_families(name: str) -> None:
+    plain, rounded = serve(name, dtype="float32"), serve(name, quantization="int8", dtype="float32")
+    for (tokens, found), (other_tokens, other) in zip(plain, rounded, strict=True):
+        assert tokens[0] == other_tokens[0] or abs(found[0] - other[0]) < 0.3
+        assert abs(found[0] - other[0]) < 0.5
+
+
+def test_which_layers_and_how_many_bytes() -> None:
+    def engine(**arguments: Any) -> CompiledEngine:
+        return CompiledEngine(
+            str(checkpoint("qwen3")),
+            bucket_sizes=(1,),
+            max_model_len=64,
+            num_kv_blocks=20,
+            enforce_eager=True,
+            **arguments,
+        )
+
+    with (
+        engine(dtype="bfloat16") as plain,
+        engine(dtype="bfloat16", quantization="int8", quantization_skip=["layers.1"]) as one,
+    ):
+        weights = one.runner.steps.weights
+        first, second = weights.layers
+        assert all(isinstance(layer, Quantized) for layer in linear_layers(first))
+        assert not any(isinstance(layer, Quantized) for layer in linear_layers(second))
+        assert one.runner.weight_bytes < plain.runner.weight_bytes
