@@ -132,6 +132,8 @@ def _add(
         default = shown_defaults.get(field.name, field.default)
         text = docs.get(field.name, "").replace("%", "%%")
         shown = ",".join(map(str, default)) or None if isinstance(default, tuple) else default
+        if isinstance(default, tuple) and hints[field.name] == tuple[str, ...]:
+            default = list(default)  # to which argparse appends
         options = {"help": f"{text} (default: {shown})".strip(), **_options(hints[field.name])}
         group.add_argument("--" + name.replace("_", "-"), **{"default": default, **options, **common})
     if isinstance(parser, FlagParser):

@@ -43,10 +43,9 @@ class EngineConfig:
         quantization_skip: names of layers that stay in the model's dtype, such as ``model.layers.0`` or ``down_proj``;
             ``*`` stands for anything. Routers of experts always do.
         quantization_head: with ``quantization``: the same for the head, which makes the logits, and for the embedding
-            where the two are one; "auto": in 8 bits where the layers are in 4, else as the layers. None: the model's
-            dtype.
+            where the two are one; "auto": in 8 bits where the layers are in 4, else as the layers; "none": not at all.
         quantization_embedding: with ``quantization``: the same for an embedding that is not the head as well, of
-            which a step reads single rows. None: the model's dtype.
+            which a step reads single rows; "none": not at all.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
         bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``.
         token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None:
@@ -120,8 +119,8 @@ class EngineConfig:
     quantization: str | None = None
     quantization_group_size: int | None = None
     quantization_skip: tuple[str, ...] = ()
-    quantization_head: str | None = "auto"
-    quantization_embedding: str | None = None
+    quantization_head: str = "auto"
+    quantization_embedding: str = "none"
     max_model_len: int | None = None
     bucket_sizes: tuple[int, ...] = (1, 8, 32)
     token_bucket_sizes: tuple[int, ...] | None = None
@@ -198,9 +197,10 @@ class EngineConfig:
 
     def _check_quantization(self) -> None:
         """How weights are rounded."""
-        for name, also in (("quantization", ()), ("quantization_head", ("auto",)), ("quantization_embedding", ())):
-            if getattr(self, name) is not None:
-                one_of(name, getattr(self, name), (*QUANTIZATIONS, *also))
+        if self.quantization is not None:
+            one_of("quantization", self.quantization, QUANTIZATIONS)
+        one_of("quantization_head", self.quantization_head, ("auto", "none", *QUANTIZATIONS))
+        one_of("quantization_embedding", self.quantization_embedding, ("none", *QUANTIZATIONS))
         object.__setattr__(self, "quantization_skip", names("quantization_skip", self.quantization_skip))
         size, head = self.quantization_group_size, self.quantization_head
         if size is not None and size not in GROUP_SIZES:
@@ -211,7 +211,7 @@ class EngineConfig:
                 "quantization_group_size must be None unless weights are quantised to 'int4' or 'int4_w4a8' (the "
                 f"groups of others are given), given {size} with quantization={self.quantization!r}"
             )
-        alone = {"quantization_skip": (), "quantization_head": "auto", "quantization_embedding": None}
+        alone = {"quantization_skip": (), "quantization_head": "auto", "quantization_embedding": "none"}
         for name, default in alone.items():
             if self.quantization is None and getattr(self, name) != default:
                 raise ValueError(f"{name} must be {default!r} without quantization, given {getattr(self, name)!r}")

@@ -37,7 +37,7 @@ ENGINE_ARGUMENTS: Mapping[str, str] = _by_name(
             "tensor_parallel_size pipeline_parallel_size data_parallel_size enable_expert_parallel "
             "distributed_executor_backend"
         ),
-        "give quantization": "quantization_config load_in_4bit load_in_8bit",
+        "give quantization, or a checkpoint that is quantised": "quantization_config load_in_4bit load_in_8bit",
         "there is none: each token and KV head has a scale of its own": "calculate_kv_scales",
         "give dtype": "torch_dtype",
         "give device": "device_map",
@@ -119,6 +119,14 @@ VALUES: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("fp8_e5m2", "fp8_inc", "fp8_ds_mla"), "there is none: give 'fp8', which is e4m3"),
     },
     "device": {"gpu": "give 'cuda'"},
+    "quantization": {
+        **dict.fromkeys(
+            ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "modelopt", "torchao", "auto-round"),
+            "leave it out: such a checkpoint says so itself",
+        ),
+        "bitsandbytes": "give 'int8' or 'int4'",
+        **dict.fromkeys(("w8a8", "experts_int8", "int8_wo"), "give 'int8_w8a8' or 'int8'"),
+    },
     "model_impl": {"vllm": "give 'native'", "terratorch": "there is none"},
     "load_format": dict.fromkeys(
         ("pt", "bin", "npcache", "gguf", "bitsandbytes", "mistral", "hf", "tensorizer", "runai_streamer"),

@@ -127,3 +127,11 @@ def test_no_flag_may_be_abbreviated() -> None:
     for flag in ("--bucket-size=1", "--enforce-eag", "--temp=1", "--no-enable-chunked", "--hel"):
         with pytest.raises(SystemExit, match="2"):
             parse(flag)
+
+
+def test_names_may_be_given_several_times() -> None:
+    parser = FlagParser()
+    add_engine_arguments(parser)
+    args = parser.parse_args(["--quantization", "int8", "--quantization-skip", "a", "--quantization-skip", "b"])
+    assert engine_config(args).quantization_skip == ("a", "b")
+    assert engine_config(parser.parse_args([])).quantization_skip == ()

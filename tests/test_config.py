@@ -181,7 +181,7 @@ def test_contradictions(arguments: dict, words: str) -> None:
         ({"quantization": "int8", "quantization_skip": "down_proj"}, "quantization_skip must be a list"),
         ({"quantization": "int8", "quantization_skip": (1,)}, "quantization_skip must be a list"),
         ({"quantization_skip": ("down_proj",)}, "without quantization"),
-        ({"quantization_head": None}, "quantization_head must be 'auto' without quantization"),
+        ({"quantization_head": "none"}, "quantization_head must be 'auto' without quantization"),
         ({"quantization": "int8", "quantization_embedding": "auto"}, "quantization_embedding must be one of"),
     ],
 )

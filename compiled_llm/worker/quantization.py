@@ -24,15 +24,9 @@ def quantizing(config: EngineConfig, plain: LinearKind, dtype: torch.dtype) -> L
     head = config.quantization_head
     if head == "auto":
         head = _HEADS.get(config.quantization, config.quantization)
-    embedding = config.quantization_embedding
-    return Quantizing(
-        plain,
-        dtype,
-        layers,
-        None if head is None else _scheme(head, config.quantization_group_size),
-        None if embedding is None else _scheme(embedding, config.quantization_group_size),
-        config.quantization_skip,
-    )
+    size = config.quantization_group_size
+    embedding = _scheme(config.quantization_embedding, size)
+    return Quantizing(plain, dtype, layers, _scheme(head, size), embedding, config.quantization_skip)
 
 
 def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LinearKind:
@@ -46,7 +40,9 @@ def published(config: ModelConfig, plain: LinearKind) -> LinearKind:
     return plain if plan is None else Published(plain, plan)
 
 
-def _scheme(name: str, group_size: int | None) -> Scheme:
+def _scheme(name: str, group_size: int | None) -> Scheme | None:
+    if name == "none":
+        return None
     scheme = SCHEMES[name]
     if group_size is None or scheme.form.element != "int4":
         return scheme
