@@ -120,13 +120,9 @@ def isas_of(op: str) -> tuple[str, ...]:
     """The sets that an op has kernels for on machines of this kind, best first; the last one is for tests."""
     if platform.machine() != "x86_64":
         return ("portable",)
-    if op in _BYTES:
-        return ("avx512_bf16", "avx512", "avx2", "portable")
-    if op not in _BASES:
-        return ("avx512", "avx2", "portable")
-    if "amx" not in _BASES[op]:
-        return ("avx512_bf16", "avx512", "avx2", "portable")
-    return ("amx", "avx512_bf16", "avx512", "avx2", "portable", "amx_in_software")
+    if op in _BYTES or "amx" in _BASES.get(op, {}):
+        return ("amx", "avx512_bf16", "avx512", "avx2", "portable", "amx_in_software")
+    return ("avx512_bf16", "avx512", "avx2", "portable") if op in _BASES else ("avx512", "avx2", "portable")
 
 
 def shipped() -> Iterator[Library]:

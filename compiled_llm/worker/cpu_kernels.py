@@ -21,6 +21,8 @@ _MORE_SECONDS = {
     "attention_cpu.avx2": 3.0,
     "attention_cpu.portable": 3.0,
     "quantized_linear_cpu.avx512_bf16": 5.0,
+    "quantized_linear_a8_cpu.amx": 4.0,
+    "quantized_linear_a8_cpu.avx512_bf16": 3.0,
 }
 
 

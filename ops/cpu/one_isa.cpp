@@ -13,7 +13,7 @@
 //   TARGET  the attribute of every function
 //   WIDTH   bits of the vector registers
 //   DOT     whether there are instructions that multiply pairs of bfloat16, and groups of four bytes, and add them up
-//   TILES   the tile registers, which multiply pairs of bfloat16; not defined where there are none
+//   TILES   the tile registers, which multiply the same; not defined where there are none
 
 #include "features.h"
 

@@ -3,7 +3,8 @@
 //
 // Rows are quantised first, once. Then threads take units, pieces of the column tiles of a block of rows of a layer, one
 // after the other. In a unit, `cols` column tiles are read from memory once for a block of rows, and used from the caches by
-// every group of `rows` rows. A product takes all inputs, with its integer sums in registers.
+// every group of `rows` rows. A product takes all inputs, with its integer sums in registers. On tile registers a product
+// is of all rows of the block.
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +18,8 @@
 namespace {
 
 constexpr int64_t FEW_ROWS = 4;              // up to here a single stream of weights is read the fastest
+constexpr int64_t TILED_ROWS = 8;            // from here on tile registers are faster, where there are any
+constexpr int64_t BLOCK_ROWS = 32;           // of products on tile registers
 constexpr int64_t BLOCK_BYTES = 1 << 19;     // of a block of rows: half of L2
 constexpr int64_t TILES_BYTES = 1 << 18;     // of the column tiles that are used together, about
 constexpr int64_t GRAIN_PRODUCTS = 1 << 18;  // for less, waking a thread takes longer than the work
@@ -95,7 +98,7 @@ struct Quantized {
   Quantized(const Arguments& of, const int32_t* index, int64_t first, int64_t end) {
     const int64_t count = end - first, groups = of.groups(), K = of.K();
     const int64_t stride = (K + 63) / 64 * 64 + 64;  // rows a power of two apart would share a few sets of L1
-    codes = empty({count, stride}, kChar);
+    codes = empty({count + TILE, stride}, kChar);  // tile registers take 16 rows
     starts = empty({count, groups}, kInt);
     inputs = empty({count, groups}, kFloat);
     scales = empty({count}, kFloat);
@@ -123,7 +126,7 @@ std::vector<Unit> units_of(const std::vector<int64_t>& starts, int64_t tiles, in
   int64_t busy = 0;  // layers that have rows
   for (size_t e = 0; e + 1 < starts.size(); ++e) busy += starts[e + 1] > starts[e];
   const int64_t pieces = threads == 1 ? 1 : std::max<int64_t>(1, PIECES * threads / std::max<int64_t>(busy, 1));
-  const int64_t piece = std::max(cols, (tiles / pieces + cols) / cols * cols);
+  const int64_t piece = std::max(cols, ((tiles + pieces - 1) / pieces + cols - 1) / cols * cols);
   for (size_t e = 0; e + 1 < starts.size(); ++e)
     for (int64_t row = starts[e]; row < starts[e + 1]; row += block)
       for (int64_t tile = 0; tile < tiles; tile += piece)
@@ -136,7 +139,13 @@ std::vector<Unit> units_of(const std::vector<int64_t>& starts, int64_t tiles, in
 struct Workplace8 {
   std::vector<float> scales, zeros;
   alignas(64) float totals[MAX_ROWS * MAX_COLS * TILE];
+  // For products on tile registers.
+  std::vector<float> block_totals;
+  std::vector<int32_t> sums;
+  std::vector<uint8_t> codes;
 };
+
+bool on_tiles(const Kernels& all, int64_t rows) { return all.tiles.int8 != nullptr && rows >= TILED_ROWS; }
 
 // `x` and `out` begin with the first row of all layers.
 template <class T, class S>
@@ -144,30 +153,44 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
                    const Rows8& x, int64_t cols, T* out, Workplace8& place) {
   const int64_t tiles = (of.N + TILE - 1) / TILE, words = (of.K() + of.inputs() - 1) / of.inputs(), groups = of.groups();
   const auto* const multiply = of.element == "int4" ? all.int4 : all.int8;
+  const int64_t group = (of.group() + of.inputs() - 1) / of.inputs();
+  const bool tiled = on_tiles(all, unit.rows);
+  if (tiled) all.tiles.begin(unit.rows, group * of.inputs() / 4);
   for (int64_t tile = unit.tile; tile < unit.end; tile += cols) {
     const int64_t c = std::min(cols, unit.end - tile), at = unit.layer * tiles + tile;
     of_scales.widen(of.scales.data<const S>() + at * groups * TILE, c * groups * TILE, place.scales.data());
     if (of.zeros)
       of_scales.widen(of.zeros->data<const S>() + at * groups * TILE, c * groups * TILE, place.zeros.data());
     const int64_t column = tile * TILE, columns = std::min(c * TILE, of.N - column);
+    const uint8_t* const w = of.codes.data<const uint8_t>() + at * words * WORD_BYTES;
+    const float* const zeros = of.zeros ? place.zeros.data() : nullptr;
+    const T* const bias = of.bias ? of.bias->data<const T>() + unit.layer * of.N + column : nullptr;
+    if (tiled) {
+      const Rows8 own = x.from(unit.row);
+      const auto multiply_block = of.element == "int4" ? all.tiles.int4 : all.tiles.int8;
+      multiply_block({own, unit.rows, c, w, words, group, place.scales.data(), zeros, place.block_totals.data(),
+                      place.sums.data(), place.codes.data()});
+      kernels.finish({unit.rows, columns, place.block_totals.data(), c * TILE, own.scales, bias,
+                      out + unit.row * of.N + column, of.N});
+      continue;
+    }
     for (int64_t i = 0; i < unit.rows; i += all.rows) {
       const int64_t m = std::min(all.rows, unit.rows - i), row = unit.row + i;
       const Rows8 own = x.from(row);
       multiply[(m - 1) * all.cols + c - 1]({
           .x = own,
-          .w = of.codes.data<const uint8_t>() + at * words * WORD_BYTES,
+          .w = w,
           .words = words,
-          .group = (of.group() + of.inputs() - 1) / of.inputs(),
+          .group = group,
           .scales = place.scales.data(),
-          .zeros = of.zeros ? place.zeros.data() : nullptr,
+          .zeros = zeros,
           .totals = place.totals,
           .prefetch = i == 0 && unit.rows > FEW_ROWS,
       });
-      kernels.finish({m, columns, place.totals, c * TILE, own.scales,
-                      of.bias ? of.bias->data<const T>() + unit.layer * of.N + column : nullptr, out + row * of.N + column,
-                      of.N});
+      kernels.finish({m, columns, place.totals, c * TILE, own.scales, bias, out + row * of.N + column, of.N});
     }
   }
+  if (tiled) all.tiles.end();
 }
 
 // Rows from `first` on, of which `starts` says how many each layer has. The first is row `first` of the result.
@@ -180,8 +203,10 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
   int64_t most = 0;
   for (size_t e = 0; e + 1 < starts.size(); ++e) most = std::max(most, starts[e + 1] - starts[e]);
   const int64_t fit = std::max<int64_t>(1, TILES_BYTES / (K * TILE * 4 / of.inputs()));
-  const int64_t cols = most <= FEW_ROWS ? 1 : std::min(all.cols, fit);
-  const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / K / all.rows) * all.rows;
+  const bool tiled = on_tiles(all, most);
+  const int64_t cols = tiled ? 2 : most <= FEW_ROWS ? 1 : std::min(all.cols, fit);
+  const int64_t together = tiled ? BLOCK_ROWS : all.rows;
+  const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / K / together) * together;
   const std::vector<Unit> units = units_of(starts, tiles, cols, block, threads);
   std::atomic<size_t> free = 0;
   with_dtype(of.x.dtype(), [&]<class T>(const KernelsOf8<T>& kernels) {
@@ -191,6 +216,12 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
         Workplace8 place;
         place.scales.resize(cols * of.groups() * TILE);
         if (of.zeros) place.zeros.resize(cols * of.groups() * TILE);
+        if (tiled) {
+          const int64_t block_rows = (std::min(block, most) + BLOCK_ROWS - 1) / BLOCK_ROWS * BLOCK_ROWS;
+          place.block_totals.resize(block_rows * cols * TILE);
+          place.sums.resize(block_rows * cols * TILE);
+          place.codes.resize(all.tiles.code_bytes);
+        }
         for (size_t i; (i = free++) < units.size();)
           multiply_unit(all, kernels, of_scales, of, units[i], quantized.rows, cols, out, place);
       });

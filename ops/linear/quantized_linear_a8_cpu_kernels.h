@@ -3,44 +3,22 @@
 //
 // A product takes groups of four inputs. With VNNI these are one instruction, of unsigned weights by signed activations, so
 // codes of int8 are kept with an offset of 128 there (those of int4 always with 8); the sums start at what makes up for it.
-// Without, weights and activations are widened to 16 bits.
+// Without, weights and activations are widened to 16 bits. On tile registers blocks of rows are multiplied (..._amx.h).
 
 #include <array>
 #include <cstring>
 #include <utility>
 
-#include "../cpu/vectors.h"
-#include "quantized_linear_a8_cpu_types.h"
+#include "quantized_linear_a8_cpu_amx.h"
 
 namespace {
 namespace ISA {
 
-typedef int32_t IntRegister __attribute__((vector_size(WIDTH / 8), may_alias));
-typedef int16_t ShortRegister __attribute__((vector_size(WIDTH / 8), may_alias));
-typedef uint8_t ByteRegister __attribute__((vector_size(WIDTH / 8), may_alias));
 typedef int8_t Codes __attribute__((vector_size(kLanes), aligned(1), may_alias));
 
 constexpr int PARTS = 512 / WIDTH;  // registers of a tile
 constexpr int ROWS = WIDTH == 512 ? 8 : 4, COLS = DOT ? 3 : WIDTH == 512 ? 2 : 1;
 constexpr int64_t AHEAD = 32;  // words from a product to the prefetch of its weights
-
-// a * b + c, rounded once.
-INLINE Vec fma(Vec a, Vec b, Vec c) {
-#if WIDTH == 512
-  return reinterpret_cast<Vec>(
-      _mm512_fmadd_ps(reinterpret_cast<__m512>(a), reinterpret_cast<__m512>(b), reinterpret_cast<__m512>(c)));
-#else
-  alignas(64) float x[kLanes], y[kLanes], z[kLanes];
-  store(x, a), store(y, b), store(z, c);
-#if WIDTH == 256
-  for (int i = 0; i < kLanes; i += 8)
-    _mm256_store_ps(z + i, _mm256_fmadd_ps(_mm256_load_ps(x + i), _mm256_load_ps(y + i), _mm256_load_ps(z + i)));
-#else
-  for (int i = 0; i < kLanes; ++i) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
-#endif
-  return load(z);
-#endif
-}
 
 #if DOT
 constexpr int32_t OFFSET = 128;
@@ -78,12 +56,6 @@ template <int BITS>
 INLINE Bytes weights(ByteRegister word, int part) {
   if constexpr (BITS == 4) return four(part == 0 ? word & 15 : (word >> 4) & 15);
   else return four(DOT ? word ^ 0x80 : word);
-}
-
-INLINE ByteRegister load_bytes(const uint8_t* from) {
-  ByteRegister bytes;
-  std::memcpy(&bytes, from, sizeof(bytes));
-  return bytes;
 }
 
 INLINE Bytes broadcast_four(const int8_t* from) {
@@ -217,7 +189,7 @@ inline Kernels kernels() {
   static_assert(ROWS <= MAX_ROWS && COLS <= MAX_COLS);
   static constexpr auto int8 = products<8>(std::make_index_sequence<ROWS * COLS>());
   static constexpr auto int4 = products<4>(std::make_index_sequence<ROWS * COLS>());
-  return {ROWS, COLS, OFFSET, int8.data(), int4.data(),
+  return {ROWS, COLS, OFFSET, int8.data(), int4.data(), tile_kernels(),
           {quantize<BFloat16>, widen<BFloat16>, finish<BFloat16>},
           {quantize<float>, widen<float>, finish<float>},
           {quantize<Half>, widen<Half>, finish<Half>}};

@@ -45,6 +45,29 @@ struct Work8 {
   bool prefetch;        // fetch weights from memory in time
 };
 
+// Products of a block of rows and one or two column tiles, over all inputs.
+struct Block8 {
+  Rows8 x;             // up to 15 rows after the last are read, and not used
+  int64_t rows, columns;
+  const uint8_t* w;    // [columns, words, 64]
+  int64_t words;
+  int64_t group;       // words
+  const float* scales;  // [columns, groups, TILE]
+  const float* zeros;   // likewise, or null
+  float* totals;        // [rows, columns, TILE]
+  int32_t* sums;        // memory for [rows rounded up to 32, columns, TILE]
+  uint8_t* codes;       // and for `code_bytes`
+};
+
+// Those of tile registers. A thread multiplies after `begin` and before `end`.
+struct TileKernels {
+  void (*begin)(int64_t rows, int64_t group);  // at most `rows` rows if they are fewer than 16; 4 inputs times `group`
+  void (*end)();
+  void (*int8)(const Block8&);
+  void (*int4)(const Block8&);
+  int64_t code_bytes;
+};
+
 // y = total * sx + bias
 template <class T>
 struct Finish8 {
@@ -69,6 +92,7 @@ struct Kernels {
   int32_t offset;      // of codes of int8, as they are multiplied
   void (*const* int8)(const Work8&);  // [rows, cols]: entry [m - 1, c - 1]
   void (*const* int4)(const Work8&);
+  TileKernels tiles;  // nulls where there are none
   KernelsOf8<BFloat16> bf16;
   KernelsOf8<float> f32;
   KernelsOf8<Half> f16;

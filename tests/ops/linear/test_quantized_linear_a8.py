@@ -25,7 +25,7 @@ FORMATS = [
     WeightFormat("int4", 64, zeros=True),
     WeightFormat("int4", 128, scale_dtype="float16"),
 ]
-ISAS = ["avx512_bf16", "avx512", "avx2", "portable"]
+ISAS = ["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
@@ -146,6 +146,17 @@ def test_every_instruction_set_gives_the_bits_of_the_reference(form: WeightForma
                 assert torch.equal(run(isa, args), expected), isa
 
 
+@pytest.mark.parametrize("isa", ["amx", "amx_in_software", "portable"])
+@pytest.mark.parametrize(
+    "form", [*FORMATS, *(WeightFormat(e, g) for e in ("int8", "int4") for g in (40, 96, 2048))], ids=str
+)
+def test_blocks_of_rows_have_the_bits_of_the_other_sets(isa: str, form: WeightFormat) -> None:
+    torch.set_num_threads(1)
+    for t, n, k in [(8, 16, 24), (15, 33, 331), (16, 32, 64), (35, 50, 2177), (70, 17, 1024)]:
+        case = problem(form, t, n, k)
+        assert torch.equal(run(isa, case.args()), run("avx512_bf16", case.args())), (t, n, k)
+
+
 @pytest.mark.parametrize("element", ["int8", "int4"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_sums_of_the_largest_codes(isa: str, element: str) -> None:
@@ -153,7 +164,7 @@ def test_sums_of_the_largest_codes(isa: str, element: str) -> None:
     form = WeightFormat(element)
     for code, k in itertools.product((least, most), (17, 9000)):
         rows = QuantizedRows(torch.full((20, k), code, dtype=torch.int8), torch.ones(20, 1))
-        x = torch.ones(3, k)
+        x = torch.ones(9, k)
         x[1] = -1
         case = Problem(x, rows, packed(rows, form), torch.zeros(20), form)
         assert torch.equal(run(isa, case.args()), a8.quantized_linear_a8_reference(*case.args()))
