@@ -39,14 +39,22 @@ def logits(directory: Path) -> Tensor:
         return model.head(weights, hidden, config)
 
 
-def write(directory: Path, name: str, quantised: Callable[[Tensor], dict[str, Tensor]], fields: dict[str, Any]) -> None:
-    """A family's checkpoint twice: with the quantised linear layers of its blocks, and with what they stand for."""
-    source = families.checkpoint(name)
+def write(
+    directory: Path,
+    source: Path,
+    quantised: Callable[[Tensor], dict[str, Tensor]],
+    fields: dict[str, Any],
+    skip: tuple[str, ...] = ("gate",),
+) -> None:
+    """A checkpoint twice: with the quantised linear layers of its blocks, and with what they stand for.
+
+    ``skip``: ends of the names of layers that are left as they are.
+    """
     tensors, plain = load_file(source / "model.safetensors"), {}
     config = json.loads((source / "config.json").read_text())
     for each in list(tensors):
         matrix = tensors[each]
-        if ".layers." not in each or matrix.ndim != 2 or each.endswith("gate.weight"):
+        if ".layers." not in each or matrix.ndim != 2 or each.removesuffix(".weight").endswith(skip):
             plain[each] = matrix
             continue
         made = quantised(matrix)
@@ -104,7 +112,7 @@ CASES: dict[str, tuple[Callable[[Tensor], dict[str, Tensor]], dict[str, Any]]] =
 @pytest.mark.parametrize("family_name", ["qwen3", "llama"])
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, case: str, family_name: str) -> None:
-    write(tmp_path, family_name, *CASES[case])
+    write(tmp_path, families.checkpoint(family_name), *CASES[case])
     torch.testing.assert_close(logits(tmp_path / "quantised"), logits(tmp_path / "plain"), atol=1e-3, rtol=1e-3)
 
 
@@ -125,7 +133,7 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, case: str, fa
 def test_errors_name_the_layer(
     tmp_path: Path, case: str, edit: Callable[[dict[str, Tensor]], object], words: list[str]
 ) -> None:
-    write(tmp_path, "qwen3", *CASES[case])
+    write(tmp_path, families.checkpoint("qwen3"), *CASES[case])
     path = tmp_path / "quantised" / "model.safetensors"
     tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
     edit(tensors)
