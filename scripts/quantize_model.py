@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bench import tables
-from kv_report import cut_windows, held_out_texts
+from teacher_forcing import cut_windows, held_out_texts
 from torch import Tensor
 
 from compiled_llm.command_line import FlagParser, errors_end

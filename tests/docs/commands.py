@@ -132,6 +132,7 @@ NOT_RUN = (
     NotRun(_PYTHON + r" scripts/lm_eval_adapter\.py\b.*", "needs lm-eval, and its tasks the network", parse_script),
     NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_script),
     NotRun(_PYTHON + r" scripts/quantize_model\.py\b.*", "tests/scripts/test_quantize_model.py runs it", parse_script),
+    NotRun(_PYTHON + r" scripts/weights_report\.py\b.*", "minutes", parse_script),
     NotRun(_PYTHON + r" scripts/train_demo_model\.py\b.*", "25 minutes", parse_script),
 )  # fmt: skip
 # Run with -m battery; else checked only.

@@ -1,0 +1,264 @@
+"""Teacher forcing: a model and the same one quantised, run over one text in lock-step, and what is measured of them.
+
+The models run uncompiled, in windows of the model's length and in chunks, so that attention reads what earlier chunks
+left in the cache. ``kv_report.py`` and ``weights_report.py`` use this.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import math
+import sysconfig
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from compiled_llm.config import EngineConfig
+from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import read_config
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.registry import family_of
+from compiled_llm.ops.attention import kv_quant
+from compiled_llm.step.kv_cache import allocate, layer_dtypes
+from compiled_llm.text.tokenizer import Tokenizer
+from compiled_llm.worker import loader
+from compiled_llm.worker.device import resolve_device
+from compiled_llm.worker.quantization import linears_of
+
+BLOCK_SIZE = 16
+MAX_WINDOW = 4096  # of the default, for models whose own length would ask for a very large cache
+WORTH_KEEPING = 2.0  # times the mean over the layers
+ROWS_AT_ONCE = 64  # of logits, in float64
+L = TypeVar("L", bound=Hashable)
+
+
+class BadScaleError(Exception):
+    """A scale in the cache is zero or not finite."""
+
+
+class Model(NamedTuple):
+    config: ModelConfig
+    weights: Any
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Window(NamedTuple):
+    """Consecutive tokens, and the token after each of them: ``[T]`` each."""
+
+    token_ids: Tensor
+    targets: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A quantised model, or one with a quantised cache, against it in its own dtype, over all tokens of a text.
+
+    Attributes:
+        kl: divergence for each token, ``[T]`` float64, nats.
+        losses: of the next tokens in the model's dtype and quantised, means in nats.
+        top1: share of the tokens whose likeliest next token is the same.
+        output_errors: of each output that was looked at, the Euclidean norm over all tokens of the difference to the
+            same output without quantisation, relative to that output's.
+    """
+
+    kl: Tensor
+    losses: tuple[float, float]
+    top1: float
+    output_errors: list[float]
+
+
+Run = Callable[[Model, KVCache, Tensor, int], tuple[Tensor, list[Tensor]]]
+"""As ``run_chunk``: logits, and outputs inside the model that are to be compared."""
+
+
+def step_input(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) -> StepInput:
+    """A chunk of one request whose first token has position ``start``; it has the cache to itself."""
+    count, end = len(token_ids), start + len(token_ids)
+
+    def tensor(values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int32, device=model.device)
+
+    return StepInput(
+        input_ids=token_ids,
+        positions=tensor(range(start, end)),
+        slot_mapping=tensor(range(start, end)),  # block 0 is the window's first
+        query_start_loc=tensor([0, count]),
+        seq_lens=tensor([end]),
+        logits_indices=tensor(range(count)),
+        block_table=tensor([range(len(kv_cache[0].k))]),
+    )
+
+
+def run_chunk(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) -> tuple[Tensor, list[Tensor]]:
+    """Logits ``[T, V]`` of a chunk whose first token has position ``start``; no outputs inside the model."""
+    step, functions = step_input(model, kv_cache, token_ids, start), family_of(model.config)
+    with torch.no_grad():
+        layers = functions.layers(model.config)
+        hidden = functions.forward(model.weights, step, kv_cache, model.config, layers, len(token_ids))
+        return functions.head(model.weights, hidden[step.logits_indices], model.config), []
+
+
+def check_scales(kv_cache: KVCache, start: int, end: int) -> None:
+    """``BadScaleError`` if a scale of the tokens at ``start..end - 1`` is zero, negative or not finite."""
+    for layer, cache in enumerate(kv_cache):
+        for name, scale in (("keys", cache.k_scale), ("values", cache.v_scale)):
+            if scale is None:
+                continue
+            written = scale.transpose(1, 2).flatten(0, 1)[start:end]  # [tokens, K]
+            bad = ~(written.isfinite() & (written > 0))
+            if bad.any():
+                token, head = bad.nonzero()[0].tolist()
+                raise BadScaleError(
+                    f"layer {layer}: the scale of the {name} of token {start + token}, KV head {head}, is "
+                    f"{written[token, head].item()}; every scale must be a positive number"
+                )
+
+
+def compare(
+    own: Model,
+    other: Model,
+    dtypes: Sequence[torch.dtype],
+    windows: list[Window],
+    chunk: int,
+    title: str = "windows",
+    run: Run = run_chunk,
+) -> Comparison:
+    """Run ``own``, with a cache in its dtype, and ``other``, with one of ``dtypes``, over the windows in lock-step.
+
+    Args:
+        dtypes: of the cache of each layer.
+        chunk: tokens of a step.
+        title: of the progress bar.
+
+    Raises:
+        BadScaleError: a scale in the cache of ``other`` is zero or not finite.
+    """
+    num_blocks = -(-max(len(window.token_ids) for window in windows) // BLOCK_SIZE)
+    own_cache = allocate(own.config, (own.dtype,) * len(dtypes), num_blocks, BLOCK_SIZE, own.device)
+    cache = allocate(other.config, dtypes, num_blocks, BLOCK_SIZE, other.device)
+    kl, losses, agreements = [], [], []
+    squares: list[Tensor] = []  # of each chunk, [outputs, 2] float64: of the error, of the output
+    for window in tqdm(windows, desc=title, unit="window", disable=None, leave=False):
+        for start in range(0, len(window.token_ids), chunk):
+            tokens, targets = (part[start : start + chunk] for part in window)
+            own_logits, own_outputs = run(own, own_cache, tokens, start)
+            logits, outputs = run(other, cache, tokens, start)
+            check_scales(cache, start, start + len(tokens))
+            squares.append(_squares(own_outputs, outputs))
+            agreements.append(own_logits.argmax(-1) == logits.argmax(-1))
+            rows = (tensor.split(ROWS_AT_ONCE) for tensor in (own_logits, logits, targets.long()))
+            for own_part, part, target in zip(*rows, strict=True):
+                own_log_probs, log_probs = own_part.double().log_softmax(-1), part.double().log_softmax(-1)
+                kl.append(F.kl_div(log_probs, own_log_probs, reduction="none", log_target=True).sum(-1))
+                pair = [F.nll_loss(log_p, target, reduction="none") for log_p in (own_log_probs, log_probs)]
+                losses.append(torch.stack(pair))
+    own_loss, loss = torch.cat(losses, dim=1).mean(1).tolist()
+    errors, norms = torch.stack(squares).sum(0).unbind(1)
+    return Comparison(
+        kl=torch.cat(kl).cpu(),
+        losses=(own_loss, loss),
+        top1=torch.cat(agreements).double().mean().item(),
+        output_errors=(errors / norms).sqrt().tolist(),
+    )
+
+
+def _squares(own_outputs: list[Tensor], outputs: list[Tensor]) -> Tensor:
+    pairs = [
+        torch.stack([(other.double() - own.double()).square().sum(), own.double().square().sum()]).cpu()
+        for own, other in zip(own_outputs, outputs, strict=True)
+    ]
+    return torch.stack(pairs) if pairs else torch.zeros(0, 2, dtype=torch.float64)
+
+
+def held_out_texts() -> dict[str, str]:
+    """Path -> text of the standard library's files that the demo model was not trained on, as they were then."""
+    library, texts = Path(sysconfig.get_path("stdlib")), {}
+    for record in json.loads((DEMO_MODEL / "training.json").read_text())["held_out_files"]:
+        path = library / record["path"]
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == record["sha256"]:
+            texts[record["path"]] = path.read_text(encoding="utf-8")
+    if not texts:
+        raise ValueError("this Python's standard library has none of the held-out files as they were: give --text FILE")
+    return texts
+
+
+def cache_dtypes(model: Model, engine_config: EngineConfig) -> tuple[torch.dtype, ...]:
+    """The dtype of each layer's cache. ``ValueError`` for what the engine would refuse."""
+    dtypes = layer_dtypes(engine_config, model.dtype, model.config)
+    if model.device.type == "cuda":
+        for dtype in dtypes:
+            kv_quant.check_capability(dtype, torch.cuda.get_device_capability(model.device))
+    return dtypes
+
+
+def load_model(engine_config: EngineConfig, directory: Path) -> Model:
+    """A model with the weights that an engine of these arguments has. ``ValueError`` for what it would refuse."""
+    config, device = read_config(directory), resolve_device(engine_config.device)
+    dtype = getattr(torch, config.dtype if engine_config.dtype == "auto" else engine_config.dtype)
+    linears = linears_of(engine_config, config, device, dtype)
+    return Model(config, loader.load_weights(directory, config, dtype, device, linears), dtype, device)
+
+
+def add_text_flags(parser: argparse.ArgumentParser) -> dict[str, int]:
+    """Flags of the text and how it is run. Returns the smallest values of those that are numbers."""
+    parser.add_argument("--text", type=Path, metavar="FILE", help="UTF-8 (default: the demo model's held-out files)")
+    parser.add_argument("--max-tokens", type=int, help="tokens of the text to use (default: all)")
+    parser.add_argument("--window", type=int, help=f"default: the model's length, {MAX_WINDOW} at most")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens a step (default: 512)")
+    return {"max_tokens": 1, "window": 1, "chunk": 1}
+
+
+def cut_windows(documents: list[list[int]], length: int, max_tokens: int | None, device: torch.device) -> list[Window]:
+    """Windows of up to ``length`` tokens, none across documents, of the first ``max_tokens`` tokens."""
+    windows, left = [], sum(map(len, documents)) if max_tokens is None else max_tokens
+    for document in documents:
+        tokens = torch.tensor(document, dtype=torch.int32, device=device)
+        for start in range(0, len(document) - 1, length):
+            end = min(start + length, start + left, len(document) - 1)
+            if end > start:
+                windows.append(Window(tokens[start:end], tokens[start + 1 : end + 1]))
+                left -= end - start
+    if not windows:
+        raise ValueError("the text must have two tokens at least")
+    return windows
+
+
+def read_windows(args: argparse.Namespace, config: ModelConfig, device: torch.device) -> tuple[str, list[Window]]:
+    """What the text is, and its windows, by the flags of ``add_text_flags`` and ``--model``."""
+    longest = config.max_position_embeddings
+    length = args.window or min(longest, MAX_WINDOW)
+    if length > longest:
+        raise ValueError(f"--window must be at most the model's length, {longest}, given {length}")
+    texts = {str(args.text): args.text.read_text(encoding="utf-8")} if args.text else held_out_texts()
+    tokenizer = Tokenizer(args.model)
+    windows = cut_windows([tokenizer.encode(text) for text in texts.values()], length, args.max_tokens, device)
+    name = str(args.text) if args.text else f"{len(texts)} files of the standard library held out from the demo model"
+    return name, windows
+
+
+def worth_keeping(kl_alone: Mapping[L, float]) -> list[L]:
+    """Of layers -> KL divergence of each alone: those that cause more than twice the mean, in their order."""
+    mean = sum(kl_alone.values()) / len(kl_alone)
+    return [layer for layer, kl in kl_alone.items() if kl > WORTH_KEEPING * mean]
+
+
+def summary(comparison: Comparison) -> dict[str, float]:
+    own, other = (math.exp(loss) for loss in comparison.losses)
+    return {
+        "tokens": len(comparison.kl),
+        "kl_mean": comparison.kl.mean().item(),
+        "kl_p99": comparison.kl.kthvalue(math.ceil(0.99 * len(comparison.kl))).values.item(),
+        "kl_max": comparison.kl.max().item(),
+        "perplexity": own,
+        "perplexity_quantised": other,
+        "perplexity_change": other / own - 1,
+        "top1_agreement": comparison.top1,
+    }
