@@ -13,8 +13,8 @@ from compiled_llm.models.linears.experts import take_biases
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
-from compiled_llm.ops.linear.quantized_layouts import empty_quantized, pack_quantized_rows
-from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
+from compiled_llm.ops.linear.quantized_layouts import empty_quantized, quantize_into
+from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
 SCHEMES = {
     "int8": Scheme(WeightFormat("int8")),
@@ -82,7 +82,7 @@ class Quantizing:
         weight = empty_quantized(form, out_features, in_features, take.device)
 
         def put(start: int, rows: Tensor) -> None:
-            pack_quantized_rows(weight, start, quantize(rows, form), form)
+            quantize_into(weight, start, rows, form)
 
         take.rows(weight_shapes(parts), put)
         return Quantized(weight, take_bias(take, parts), scheme, out_features, in_features, str(take.dtype)[6:])
@@ -106,7 +106,7 @@ class Quantizing:
 
         def put(start: int, rows: Tensor) -> None:
             expert, row = divmod(start, out_features)
-            pack_quantized_rows(weight.expert(expert), row, quantize(rows, form), form)
+            quantize_into(weight.expert(expert), row, rows, form)
 
         take.rows({name: shape for parts in experts for name, shape in weight_shapes(parts).items()}, put)
         biases = take_biases(take, experts)

@@ -60,22 +60,29 @@ def pack_rows(packed: Tensor, start: int, rows: Tensor) -> None:
     word = WORDS[rows.dtype]
     padded = F.pad(rows, (0, 1)) if in_features % inputs else rows
     words = padded.contiguous().view(word)
-    pack = _packing().get(word)
+    pack_words(packed.flatten(2).view(word), start, words)
+
+
+def pack_words(packed: Tensor, start: int, words: Tensor) -> None:
+    """Write ``words`` ``[n, words]`` of 2 or 4 bytes, contiguous, into ``packed`` ``[tiles, words, 16]``."""
+    assert packed.dtype == words.dtype, "words are packed as they are"
+    pack = _packing().get(words.itemsize)
     if pack is not None:
         assert packed.is_contiguous()
-        pack(words.data_ptr(), count, num_words, start, packed.data_ptr())
+        assert words.is_contiguous()
+        pack(words.data_ptr(), *words.shape, start, packed.data_ptr())
     else:
-        into = torch.arange(start, start + count)
-        packed.flatten(2).view(word)[into // TILE, :, into % TILE] = words
+        into = torch.arange(start, start + len(words), device=words.device)
+        packed[into // TILE, :, into % TILE] = words
 
 
 @functools.cache
-def _packing() -> dict[torch.dtype, Any]:
-    """Word -> the C++ function that packs rows of such words; none without a compiler."""
+def _packing() -> dict[int, Any]:
+    """Bytes of a word -> the C++ function that packs rows of such words; none without a compiler."""
     library = native.open_library(pack_library())
     if library is None:
         return {}
-    functions = {torch.int32: library.pack_words32, torch.int16: library.pack_words16}
+    functions = {4: library.pack_words32, 2: library.pack_words16}
     for function in functions.values():
         size, address = ctypes.c_int64, ctypes.c_void_p
         function.argtypes, function.restype = (address, size, size, size, address), None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.linear import quantized_weight, quantized_weight_gpu
+from compiled_llm.ops.linear import quantize_rows, quantized_weight, quantized_weight_gpu
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, QuantizedWeight, WeightFormat
 
 
@@ -26,6 +26,14 @@ def pack_quantized_rows(weight: QuantizedWeight, start: int, rows: QuantizedRows
         quantized_weight_gpu.pack_quantized_rows_gpu(weight, start, rows, form)
     else:
         quantized_weight.pack_quantized_rows(weight, start, rows, form)
+
+
+def quantize_into(weight: QuantizedWeight, start: int, rows: Tensor, form: WeightFormat) -> None:
+    """Round ``rows`` ``[n, K]`` to the nearest codes, and write these into ``weight`` from row ``start`` on."""
+    if weight.codes.device.type == "cuda":
+        quantized_weight_gpu.pack_quantized_rows_gpu(weight, start, quantized_weight.quantize(rows, form), form)
+    else:
+        quantize_rows.quantize_into(weight, start, rows, form)
 
 
 def unpack_quantized_rows(weight: QuantizedWeight, ids: Tensor, form: WeightFormat, in_features: int) -> QuantizedRows:

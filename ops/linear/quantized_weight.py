@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
-from compiled_llm.ops.linear.packed_linear import TILE, pack_rows
+from compiled_llm.ops.linear.packed_linear import TILE, pack_words
 
 BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp4": 6.0}
@@ -136,7 +136,12 @@ def group_scales(rows: Tensor, form: WeightFormat, shrink: float = 1.0) -> tuple
     largest = values.abs().amax(2) * shrink
     if form.element == "fp4":
         return torch.exp2((torch.frexp(largest)[1] - 1 - 2).clamp(-126, 127).float()), None
-    return _kept(largest / LARGEST[form.element], form), None
+    return scales_of(largest, form), None
+
+
+def scales_of(largest: Tensor, form: WeightFormat) -> Tensor:
+    """The scales of groups whose largest absolute values are ``largest``, float32; not those of fp4."""
+    return _kept(largest / LARGEST[form.element], form)
 
 
 def round_to_codes(rows: Tensor, scales: Tensor, zeros: Tensor | None, form: WeightFormat) -> QuantizedRows:
@@ -215,13 +220,11 @@ def pack_quantized_rows(weight: QuantizedWeight, start: int, rows: QuantizedRows
         codes = codes + 8
     bits = codes.view(torch.uint8).view(len(codes), words, inputs // 4, 4)
     packed = bits[:, :, 0] if form.bits == 8 else bits[:, :, 0] | bits[:, :, 1] << 4
-    into = torch.arange(start, start + len(codes), device=codes.device)
-    # Words of four bytes, moved as those of float32 are.
-    pack_rows(weight.codes.view(torch.float32), start, packed.contiguous().view(torch.float32)[:, :, 0])
-    weight.scales[into // TILE, :, into % TILE] = rows.scales.to(weight.scales.dtype)
+    pack_words(weight.codes.view(torch.int32)[..., 0], start, packed.contiguous().view(torch.int32)[:, :, 0])
+    pack_words(weight.scales, start, rows.scales.to(weight.scales.dtype).contiguous())
     if weight.zeros is not None:
         assert rows.zeros is not None, "a format with zero points"
-        weight.zeros[into // TILE, :, into % TILE] = rows.zeros.to(weight.zeros.dtype)
+        pack_words(weight.zeros, start, rows.zeros.to(weight.zeros.dtype).contiguous())
 
 
 def unpack_quantized_rows(weight: QuantizedWeight, ids: Tensor, form: WeightFormat, in_features: int) -> QuantizedRows:

@@ -29,6 +29,7 @@ from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser, errors_end
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.kinds import linear_kind
+from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.weights import tensors
 from compiled_llm.worker import loader
 from compiled_llm.worker.memory import growth_while
@@ -43,6 +44,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--mxfp4", action="store_true", help="the experts of --shape in MXFP4, as gpt-oss has them")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--quantization", choices=sorted(SCHEMES), help="of linear layers and the head, as they are read"
+    )
     parser.add_argument("--cold", action="store_true", help="from the disk: the page cache forgets the files each time")
     parser.add_argument("--rounds", type=int, default=5, help="after the first, which counts apart")
     tables.add_json_flag(parser)
@@ -75,12 +79,16 @@ def forget(directory: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def measure(directory: Path, dtype_name: str, rounds: int, *, cold: bool = False) -> dict[str, Any]:
+def measure(
+    directory: Path, dtype_name: str, rounds: int, *, quantization: str | None = None, cold: bool = False
+) -> dict[str, Any]:
     prepare = forget if cold else lambda directory: None
     config = read_config(directory)
     config = dataclasses.replace(config, max_position_embeddings=min(config.max_position_embeddings, MAX_POSITIONS))
     dtype, device = getattr(torch, config.dtype if dtype_name == "auto" else dtype_name), torch.device("cpu")
     linears = linear_kind(device, dtype)
+    if quantization is not None:
+        linears = Quantizing(linears, dtype, SCHEMES[quantization], SCHEMES[quantization])
     kept: list[Any] = []
     plain: list[float] = []
     loads: list[float] = []
@@ -103,6 +111,7 @@ def measure(directory: Path, dtype_name: str, rounds: int, *, cold: bool = False
     known = [peak for peak in peaks if peak is not None]
     return {
         "dtype": str(dtype)[6:],
+        "quantization": quantization,
         "from": "disk" if cold else "page cache",
         "file_bytes": sum(path.stat().st_size for path in directory.glob("*.safetensors")),
         "weight_bytes": size,
@@ -122,11 +131,11 @@ def main() -> None:
         if directory is None:
             directory = Path(scratch)
             write_checkpoint(directory, args.shape, **({"quantization_config": MXFP4} if args.mxfp4 else {}))
-        result = measure(directory, args.dtype, args.rounds, cold=args.cold)
+        result = measure(directory, args.dtype, args.rounds, quantization=args.quantization, cold=args.cold)
     peak = result["peak_over_weights"]
     rows = {
         "file": f"{result['file_bytes'] / 1e9:.3f} GB, from the {result['from']}",
-        "weights": f"{result['weight_bytes'] / 1e9:.3f} GB in {result['dtype']}",
+        "weights": f"{result['weight_bytes'] / 1e9:.3f} GB in {result['quantization'] or result['dtype']}",
         "plain read": f"{result['read_seconds']:.3f} s ({result['first_read_seconds']:.3f} s the first time)",
         "load": f"{result['load_seconds']:.3f} s ({result['first_load_seconds']:.3f} s the first time)",
         "load over plain read": f"{result['load_over_read']:.2f}",
