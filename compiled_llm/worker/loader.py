@@ -24,6 +24,9 @@ from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
 from compiled_llm.worker.tensor_names import by_family_names, parts_of
 
+# What quantised checkpoints hold for a cache of 8 bits; kv_cache_dtype says how it is kept here.
+_CACHE_SCALES = tuple(f".{x}_{what}" for x in "qkv" for what in ("scale", "zero_point"))
+
 
 def load_weights(
     directory: Path,
@@ -127,6 +130,8 @@ def _check(
     parts = parts_of(extra, config.num_layers) | {
         name: description.unused[name] for name in extra if name in description.unused
     }
+    if config.published:
+        parts |= {name: "scales of a KV cache" for name in extra if name.endswith(_CACHE_SCALES)}
     left = Counter(part for part in parts.values() if part is not None)
     extra = [name for name in extra if parts[name] is None]
     if extra:

@@ -14,7 +14,7 @@ import torch
 
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linear_layers
 from compiled_llm.resources import free_memory, total_memory
@@ -256,16 +256,18 @@ class _Use:
         return self.used - self.reserved
 
 
-def estimated_activations(model_config: ModelConfig, limits: EngineLimits, itemsize: int) -> int:
+def estimated_activations(
+    model_config: ModelConfig, limits: EngineLimits, dtype: torch.dtype, linears: LinearKind
+) -> int:
     """Bytes that the largest step holds besides weights and cache, about.
 
     Logits, and what goes into and comes out of the linear layers of the widest decoder layer.
     """
-    weights = family_of(model_config).describe(model_config).weights
+    weights = family_of(model_config).describe(model_config, dtype, linears).weights
     per_token = max(sum(map(_width, linear_layers(layer))) for layer in weights.layers)
     rows = limits.decode_bucket_sizes[-1] * (1 + limits.num_draft_tokens)
     logits = rows * model_config.vocab_size * 16
-    return limits.token_bucket_sizes[-1] * per_token * itemsize + logits * len(limits.decode_bucket_sizes)
+    return limits.token_bucket_sizes[-1] * per_token * dtype.itemsize + logits * len(limits.decode_bucket_sizes)
 
 
 def _width(linear: Linear | Experts) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.quantized.described import described
 from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.ops import native
@@ -135,7 +137,7 @@ class ModelRunner(Worker):
             self.device,
             self.pool_sizes,
             num_tensors(model_config, self.cache_dtypes),
-            estimated_activations(model_config, self.limits, self.dtype.itemsize),
+            estimated_activations(model_config, self.limits, self.dtype, self.linears),
         )
         weights = self._load_weights(config, directory, progress)
         memory.check()
@@ -286,7 +288,9 @@ class ModelRunner(Worker):
         graphs = [f"{made} graphs compiled" if made else "", f"{found} graphs from disk" if found else ""]
         compiled = " and ".join(filter(None, graphs)) or "nothing compiled (eager)"
         took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
-        return f"{took}; model: {code_of(self.model_config)}; exact: {self.exact}"
+        published = self.model_config.published
+        weights = f"; checkpoint: {described(json.loads(published))}" if published else ""
+        return f"{took}; model: {code_of(self.model_config)}{weights}; exact: {self.exact}"
 
     def compiled_files(self) -> list[Path]:
         """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""

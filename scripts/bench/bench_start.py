@@ -30,8 +30,11 @@ from compiled_llm import hardware as machine
 from compiled_llm.command_line import engine_config
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config_file import read_config
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.quantized.scheme import StoredPart
 from compiled_llm.models.registry import family_of
 from compiled_llm.worker.device import resolve_device
+from compiled_llm.worker.quantization import published
 
 STAGES = ("imports", "kernels", "weights", "compile", "other", "first token")
 THIS = Path(__file__).resolve().parents[2]
@@ -98,7 +101,10 @@ def write_checkpoint(directory: Path, shape: str, **fields: Any) -> None:
     (directory / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": "bfloat16"} | fields))
     config, generator = read_config(directory), torch.Generator().manual_seed(0)
     weights = {}
-    for name, (sizes, dtype) in family_of(config).describe(config).stored.items():
+    for name, stored in family_of(config).describe(config, linears=published(config, Dense)).stored.items():
+        if isinstance(stored, StoredPart):
+            raise ValueError(f"random weights are not made of {config.published:.100}; pass --model with a checkpoint")
+        sizes, dtype = stored
         if dtype is not None:
             weights[name] = torch.randint(100, 128, sizes, generator=generator, dtype=dtype)  # no scale is NaN
             continue

@@ -121,7 +121,7 @@ def test_activations_are_estimated_where_the_system_does_not_tell(
     with CompiledEngine(**SMALL, enforce_eager=True) as engine:
         row = next(row for row in engine.memory_report().rows if row.name == "activations")
         runner = engine.runner
-        expected = memory.estimated_activations(engine.model_config, runner.limits, runner.dtype.itemsize)
+        expected = memory.estimated_activations(engine.model_config, runner.limits, runner.dtype, runner.linears)
         assert (row.how, row.bytes) == ("estimated", expected)
 
 

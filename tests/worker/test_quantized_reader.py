@@ -116,6 +116,15 @@ def test_logits_are_those_of_the_dequantised_model(tmp_path: Path, case: str, fa
     torch.testing.assert_close(logits(tmp_path / "quantised"), logits(tmp_path / "plain"), atol=1e-3, rtol=1e-3)
 
 
+def test_scales_of_a_cache_are_left(tmp_path: Path) -> None:
+    write(tmp_path, families.checkpoint("qwen3"), *CASES["int8"])
+    path = tmp_path / "quantised" / "model.safetensors"
+    scales = {f"model.layers.0.self_attn.{x}_scale": torch.ones(1) for x in "kv"}
+    save_file(load_file(path) | scales, path)
+    with pytest.warns(UserWarning, match=r"left, .*: scales of a KV cache \(2 tensors\)"):
+        load(tmp_path / "quantised")
+
+
 @pytest.mark.parametrize(
     ("case", "edit", "words"),
     [
