@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
+_MOST_INPUTS = 1 << 24  # in a group; no layer has more
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -85,12 +86,12 @@ def kept_group(size: int, where: str) -> tuple[int, int]:
     """Group size of a checkpoint -> (that of the kernels, how many of the kernels' groups one of these makes)."""
     if size == -1:
         return 0, 1
-    if size > 0 and size % 128 == 0:
+    if 0 < size <= _MOST_INPUTS and size % 128 == 0:
         return 128, size // 128
     if 0 < size < 128 and size % 16 == 0:
         return size, 1
     raise ValueError(
-        f"config.json: {where} must be -1, a multiple of 16 below 128, or a multiple of 128, given {size!r:.100}. "
+        f"config.json: {where} must be -1, a multiple of 16 below 128, or one of 128 up to 2^24, given {size!r:.100}. "
         "Quantise the model again with such groups"
     )
 

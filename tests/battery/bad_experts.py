@@ -146,7 +146,7 @@ def cases() -> dict[str, Callable[[Path], None]]:
         found[f"mxfp4 quantization {name}"] = functools.partial(_set_config, {"quantization_config": value})
     found["mxfp4 hidden_size no multiple of 32"] = functools.partial(_set_config, {"hidden_size": 48})
     found["experts quantised"] = functools.partial(_set_config, {"quantization_config": mxfp4.QUANTIZATION})
-    return found | {name: functools.partial(_edit, edit) for name, (edit, _) in _TENSORS.items()}
+    return found | {name: functools.partial(edit_tensors, edit) for name, (edit, _) in _TENSORS.items()}
 
 
 def must_name(case: str) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def _set_config(change: dict[str, Any], directory: Path) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
 
 
-def _edit(edit: Callable[[Tensors], Any], directory: Path) -> None:
+def edit_tensors(edit: Callable[[Tensors], Any], directory: Path) -> None:
     """Changed tensors stay in their files, new ones go to the last."""
     index = directory / "model.safetensors.index.json"
     paths = sorted(directory.glob("*.safetensors"))

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.llama import FAMILY
 from tests import mxfp4
-from tests.battery import bad_experts, bad_names
+from tests.battery import bad_experts, bad_names, bad_quantized
 
 Spoil = Callable[[Path], None]
 
@@ -57,13 +57,13 @@ INDEX = "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
 
-KINDS = ("whole", "sharded", *bad_experts.CONFIGS)
-"""Of good directories: a Llama in a file or two, and models with experts, of which that in MXFP4 is in two files."""
+KINDS = ("whole", "sharded", "quantised", *bad_experts.CONFIGS)
+"""Of good directories: a Llama in a file or two or in int8, and models with experts, that in MXFP4 in two files."""
 
 
 def kind_of(case: str) -> str:
     """Which good directory a case spoils."""
-    beginnings = {"index": "sharded"} | {kind: kind for kind in bad_experts.CONFIGS}
+    beginnings = {"index": "sharded", "quantised": "quantised"} | {kind: kind for kind in bad_experts.CONFIGS}
     return next((kind for beginning, kind in beginnings.items() if case.startswith(beginning)), "whole")
 
 
@@ -71,11 +71,14 @@ def make_good(directory: Path, kind: str) -> None:
     """Two layers with random weights and a tokenizer of bytes, which serve."""
     directory.mkdir()
     config = bad_experts.CONFIGS.get(kind, CONFIG)
-    write_json(directory / "config.json", config)
+    more = {"quantization_config": bad_quantized.QUANTIZATION} if kind == "quantised" else {}
+    write_json(directory / "config.json", {**config, **more})
     write_json(directory / "generation_config.json", {"eos_token_id": 2, "temperature": 0.6})
     tensors = mxfp4.tensors_of(config)
     if kind != "mxfp4":
         tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    if kind == "quantised":
+        tensors = bad_quantized.quantised(tensors)
     if kind in ("sharded", "mxfp4"):
         placed = {name: SHARDS[i % 2] for i, name in enumerate(sorted(tensors))}
         for shard in SHARDS:
@@ -116,7 +119,7 @@ def cases() -> dict[str, Spoil]:
         for name, spoil in part().items():
             assert name not in found, name
             found[name] = spoil
-    return found | bad_names.cases() | bad_experts.cases()
+    return found | bad_names.cases() | bad_experts.cases() | bad_quantized.cases()
 
 
 def flips(count: int) -> dict[str, Spoil]:

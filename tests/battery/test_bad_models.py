@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from tests.battery import bad_experts, bad_models, bad_names
+from tests.battery import bad_experts, bad_models, bad_names, bad_quantized
 
 MOST_SECONDS = 5  # of work, or of waiting; more than that of both is a busy machine
 MOST_BYTES = 1 << 30
@@ -71,7 +71,7 @@ def _end(file: TextIO) -> str:
 
 def complaint(name: str, outcome: dict[str, Any]) -> str | None:
     """What is wrong with the outcome of the case ``name``."""
-    must_name = bad_names.must_name(name) or bad_experts.must_name(name)
+    must_name = bad_names.must_name(name) or bad_experts.must_name(name) or bad_quantized.must_name(name)
     if outcome["executed"]:
         return "code of the directory was executed"
     if name in bad_names.SERVED and "error" in outcome:
@@ -98,7 +98,9 @@ def complaint(name: str, outcome: dict[str, Any]) -> str | None:
     return None
 
 
-GOOD: dict[str, bad_models.Spoil] = {f"{kind}nothing": lambda _: None for kind in ("", "index ", "experts ", "mxfp4 ")}
+GOOD: dict[str, bad_models.Spoil] = {
+    f"{kind}nothing": lambda _: None for kind in ("", "index ", "experts ", "mxfp4 ", "quantised ")
+}
 SIZES = [pytest.param((12, 6), id="small"), pytest.param((None, 500), id="full", marks=pytest.mark.battery)]
 
 

@@ -196,6 +196,7 @@ def test_refused(edit: dict[str, Any], words: list[str]) -> None:
         ({"num_bits": 3}, "num_bits"),
         ({"type": "float"}, "float of 8"),
         ({"group_size": 24}, "group_size"),
+        ({"group_size": 2**63}, "group_size"),
         ({"group_size": "64"}, "group_size"),
         ({"strategy": "attn_head"}, "strategy"),
         ({"symmetric": "yes"}, "symmetric"),
