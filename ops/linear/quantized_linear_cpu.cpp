@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -61,32 +62,44 @@ struct Rows {
   int64_t first, count;
 };
 
-// Writes `count` rows for the micro kernels: [words, count], and the sums of each part where they are wanted.
+// Writes `count` rows for the micro kernels of pairs: [words, count] in the order in which codes are decoded, and the sums
+// of each part where they are wanted. `of.inputs` is K rounded up; what is past K is 0.
+void pack_pairs(const BFloat16* x, int64_t stride, const int32_t* index, int64_t first, int64_t count, int64_t K,
+                const Block& of, uint32_t* to, float* sums) {
+  typedef uint16_t Inputs __attribute__((vector_size(16)));
+  typedef uint32_t Words __attribute__((vector_size(16)));
+  typedef uint32_t Wide __attribute__((vector_size(32)));
+  typedef float Sums __attribute__((vector_size(32)));
+  const bool four_bits = of.word_inputs() == 8;
+  for (int64_t m = 0; m < count; ++m) {
+    const BFloat16* const row = x + (index == nullptr ? first + m : index[first + m]) * stride;
+    Sums sum = {};
+    for (int64_t k = 0; k < of.inputs; k += 8) {
+      Inputs inputs = {};
+      if (k + 8 <= K) std::memcpy(&inputs, row + k, sizeof(inputs));
+      else std::memcpy(&inputs, row + k, (K - k) * sizeof(BFloat16));
+      const Words words = reinterpret_cast<Words>(four_bits ? __builtin_shufflevector(inputs, inputs, 0, 2, 4, 6, 1, 3, 5, 7)
+                                                            : __builtin_shufflevector(inputs, inputs, 0, 2, 1, 3, 4, 6, 5, 7));
+      const int64_t made = std::min<int64_t>((of.inputs - k) / 2, 4);
+      for (int64_t i = 0; i < made; ++i) to[(k / 2 + i) * count + m] = words[i];
+      if (sums == nullptr) continue;
+      sum += reinterpret_cast<Sums>(__builtin_convertvector(inputs, Wide) << 16);
+      if ((k + 8) % of.part != 0 && k + 8 < of.inputs) continue;
+      float& all = sums[k / of.part * count + m] = 0;
+      for (int i = 0; i < 8; ++i) all += sum[i];
+      sum = Sums{};
+    }
+  }
+}
+
+// And for those of float32: [inputs, count].
 template <class T>
-void pack_rows(const T* x, int64_t stride, const int32_t* index, int64_t first, int64_t count, int64_t K,
-               const Block& of, bool pairs, uint32_t* to, float* sums) {
-  // Inputs of pairs, as codes are decoded: of 4 bytes, or of 8 halves of bytes.
-  static constexpr int eight[] = {0, 2, 1, 3}, four[] = {0, 2, 4, 6, 1, 3, 5, 7};
-  const bool is_four = of.element == Element::int4 || of.element == Element::fp4;
-  const int64_t inputs = is_four ? 8 : 4;
-  const int* const order = is_four ? four : eight;
+void pack_floats(const T* x, int64_t stride, const int32_t* index, int64_t first, int64_t count, int64_t K,
+                 const Block& of, uint32_t* to) {
   for (int64_t m = 0; m < count; ++m) {
     const T* const row = x + (index == nullptr ? first + m : index[first + m]) * stride;
-    const auto value = [&](int64_t k) { return k < K ? static_cast<float>(row[k]) : 0.f; };
-    if (pairs) {
-      const auto bits = [&](int64_t k) { return __builtin_bit_cast(uint32_t, value(k)) >> 16; };
-      for (int64_t k = 0, word = 0; k < of.inputs; k += inputs)
-        for (int64_t i = 0; i < inputs; i += 2, ++word)
-          to[word * count + m] = bits(k + order[i]) | bits(k + order[i + 1]) << 16;
-    } else {
-      for (int64_t k = 0; k < of.inputs; ++k) to[k * count + m] = __builtin_bit_cast(uint32_t, value(k));
-    }
-    if (sums == nullptr) continue;
-    for (int64_t part = 0; part * of.part < of.inputs; ++part) {
-      float sum = 0;
-      for (int64_t k = part * of.part; k < std::min((part + 1) * of.part, K); ++k) sum += value(k);
-      sums[part * count + m] = sum;
-    }
+    for (int64_t k = 0; k < of.inputs; ++k)
+      to[k * count + m] = __builtin_bit_cast(uint32_t, k < K ? static_cast<float>(row[k]) : 0.f);
   }
 }
 
@@ -97,15 +110,14 @@ struct Layer {
   int64_t bias_at;
 };
 
-float* bias_of(const Layer& layer, int64_t tile, float* to) {
+void copy_bias(const Layer& layer, int64_t tile, float* to) {
   std::fill_n(to, TILE, 0.f);
-  if (layer.bias == nullptr) return to;
+  if (layer.bias == nullptr) return;
   const int64_t from = layer.bias_at + tile * TILE, count = std::min(TILE, layer.N - tile * TILE);
   const Dtype dtype = layer.bias->dtype();
   if (dtype == kFloat) std::copy_n(layer.bias->data<const float>() + from, count, to);
   else if (dtype == kBFloat16) std::copy_n(layer.bias->data<const BFloat16>() + from, count, to);
   else std::copy_n(layer.bias->data<const Half>() + from, count, to);
-  return to;
 }
 
 // Rows of `out` from `out_row` on.
@@ -123,17 +135,20 @@ void multiply(const Layer& layer, const Rows& rows, const Tensor& out, int64_t o
   parallel_for(0, groups, 1 + (1 << 16) / (layer.K * group), [&](int64_t begin, int64_t end) {
     for (int64_t first = begin * group; first < std::min(end * group, rows.count); first += group) {
       const auto pack = [&]<class T>(const T* data) {
-        pack_rows(data, x.stride(0), rows.index, rows.first + first, std::min(group, rows.count - first), layer.K,
-                  layer.block, kernels.pairs, x_packed + first * x_words,
-                  x_sums == nullptr ? nullptr : x_sums + first * layer.parts);
+        pack_floats(data, x.stride(0), rows.index, rows.first + first, std::min(group, rows.count - first), layer.K,
+                    layer.block, x_packed + first * x_words);
       };
-      if (type == 0) pack(x.data<const float>());
+      if (kernels.pairs)
+        pack_pairs(x.data<const BFloat16>(), x.stride(0), rows.index, rows.first + first,
+                   std::min(group, rows.count - first), layer.K, layer.block, x_packed + first * x_words,
+                   x_sums == nullptr ? nullptr : x_sums + first * layer.parts);
+      else if (type == 0) pack(x.data<const float>());
       else if (type == 1) pack(x.data<const BFloat16>());
       else pack(x.data<const Half>());
     }
   });
 
-  const int64_t most = direct ? kernels.direct_cols : kernels.cols, block_rows = std::min(rows.count, ROW_BLOCK);
+  const int64_t most = direct ? 1 : kernels.cols, block_rows = std::min(rows.count, ROW_BLOCK);
   const int64_t chunk = direct ? layer.parts : std::max<int64_t>(CHUNK / layer.block.part, 1);
   const int64_t flops = rows.count * layer.block.inputs * TILE * most;
   parallel_for(0, (layer.tiles + most - 1) / most, 1 + GRAIN_FLOPS / 4 / flops, [&](int64_t begin, int64_t end) {
@@ -154,18 +169,26 @@ void multiply(const Layer& layer, const Rows& rows, const Tensor& out, int64_t o
         for (block.first = 0; block.first < layer.parts; block.first = block.end) {
           block.end = std::min(block.first + chunk, layer.parts);
           if (!direct) kernels.decode(block, cols, room.data());
+          // The chunk that is decoded next, of which each group of rows fetches a part; past the weights it does no harm.
+          const bool again = block.end == layer.parts && row + here < rows.count;
+          const uint8_t* const later = block.end < layer.parts ? block.codes + block.end * block.part / block.word_inputs() * 64
+                                       : again                 ? block.codes
+                                                               : block.codes + cols * block.code_stride;
+          const int64_t lines = chunk * block.part / block.word_inputs() / ((here + group - 1) / group) + 1;
           for (int64_t m = 0; m < here; m += group)
             kernels.multiply({.block = &block,
                               .decoded = direct ? nullptr : room.data(),
                               .x = x_packed + (row + m) * x_words,
                               .x_sums = x_sums == nullptr ? nullptr : x_sums + (row + m) * layer.parts,
-                              .sums = totals.data<float>() + m * cols * TILE},
+                              .sums = totals.data<float>() + m * cols * TILE,
+                              .later = later + m / group * lines * 64,
+                              .later_lines = direct ? 0 : lines},
                              std::min(group, here - m), cols);
         }
         for (int64_t c = 0; c < cols; ++c) {
           const int64_t column = (tile + c) * TILE;
           float bias[TILE];
-          bias_of(layer, tile + c, bias);
+          copy_bias(layer, tile + c, bias);
           kernels.finish(type, totals.data<float>() + c * TILE, cols * TILE, here, std::min(TILE, layer.N - column), bias,
                          out.data<char>() + ((out_row + row) * layer.N + column) * bytes_of(dtype), layer.N);
         }

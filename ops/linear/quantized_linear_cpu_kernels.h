@@ -82,7 +82,9 @@ struct EightBits {  // any, from the table
 #define TARGET_VBMI \
   __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,fma,f16c")))
 
-struct Magnitudes {  // of 7 bits below a sign, by two tables of bytes
+// By tables of 128 magnitudes, a byte of each at a time; the sign is put in after. Integers lose theirs first.
+template <bool INTEGERS>
+struct Magnitudes {
   static constexpr int PAIRS = 2;
   __m512i low[2], high[2];
 
@@ -99,114 +101,145 @@ struct Magnitudes {  // of 7 bits below a sign, by two tables of bytes
     }
   }
   inline __attribute__((always_inline)) TARGET_VBMI void pairs(const uint8_t* from, Vec* to) const {
-    const __m512i codes = _mm512_loadu_si512(from), even = _mm512_set1_epi16(255);
-    const __m512i lows = _mm512_permutex2var_epi8(low[0], codes, low[1]);
-    const __m512i sign = _mm512_and_si512(codes, _mm512_set1_epi8(-128));
-    const __m512i highs = _mm512_or_si512(_mm512_permutex2var_epi8(high[0], codes, high[1]), sign);
+    const __m512i codes = _mm512_loadu_si512(from), even = _mm512_set1_epi16(255), sign = _mm512_set1_epi8(-128);
+    const __m512i sizes = INTEGERS ? _mm512_abs_epi8(codes) : codes;
+    const __m512i lows = _mm512_permutex2var_epi8(low[0], sizes, low[1]);
+    __m512i highs = _mm512_permutex2var_epi8(high[0], sizes, high[1]);
+    highs = _mm512_ternarylogic_epi32(highs, codes, sign, 0xf8);  // a | (b & c)
+    // -128 is in no table: its low byte is that of 0, its high byte this.
+    if (INTEGERS) highs = _mm512_mask_mov_epi8(highs, _mm512_cmpeq_epi8_mask(codes, sign), _mm512_set1_epi8('\xc3'));
     // even ? a : b
     to[0] = reinterpret_cast<Vec>(_mm512_ternarylogic_epi32(even, lows, _mm512_slli_epi16(highs, 8), 0xca));
     to[1] = reinterpret_cast<Vec>(_mm512_ternarylogic_epi32(even, _mm512_srli_epi16(lows, 8), highs, 0xca));
   }
 };
 
-template <int P>
-struct Decoded {
-  static constexpr int PAIRS = P;
+constexpr int64_t AHEAD = 2048;  // bytes at least from codes to the prefetch of others
+constexpr int64_t AT_ONCE = 4;   // parts of a product from codes: several sums hide the products' latency
 
-  INLINE explicit Decoded(const Block&) {}
-  INLINE void pairs(const uint8_t* from, Vec* to) const {
-    for (int i = 0; i < P; ++i) to[i] = load(from + i * 64);
+struct Scales {  // of a part of a tile
+  Vec scale, zero;
+  bool zeros;
+
+  INLINE Scales(const Block& block, int64_t part, int64_t tile) : zero{}, zeros(block.zeros != nullptr) {
+    const int64_t at = (tile * block.groups + (block.whole ? 0 : part)) * TILE;
+    scale = load_scales(block.scales, at, block.type);
+    if (zeros) zero = load_scales(block.zeros, at, block.type);
+  }
+  INLINE Vec operator()(Vec sum, const float* x_sums, int64_t at) const {
+    if (zeros) sum = sum - zero * broadcast(x_sums[at]);
+    return sum * scale;
   }
 };
 
-constexpr int64_t AHEAD = 2048;  // bytes of codes from a product to the prefetch of its codes
-
-// The sums of each part by themselves; then scaled and added up.
-#define DEFINE_MULTIPLY(NAME, ATTRIBUTES)                                                                              \
-  template <class Source, int M, int C, bool DIRECT>                                                                   \
+// One tile, from codes. Its words are read one after the other, so memory sees one stream.
+#define DEFINE_MULTIPLY_CODES(NAME, ATTRIBUTES)                                                                        \
+  template <class Source, int M>                                                                                       \
   ATTRIBUTES void NAME(const Work& work) {                                                                             \
-    constexpr int PAIRS = Source::PAIRS;                                                                               \
+    constexpr int64_t PAIRS = Source::PAIRS;                                                                           \
     const Block& block = *work.block;                                                                                  \
     const Source source(block);                                                                                        \
-    const int64_t inputs = 2 * PAIRS, chunk = block.first * block.part / inputs;                                       \
-    const int64_t last = std::min(block.end * block.part, block.inputs) / inputs, bytes = DIRECT ? 64 : 64 * PAIRS;     \
-    const auto* from = static_cast<const uint8_t*>(DIRECT ? block.codes : work.decoded);                               \
-    const int64_t stride = DIRECT ? block.code_stride : (last - chunk) * bytes;                                        \
-    if (!DIRECT) from -= chunk * bytes;                                                                                \
-    Vec totals[M][C];                                                                                                  \
-    for (int m = 0; m < M; ++m)                                                                                        \
-      for (int c = 0; c < C; ++c) totals[m][c] = load(work.sums + (m * C + c) * TILE);                                 \
-    for (int64_t p = block.first; p < block.end; ++p) {                                                                \
-      Vec sums[M][C] = {};                                                                                             \
-      const int64_t end = std::min((p + 1) * block.part, block.inputs) / inputs;                                       \
-      for (int64_t word = p * block.part / inputs; word < end; ++word) {                                               \
-        Vec w[C][PAIRS];                                                                                               \
-        _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) {                                                          \
-          source.pairs(from + c * stride + word * bytes, w[c]);                                                        \
-          if (DIRECT) __builtin_prefetch(from + c * stride + word * bytes + AHEAD, 0, 2);                              \
-        }                                                                                                              \
-        _Pragma("GCC unroll 4") for (int i = 0; i < PAIRS; ++i)                                                        \
-            _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m) {                                                      \
-          const Vec x = broadcast_lane(work.x + (word * PAIRS + i) * M + m);                                           \
-          _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) sums[m][c] = add_products(sums[m][c], x, w[c][i]);       \
+    const int64_t words = block.part / (2 * PAIRS), all = block.inputs / (2 * PAIRS);                                  \
+    const int64_t ahead = (AHEAD / (AT_ONCE * words * 64) + 1) * AT_ONCE * words * 64;                                 \
+    Vec totals[M] = {};                                                                                                \
+    const auto add_parts = [&]<int64_t COUNT>(int64_t part, int64_t count, std::integral_constant<int64_t, COUNT>)     \
+                               ATTRIBUTES __attribute__((always_inline)) {                                             \
+      Vec sums[COUNT][M] = {};                                                                                         \
+      for (int64_t i = 0; i < count; ++i) {                                                                            \
+        _Pragma("GCC unroll 4") for (int64_t q = 0; q < COUNT; ++q) {                                                  \
+          const int64_t word = (part + q) * words + i;                                                                 \
+          Vec w[PAIRS];                                                                                                \
+          source.pairs(block.codes + word * 64, w);                                                                    \
+          __builtin_prefetch(block.codes + word * 64 + ahead, 0, 2);                                                   \
+          _Pragma("GCC unroll 4") for (int64_t j = 0; j < PAIRS; ++j)                                                  \
+              _Pragma("GCC unroll 4") for (int m = 0; m < M; ++m) {                                                    \
+            sums[q][m] = add_products(sums[q][m], broadcast_lane(work.x + (word * PAIRS + j) * M + m), w[j]);          \
+          }                                                                                                            \
         }                                                                                                              \
       }                                                                                                                \
-      _Pragma("GCC unroll 4") for (int c = 0; c < C; ++c) {                                                            \
-        const int64_t at = (c * block.groups + (block.whole ? 0 : p)) * TILE;                                          \
-        const Vec scale = load_scales(block.scales, at, block.type);                                                   \
-        const Vec zero = block.zeros != nullptr ? load_scales(block.zeros, at, block.type) : Vec{};                    \
-        _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m) {                                                          \
-          Vec sum = sums[m][c];                                                                                        \
-          if (block.zeros != nullptr) sum = sum - zero * broadcast(work.x_sums[p * M + m]);                            \
-          totals[m][c] += sum * scale;                                                                                 \
-        }                                                                                                              \
-      }                                                                                                                \
-    }                                                                                                                  \
-    for (int m = 0; m < M; ++m)                                                                                        \
-      for (int c = 0; c < C; ++c) store(work.sums + (m * C + c) * TILE, totals[m][c]);                                 \
+      _Pragma("GCC unroll 4") for (int64_t q = 0; q < COUNT; ++q)                                                      \
+          _Pragma("GCC unroll 4") for (int m = 0; m < M; ++m)                                                          \
+              totals[m] += Scales(block, part + q, 0)(sums[q][m], work.x_sums, (part + q) * M + m);                        \
+    };                                                                                                                 \
+    int64_t part = 0;                                                                                                  \
+    for (; (part + AT_ONCE) * words <= all; part += AT_ONCE)                                                           \
+      add_parts(part, words, std::integral_constant<int64_t, AT_ONCE>());                                              \
+    for (; part < block.end; ++part)                                                                                   \
+      add_parts(part, std::min(words, all - part * words), std::integral_constant<int64_t, 1>());                      \
+    for (int m = 0; m < M; ++m) store(work.sums + m * TILE, totals[m]);                                                \
   }
-DEFINE_MULTIPLY(multiply, TARGET)
-DEFINE_MULTIPLY(multiply_vbmi, TARGET_VBMI)
-#undef DEFINE_MULTIPLY
+DEFINE_MULTIPLY_CODES(multiply_codes, TARGET)
+DEFINE_MULTIPLY_CODES(multiply_codes_vbmi, TARGET_VBMI)
+#undef DEFINE_MULTIPLY_CODES
 
-template <class Source>
-INLINE void decode_with(const Source& source, const Block& block, int64_t cols, void* to) {
-  constexpr int64_t inputs = 2 * Source::PAIRS;
-  const int64_t first = block.first * block.part / inputs, end = std::min(block.end * block.part, block.inputs) / inputs;
-  auto* next = static_cast<Vec*>(to);
-  for (int64_t c = 0; c < cols; ++c)
-    for (int64_t word = first; word < end; ++word, next += Source::PAIRS) {
-      const uint8_t* const from = block.codes + c * block.code_stride + word * 64;
-      source.pairs(from, next);
-      __builtin_prefetch(from + AHEAD, 0, 2);
+// From decoded weights. The sums of each part by themselves; then scaled and added up.
+template <int PAIRS, int M, int C>
+TARGET void multiply_decoded(const Work& work) {
+  const Block& block = *work.block;
+  const int64_t inputs = 2 * PAIRS, chunk = block.first * block.part / inputs;
+  const int64_t last = std::min(block.end * block.part, block.inputs) / inputs, stride = (last - chunk) * 64 * PAIRS;
+  const auto* w = static_cast<const uint8_t*>(work.decoded);
+  const uint8_t* later = work.later;
+  const uint8_t* const later_end = later + work.later_lines * 64;
+  for (int64_t p = block.first; p < block.end; ++p) {
+    Vec sums[M][C] = {};
+    const int64_t end = std::min((p + 1) * block.part, block.inputs) / inputs;
+    for (int64_t word = p * block.part / inputs; word < end; ++word, w += 64 * PAIRS) {
+      if (later < later_end) {
+        for (int c = 0; c < C; ++c) __builtin_prefetch(later + c * block.code_stride, 0, 2);
+        later += 64;
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < PAIRS; ++i) {
+        Vec of[C];
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) of[c] = load(w + c * stride + i * 64);
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+          const Vec x = broadcast_lane(work.x + (word * PAIRS + i) * M + m);
+#pragma GCC unroll 4
+          for (int c = 0; c < C; ++c) sums[m][c] = add_products(sums[m][c], x, of[c]);
+        }
+      }
     }
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) {
+      const Scales scaled(block, p, c);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) {
+        float* const total = work.sums + (m * C + c) * TILE;
+        store(total, load(total) + scaled(sums[m][c], work.x_sums, p * M + m));
+      }
+    }
+  }
 }
 
-TARGET inline void decode_pairs(const Block& block, int64_t cols, void* to) {
-  if (block.element == Element::int4 || block.element == Element::fp4) decode_with(FourBits(block), block, cols, to);
-  else if (block.element == Element::int8) decode_with(Integers(block), block, cols, to);
-  else decode_with(EightBits(block), block, cols, to);
-}
+#define DEFINE_DECODE(NAME, ATTRIBUTES)                                                                                \
+  template <class Source>                                                                                              \
+  ATTRIBUTES void NAME(const Block& block, int64_t cols, void* to) {                                                   \
+    constexpr int64_t inputs = 2 * Source::PAIRS;                                                                      \
+    const Source source(block);                                                                                        \
+    const int64_t first = block.first * block.part / inputs;                                                           \
+    const int64_t end = std::min(block.end * block.part, block.inputs) / inputs;                                       \
+    auto* next = static_cast<Vec*>(to);                                                                                \
+    for (int64_t c = 0; c < cols; ++c)                                                                                 \
+      for (int64_t word = first; word < end; ++word, next += Source::PAIRS)                                            \
+        source.pairs(block.codes + c * block.code_stride + word * 64, next);                                           \
+  }
+DEFINE_DECODE(decode_with, TARGET)
+DEFINE_DECODE(decode_with_vbmi, TARGET_VBMI)
+#undef DEFINE_DECODE
 
 inline bool has_vbmi() { return __builtin_cpu_supports("avx512vbmi"); }
 
-template <int M, int C>
-void multiply_codes(const Work& work) {
-  const Element element = work.block->element;
-  if (element == Element::int4 || element == Element::fp4) multiply<FourBits, M, C, true>(work);
-  else if (element == Element::int8) multiply<Integers, M, C, true>(work);
-  else if (has_vbmi()) multiply_vbmi<Magnitudes, M, C, true>(work);
-  else multiply<EightBits, M, C, true>(work);
+TARGET inline void decode_pairs(const Block& block, int64_t cols, void* to) {
+  const bool integers = block.element == Element::int8;
+  if (block.word_inputs() == 8) decode_with<FourBits>(block, cols, to);
+  else if (has_vbmi()) (integers ? decode_with_vbmi<Magnitudes<true>> : decode_with_vbmi<Magnitudes<false>>)(block, cols, to);
+  else (integers ? decode_with<Integers> : decode_with<EightBits>)(block, cols, to);
 }
 
-template <int M, int C>
-void multiply_decoded(const Work& work) {
-  const Element element = work.block->element;
-  if (element == Element::int4 || element == Element::fp4) multiply<Decoded<4>, M, C, false>(work);
-  else multiply<Decoded<2>, M, C, false>(work);
-}
-
-constexpr int DIRECT_ROWS = 4, DIRECT_COLS = 4, COLS = 3;
+constexpr int DIRECT_ROWS = 4, COLS = 3;
 
 template <int M = 1>
 void multiply_pairs(const Work& work, int64_t rows, int64_t cols) {
@@ -214,22 +247,27 @@ void multiply_pairs(const Work& work, int64_t rows, int64_t cols) {
     if constexpr (M < MAX_ROWS) multiply_pairs<M + 1>(work, rows, cols);
     return;
   }
-  if (work.decoded != nullptr) return cols == COLS ? multiply_decoded<M, COLS>(work) : multiply_decoded<M, 1>(work);
-  if constexpr (M <= DIRECT_ROWS)
-    cols == DIRECT_COLS ? multiply_codes<M, DIRECT_COLS>(work) : multiply_codes<M, 1>(work);
+  const bool four_bits = work.block->word_inputs() == 8, integers = work.block->element == Element::int8;
+  if (work.decoded != nullptr) {
+    if (four_bits) return (cols == COLS ? multiply_decoded<4, M, COLS> : multiply_decoded<4, M, 1>)(work);
+    return (cols == COLS ? multiply_decoded<2, M, COLS> : multiply_decoded<2, M, 1>)(work);
+  }
+  if constexpr (M <= DIRECT_ROWS) {
+    if (four_bits) multiply_codes<FourBits, M>(work);
+    else if (has_vbmi()) (integers ? multiply_codes_vbmi<Magnitudes<true>, M> : multiply_codes_vbmi<Magnitudes<false>, M>)(work);
+    else (integers ? multiply_codes<Integers, M> : multiply_codes<EightBits, M>)(work);
+  }
 }
 
-inline KernelsOf bf16_kernels() {
-  return {MAX_ROWS, COLS, DIRECT_ROWS, DIRECT_COLS, true, 2, decode_pairs, multiply_pairs, finish_tile};
-}
+inline KernelsOf bf16_kernels() { return {MAX_ROWS, COLS, DIRECT_ROWS, true, 2, decode_pairs, multiply_pairs, finish_tile}; }
 
 inline Kernels kernels() { return {bf16_kernels(), avx512::float_kernels()}; }
 #else
 // Weights less their zeros, [cols, inputs, TILE] float32.
 TARGET inline void decode_floats(const Block& block, int64_t cols, void* to) {
   const float* const values = block.values->of;
-  const bool four = block.element == Element::int4 || block.element == Element::fp4;
-  const int64_t inputs = four ? 8 : 4;
+  const int64_t inputs = block.word_inputs();
+  const bool four = inputs == 8;
   auto* next = static_cast<float*>(to);
   for (int64_t c = 0; c < cols; ++c)
     for (int64_t p = block.first; p < block.end; ++p) {
@@ -281,7 +319,7 @@ void multiply_rows(const Work& work, int64_t rows, int64_t cols) {
   if constexpr (M < FLOAT_ROWS) multiply_rows<M + 1>(work, rows, cols);
 }
 
-inline KernelsOf float_kernels() { return {FLOAT_ROWS, 1, 0, 0, false, 4, decode_floats, multiply_rows, finish_tile}; }
+inline KernelsOf float_kernels() { return {FLOAT_ROWS, 1, 0, false, 4, decode_floats, multiply_rows, finish_tile}; }
 
 inline Kernels kernels() { return {float_kernels(), float_kernels()}; }
 #endif

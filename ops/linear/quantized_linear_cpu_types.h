@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int64_t TILE = 16;  // outputs of a tile
-constexpr int MAX_ROWS = 8, MAX_COLS = 4;
+constexpr int MAX_ROWS = 8;
 
 enum class Element { int8, int4, fp8, fp4 };
 enum class ScaleType { float32, bfloat16, float16 };
@@ -33,6 +33,9 @@ struct Block {
   int64_t part;        // inputs of a part, a multiple of 8
   int64_t inputs;      // of a row, rounded up to whole words of codes
   int64_t first, end;  // parts of the chunk
+
+  // Inputs of a word, 64 bytes: 4 bytes of each of 16 outputs.
+  int64_t word_inputs() const { return element == Element::int4 || element == Element::fp4 ? 8 : 4; }
 };
 
 // The products of M rows with a block.
@@ -42,11 +45,13 @@ struct Work {
   const uint32_t* x;    // [words, M]: pairs of bfloat16, or float32; all words of the rows
   const float* x_sums;  // [parts, M]: of the inputs of each part; where there are zeros and pairs
   float* sums;          // [M, C, TILE], added to
+  const uint8_t* later;  // codes to fetch into L2 meanwhile, in C tiles,
+  int64_t later_lines;   // and the number of words of each
 };
 
 struct KernelsOf {
   int64_t rows, cols;      // at most, of a product from decoded weights
-  int64_t direct_rows, direct_cols;  // and from codes; 0: none
+  int64_t direct_rows;     // and from codes, a tile at a time; 0: none
   bool pairs;              // of bfloat16
   int64_t word_bytes;      // of decoded weights, for each input and output
   void (*decode)(const Block&, int64_t cols, void* to);

@@ -25,6 +25,7 @@ from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.ops import native
 from compiled_llm.ops.linear.packed_linear import pack_weight, packed_linear
+from compiled_llm.ops.linear.quantized_linear import quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import quantized_linear_a8
 from compiled_llm.ops.linear.quantized_weight import (
     QuantizedWeight,
@@ -44,8 +45,15 @@ SHAPES = [
 ]
 
 
-# Weights and activations that are quantised: groups of int4 are those of the engine's default.
-KINDS = {"int8_w8a8": WeightFormat("int8"), "int4_w4a8": WeightFormat("int4", 32, scale_dtype="bfloat16")}
+# The engine's kinds: groups of int4 are those of its default.
+KINDS = {
+    "int8": WeightFormat("int8"),
+    "int8_w8a8": WeightFormat("int8"),
+    "int4": WeightFormat("int4", 32, scale_dtype="bfloat16"),
+    "int4_w4a8": WeightFormat("int4", 32, scale_dtype="bfloat16"),
+    "fp8": WeightFormat("fp8"),
+    "mxfp4": WeightFormat("fp4", 32, scale_dtype="bfloat16"),
+}
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -88,7 +96,7 @@ def quantized_copies(form: WeightFormat, weight: Tensor, copies: int) -> list[Qu
 
 
 def measure_quantized(
-    form: WeightFormat,
+    kind: str,
     shape: tuple[int, int],
     dtype: torch.dtype,
     rows: int,
@@ -97,14 +105,17 @@ def measure_quantized(
     footprint: int,
 ) -> dict[str, list[float]]:
     """As ``measure``; 'op' is quantised, 'linear' is the packed linear in ``dtype``."""
-    weight = torch.randn(shape)
+    weight, form = torch.randn(shape), KINDS[kind]
     quantized = quantized_copies(form, weight, max(1, footprint // form.nbytes(*shape)))
     packed = [pack_weight(weight.to(dtype)) for _ in range(max(1, footprint // (weight.numel() * dtype.itemsize)))]
     x = torch.randn(rows, shape[1]).to(dtype)
     big = native.huge_zeros([footprint // 4], torch.float32).fill_(1.0)
 
     def run(w: QuantizedWeight) -> Tensor:
-        return quantized_linear_a8(x, *w, None, None, form.element, form.group_size, shape[0])
+        of = form.element, form.group_size, shape[0]
+        if kind.endswith("a8"):
+            return quantized_linear_a8(x, *w, None, None, *of)
+        return quantized_linear(x, *w, None, *of)
 
     run(quantized[0])
     packed_linear(x, packed[0], None, shape[0])
@@ -140,7 +151,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     dtype = getattr(torch, args.dtype)
     statistic = statistics.median if args.statistic == "median" else min
-    kernels = native.load("linear_cpu" if args.kind == "packed" else "quantized_linear_a8_cpu")
+    a8 = args.kind.endswith("a8")
+    op = "linear_cpu" if args.kind == "packed" else "quantized_linear_a8_cpu" if a8 else "quantized_linear_cpu"
+    kernels = native.load(op)
     path = kernels.supported_isas()[0] if kernels else "plain torch"
     facts = machine.describe(torch.device("cpu"))
     calls = f"{args.statistic} of up to {args.rounds} calls"
@@ -154,15 +167,15 @@ def main() -> None:
         if form is None:
             times = measure(out_features, in_features, dtype, *limits, footprint)
         else:
-            times = measure_quantized(form, (out_features, in_features), dtype, *limits, footprint)
-        op, linear, read = (statistic(times[key]) for key in ("op", "linear", "read"))
+            times = measure_quantized(args.kind, (out_features, in_features), dtype, *limits, footprint)
+        mine, linear, read = (statistic(times[key]) for key in ("op", "linear", "read"))
         row = {"shape": name, "N": out_features, "K": in_features, "rows": num_rows}
-        for kind, seconds, weights in (("op", op, nbytes), ("linear", linear, dense_bytes)):
+        for kind, seconds, weights in (("op", mine, nbytes), ("linear", linear, dense_bytes)):
             row[f"{kind}_ms"] = round(seconds * 1e3, 4)
             row[f"{kind}_gb_per_s"] = round(weights / seconds / 1e9, 2)
             row[f"{kind}_tflop_per_s"] = round(2 * out_features * in_features * num_rows / seconds / 1e12, 4)
         row["read_gb_per_s"] = round(footprint / read / 1e9, 2)
-        rows.append(row | {"of_read": nbytes / op / (footprint / read), "faster": linear / op})
+        rows.append(row | {"of_read": nbytes / mine / (footprint / read), "faster": linear / mine})
     print(tables.text_table(rows))
     result = {
         "benchmark": "linear",
