@@ -12,7 +12,7 @@ _COLUMNS = 64  # of a matrix that are transposed at a time, in the caches
 
 
 class StackedTake:
-    """What experts take whose number is the name of their part, of the one tensor ``wanted`` and the ``biases`` of all.
+    """What experts take of the one tensor ``wanted`` and the ``biases`` of all. Names of parts end in the number.
 
     Matrices that lie transposed come as a whole.
     """
@@ -23,7 +23,7 @@ class StackedTake:
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
         assert self._biases is not None
-        bias = self._biases[int(name.removesuffix(".bias"))]
+        bias = self._biases[int(name.removesuffix(".bias").rpartition(".")[2])]
         return bias if bias.is_meta else bias.view(-1, self._in_turn).t().flatten()
 
     def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:

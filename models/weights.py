@@ -184,7 +184,7 @@ class Source:
         sizes = (in_features, out_features) if transposed else (out_features, in_features)
         wanted = Wanted(name, (num_experts, *sizes), 0.0, in_features**-0.5, encoding=encoding, whole=transposed)
         biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
-        parts = [[Part(str(e), out_features, in_features, bias)] for e in range(num_experts)]
+        parts = [[Part(f"{name}.{e}", out_features, in_features, bias)] for e in range(num_experts)]
         return self._linears.take_experts(StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
 
     def used_experts(self) -> UsedExperts:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.models.linears.quantized import Quantized
-from compiled_llm.models.weights import linear_layers
+from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
+from compiled_llm.models.weights import experts, linear_layers
 from tests.families import checkpoint
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, list(range(100, 131))]
@@ -73,3 +73,14 @@ def test_which_layers_and_how_many_bytes() -> None:
         assert all(isinstance(layer, Quantized) for layer in linear_layers(first))
         assert not any(isinstance(layer, Quantized) for layer in linear_layers(second))
         assert one.runner.weight_bytes < plain.runner.weight_bytes
+
+
+def test_experts_in_one_tensor_are_skipped_by_their_name() -> None:
+    arguments: dict[str, Any] = {"bucket_sizes": (1,), "max_model_len": 64, "num_kv_blocks": 20, "enforce_eager": True}
+    for skip, expected in (((), True), (("mlp.experts",), False)):
+        with CompiledEngine(
+            str(checkpoint("gpt-oss")), quantization="int8", quantization_skip=skip, **arguments
+        ) as engine:
+            found = experts(engine.runner.steps.weights)
+            assert found
+            assert all(isinstance(layer, QuantizedExperts) == expected for layer in found)
