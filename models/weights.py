@@ -221,7 +221,7 @@ class Source:
         """The embedding and the head, both ``[V, D]``; one object where they are ``tied``."""
         if tied:
             self.may_repeat[f"{head}.weight"] = f"{embedding}.weight"
-            both = self.linear(Part(embedding, vocab_size, hidden_size, role="head"))
+            both = self.linear(Part(embedding, vocab_size, hidden_size, role="head", also=head))
             return both, both
         table = self.table(Part(embedding, vocab_size, hidden_size))
         return table, self.linear(Part(head, vocab_size, hidden_size, role="head"))

@@ -1,5 +1,6 @@
 """Quantising a checkpoint, a decoder block at a time: each block's inputs are what quantised blocks before it give."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -63,8 +64,9 @@ def quantize_checkpoint(
         evaluated: nothing, or the same text twice: run with the weights as they were, and as quantised.
 
     Raises:
-        ValueError: a layer's inputs are no multiple of the group size, or no layer is left.
+        ValueError: a layer's inputs are no multiple of the group size, or no layer is left, or ``skip`` names none.
     """
+    _check_skip(model, settings.skip)
     ignored = [n for n, m in model.model.named_modules() if isinstance(m, nn.Linear) and not n.startswith(model.name)]
     layers: list[dict[str, Any]] = []
     for index in range(len(model.blocks)):
@@ -90,6 +92,23 @@ def quantize_checkpoint(
         if not name.startswith(model.name + "."):
             writer.add(name, stored.read())
     return Result(layers, ignored, writer.finish(settings.scheme.description(["Linear"], ignored)))
+
+
+def _check_skip(model: BlockModel, skip: Sequence[str]) -> None:
+    """``ValueError`` unless each name is part of that of a linear layer of some block."""
+    found = [
+        model.prefix(index) + name
+        for index, block in enumerate(model.blocks)
+        for name, module in block.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
+    for part in skip:
+        if not any(part in name for name in found):
+            kinds = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in found)
+            raise ValueError(
+                f"--skip must have parts of names of linear layers, given {part!r:.200}, which no layer has. Leave it "
+                f"out, or choose of (* stands for numbers): {', '.join(kinds):.1000}"
+            )
 
 
 def _quantize_block(

@@ -7,11 +7,13 @@ import torch
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.kinds import linear_kind
+from compiled_llm.models.linears.names import Names
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.linears.published import Published
 from compiled_llm.models.linears.quantized import Scheme
-from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
+from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_skip
 from compiled_llm.models.quantized.plan import read_quantization
+from compiled_llm.models.registry import family_of
 
 _HEADS = {"int4": "int8", "mxfp4": "int8", "int4_w4a8": "int8_w8a8"}  # of layers in 4 bits, unless asked for
 
@@ -30,7 +32,15 @@ def quantizing(config: EngineConfig, plain: LinearKind, dtype: torch.dtype) -> L
 
 
 def linears_of(config: EngineConfig, model_config: ModelConfig, device: torch.device, dtype: torch.dtype) -> LinearKind:
-    """The kind for a model: as its checkpoint keeps the weights, and as the engine's arguments say."""
+    """The kind for a model: as its checkpoint keeps the weights, and as the engine's arguments say.
+
+    Raises:
+        ValueError: ``quantization_skip`` names no layer that the checkpoint has in plain form.
+    """
+    if config.quantization_skip:
+        plain = Names()
+        family_of(model_config).describe(model_config, dtype, published(model_config, plain))
+        check_skip(config.quantization_skip, plain.parts)
     return published(model_config, quantizing(config, linear_kind(device, dtype, config.exact), dtype))
 
 

@@ -16,6 +16,7 @@ class Part(NamedTuple):
     Attributes:
         transposed: the checkpoint has the weight as ``[in_features, out_features]``.
         role: "head", which makes logits, "embedding", of which single rows are read, or "layer".
+        also: another name: of a head that the embedding is as well.
         arrange: rows of the checkpoint's weight (elements of its bias) -> the same in the order that the model takes
             the layer's outputs in. None: they are in it.
     """
@@ -27,6 +28,7 @@ class Part(NamedTuple):
     transposed: bool = False
     arrange: Callable[[Tensor], Tensor] | None = None
     role: str = "layer"
+    also: str = ""
 
 
 PutQuantized = Callable[[int, QuantizedRows], None]

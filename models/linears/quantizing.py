@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -30,6 +31,30 @@ SCHEMES = {
 _ROUTERS = ("*.gate", "*.router", "*.router.proj", "*.shared_expert_gate")
 
 
+def names(pattern: str, part: Part) -> bool:
+    """Whether a pattern of ``quantization_skip`` matches any part of a layer's name between dots."""
+    for name in filter(None, (part.name, part.also)):
+        words = name.split(".")
+        runs = (".".join(words[i:j]) for i, j in itertools.combinations(range(len(words) + 1), 2))
+        if any(fnmatchcase(run, pattern) for run in runs):
+            return True
+    return False
+
+
+def check_skip(skip: Sequence[str], parts: Sequence[Part]) -> None:
+    """``ValueError`` for a pattern of ``quantization_skip`` that names none of a model's layers ``parts``."""
+    for pattern in skip:
+        if any(names(pattern, part) for part in parts):
+            continue
+        called = [name for part in parts for name in (part.name, part.also) if name]
+        kinds = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in called)
+        shown = f"{', '.join(kinds):.1000}" or "none: the checkpoint keeps all of them quantised"
+        raise ValueError(
+            f"quantization_skip must name layers that are rounded at load, or parts of their names between dots, given "
+            f"{pattern!r:.200}, which names none. Leave it out, or choose of (* stands for numbers): {shown}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Quantizing:
     """A ``LinearKind`` that rounds weights to the nearest values of a format as they are read.
@@ -40,7 +65,8 @@ class Quantizing:
             None: in the model's dtype.
         dtype: the model's. Layers that a family takes in another one stay in it.
         skip: patterns of names of layers that stay in the model's dtype; ``*`` stands for anything. A pattern may be
-            any part of a name between dots: ``layers.1`` stands for all linear layers of that layer.
+            any part of a name between dots: ``layers.1`` stands for all linear layers of that layer. ``check_skip``
+            has checked them.
     """
 
     plain: LinearKind
@@ -65,10 +91,7 @@ class Quantizing:
         chosen = of_role.get(part.role, self.layers)
         if chosen is None or any(fnmatchcase(part.name, pattern) for pattern in _ROUTERS):
             return None
-        words = part.name.split(".")
-        runs = [".".join(words[i:j]) for i, j in itertools.combinations(range(len(words) + 1), 2)]
-        skipped = any(fnmatchcase(run, pattern) for pattern in self.skip for run in runs)
-        return None if skipped else chosen
+        return None if any(names(pattern, part) for pattern in self.skip) else chosen
 
     def take(self, take: Take, parts: Sequence[Part]) -> Linear:
         schemes = {self.scheme(part) for part in parts}

@@ -75,6 +75,23 @@ def test_which_layers_and_how_many_bytes() -> None:
         assert one.runner.weight_bytes < plain.runner.weight_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "pattern", "words"),
+    [
+        ("qwen3", "qkv_proj", "model.layers.*.self_attn.q_proj"),  # one layer here, three in the checkpoint
+        ("phi3", "q_proj", "model.layers.*.self_attn.qkv_proj"),  # one layer in the checkpoint
+        ("mixtral", "layers.7", "block_sparse_moe.experts.*.w1"),
+        ("gpt-oss", "experts.gate", "model.layers.*.mlp.experts.gate_up_proj.*"),
+        ("gpt2", "lm-head", "lm_head"),
+    ],
+)
+def test_names_of_no_layer_are_refused(name: str, pattern: str, words: str) -> None:
+    with pytest.raises(ValueError, match="quantization_skip must name layers") as error:
+        CompiledEngine(str(checkpoint(name)), quantization="int8", quantization_skip=["*attn", pattern])
+    assert f"given {pattern!r}" in str(error.value)
+    assert words in str(error.value)
+
+
 def test_experts_in_one_tensor_are_skipped_by_their_name() -> None:
     arguments: dict[str, Any] = {"bucket_sizes": (1,), "max_model_len": 64, "num_kv_blocks": 20, "enforce_eager": True}
     for skip, expected in (((), True), (("mlp.experts",), False)):

@@ -95,6 +95,7 @@ def test_smoothquant_keeps_the_perplexity(monkeypatch: pytest.MonkeyPatch, tmp_p
         (("rtn", "int4", "--group-size", "96"), "no multiple of the group size 96"),
         (("rtn", "int8_w8a8", "--zeros"), "given zeros"),
         (("awq", "int4", "--alpha", "0.5"), "alpha must be"),
+        (("rtn", "int8", "--skip", "layers.0", "gate_up"), "given 'gate_up', which no layer has"),
     ],
 )
 def test_refusals(

@@ -6,12 +6,17 @@ import torch
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
-from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
+from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing, check_skip
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
 from compiled_llm.worker.loader import RandomReader
 
 CPU = torch.device("cpu")
+PARTS = [
+    Part("model.embed_tokens", 8, 32, role="head", also="lm_head"),
+    Part("model.layers.1.self_attn.q_proj", 8, 32),
+    Part("model.layers.1.mlp.experts.0.up_proj", 8, 32),
+]
 
 
 def source(kind, dtype=torch.float32):
@@ -52,6 +57,26 @@ def test_what_stays_in_the_model_s_dtype():
     assert not is_quantized("model.layers.0.mlp.gate"), "a router"
     assert not is_quantized("lm_head", "head")
     assert not is_quantized("model.embed_tokens", "embedding")
+
+
+@pytest.mark.parametrize("pattern", ["layers.1", "q_proj", "lm_head", "embed_tokens", "*.mlp", "experts.0", "*"])
+def test_patterns_that_name_a_layer(pattern):
+    check_skip([pattern], PARTS)
+
+
+@pytest.mark.parametrize("pattern", ["layers.12", "qkv_proj", "proj", "lm", "q_proj.weight", "*.norm", "LAYERS.1"])
+def test_patterns_that_name_none_are_refused(pattern):
+    with pytest.raises(ValueError, match="quantization_skip must name layers") as error:
+        check_skip(["layers.1", pattern], PARTS)
+    for words in (f"given {pattern!r}", "model.layers.*.mlp.experts.*.up_proj", "embed_tokens, lm_head"):
+        assert words in str(error.value)
+
+
+def test_a_tied_head_has_both_names():
+    for skip in ("embed_tokens", "lm_head"):
+        kind = quantizing(head=SCHEMES["int8"], skip=(skip,))
+        both, _ = source(kind).embedding_and_head("model.embed_tokens", "lm_head", 40, 32, tied=True)
+        assert isinstance(both, Dense)
 
 
 def test_layers_in_another_dtype_than_the_model_s_stay_in_it():

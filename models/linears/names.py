@@ -1,0 +1,37 @@
+"""What the linear layers of a model are called."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.protocol import Part, Take
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """A ``LinearKind`` of plain layers that notes the parts it takes, for ``Family.describe``."""
+
+    parts: list[Part] = dataclasses.field(default_factory=list)
+
+    def serves(self, device: torch.device, dtype: torch.dtype) -> bool:
+        return Dense.serves(device, dtype)
+
+    def is_exact(self) -> bool:
+        return Dense.is_exact()
+
+    def bytes_while_taking(self, nbytes: int) -> int:
+        return Dense.bytes_while_taking(nbytes)
+
+    def take(self, take: Take, parts: Sequence[Part]) -> Dense:
+        self.parts.extend(parts)
+        return Dense.take(take, parts)
+
+    def take_table(self, take: Take, part: Part) -> Dense:
+        return self.take(take, [part])
+
+    def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
+        self.parts.extend(part for parts in experts for part in parts)
+        return DenseExperts.take(take, experts, top_k)
