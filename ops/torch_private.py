@@ -184,6 +184,18 @@ def static_address_kind(tensor: Tensor) -> str | None:
     return getattr(tensor, "_noted_static", None) or getattr(tensor, "_dynamo_static_input_type", None)
 
 
+# -- Products
+
+
+def int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of int8 ``[T, K]`` and ``[K, N]``: the exact sums, int32 (cuBLASLt's on a GPU).
+
+    There T is more than 16, K and N are multiples of 8, and the columns of ``b`` are contiguous; other sizes are a
+    ``RuntimeError``.
+    """
+    return torch._int_mm(a, b)
+
+
 # -- Recording
 
 

@@ -12,25 +12,17 @@ So the tile may follow the number of rows, which costs least where memory is the
 """
 
 import functools
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.linear.quantized_tiles import Tile
+
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
-
-
-class Tile(NamedTuple):
-    """What a program computes, and how: ``m`` rows, ``n`` outputs."""
-
-    m: int
-    n: int
-    warps: int
-    stages: int
 
 
 _BLOCK_K = {2: 64, 4: 16}  # inputs that are loaded at a time, by the bytes of one: for every tile the same
@@ -57,6 +49,12 @@ def tile_for(rows: int, itemsize: int, capability: tuple[int, int]) -> Tile:
 def _capability(device: torch.device) -> tuple[int, int]:
     """On a CPU, where only the interpreter runs, that of a GPU with small tiles."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    """By which files of measured tiles are found; "" for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
 @triton.jit

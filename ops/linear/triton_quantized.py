@@ -22,24 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.linear import triton_linear
+from compiled_llm.ops.linear import quantized_tiles, triton_linear
+from compiled_llm.ops.linear.quantized_tiles import Choice, Layer
 from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
-from compiled_llm.ops.linear.triton_linear import Tile, _multiply_add
+from compiled_llm.ops.linear.triton_int8_scaling import load_columns
+from compiled_llm.ops.linear.triton_linear import _multiply_add
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
-
-# ``m`` rows of x, ``n`` outputs. The first whose rows suffice, else the last.
-WGMMA = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
-MMA = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
-FLOAT32 = (Tile(16, 32, 4, 2), Tile(32, 64, 8, 2))
-
-
-def tile_for(rows: int, itemsize: int, capability: tuple[int, int]) -> Tile:
-    """The tile for so many rows of elements of ``itemsize`` bytes."""
-    tiles = FLOAT32 if itemsize == 4 else WGMMA if capability[0] == 9 else MMA
-    return next((tile for tile in tiles if rows <= tile.m), tiles[-1])
 
 
 @triton.jit
@@ -57,15 +48,6 @@ def _values(codes, ELEMENT: tl.constexpr):
     else:
         bits = codes.to(tl.int32)
         return ((bits & 8) << 28 | (bits & 7) << 22).to(tl.float32, bitcast=True) * 2.0**126
-
-
-@triton.jit
-def load_columns(tensor, offsets, inside):
-    """Scales or zero points of some outputs, float32; None for None."""
-    if tensor is None:
-        return None
-    else:
-        return tl.load(tensor + offsets, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -171,7 +153,8 @@ def quantized_linear(
     out = x.new_empty(rows, out_features)
     if not out.numel():
         return out
-    tile = tile_for(rows, x.itemsize, triton_linear._capability(x.device))
+    tile = choice_for(rows, x, zeros is not None, element, group_size, out_features).tile
+    assert tile is not None, "only int8 activations have another product than Triton's"
     with torch.cuda.device_of(x):
         linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
             x, codes, scales, zeros, bias, out, rows, x.stride(0) if rows > 1 else in_features,
@@ -180,6 +163,16 @@ def quantized_linear(
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
+
+
+def choice_for(
+    rows: int, x: Tensor, zeros: bool, element: str, group_size: int, out_features: int, *,
+    int8_activations: bool = False, experts: int = 0,
+) -> Choice:  # fmt: skip
+    """The measured or default choice of a layer for so many rows, on the GPU of ``x`` ``[T, K]``."""
+    layer = Layer(element, group_size, zeros, int8_activations, x.itemsize, out_features, x.shape[1], experts)
+    capability, gpu = triton_linear._capability(x.device), triton_linear.gpu_name(x.device)
+    return quantized_tiles.choose(layer, rows, capability, gpu)
 
 
 def aligned(x: Tensor) -> Tensor:

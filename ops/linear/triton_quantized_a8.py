@@ -2,8 +2,8 @@
 
 Two launches. The first quantises x, a program a row: Inductor could not do it with the norm before, which is an op and
 opaque to it, and an op of one signature for all devices takes x as it is. The second multiplies int8 by int8 into
-int32. A row's bits do not depend on its batch: sums of integers are exact in any order, and sums of groups are added in
-float32 in the order of the groups.
+int32; where the GPU's file of tiles says "int_mm", torch does, and a third launch scales. A row's bits do not depend on
+its batch: sums of integers are exact in any order, and sums of groups are added in float32 in the order of the groups.
 
     y = sum_g scale[n, g] * (sum_k code * xq - zero[n, g] * sum_k xq) * sx + bias
 
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
-from compiled_llm.ops.linear.triton_linear import INTERPRET, Tile
-from compiled_llm.ops.linear.triton_quantized import check, load_columns
+from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns, scale_sums, scaled
+from compiled_llm.ops.linear.triton_linear import INTERPRET
+from compiled_llm.ops.linear.triton_quantized import check, choice_for
+from compiled_llm.ops.torch_private import int_mm
 
-# ``m`` rows of x, ``n`` outputs. The first whose rows suffice, else the last.
-TILES = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 _PADDING = 128  # rows of quantised activations are a multiple of this, so that no kernel has to look where they end
 _CHUNK = 1024
 TO_INTEGER = tl.constexpr(1.5 * 2**23)  # added and taken off: rounds float32 below 2^22 to integers, halves to even
@@ -80,16 +80,6 @@ def _part_sums(sums, x, codes, ELEMENT: tl.constexpr):
 
 
 @triton.jit
-def _scaled(sums, acc, scale, zero, x_sums, group, rows, inside_rows, COUNT: tl.constexpr):
-    """``acc`` and the integer ``sums`` ``[N, M]`` of a group, scaled."""
-    found = sums.to(tl.float32)
-    if zero is not None:
-        of_x = tl.load(x_sums + rows * COUNT + group, mask=inside_rows, other=0).to(tl.float32)
-        found -= zero[:, None] * of_x[None, :]
-    return tl.fma(found, tl.broadcast_to(scale[:, None], acc.shape), acc)
-
-
-@triton.jit
 def tile_sums(
     x, x_sums, rows, inside_rows, codes, scales, zeros, columns,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PADDED: tl.constexpr,
@@ -114,7 +104,7 @@ def tile_sums(
             if GROUP == PART:
                 scale = load_columns(scales, k // GROUP * OUT + columns, inside)
                 zero = load_columns(zeros, k // GROUP * OUT + columns, inside)
-                acc = _scaled(sums, acc, scale, zero, x_sums, k // GROUP, rows, inside_rows, COUNT)
+                acc = scaled(sums, acc, scale, zero, x_sums, k // GROUP, rows, inside_rows, COUNT)
                 sums = tl.zeros_like(whole)
             k += PART
             sums = _part_sums(sums, tl.load(x_tile + k, mask=inside_rows[:, None], other=0), packed >> 4, ELEMENT)
@@ -126,10 +116,10 @@ def tile_sums(
             scale = load_columns(scales, k // GROUP * OUT + columns, own)
             zero = load_columns(zeros, k // GROUP * OUT + columns, own)
             own_rows = inside_rows & (tl.zeros_like(rows) + start < IN)
-            acc = _scaled(sums, acc, scale, zero, x_sums, k // GROUP, rows, own_rows, COUNT)
+            acc = scaled(sums, acc, scale, zero, x_sums, k // GROUP, rows, own_rows, COUNT)
     if GROUP == 0:
         scale = load_columns(scales, columns, inside)
-        acc = _scaled(
+        acc = scaled(
             whole, acc, scale, load_columns(zeros, columns, inside), x_sums, 0, rows, inside_rows, COUNT
         )  # fmt: skip
     return acc
@@ -150,9 +140,8 @@ def linear_kernel(
         x, x_sums, rows, inside_rows, codes, scales, zeros, columns, ELEMENT, GROUP, OUT, IN, PADDED, ROW_BYTES,
         PART, BLOCK_M, BLOCK_N,
     )  # fmt: skip
-    acc *= tl.load(x_scales + rows, mask=inside_rows, other=0.0)[None, :]
-    if bias is not None:
-        acc += load_columns(bias, columns, columns < OUT)[:, None]
+    x_scale = tl.load(x_scales + rows, mask=inside_rows, other=0.0)
+    acc = finished(acc, x_scale, load_columns(bias, columns, columns < OUT))
     tl.store(
         out + rows[:, None] * OUT + columns[None, :],
         tl.trans(acc).to(out.dtype.element_ty),
@@ -201,20 +190,23 @@ def quantized_linear_a8(
     if not out.numel():
         return out
     quantized, x_scales, x_sums = quantize_rows(x, x_scale, group_size, zeros is not None)
-    tile = tile_for(rows)
+    form = zeros is not None, element, group_size, out_features
+    choice = choice_for(rows, x, *form, int8_activations=True)
+    if choice.implementation == "int_mm":
+        row_bytes = codes.shape[1]  # past K all codes are 0
+        sums = int_mm(quantized[:, :row_bytes], codes.view(torch.int8).t())
+        scale_sums(sums, x_scales, x_sums, scales, zeros, bias, out)
+        return out
+    tile = choice.tile
+    assert tile is not None, "Triton's choices have one"
     with torch.cuda.device_of(x):
         linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
             quantized, x_scales, x_sums, codes, scales, zeros, bias, out, rows,
             ELEMENT=element, GROUP=group_size, OUT=out_features, IN=in_features, PADDED=quantized.shape[1],
             ROW_BYTES=codes.shape[-1], PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out
-
-
-def tile_for(rows: int) -> Tile:
-    """The tile for so many rows."""
-    return next((tile for tile in TILES if rows <= tile.m), TILES[-1])
 
 
 def check_a8(name: str, x: Tensor, x_scale: Tensor | None, element: str) -> None:

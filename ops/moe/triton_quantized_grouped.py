@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.linear import triton_linear, triton_quantized, triton_quantized_a8
+from compiled_llm.ops.linear import triton_quantized, triton_quantized_a8
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
-from compiled_llm.ops.linear.triton_quantized import load_columns
+from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns
 
 
 @triton.jit
@@ -94,9 +94,8 @@ def grouped_a8_kernel(
             _of_expert(scales, expert, GROUPS * OUT), _of_expert(zeros, expert, GROUPS * OUT), columns,
             ELEMENT, GROUP, OUT, IN, PADDED, ROW_BYTES, PART, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        acc *= tl.load(x_scales + sources, mask=inside, other=0.0)[None, :]
-        if bias is not None:
-            acc += load_columns(bias, expert * OUT + columns, columns < OUT)[:, None]
+        x_scale = tl.load(x_scales + sources, mask=inside, other=0.0)
+        acc = finished(acc, x_scale, load_columns(bias, expert * OUT + columns, columns < OUT))
         tl.store(
             out + targets[:, None] * OUT + columns[None, :],
             tl.trans(acc).to(out.dtype.element_ty),
@@ -123,8 +122,9 @@ def grouped_quantized_linear(
     if not out.numel():
         return out
     # Twice the average, so that an expert with some more rows still has one tile.
-    capability = triton_linear._capability(x.device)
-    tile = triton_quantized.tile_for(-(-2 * count // experts), x.itemsize, capability)
+    form = zeros is not None, element, group_size, out_features
+    tile = triton_quantized.choice_for(-(-2 * count // experts), x, *form, experts=experts).tile
+    assert tile is not None, "experts are multiplied by Triton"
     num_m = min(count, count // tile.m + experts)
     with torch.cuda.device_of(x):
         grouped_kernel[(num_m * triton.cdiv(out_features, tile.n),)](
@@ -150,7 +150,10 @@ def grouped_quantized_linear_a8(
     if not out.numel():
         return out
     quantized, x_scales, x_sums = triton_quantized_a8.quantize_rows(x, x_scale, group_size, zeros is not None)
-    tile = triton_quantized_a8.tile_for(-(-2 * count // experts))
+    form = zeros is not None, element, group_size, out_features
+    per_expert = -(-2 * count // experts)
+    tile = triton_quantized.choice_for(per_expert, x, *form, int8_activations=True, experts=experts).tile
+    assert tile is not None, "experts are multiplied by Triton"
     num_m = min(count, count // tile.m + experts)
     with torch.cuda.device_of(x):
         grouped_a8_kernel[(num_m * triton.cdiv(out_features, tile.n),)](
@@ -158,7 +161,7 @@ def grouped_quantized_linear_a8(
             NUM_M=num_m, EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), GROUPS=scales.shape[1],
             ELEMENT=element, GROUP=group_size, OUT=out_features, IN=x.shape[1], PADDED=quantized.shape[1],
             ROW_BYTES=codes.shape[-1], PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -30,7 +30,13 @@ from compiled_llm.ops.linear.quantized_weight_gpu import (
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.linear import triton_linear, triton_quantized, triton_quantized_a8  # noqa: E402
+from compiled_llm.ops.linear import (  # noqa: E402
+    quantized_tiles,
+    triton_linear,
+    triton_quantized,
+    triton_quantized_a8,
+)
+from compiled_llm.ops.linear.quantized_tiles import Choice, Layer, Tile  # noqa: E402
 from compiled_llm.ops.moe import triton_quantized_grouped  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
@@ -143,11 +149,11 @@ def a_row_has_the_same_bits_in_every_tile(form: WeightFormat, dtype: torch.dtype
     plain, a8 = [], []
     apart = torch.full((70, 139), float("nan"), dtype=dtype)
     apart[:, 2:-1] = x
-    for tile in getattr(triton_quantized, name):
+    for tile in getattr(quantized_tiles, name):
         tile = tile._replace(n=min(tile.n, 32))  # the interpreter's largest tensor is small
         with (
-            mock.patch.object(triton_quantized, name, (tile,)),
-            mock.patch.object(triton_quantized_a8, "TILES", (tile,)),
+            mock.patch.object(quantized_tiles, name, (tile,)),
+            mock.patch.object(quantized_tiles, "INT8", (tile,)),
         ):
             plain.append(triton_quantized.quantized_linear(x, *weight, bias, *constants))
             assert torch.equal(triton_quantized.quantized_linear(apart[:, 2:-1], *weight, bias, *constants), plain[-1])
@@ -185,6 +191,28 @@ def experts_have_the_bits_of_single_layers(form: WeightFormat) -> None:
                 assert torch.equal(a8[first:end], alone)
 
 
+def int_mm_has_the_bits_of_triton(form: WeightFormat, dtype: torch.dtype, device: str = "cpu") -> None:
+    """A file that says: Triton for few rows, ``torch._int_mm`` for more."""
+    outputs, inputs = 40, 257
+    weight, _ = packed(form, outputs, inputs)
+    x, bias = activations(70, inputs, outputs, dtype)
+    x[2], x[3, 5] = 0, float("nan")
+    given = (*(None if t is None else t.to(device) for t in (*weight, bias)),)
+    layer = Layer(*form[:3], True, dtype.itemsize, outputs, inputs)
+    choices = Choice(16, "triton", Tile(16, 32, 4, 2)), Choice(2048, "int_mm")
+    for x_scale, own_bias in ((None, given[3]), (torch.tensor([0.02], device=device), None)):
+        arguments = *given[:3], own_bias, x_scale, form.element, form.group_size, outputs
+        expected = triton_quantized_a8.quantized_linear_a8(x.to(device), *arguments)
+        with (
+            mock.patch.object(quantized_tiles, "load", return_value={layer: choices}),
+            mock.patch.object(triton_quantized_a8, "int_mm", wraps=triton_quantized_a8.int_mm) as product,
+        ):
+            for part, calls in ((slice(0, 9), 0), (slice(3, 23), 1), (slice(0, 70), 2)):
+                got = triton_quantized_a8.quantized_linear_a8(x[part].to(device), *arguments)
+                torch.testing.assert_close(got, expected[part], rtol=0, atol=0, equal_nan=True)
+                assert product.call_count == calls
+
+
 INTERPRETED: dict[str, tuple[Callable, tuple]] = {
     **{f"reference-{named(f)}": (agrees_with_the_reference, (f, torch.bfloat16)) for f in FORMATS},
     **{f"float32-{named(f)}": (agrees_with_the_reference, (f, torch.float32)) for f in FORMATS[1::2]},
@@ -195,6 +223,7 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
         f"tiles-{named(f)}": (a_row_has_the_same_bits_in_every_tile, (f, torch.bfloat16))
         for f in (FORMATS[1], FORMATS[3], FORMATS[6], FORMATS[8], FORMATS[11])
     },
+    **{f"int_mm-{named(f)}": (int_mm_has_the_bits_of_triton, (f, torch.bfloat16)) for f in FORMATS[:2]},
     "tiles-float32": (a_row_has_the_same_bits_in_every_tile, (FORMATS[8], torch.float32)),
     **{f"experts-{named(f)}": (experts_have_the_bits_of_single_layers, (f,)) for f in (*FORMATS[1::3], FORMATS[-1])},
 }
@@ -315,7 +344,7 @@ def test_activations_of_int8_are_for_integers() -> None:
 # ---- the outcomes of the interpreter, and on a GPU ------------------------------------------------------------------
 
 
-OFTEN = ("reference", "a8", "tiles-int4-128", "experts-int4")
+OFTEN = ("reference", "a8", "int_mm", "tiles-int4-128", "experts-int4")
 
 
 @pytest.mark.parametrize(
@@ -333,6 +362,8 @@ def test_on_a_gpu(form: WeightFormat) -> None:
         agrees_with_the_reference(form, dtype, "cuda")
     if form in A8_FORMATS:
         agrees_with_the_reference_of_a8(form, torch.bfloat16, "cuda")
+    if form in FORMATS[:2]:
+        int_mm_has_the_bits_of_triton(form, torch.bfloat16, "cuda")
 
 
 if __name__ == "__main__":
