@@ -111,6 +111,11 @@ def pack_library() -> Library:
     return Library("pack_cpu", ROOT / "linear" / "pack_cpu.cpp")
 
 
+def quantize_rows_library() -> Library:
+    """What rounds weights as they are loaded (``linear/quantize_rows.py``)."""
+    return Library("quantize_rows_cpu", ROOT / "linear" / "quantize_rows_cpu.cpp")
+
+
 def features_library() -> Library:
     """What tells which sets a CPU has."""
     return Library("features", ROOT / "cpu" / "features.cpp")
@@ -129,6 +134,7 @@ def shipped() -> Iterator[Library]:
     """All that a wheel carries."""
     yield features_library()
     yield pack_library()
+    yield quantize_rows_library()
     for op in (*OPS, "limits_cpu"):
         yield op_library(op)
     for op in OPS:

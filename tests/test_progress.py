@@ -13,6 +13,7 @@ import pytest
 
 from compiled_llm import CompiledEngine, progress
 from compiled_llm.compiling.cache import CompileCache
+from compiled_llm.ops.kernel_build import OPS
 from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.worker.cpu_kernels import KernelBuild
 
@@ -186,7 +187,7 @@ def test_what_is_left_follows_from_experience_then_from_what_is_done(monkeypatch
 
 
 def test_an_engine_says_in_one_line_that_it_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
-    KernelBuild(StartProgress()).finish()  # from now on they are on disk
+    KernelBuild(StartProgress(), OPS).finish()  # from now on they are on disk
     with CompiledEngine(**EAGER):
         pass
     (line,) = capsys.readouterr().err.splitlines()

@@ -1,14 +1,21 @@
 """The C++ kernels that a model runs on a CPU: loaded from disk, and built first where they are missing.
 
 Compiling graphs asks for the shapes of what an op gives, and not for its kernels. So kernels are built beside all that
-a start does before the first step runs.
+a start does before the first step runs. Those of kinds of linear layer that the model has none of are not built.
 """
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.linears.protocol import LinearKind
+from compiled_llm.models.registry import family_of
+from compiled_llm.models.weights import linear_layers
 from compiled_llm.ops import native
-from compiled_llm.ops.kernel_build import OPS, Library
+from compiled_llm.ops.kernel_build import Library
 from compiled_llm.progress import StartProgress
 from compiled_llm.resources import granted_cores
 
@@ -26,14 +33,25 @@ _MORE_SECONDS = {
 }
 
 
-class KernelBuild:
-    """Builds what is missing, on all cores, from now on until ``finish``."""
+# What the steps of every model call, whatever its linear layers are.
+_COMMON = ("attention_cpu", "rowwise_cpu", "sampling_cpu")
 
-    def __init__(self, progress: StartProgress) -> None:
+
+def ops_of(model_config: ModelConfig, dtype: torch.dtype, linears: LinearKind) -> list[str]:
+    """The ops of ``kernel_build.OPS`` that the steps of a model call."""
+    weights = family_of(model_config).describe(model_config, dtype, linears).weights
+    return sorted({*_COMMON, *(op for layer in linear_layers(weights) for op in layer.cpu_ops)})
+
+
+class KernelBuild:
+    """Builds what is missing for ``ops``, on all cores, from now on until ``finish``."""
+
+    def __init__(self, progress: StartProgress, ops: Iterable[str]) -> None:
         """Raises ``ValueError`` for a COMPILED_LLM_ISA that there is not, and where libraries would not be safe."""
+        self._ops = list(ops)
         self.seconds_waited = 0.0
         self._progress = progress
-        libraries = [library for op in OPS for library in native.libraries_of(op)]
+        libraries = [library for op in self._ops for library in native.libraries_of(op)]
         missing = sorted(filter(native.must_be_built, libraries), key=_seconds, reverse=True)
         self._cores = granted_cores()
         self._pool = ThreadPoolExecutor(self._cores)  # each thread waits for a compiler
@@ -58,7 +76,7 @@ class KernelBuild:
                 stage.next(library.name)
                 build.result()
         self._pool.shutdown()
-        for op in OPS:
+        for op in self._ops:
             native.load(op)
         self.seconds_waited = time.perf_counter() - started
 

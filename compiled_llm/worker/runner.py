@@ -37,7 +37,7 @@ from compiled_llm.worker import exactness, loader
 from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.calibration import worker_facts
 from compiled_llm.worker.compiled_steps import CompiledSteps
-from compiled_llm.worker.cpu_kernels import KernelBuild
+from compiled_llm.worker.cpu_kernels import KernelBuild, ops_of
 from compiled_llm.worker.device import choose_threads, resolve_device, use_device, use_threads
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.pool_sizes import PoolSizes
@@ -127,8 +127,8 @@ class ModelRunner(Worker):
         self.watch: StepWatch | None = None
 
         use_own_cache_directory()
-        kernels = KernelBuild(progress) if self.device.type == "cpu" else None
         self.linears = linears_of(config, model_config, self.device, self.dtype)
+        kernels = self._build_kernels(progress)
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits)
         memory = StartMemory(
@@ -303,6 +303,11 @@ class ModelRunner(Worker):
         return _num_bytes(self.steps.kv_cache)
 
     # -- Starting
+
+    def _build_kernels(self, progress: StartProgress) -> KernelBuild | None:
+        if self.device.type != "cpu":
+            return None
+        return KernelBuild(progress, ops_of(self.model_config, self.dtype, self.linears))
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         started = time.perf_counter()

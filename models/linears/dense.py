@@ -30,6 +30,10 @@ class Dense(NamedTuple):
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return ()
+
     def apply(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
 

@@ -34,6 +34,10 @@ class DenseExperts(NamedTuple):
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return ()
+
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         return grouped_linear(x, self.weight, self.bias, rows, starts)
 
@@ -68,6 +72,10 @@ class PackedExperts(NamedTuple):
     def nbytes(self) -> int:
         weights = self.num_experts * self.out_features * self.in_features * self.packed.itemsize
         return weights + (0 if self.bias is None else self.bias.nbytes)
+
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return ("linear_cpu",)
 
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         return grouped_packed_linear(x, self.packed, self.bias, rows, starts, self.out_features)

@@ -26,6 +26,10 @@ class Packed(NamedTuple):
         weights = self.out_features * self.in_features * self.packed.itemsize
         return weights + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return ("linear_cpu",)
+
     def apply(self, x: Tensor) -> Tensor:
         return packed_linear(x, self.packed, self.bias, self.out_features)
 

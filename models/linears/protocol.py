@@ -85,6 +85,10 @@ class Linear(Protocol):
     def nbytes(self) -> int:
         """Bytes of weights that ``apply`` has to read, padding left out."""
 
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        """The ops of ``kernel_build.OPS`` whose kernels ``apply`` runs on a CPU; none where torch's own serve."""
+
     def apply(self, x: Tensor) -> Tensor:
         """``[T, in_features]`` -> ``[T, out_features]`` in the dtype of ``x``."""
 
@@ -115,6 +119,10 @@ class Experts(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of all experts' weights, padding left out."""
+
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        """The ops of ``kernel_build.OPS`` whose kernels ``apply_to`` runs on a CPU; none where torch's own serve."""
 
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         """``[T, in_features]`` -> ``[R, out_features]``, each row by the expert that it belongs to.

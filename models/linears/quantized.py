@@ -27,6 +27,10 @@ class Scheme(NamedTuple):
     form: WeightFormat
     activations: str = "model"
 
+    @property
+    def cpu_op(self) -> str:
+        return "quantized_linear_a8_cpu" if self.activations == "int8" else "quantized_linear_cpu"
+
 
 class Quantized(NamedTuple):
     """``x @ W.T + bias`` with a quantised ``W``."""
@@ -44,6 +48,10 @@ class Quantized(NamedTuple):
     def nbytes(self) -> int:
         biases = 0 if self.bias is None else self.bias.nbytes
         return self.scheme.form.nbytes(self.out_features, self.in_features) + biases
+
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return (self.scheme.cpu_op,)
 
     def apply(self, x: Tensor) -> Tensor:
         if self.order is not None:
@@ -78,6 +86,10 @@ class QuantizedExperts(NamedTuple):
         weights = self.num_experts * self.scheme.form.nbytes(self.out_features, self.in_features)
         return weights + (0 if self.bias is None else self.bias.nbytes)
 
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return (self.scheme.cpu_op,)
+
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         (element, group_size, *_), of = self.scheme.form, self.out_features
         if self.scheme.activations == "int8":
@@ -101,6 +113,10 @@ class Joined(NamedTuple):
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return tuple(op for layer in self.layers for op in layer.cpu_ops)
 
     def apply(self, x: Tensor) -> Tensor:
         return torch.cat([layer.apply(x) for layer in self.layers], 1)

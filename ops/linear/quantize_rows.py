@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import native
-from compiled_llm.ops.kernel_build import pack_library
+from compiled_llm.ops.kernel_build import quantize_rows_library
 from compiled_llm.ops.linear.packed_linear import pack_words
 from compiled_llm.ops.linear.quantized_weight import (
     QuantizedWeight,
@@ -51,7 +51,7 @@ def quantize_into(weight: QuantizedWeight, start: int, rows: Tensor, form: Weigh
 @functools.cache
 def _functions() -> dict[torch.dtype, tuple[Any, Any]]:
     """Dtype of rows -> the C++ functions that find their largest values and round them; none without a compiler."""
-    library = native.open_library(pack_library())
+    library = native.open_library(quantize_rows_library())
     if library is None:
         return {}
     size, address = ctypes.c_int64, ctypes.c_void_p

@@ -50,6 +50,7 @@ def test_a_bundle_spares_another_cache_all_compiling(tmp_path: Path) -> None:
     # Nothing was built: all libraries are those of the bundle.
     libraries = {file.name for file in (tmp_path / "to").rglob("*.so")}
     assert libraries
+    assert not [name for name in libraries if "quantize" in name], "the model is not quantised"
     assert libraries <= {file.name for file in (tmp_path / "from").rglob("*.so")}
     assert result["imported_files"] == len(libraries) + len(NAMES)
 

@@ -1,4 +1,4 @@
-"""Kernels are built beside the rest of a start, of this machine's set alone, and are there when it is finished."""
+"""Kernels are built beside the rest of a start: this machine's set, of what the model calls. Then they are there."""
 
 import io
 import threading
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from compiled_llm import CompiledEngine
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import OPS, Library
 from compiled_llm.progress import StartProgress
@@ -32,7 +33,7 @@ def test_what_is_missing_is_built_until_finish(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(native, "build", build)
     monkeypatch.setattr(native, "load", loaded.append)
     stream = io.StringIO()
-    kernels = KernelBuild(StartProgress("lines", stream))
+    kernels = KernelBuild(StartProgress("lines", stream), OPS)
     line = stream.getvalue()
     assert line.startswith("compiled-llm: building C++ kernels for avx2: 11 libraries, about ")
     assert line.endswith(f" s, beside what follows; kept in {tmp_path / 'kernels'}\n")
@@ -49,12 +50,39 @@ def test_a_build_that_fails_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(native, "must_be_built", lambda library: library.name == "linear_cpu")
     monkeypatch.setattr(native, "build", lambda library: (_ for _ in ()).throw(RuntimeError("building it failed")))
     with pytest.raises(RuntimeError, match="building it failed"):
-        KernelBuild(StartProgress()).finish()
+        KernelBuild(StartProgress(), OPS).finish()
 
 
 def test_nothing_is_said_where_all_is_there() -> None:
-    KernelBuild(StartProgress()).finish()
+    KernelBuild(StartProgress(), OPS).finish()
     stream = io.StringIO()
-    kernels = KernelBuild(StartProgress("lines", stream))
+    kernels = KernelBuild(StartProgress("lines", stream), OPS)
     kernels.finish()
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("quantization", "of_linears"),
+    [
+        (None, {"linear_cpu"}),
+        ("int4", {"linear_cpu", "quantized_linear_cpu"}),
+        ("int4_w4a8", {"linear_cpu", "quantized_linear_a8_cpu"}),
+    ],
+)
+def test_a_start_builds_the_kernels_of_the_models_linear_layers_alone(
+    quantization: str | None, of_linears: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With layers.0 skipped there are plain layers too."""
+    built: list[str] = []
+    loaded: list[str] = []
+    load = native.load
+    monkeypatch.setattr(native, "must_be_built", lambda library: True)
+    monkeypatch.setattr(native, "build", lambda library: built.append(library.name))
+    monkeypatch.setattr(native, "load", lambda op: loaded.append(op) or load(op))
+    skipped = {} if quantization is None else {"quantization": quantization, "quantization_skip": ("layers.0",)}
+    eager = {"enforce_eager": True, "num_kv_blocks": 8, "bucket_sizes": (1,), "max_model_len": 64}
+    with CompiledEngine(**eager, **skipped, progress="off"):
+        pass
+    expected = {"attention_cpu", "rowwise_cpu", "sampling_cpu", *of_linears}
+    assert {name.partition(".")[0] for name in built} == expected
+    assert set(loaded) == expected

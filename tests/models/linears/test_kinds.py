@@ -108,6 +108,10 @@ class Int8(NamedTuple):
     def nbytes(self) -> int:
         return sum(t.nbytes for t in self if t is not None)
 
+    @property
+    def cpu_ops(self) -> tuple[str, ...]:
+        return ()
+
     def apply(self, x: Tensor) -> Tensor:
         return F.linear(x, self.codes * self.scale, self.bias)
 
