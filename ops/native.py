@@ -28,6 +28,7 @@ from compiled_llm.ops.kernel_build import (
     kernel_library,
     op_library,
 )
+from compiled_llm.ops.shared_library import is_whole
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
 
 _HUGE_PAGE = 2 << 20
@@ -78,6 +79,8 @@ def open_library(library: Library) -> ctypes.CDLL | None:
     check_trusted(directory)
     if (directory / name).exists():
         try:
+            if not is_whole(directory / name):
+                raise OSError("it is cut off")
             return ctypes.CDLL(str(directory / name))
         except OSError as error:  # a file that does not load is built again
             warnings.warn(f"{name} does not load, so it is built again: {error}", stacklevel=2)
@@ -98,7 +101,8 @@ def must_be_built(library: Library) -> bool:
     found = compiler()
     if _shipped(library) is not None or found is None:
         return False
-    return not (kernel_directory() / library.file_name(found)).exists()
+    path = kernel_directory() / library.file_name(found)
+    return not (path.exists() and is_whole(path))
 
 
 def _shipped(library: Library) -> ctypes.CDLL | None:

@@ -12,8 +12,10 @@ import hashlib
 import importlib.util
 import os
 import random
+import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,15 +26,19 @@ from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list as compiled_
 from torch._C._dynamo.guards import TensorGuards
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_llm.ops.shared_library import is_whole
+
 _SETTINGS = ("torch._inductor.config", "torch._functorch.config", "torch.compiler.config")
 
 # -- Loading what was compiled
 
 
 def load_kernel(library: Path) -> Callable:
-    """The function of a library that Inductor has built, as Inductor loads it. ``ImportError`` if it is gone."""
+    """The function of a library that Inductor has built, as Inductor loads it. ``ImportError`` if it is not whole."""
     if not library.exists():  # Python loads it from memory where this process had it before
         raise ImportError(f"{library} is gone")
+    if not is_whole(library):
+        raise ImportError(f"{library} is cut off")
     data_ptr = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(data_ptr)
     spec = importlib.util.spec_from_file_location(f"{library.stem}.kernel", library)
@@ -289,3 +295,40 @@ def headers_in_cache() -> Iterator[None]:
         yield
     finally:
         torch._inductor.codecache._HEADER_DIR, torch._inductor.codecache._HEADER_LOCK_DIR = before
+
+
+@contextlib.contextmanager
+def whole_libraries() -> Iterator[None]:
+    """Let what Inductor builds appear whole or not at all, and let it build again what is cut off.
+
+    By itself it lets the compiler write to where it looks for a library. When a build was killed there, each later
+    start finds the file, and fails to load it.
+    """
+    import torch._inductor.codecache  # takes a second, so only when something is compiled
+    import torch._inductor.cpp_builder
+    from torch.utils._filelock import FileLock
+
+    builder: Any = torch._inductor.cpp_builder
+    cache: Any = torch._inductor.codecache
+    before = builder.run_compile_cmd, cache._worker_compile_cpp
+
+    def run(command: str, cwd: str) -> None:
+        words = shlex.split(command)
+        target = words[words.index("-o") + 1]
+        words[words.index("-o") + 1] = part = f"{target}.part"
+        before[0](shlex.join(words), cwd)
+        os.replace(Path(cwd, part), Path(cwd, target))
+
+    def build(lock: str, builders: Sequence[Any]) -> None:
+        with FileLock(lock, timeout=cache.LOCK_TIMEOUT):
+            for path in [Path(one.get_target_file_path()) for one in builders]:
+                if path.suffix in (".so", ".o") and path.exists() and not is_whole(path):
+                    warnings.warn(f"{path} is cut off, so it is built again", stacklevel=2)
+                    path.unlink()
+        before[1](lock, builders)
+
+    builder.run_compile_cmd, cache._worker_compile_cpp = run, build
+    try:
+        yield
+    finally:
+        builder.run_compile_cmd, cache._worker_compile_cpp = before

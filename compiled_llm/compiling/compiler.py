@@ -25,6 +25,7 @@ from compiled_llm.ops.torch_private import (
     plain_vectors,
     sizes_of_one,
     tell_compiler,
+    whole_libraries,
     with_caches,
 )
 
@@ -69,7 +70,7 @@ def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict
     tell_compiler(tensors_in(examples))
     options: dict[str, Any] = {"triton.cudagraphs": False, "guard_filter_fn": _no_guards, "size_asserts": False}
     options["cpp.threads"] = 1  # the ops have threads of their own, and those of OpenMP would spin beside them
-    with torch.no_grad(), with_caches(), sizes_of_one(), plain_vectors(), headers_in_cache():
+    with torch.no_grad(), with_caches(), sizes_of_one(), plain_vectors(), headers_in_cache(), whole_libraries():
         compiled: Any = torch.compile(own_copy(function, name), fullgraph=True, dynamic=False, options=options)
         ahead = compiled.aot_compile((examples, {}))
     after = compile_counts()
@@ -121,11 +122,11 @@ def to_bytes(ahead: Any) -> bytes:
 def from_bytes(payload: bytes, function: Callable) -> Callable:
     """The compiled form of ``function``. Runs code that ``payload`` holds: only for what this user's cache holds.
 
-    Torch's own form builds libraries that are gone again.
+    Torch's own form builds libraries again that are gone or cut off.
     """
     ready, serialized = pickle.loads(payload)
     if ready is not None:
         with contextlib.suppress(ImportError):
             return load_ready(ready, function.__globals__)
-    with plain_vectors():
+    with plain_vectors(), whole_libraries():
         return _unguarded().deserialize(serialized, function.__globals__).fn

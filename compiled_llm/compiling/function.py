@@ -113,7 +113,7 @@ class CompiledFunction:
                 reason = f"the stored code does not load: {type(error).__name__}: {error}"
             else:
                 gone = ", ".join(libraries_built_since(moment))
-                reason = f"built again, since it was gone from torch's cache: {gone}" if gone else ""
+                reason = f"built again, since it was gone from torch's cache or cut off: {gone}" if gone else ""
                 return found.facts, "miss" if gone else "hit", reason
         else:
             reason = found

@@ -62,7 +62,7 @@ def ready_code(ahead: Any) -> bytes | None:
 
 
 def load_ready(code: bytes, function_globals: dict[str, Any]) -> Callable:
-    """The function. Runs what ``code`` holds. ``ImportError`` if one of its libraries is gone."""
+    """The function. Runs what ``code`` holds. ``ImportError`` if one of its libraries is gone or cut off."""
     program, kernels, bytecode, graph_name, modules, pickled = marshal.loads(code)
     namespace: dict[str, Any] = {"__name__": graph_name}
     namespace |= {name: load_kernel(Path(cache_dir(), library)) for name, library in kernels.items()}

@@ -1,19 +1,24 @@
 """Graph-break tests: for every family one graph for all buckets, no breaks, no recompiles, no copy of the KV cache."""
 
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch._inductor.codecache import CppPythonBindingsCodeCache, PyCodeCache
+from torch._inductor.exc import CppCompileError
 from torch._inductor.utils import run_and_get_code
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.libraries import loaded_libraries, use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
-from compiled_llm.ops.torch_private import DynamicSize, keeps_compiled_code, mark_dynamic_size
+from compiled_llm.ops.shared_library import is_whole
+from compiled_llm.ops.torch_private import DynamicSize, keeps_compiled_code, mark_dynamic_size, whole_libraries
 from compiled_llm.scheduling.bucket import choose_bucket
 from compiled_llm.step.step import step_function
 from tests.families import CONFIGS, checkpoint
@@ -228,12 +233,50 @@ def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(
         library.unlink()
     outcome, reason = start()
     assert outcome == "miss"
-    assert re.fullmatch(r"built again, since it was gone from torch's cache: [\w.]+\.so", reason)
+    assert re.fullmatch(r"built again, since it was gone from torch's cache or cut off: [\w.]+\.so", reason)
     cache = CompileCache(tmp_path / "graphs", {})
     cache.store(cache.key_of("add", add, (torch.ones(40),)), b"no pickle", {})
     outcome, reason = start()
     assert (outcome, "the stored code does not load: UnpicklingError" in reason) == ("miss", True)
     assert start() == ("hit", "")
+
+
+def test_a_library_that_is_cut_off_is_built_again(tmp_path: Path) -> None:
+    """As by a compiler that was killed: with the entry of the graph there, and without it."""
+
+    def divide(x: torch.Tensor) -> torch.Tensor:
+        return (x + 53).cos() / 3
+
+    def start() -> tuple[str, str]:
+        PyCodeCache.cache_clear()
+        CppPythonBindingsCodeCache.cache_clear()
+        cache = CompileCache(tmp_path / "graphs", {})
+        function = CompiledFunction(divide, "divide", torch.device("cpu"), enforce_eager=False, cache=cache)
+        function.warm_up(lambda: (torch.ones(40),))
+        assert torch.allclose(function(torch.zeros(40)), torch.full((40,), 53.0).cos() / 3)
+        return function.report().cache, function.report().reason
+
+    use_own_cache_directory()
+    root = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).resolve()
+    before = loaded_libraries(root)
+    assert start()[0] == "miss"
+    (library,) = loaded_libraries(root) - before  # no other test has it
+    content = library.read_bytes()
+    for kept, reason in ((0, "built again, .* or cut off: "), (len(content) // 2, "nothing of that name is stored")):
+        library.unlink()  # what this process has loaded of it stays
+        library.write_bytes(content[:kept])
+        with pytest.warns(UserWarning, match=f"{library.name} is cut off, so it is built again"):
+            outcome, found = start()
+        assert (outcome, bool(re.match(reason, found))) == ("miss", True), found
+        assert is_whole(library)
+        shutil.rmtree(tmp_path / "graphs")
+    assert not list(library.parent.glob("*.part"))
+
+
+def test_a_build_that_ends_early_leaves_no_file_where_it_is_looked_for(tmp_path: Path) -> None:
+    with whole_libraries(), pytest.raises(CppCompileError):
+        torch._inductor.cpp_builder.run_compile_cmd("sh -c 'echo half > \"$2\"; exit 1' sh -o kernel.so", str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["kernel.so.part"]
 
 
 def test_a_graph_break_is_an_error_at_warm_up() -> None:

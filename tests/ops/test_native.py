@@ -89,6 +89,14 @@ def test_built_once_and_again_when_changed_or_corrupt(
     with pytest.warns(UserWarning, match="does not load, so it is built again"):
         assert answer_of(library_of(tmp_path, 42)) == 42
     assert len(builds) == 3
+    whole = library.read_bytes()
+    for length in (0, 40, len(whole) // 2, len(whole) - 1):
+        (native.kernel_directory() / library.name).unlink()  # what this process has loaded of it stays
+        (native.kernel_directory() / library.name).write_bytes(whole[:length])
+        assert native.must_be_built(library_of(tmp_path, 42))
+    with pytest.warns(UserWarning, match="does not load, so it is built again: it is cut off"):
+        assert answer_of(library_of(tmp_path, 42)) == 42
+    assert len(builds) == 4
 
 
 def test_a_library_of_the_package_is_taken_without_a_compiler(
