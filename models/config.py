@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-from compiled_llm.models.encoding import Quantization
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.streaming import Stream
 
@@ -34,7 +33,6 @@ class ModelConfig:
     dtype: str
     eos_token_ids: tuple[int, ...]
     stream: Stream | None = dataclasses.field(default=None, kw_only=True)  # the engine's, not config.json's
-    quantization: Quantization | None = dataclasses.field(default=None, kw_only=True)
     published: str = dataclasses.field(
         default="", kw_only=True
     )  # quantization_config of a checkpoint's linear layers, JSON

@@ -16,7 +16,6 @@ from compiled_llm.models.config_sizes import MOST, check_size, eos_token_ids
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
-from compiled_llm.models.quantization import read_quantization
 from compiled_llm.models.quantized import plan
 from compiled_llm.models.registry import SUPPORTED, family, has_own_file
 from compiled_llm.models.wrappers import is_wrapper, language_model
@@ -88,8 +87,7 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         )
     config = by_own_names(config, config_class)
     ignored_fields(config, model, config_class)
-    quantization = read_quantization(config, model.quantizations) if model.quantizations else None
-    published = "" if model.quantizations else _published(config)
+    published = _published(config, model)
     ropes = model.read_ropes(config)
     used = {name: config[name] for name in config.keys() & used_names(model, config_class)}
     for name in MOST.keys() & used.keys():
@@ -120,10 +118,8 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         ropes=ropes,
         max_position_embeddings=sizes["max_position_embeddings"],
         tie_word_embeddings=bool(full.tie_word_embeddings),
-        # Values of MXFP4 are exact in bfloat16, and such files need not name a dtype.
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or ("bfloat16" if quantization else "float32")),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or _default_dtype(model, published)),
         eos_token_ids=eos_token_ids(config, generation or {}, sizes["vocab_size"]),
-        quantization=quantization,
         published=published,
         **_own_fields(model, full, sizes),
     )
@@ -153,6 +149,13 @@ def _config_class(model: Family) -> Any:
     return getattr(transformers, model.hf_config)
 
 
-def _published(config: dict[str, Any]) -> str:
+def _published(config: dict[str, Any], model: Family) -> str:
     """``quantization_config`` as JSON, "" where there is none; ``ValueError`` where it cannot be read."""
-    return "" if plan.read_quantization(config) is None else json.dumps(config["quantization_config"], sort_keys=True)
+    if plan.read_quantization(config, model.quantizations) is None:
+        return ""
+    return json.dumps(config["quantization_config"], sort_keys=True)
+
+
+def _default_dtype(model: Family, published: str) -> str:
+    """What the model is in where the file names no dtype, as those with experts in MXFP4 need not."""
+    return "bfloat16" if published and "mxfp4" in model.quantizations else "float32"

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.encoding import Stored
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
+from compiled_llm.models.quantized.plan import GENERAL
 from compiled_llm.models.quantized.scheme import Scheme, StoredPart
-from compiled_llm.models.reader import Wanted
+from compiled_llm.models.reader import Stack, Wanted
 from compiled_llm.models.rope_config import Rope, read_rope
 from compiled_llm.models.weights import ModelWeights, Source
 
@@ -51,7 +51,7 @@ class Family(Generic[C, W]):
             and those that ``sizes`` reads.
         sizes: transformers' config -> those of ``ModelConfig``'s fields that it has under other names, by their usual
             ones, and those of ``config``'s that it has not as they are. The other names belong to ``old_fields``.
-        quantizations: the kinds of ``quantization_config`` that ``take`` knows.
+        quantizations: the kinds of ``quantization_config`` that its checkpoints have.
         derived_tensors: ends of the names of tensors that old checkpoints hold, and that follow from the config.
     """
 
@@ -66,7 +66,7 @@ class Family(Generic[C, W]):
     check: Callable[[dict[str, Any]], None] = lambda config: None
     old_fields: tuple[str, ...] = ()
     sizes: Callable[[Any], dict[str, Any]] = lambda config: {}
-    quantizations: tuple[str, ...] = ()
+    quantizations: tuple[str, ...] = GENERAL
     derived_tensors: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
     def describe(self, config: C, dtype: torch.dtype = torch.float32, linears: LinearKind = Dense) -> "Description[W]":
@@ -83,12 +83,12 @@ class _ShapeReader:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.device = dtype, torch.device("meta")
         self.taken: dict[str, tuple[int, ...]] = {}
-        self.stored: dict[str, Stored | StoredPart] = {}
+        self.stored: dict[str, StoredPart] = {}
 
     def tensor(self, wanted: Wanted) -> Tensor:
         assert wanted.name not in self.taken, f"{wanted.name} is taken twice"
         self.taken[wanted.name] = wanted.shape
-        self.stored |= wanted.stored()
+        self.stored[wanted.name] = StoredPart((wanted.shape,))
         return torch.empty(wanted.shape, dtype=wanted.dtype or self.dtype, device="meta")
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
@@ -96,15 +96,25 @@ class _ShapeReader:
             self.tensor(one)
 
     def quantized(
-        self, name: str, scheme: Scheme, out_features: int, in_features: int, put: PutQuantized
+        self,
+        name: str,
+        scheme: Scheme,
+        out_features: int,
+        in_features: int,
+        put: PutQuantized,
+        stack: Stack | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        assert f"{name}.weight" not in self.taken, f"{name} is taken twice"
-        self.taken[f"{name}.weight"] = (out_features, in_features)
+        weight = f"{name}.weight" if stack is None else name
+        assert weight not in self.taken or (stack is not None and stack.number), f"{name} is taken twice"
+        before = () if stack is None else (stack.size,)
+        self.taken[weight] = (*before, out_features, in_features)
         try:
             parts = scheme.stored(out_features, in_features)
         except ValueError as error:
             raise ValueError(f"config.json: {name} cannot be quantised so: {error}") from error
-        self.stored |= {f"{name}.{which}": part for which, part in parts.items()}
+        for which, part in parts.items():
+            shapes = tuple((*before, *shape) for shape in part.shapes)
+            self.stored[f"{name}{'_' if before else '.'}{which}"] = part._replace(shapes=shapes)
         order = torch.empty(in_features, dtype=torch.int32, device="meta") if scheme.ordered else None
         return order, torch.empty(1, device="meta") if scheme.static_activations else None
 
@@ -115,14 +125,14 @@ class Description(Generic[W]):
 
     Attributes:
         taken: name -> shape of every tensor that the family takes.
-        stored: the tensors of a checkpoint by their names: the same, but for those that are encoded.
+        stored: the tensors of a checkpoint by their names: the same, but for those of quantised layers.
         may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
         unused: name of a tensor that some checkpoints hold and the model does not use -> what it is.
         weights: on the device "meta".
     """
 
     taken: dict[str, tuple[int, ...]]
-    stored: dict[str, Stored | StoredPart]
+    stored: dict[str, StoredPart]
     may_repeat: dict[str, str]
     unused: dict[str, str]
     weights: W

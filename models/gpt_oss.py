@@ -13,7 +13,6 @@ from torch import Tensor
 
 from compiled_llm.models import llama
 from compiled_llm.models.config import WindowedConfig
-from compiled_llm.models.encoding import GROUP
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import windowed_layers
@@ -48,12 +47,6 @@ class GptOssConfig(LlamaConfig, WindowedConfig):
         for name in ("swiglu_alpha", "swiglu_limit"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"config.json: {name} must be a positive number, given {getattr(self, name)!r:.100}")
-        for name in ("hidden_size", "intermediate_size"):
-            if self.quantization and getattr(self, name) % GROUP:
-                raise ValueError(
-                    f"config.json: {name} must be a multiple of {GROUP} where quantization_config is that of MXFP4, "
-                    f"given {getattr(self, name)}"
-                )
 
 
 def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:
@@ -65,8 +58,7 @@ def take_mlp(config: GptOssConfig, source: Source, name: str) -> MoeWeights:
         config.num_experts_per_tok,
     )
     experts = f"{name}.mlp.experts"
-    encoding = config.quantization.encoding(experts) if config.quantization else None
-    stacked = functools.partial(source.stacked_experts, top_k=top_k, transposed=encoding is None, encoding=encoding)
+    stacked = functools.partial(source.stacked_experts, top_k=top_k)
     return MoeWeights(
         router=source.linear(Part(f"{name}.mlp.router", num_experts, d, bias=True)),
         gate_up=stacked(f"{experts}.gate_up_proj", num_experts, 2 * inner, d, in_turn=2),

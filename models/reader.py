@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from compiled_llm.models.encoding import Encoding, Stored
 from compiled_llm.models.linears.protocol import Put, PutQuantized
 from compiled_llm.models.quantized.scheme import Scheme
 
@@ -19,7 +18,6 @@ class Wanted(NamedTuple):
         name: in a checkpoint.
         mean, std: of random values, where there is no checkpoint.
         dtype: that it is wanted in; None: the model's.
-        encoding: how the checkpoint keeps it; None: under its name.
         whole: ``Reader.rows`` puts a matrix at a time, the last two dimensions.
     """
 
@@ -28,16 +26,21 @@ class Wanted(NamedTuple):
     mean: float
     std: float
     dtype: torch.dtype | None = None
-    encoding: Encoding | None = None
     whole: bool = False
-
-    def stored(self) -> dict[str, Stored]:
-        """The checkpoint's tensors that it is read from, by their names."""
-        return {self.name: Stored(self.shape)} if self.encoding is None else self.encoding.stored(self.name, self.shape)
 
     def matrices(self) -> tuple[int, int]:
         """How many matrices it is, one after the other, and the rows of each; what has one dimension is a row."""
         return math.prod(self.shape[:-2]), self.shape[-2] if len(self.shape) > 1 else 1
+
+
+class Stack(NamedTuple):
+    """One of several layers of a size, each of whose tensors lies in one with those of the others.
+
+    So ``NAME_blocks`` ``[size, ...]`` is in the place of ``NAME.blocks`` ``[...]``.
+    """
+
+    number: int
+    size: int
 
 
 class Reader(Protocol):
@@ -55,6 +58,12 @@ class Reader(Protocol):
         """As ``Take.rows``; no piece has rows of two matrices."""
 
     def quantized(
-        self, name: str, scheme: Scheme, out_features: int, in_features: int, put: PutQuantized
+        self,
+        name: str,
+        scheme: Scheme,
+        out_features: int,
+        in_features: int,
+        put: PutQuantized,
+        stack: Stack | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As ``Take.quantized``, of the layer ``name``."""
+        """As ``Take.quantized``, of the layer ``name``; with ``stack`` of one of those that are called so."""

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.encoding import Encoding
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights, UsedExperts
@@ -168,21 +167,18 @@ class Source:
         in_turn: int = 1,
         transposed: bool = True,
         bias: bool = True,
-        encoding: Encoding | None = None,
     ) -> Experts:
         """The layers of experts that lie in one tensor, ``name``.
 
-        It is ``[num_experts, in_features, out_features]`` where ``transposed``, else the last two are in turn. Biases
-        are ``name_bias`` ``[num_experts, out_features]``.
+        It is ``[num_experts, in_features, out_features]`` where ``transposed``, else the last two are in turn, as they
+        always are where they are quantised. Biases are ``name_bias`` ``[num_experts, out_features]``.
 
         Args:
             in_turn: so many parts of the outputs follow one another in the model, of which the checkpoint has the first
                 output each, then the second each, and so on.
-            encoding: how the checkpoint keeps the tensor.
         """
-        assert not (transposed and encoding), "rows are decoded"
         sizes = (in_features, out_features) if transposed else (out_features, in_features)
-        wanted = Wanted(name, (num_experts, *sizes), 0.0, in_features**-0.5, encoding=encoding, whole=transposed)
+        wanted = Wanted(name, (num_experts, *sizes), 0.0, in_features**-0.5, whole=transposed)
         biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
         parts = [[Part(f"{name}.{e}", out_features, in_features, bias)] for e in range(num_experts)]
         return self._linears.take_experts(StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)

@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from compiled_llm.models.config_file import parse_config
+from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family
+from compiled_llm.worker.quantization import published
 
 QUANTIZATION: dict[str, Any] = {
     "modules_to_not_convert": [
@@ -49,8 +51,10 @@ def tensors_of(config: Mapping[str, Any]) -> dict[str, Tensor]:
     parsed = parse_config(dict(config))
     generator = torch.Generator().manual_seed(0)
     found: dict[str, Tensor] = {}
-    for name, (shape, dtype) in family(parsed.architecture).describe(parsed).stored.items():
-        if dtype == torch.uint8:
+    linears = published(parsed, Dense)
+    for name, stored in family(parsed.architecture).describe(parsed, linears=linears).stored.items():
+        shape = stored.shapes[0]
+        if stored.dtypes == (torch.uint8,):
             low, high = (120, 127) if name.endswith("_scales") else (0, 256)
             found[name] = torch.randint(low, high, shape, generator=generator, dtype=torch.uint8)
         else:

@@ -47,6 +47,11 @@ class StoredTensor(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
+    def part(self, number: int) -> "StoredTensor":
+        """Element ``number`` of its first dimension."""
+        one = self._replace(shape=self.shape[1:])
+        return one._replace(offset=self.offset + number * one.nbytes)
+
     def read(self) -> Tensor:
         """The tensor, on the host in its own dtype. Raises as ``read_into``."""
         tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])

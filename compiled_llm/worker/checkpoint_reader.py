@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_llm.models.files import open_file
 from compiled_llm.models.linears.protocol import Put, PutQuantized
 from compiled_llm.models.quantized.scheme import Scheme
-from compiled_llm.models.reader import Wanted
+from compiled_llm.models.reader import Stack, Wanted
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows
 from compiled_llm.resources import granted_cores
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor
@@ -100,15 +100,22 @@ class CheckpointReader:
             pass
 
     def quantized(
-        self, name: str, scheme: Scheme, out_features: int, in_features: int, put: PutQuantized
+        self,
+        name: str,
+        scheme: Scheme,
+        out_features: int,
+        in_features: int,
+        put: PutQuantized,
+        stack: Stack | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """As ``Reader.quantized``. Raises as ``tensor``."""
-        layer = QuantizedLayer(self._stored, name, scheme, out_features, in_features)
+        layer = QuantizedLayer(self._stored, name, scheme, out_features, in_features, stack)
+        weight = f"{name}.weight" if stack is None else name
 
         def put_on_device(first: int, rows: QuantizedRows) -> None:
             zeros = None if rows.zeros is None else rows.zeros.to(self.device)
             put(first, QuantizedRows(rows.codes.to(self.device), rows.scales.to(self.device), zeros))
-            self._on_bytes(f"{name}.weight", rows.codes.numel() * self.dtype.itemsize)
+            self._on_bytes(weight, rows.codes.numel() * self.dtype.itemsize)
 
         for _ in self._pool.map(lambda piece: layer.decode(piece[0], piece[1], put_on_device), layer.pieces()):
             pass
@@ -120,7 +127,7 @@ class CheckpointReader:
         """Rows of a piece."""
         num_rows = math.prod(wanted.matrices())
         made = math.prod(wanted.shape) * (wanted.dtype or self.dtype).itemsize
-        step = max(1, PIECE_BYTES * num_rows // max(made, *(self._stored[name].nbytes for name in wanted.stored())))
+        step = max(1, PIECE_BYTES * num_rows // max(made, self._stored[wanted.name].nbytes))
         return step // 32 * 32 or step // 16 * 16 or step  # whole tiles of packed layers, also of rows in turn
 
     def _read(self, piece: _Piece) -> None:
@@ -128,25 +135,21 @@ class CheckpointReader:
         original = self._original(piece)
         rows = original.to(device=self.device, dtype=dtype)
         if not _is_finite(rows):
-            places = [f"{self._stored[name].path}: {self._stored[name].name}" for name in wanted.stored()]
+            stored = self._stored[wanted.name]
             what = "NaN or infinite values: the file is damaged"
             if _is_finite(original):
                 what = f"values too large for {str(dtype)[6:]}: choose a wider dtype"
-            raise CheckpointError(f"{', '.join(places)} {'holds' if len(places) == 1 else 'hold'} {what}")
+            raise CheckpointError(f"{stored.path}: {stored.name} holds {what}")
         piece.put(piece.start, rows)
         self._on_bytes(wanted.name, rows.numel() * self.dtype.itemsize)
 
     def _original(self, piece: _Piece) -> Tensor:
-        """The piece's rows as the checkpoint has them, ``[n, K]``, decoded if they are encoded."""
-        wanted, num_rows = piece.wanted, piece.end - piece.first
-        parts = [self._stored[name] for name in wanted.stored()]
-        row_bytes = [stored.nbytes // math.prod(wanted.matrices()) for stored in parts]
-        left, rows = self._buffer(sum(_aligned(num_rows * size) for size in row_bytes)), []
-        for stored, size in zip(parts, row_bytes, strict=True):
-            content, left = left[: num_rows * size], left[_aligned(num_rows * size) :]
-            stored.read_into(content.numpy(), piece.first * size, self._file(stored))
-            rows.append(content.view(DTYPES[stored.dtype]).view(num_rows, -1))
-        return rows[0] if wanted.encoding is None else wanted.encoding.decode(rows)
+        """The piece's rows as the checkpoint has them, ``[n, K]``."""
+        num_rows, stored = piece.end - piece.first, self._stored[piece.wanted.name]
+        row_bytes = stored.nbytes // math.prod(piece.wanted.matrices())
+        content = self._buffer(num_rows * row_bytes)
+        stored.read_into(content.numpy(), piece.first * row_bytes, self._file(stored))
+        return content.view(DTYPES[stored.dtype]).view(num_rows, -1)
 
     def _buffer(self, size: int) -> Tensor:
         """Memory of this thread's own, used for every piece that it reads."""
@@ -160,10 +163,6 @@ class CheckpointReader:
             if str(stored.path) not in self._files:
                 self._files[str(stored.path)] = open_file(stored.path)
             return self._files[str(stored.path)].fileno()
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
 
 
 def _is_finite(tensor: Tensor) -> bool:

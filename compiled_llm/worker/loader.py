@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.encoding import Stored
 from compiled_llm.models.family import Description
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
-from compiled_llm.models.quantized.scheme import FLOATS, Scheme, StoredPart
-from compiled_llm.models.reader import Wanted
+from compiled_llm.models.quantized.scheme import Scheme, StoredPart
+from compiled_llm.models.reader import Stack, Wanted
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.linear.quantized_weight import quantize
@@ -97,10 +96,18 @@ class RandomReader:
                 start += num_rows
 
     def quantized(
-        self, name: str, scheme: Scheme, out_features: int, in_features: int, put: PutQuantized
+        self,
+        name: str,
+        scheme: Scheme,
+        out_features: int,
+        in_features: int,
+        put: PutQuantized,
+        stack: Stack | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
-        wanted = Wanted(f"{name}.weight", (out_features, in_features), 0.0, in_features**-0.5)
-        put(0, quantize(self.tensor(wanted), scheme.form))
+        weight = f"{name}.weight" if stack is None else name
+        self._generator.manual_seed(self._seed + zlib.crc32(weight.encode()) + (0 if stack is None else stack.number))
+        shape = (out_features, in_features)
+        put(0, quantize(self._values(Wanted(weight, shape, 0.0, in_features**-0.5), shape), scheme.form))
         order = torch.arange(in_features, dtype=torch.int32, device=self.device) if scheme.ordered else None
         return order, torch.ones(1, device=self.device) / 16 if scheme.static_activations else None
 
@@ -118,7 +125,7 @@ def _check(
     """``CheckpointError`` unless the tensors are those that the config implies. Warns of those that are left."""
     model, problems = family_of(config), []
     wanted = description.stored
-    missing = [name for name, one in wanted.items() if name not in stored and getattr(one, "required", True)]
+    missing = [name for name, one in wanted.items() if name not in stored and one.required]
     if missing:
         problems.append(f"missing: {listed(missing)}")
 
@@ -152,26 +159,14 @@ def _check(
         warnings.warn(f"{directory}: left, since the language model has no such parts: {named}", stacklevel=3)
 
 
-def _difference(tensor: StoredTensor, wanted: Stored | StoredPart) -> str | None:
-    if isinstance(wanted, StoredPart):
-        if tensor.shape not in wanted.shapes:
-            implied = " or ".join(map(str, wanted.shapes))
-            return f"{tensor.shape!s:.100}, config.json implies {implied}"
-        kinds = [name for name, dtype in DTYPES.items() if dtype in wanted.dtypes]
-        return None if tensor.dtype in kinds else f"{tensor.dtype}; allowed: {', '.join(kinds)}"
-    if tensor.shape != wanted.shape:
-        return f"{tensor.shape!s:.100}, config.json implies {wanted.shape}"
-    allowed = [
-        name for name, dtype in DTYPES.items() if (dtype in FLOATS if wanted.dtype is None else dtype == wanted.dtype)
-    ]
-    if tensor.dtype not in allowed:
-        return f"{tensor.dtype}; allowed: {', '.join(allowed)}"
-    return None
+def _difference(tensor: StoredTensor, wanted: StoredPart) -> str | None:
+    if tensor.shape not in wanted.shapes:
+        return f"{tensor.shape!s:.100}, config.json implies {' or '.join(map(str, wanted.shapes))}"
+    kinds = [name for name, dtype in DTYPES.items() if dtype in wanted.dtypes]
+    return None if tensor.dtype in kinds else f"{tensor.dtype}; allowed: {', '.join(kinds)}"
 
 
-def _check_repeated(
-    name: str, original: str, wanted: Stored | StoredPart, stored: dict[str, StoredTensor]
-) -> list[str]:
+def _check_repeated(name: str, original: str, wanted: StoredPart, stored: dict[str, StoredTensor]) -> list[str]:
     # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are the same.
     if original not in stored or _difference(stored[original], wanted):
         return []  # which is a problem of its own

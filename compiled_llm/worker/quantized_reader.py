@@ -7,25 +7,32 @@ from torch import Tensor
 
 from compiled_llm.models.linears.protocol import PutQuantized
 from compiled_llm.models.quantized.scheme import Scheme
+from compiled_llm.models.reader import Stack
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor
 
 PIECE_BYTES = 1 << 20
 
 
 class QuantizedLayer:
-    """One layer ``name``, ``[out_features, in_features]``, kept as ``scheme`` says in ``stored``."""
+    """One layer ``name``, ``[out_features, in_features]``, kept as ``scheme`` says in ``stored``; or one of a stack."""
 
     def __init__(
-        self, stored: Mapping[str, StoredTensor], name: str, scheme: Scheme, out_features: int, in_features: int
+        self,
+        stored: Mapping[str, StoredTensor],
+        name: str,
+        scheme: Scheme,
+        out_features: int,
+        in_features: int,
+        stack: Stack | None = None,
     ) -> None:
-        self.name, self.scheme, self.out_features = name, scheme, out_features
+        self.scheme, self.out_features = scheme, out_features
+        self.name = name if stack is None else f"{name}, number {stack.number}"
         self._in_features = in_features
         wanted = scheme.stored(out_features, in_features)
-        self._stored = {
-            which: stored[f"{name}.{which}"]
-            for which, part in wanted.items()
-            if part.used and f"{name}.{which}" in stored
-        }
+        names = {which: f"{name}{'.' if stack is None else '_'}{which}" for which, part in wanted.items() if part.used}
+        self._stored = {which: stored[of] for which, of in names.items() if of in stored}
+        if stack is not None:
+            self._stored = {which: tensor.part(stack.number) for which, tensor in self._stored.items()}
         self._whole = {which: tensor.read() for which, tensor in self._stored.items() if which != scheme.in_pieces}
 
     def pieces(self) -> list[tuple[int, int]]:

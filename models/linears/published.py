@@ -79,7 +79,7 @@ class Published:
 
     def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
         parts = [part for each in experts for part in each]
-        schemes = [None if part.name.isdigit() else self._scheme(part) for part in parts]
+        schemes = [self._scheme(part) for part in parts]
         first = schemes[0]
         if any(scheme != first for scheme in schemes) or (first and (first.ordered or first.static_activations)):
             raise ValueError(

@@ -9,6 +9,7 @@ from torch import Tensor
 from compiled_llm.models.quantized.scheme import (
     FLOATS,
     StoredPart,
+    check_whole_groups,
     checked_scales,
     checked_zero,
     group_order,
@@ -176,8 +177,7 @@ class Fp4(_Rows):
 
     def stored(self, out_features: int, in_features: int) -> dict[str, StoredPart]:
         size = self.block[1]
-        if in_features % size:
-            raise ValueError(f"in_features must be a multiple of {size} where weights are fp4, found {in_features}")
+        check_whole_groups(in_features, size)
         dtype = torch.float8_e4m3fn if self.whole_scale else torch.uint8
         found = {
             self.weight: StoredPart(((out_features, in_features // 2),), (torch.uint8,)),

@@ -13,6 +13,7 @@ def described(config: Mapping[str, Any]) -> str:
     method = config["quant_method"]
     kinds, kept = _READERS.get(method, _bits)(config)
     notes = ["kept as fp4 in groups of 16"] if any("nvfp4" in kind.lower() for kind in kinds) else []
+    notes += ["experts, kept as fp4 in groups of 32"] if method == "mxfp4" else []
     notes += ["activations stay in the model's dtype"] if kept else []
     return " ".join([method, *kinds]) + (f" ({'; '.join(notes)})" if notes else "")
 
@@ -46,8 +47,18 @@ def _torchao(config: Mapping[str, Any]) -> tuple[list[str], bool]:
     return [name], "Dynamic" in name and not (name == "Int8DynamicActivationInt8WeightConfig" and symmetric)
 
 
+def _mxfp4(config: Mapping[str, Any]) -> tuple[list[str], bool]:
+    return [], False
+
+
 def _bits(config: Mapping[str, Any]) -> tuple[list[str], bool]:
     return [f"{config.get('bits', 4)} bits"], False
 
 
-_READERS = {"compressed-tensors": _compressed_tensors, "fp8": _fp8, "modelopt": _modelopt, "torchao": _torchao}
+_READERS = {
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
+    "torchao": _torchao,
+}

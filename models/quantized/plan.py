@@ -1,12 +1,13 @@
 """``quantization_config`` of a ``config.json`` -> how each linear layer is kept in the checkpoint."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from compiled_llm.models.quantized import fields
 from compiled_llm.models.quantized.compressed_tensors import read_compressed_tensors
 from compiled_llm.models.quantized.fp8 import read_fp8, read_modelopt
 from compiled_llm.models.quantized.gptq import read_awq, read_gptq
+from compiled_llm.models.quantized.mxfp4 import read_mxfp4
 from compiled_llm.models.quantized.patterns import matches
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.quantized.torchao import read_torchao
@@ -28,8 +29,11 @@ class QuantizationPlan(NamedTuple):
     scheme: Callable[[str], Scheme | None]
 
 
-def read_quantization(config: Mapping[str, Any]) -> QuantizationPlan | None:
+def read_quantization(config: Mapping[str, Any], methods: Sequence[str] = ()) -> QuantizationPlan | None:
     """``quantization_config`` of a parsed ``config.json``; None where there is none.
+
+    Args:
+        methods: ``quant_method`` must be one of these; none: any that is known.
 
     Raises:
         ValueError: it cannot be read; the message names the field.
@@ -38,7 +42,7 @@ def read_quantization(config: Mapping[str, Any]) -> QuantizationPlan | None:
     if given is None:
         return None
     given = fields.table(given, "quant_method")
-    method = fields.choice(given, "quant_method", [*_READERS])
+    method = fields.choice(given, "quant_method", methods or [*_READERS])
     return QuantizationPlan(method, _READERS[method](given))
 
 
@@ -90,4 +94,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any]], Callable[[str], Scheme | None]
     "fp8": _fp8,
     "modelopt": _modelopt,
     "torchao": _torchao,
+    "mxfp4": read_mxfp4,
 }
+GENERAL = tuple(method for method in _READERS if method != "mxfp4")
+"""The methods of all families whose checkpoints have none of their own (``Family.quantizations``)."""

@@ -12,11 +12,12 @@ from torch import Tensor
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
 _MOST_INPUTS = 1 << 24  # in a group; no layer has more
+_MOST_EXPONENT = 252  # of the scales of fp4: 6 * 2 ** (252 - 127) is finite in float32
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class StoredPart(NamedTuple):
-    """A tensor of a quantised linear layer in a checkpoint.
+    """What a checkpoint has, or may have, under a name.
 
     Attributes:
         shapes, dtypes: any of these.
@@ -149,8 +150,17 @@ def signed(codes: Tensor, bits: int) -> Tensor:
     return (codes ^ 0x80).view(torch.int8) if bits == 8 else codes.view(torch.int8) - (1 << bits - 1)
 
 
+def check_whole_groups(in_features: int, size: int) -> None:
+    """``ValueError`` unless rows are whole groups."""
+    if in_features % size:
+        raise ValueError(f"in_features must be a multiple of {size} where weights are fp4, found {in_features}")
+
+
 def power_of_two_scales(exponents: Tensor, name: str) -> Tensor:
-    """e8m0 codes -> float32. ``ValueError`` for 255, which is NaN (OCP MX v1.0, 5.4.1)."""
-    if (exponents == 255).any():
-        raise ValueError(f"{name} must be below 255, which stands for NaN: the file is damaged")
+    """e8m0 codes -> float32. ``ValueError`` for 255, which is NaN (OCP MX v1.0, 5.4.1), and what makes 6 infinite."""
+    if (exponents > _MOST_EXPONENT).any():
+        raise ValueError(
+            f"{name} must be at most {_MOST_EXPONENT}, found {int(exponents.max())}: weights would be infinite or NaN, "
+            "so the file is damaged"
+        )
     return torch.exp2(exponents.float() - 127)

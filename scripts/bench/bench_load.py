@@ -33,6 +33,7 @@ from compiled_llm.models.linears.quantizing import SCHEMES, Quantizing
 from compiled_llm.models.weights import tensors
 from compiled_llm.worker import loader
 from compiled_llm.worker.memory import growth_while
+from compiled_llm.worker.quantization import published
 
 MXFP4 = {"quant_method": "mxfp4"}
 MAX_POSITIONS = 4096  # of the tables of rotary embeddings, which are made and not read
@@ -89,6 +90,7 @@ def measure(
     linears = linear_kind(device, dtype)
     if quantization is not None:
         linears = Quantizing(linears, dtype, SCHEMES[quantization], SCHEMES[quantization])
+    linears = published(config, linears)
     kept: list[Any] = []
     plain: list[float] = []
     loads: list[float] = []

@@ -31,7 +31,6 @@ from compiled_llm.command_line import engine_config
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.quantized.scheme import StoredPart
 from compiled_llm.models.registry import family_of
 from compiled_llm.worker.device import resolve_device
 from compiled_llm.worker.quantization import published
@@ -93,20 +92,20 @@ def engine_arguments(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def write_checkpoint(directory: Path, shape: str, **fields: Any) -> None:
-    """Random weights in bfloat16; matrices of variance 1 / in_features, norms of ones. Encoded ones in random codes.
+    """Random weights in bfloat16; matrices of variance 1 / in_features, norms of ones. Those in MXFP4 in random codes.
 
     Args:
         fields: of config.json besides.
     """
     (directory / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": "bfloat16"} | fields))
     config, generator = read_config(directory), torch.Generator().manual_seed(0)
+    if config.published and json.loads(config.published)["quant_method"] != "mxfp4":
+        raise ValueError(f"random weights are not made of {config.published:.100}; pass --model with a checkpoint")
     weights = {}
     for name, stored in family_of(config).describe(config, linears=published(config, Dense)).stored.items():
-        if isinstance(stored, StoredPart):
-            raise ValueError(f"random weights are not made of {config.published:.100}; pass --model with a checkpoint")
-        sizes, dtype = stored
-        if dtype is not None:
-            weights[name] = torch.randint(100, 128, sizes, generator=generator, dtype=dtype)  # no scale is NaN
+        sizes = stored.shapes[0]
+        if stored.dtypes == (torch.uint8,):
+            weights[name] = torch.randint(100, 128, sizes, generator=generator, dtype=torch.uint8)  # no scale is NaN
             continue
         weight = torch.ones(sizes, dtype=torch.bfloat16)
         weights[name] = weight.normal_(generator=generator).mul_(sizes[-1] ** -0.5) if len(sizes) > 1 else weight

@@ -124,8 +124,8 @@ _TENSORS: dict[str, tuple[Callable[[Tensors], Any], tuple[str, ...]]] = {
         (BLOCKS, SCALES),
     ),
     "mxfp4 tensors: plain weights besides": (lambda t: t.update({_DOWN: torch.zeros(3, 32, 32)}), (f"{_DOWN} (",)),
-    "mxfp4 tensors: one scale NaN": (lambda t: t[SCALES].view(-1)[7:8].fill_(255), (BLOCKS, SCALES)),
-    "mxfp4 tensors: all scales the largest": (lambda t: t[SCALES].fill_(254), (BLOCKS, SCALES)),
+    "mxfp4 tensors: one scale NaN": (lambda t: t[SCALES].view(-1)[7:8].fill_(255), (_DOWN, "scales must be")),
+    "mxfp4 tensors: all scales the largest": (lambda t: t[SCALES].fill_(254), (_DOWN, "scales must be")),
     "mxfp4 tensors: all scales the smallest": (lambda t: t[SCALES].zero_(), ()),
     "mxfp4 tensors: a norm in bytes": (
         lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.uint8)}),

@@ -1,5 +1,6 @@
 """Engines whose weights are quantised as they are loaded."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,16 +8,17 @@ import pytest
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.weights import experts, linear_layers
+from tests import mxfp4
 from tests.families import checkpoint
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, list(range(100, 131))]
 
 
-def serve(name: str, prompts: list[list[int]] = PROMPTS, **arguments: Any) -> list[Any]:
+def serve(name: str | Path, prompts: list[list[int]] = PROMPTS, **arguments: Any) -> list[Any]:
     """(tokens, log-probabilities) of each prompt."""
     sizes: dict[str, Any] = {"bucket_sizes": (1, 4), "max_model_len": 128, "num_kv_blocks": 40, "enforce_eager": True}
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, logprobs=1)
-    with CompiledEngine(str(checkpoint(name)), **{**sizes, **arguments}) as engine:
+    with CompiledEngine(str(checkpoint(name) if isinstance(name, str) else name), **{**sizes, **arguments}) as engine:
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     found = []
     for output in outputs:
@@ -101,3 +103,31 @@ def test_experts_in_one_tensor_are_skipped_by_their_name() -> None:
             found = experts(engine.runner.steps.weights)
             assert found
             assert all(isinstance(layer, QuantizedExperts) == expected for layer in found)
+
+
+def test_experts_of_a_published_gpt_oss_stay_in_four_bits(tmp_path: Path) -> None:
+    """The rest is rounded at load where that is asked for."""
+    mxfp4.write_checkpoint(tmp_path)
+    arguments: dict[str, Any] = {"bucket_sizes": (1,), "max_model_len": 64, "num_kv_blocks": 20, "enforce_eager": True}
+    described, num_bytes = [], []
+    for quantization in (None, "int8"):
+        with CompiledEngine(str(tmp_path), quantization=quantization, **arguments) as engine:
+            weights = engine.runner.steps.weights
+            found = experts(weights)
+            assert all(isinstance(one, QuantizedExperts) and one.scheme.form.element == "fp4" for one in found)
+            assert isinstance(weights.layers[0].attention.qkv, Quantized) == (quantization is not None)
+            described.append(engine.runner.describe_start())
+            num_bytes.append(engine.runner.weight_bytes)
+    assert all("; checkpoint: mxfp4 (experts, kept as fp4 in groups of 32);" in text for text in described)
+    assert num_bytes[1] < num_bytes[0]
+    with pytest.raises(ValueError, match="quantization_skip must name layers that are rounded at load"):
+        CompiledEngine(str(tmp_path), quantization="int8", quantization_skip=["mlp.experts"], **arguments)
+
+
+def test_a_published_gpt_oss_is_the_same_in_any_company(tmp_path: Path) -> None:
+    mxfp4.write_checkpoint(tmp_path)
+    for dtype in ("bfloat16", "float32"):
+        together = serve(tmp_path, dtype=dtype)
+        alone = [serve(tmp_path, [prompt], dtype=dtype)[0] for prompt in PROMPTS]
+        preempted = serve(tmp_path, num_kv_blocks=12, dtype=dtype)
+        assert together == alone == preempted

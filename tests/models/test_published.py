@@ -25,6 +25,7 @@ from compiled_llm.models.registry import ARCHITECTURES, family
 from compiled_llm.models.weights import tensors
 from compiled_llm.models.wrappers import language_model
 from compiled_llm.worker import loader
+from compiled_llm.worker.quantization import published
 from tests import mxfp4
 from tests.families import strengthened
 from tests.models.published_configs import SUPPORTED
@@ -93,7 +94,7 @@ def test_dummy_weights_in_full_size(name: str) -> None:
 def test_every_position_of_300_tokens(name: str, tmp_path: Path) -> None:
     prompt, expected = checkpoint_of(scaled_down(PUBLISHED[name]), tmp_path)
     config = read_config(tmp_path)
-    weights = loader.load_weights(tmp_path, config, torch.float32, torch.device("cpu"), Packed)
+    weights = loader.load_weights(tmp_path, config, torch.float32, torch.device("cpu"), published(config, Packed))
     model = family(config.architecture)
 
     def logits(cache: KVCache, begin: int, end: int, table: list[int]) -> Tensor:

@@ -9,6 +9,7 @@ from compiled_llm.models.config_file import read_config
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind, Part
+from compiled_llm.models.quantized.scheme import StoredPart
 from compiled_llm.models.reader import Wanted
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import Source, bytes_to_read, linears, tensors
@@ -27,7 +28,7 @@ def test_a_description_has_the_shapes_of_what_is_loaded(name: str, kind: LinearK
     described = description.weights
     loaded = load_weights(checkpoint(name), config, torch.bfloat16, CPU, kind)
     stored = locate(checkpoint(name))
-    assert {name: (tensor.shape, None) for name, tensor in stored.items()} == description.stored
+    assert {name: StoredPart((tensor.shape,)) for name, tensor in stored.items()} == description.stored
     assert [t.shape for t in tensors(described)] == [t.shape for t in tensors(loaded)]
     assert all(t.is_meta for t in tensors(described))
     assert sum(t.nbytes for t in tensors(described)) == sum(t.nbytes for t in tensors(loaded))

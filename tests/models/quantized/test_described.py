@@ -38,6 +38,7 @@ _KEPT = "activations stay in the model's dtype"
             {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4", "exclude_modules": []}},
             f"modelopt NVFP4 (kept as fp4 in groups of 16; {_KEPT})",
         ),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 (experts, kept as fp4 in groups of 32)"),
         (fields_of(ao.Int8WeightOnlyConfig(version=2)), "torchao Int8WeightOnlyConfig"),
         (
             fields_of(ao.Int8DynamicActivationInt8WeightConfig(version=2)),

@@ -36,7 +36,7 @@ def test_a_model_of_ones_own(
 
 
 def test_experts_in_mxfp4(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file of a quarter of the weights' bytes, but for what is not encoded."""
+    """In memory as in the file, but for scales of two bytes, not one, and tables."""
     monkeypatch.syspath_prepend(str(BENCH))
     module = importlib.import_module("bench_load")
     plain = {name: value for name, value in mxfp4.CONFIG.items() if name != "quantization_config"}
@@ -47,7 +47,7 @@ def test_experts_in_mxfp4(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     module.main()
     result = json.loads(found.read_text())
     assert result["dtype"] == "bfloat16"
-    assert 0.25 < result["file_bytes"] / result["weight_bytes"] < 0.4
+    assert 0.85 < result["file_bytes"] / result["weight_bytes"] < 0.96
     monkeypatch.setattr(sys, "argv", ["bench_load.py", "--model", str(tmp_path), *words])
     with pytest.raises(SystemExit):
         module.main()
