@@ -262,6 +262,21 @@ def logits_of(model: Any, skip: tuple[str, ...] | None = None) -> Tensor:
         return model(torch.arange(5, 26)[None]).logits[0]
 
 
+def check_case(directory: Path, model: str, case: Case) -> None:
+    """Logits of a checkpoint in this layout against those of transformers."""
+    write_source(model, directory / "source")
+    fields = case.fields
+    if fields["quant_method"] in ("fp8", "modelopt") and model in _ONE_TENSOR:
+        routers = [f"model.layers.{i}.{name}.gate" for i in range(2) for name in ("mlp", "block_sparse_moe")]
+        named = "modules_to_not_convert" if fields["quant_method"] == "fp8" else "ignore"
+        fields = {**fields, named: ["lm_head", *routers]}
+    write(directory, directory / "source", case.make, fields, case.skip)
+    held = "quantised" if case.transformers == "checkpoint" and model not in _ONE_TENSOR else "plain"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(directory / held, dtype=torch.float32)
+    expected = logits_of(theirs, case.skip if case.transformers == "rows" else None)
+    check(logits(directory / "quantised"), expected, rounded_inputs=case.transformers == "rows")
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -272,17 +287,7 @@ def logits_of(model: Any, skip: tuple[str, ...] | None = None) -> Tensor:
     ],
 )
 def test_logits_are_those_of_transformers(tmp_path: Path, model: str, name: str) -> None:
-    case = CASES[name]
-    write_source(model, tmp_path / "source")
-    fields = case.fields
-    if fields["quant_method"] == "fp8" and model in _ONE_TENSOR:
-        routers = [f"model.layers.{i}.{name}.gate" for i in range(2) for name in ("mlp", "block_sparse_moe")]
-        fields = {**fields, "modules_to_not_convert": ["lm_head", *routers]}
-    write(tmp_path, tmp_path / "source", case.make, fields, case.skip)
-    held = "quantised" if case.transformers == "checkpoint" and model not in _ONE_TENSOR else "plain"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / held, dtype=torch.float32)
-    expected = logits_of(theirs, case.skip if case.transformers == "rows" else None)
-    check(logits(tmp_path / "quantised"), expected, rounded_inputs=case.transformers == "rows")
+    check_case(tmp_path, model, CASES[name])
 
 
 @pytest.mark.parametrize("name", ["pack-quantized, order of activations", "int-quantized, static int8"])
