@@ -11,6 +11,10 @@ instruction set gives the same bits, and a row's are the same in any batch. For 
     for each group: total = fma(fma(-zero, sum of xq, sum of code * xq), scale, total)
     y = fma(total, sx, bias), rounded to the dtype of x
 
+compressed-tensors calibrates a static x_scale as absmax / 127.5 and has codes down to -128. Ours end at -127. Within
+the calibrated range they are as near, since its end, -127.5, lies between two codes; what lies beyond is clipped by
+both. So the sum of two products fits 16 bits, whatever the weights are.
+
 A row with a NaN or an infinity is NaN. A row of zeros, or of numbers so small that sx would be 0, has the codes 0.
 ``quantized_weight.py`` has the layout of the weights. T rows, K in_features, N out_features, E experts.
 """

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import quantize
+from compressed_tensors.quantization.utils import calculate_qparams
 from torch import Tensor
 
 from compiled_llm import ops
@@ -85,6 +88,24 @@ def test_activations_are_quantised_a_row_at_a_time() -> None:
     assert codes.tolist() == [[127, -10, 2], [0, 0, 0]]
     assert scales[0] == 0.5
     assert scales[1].isnan()
+
+
+def test_static_codes_beside_those_of_compressed_tensors() -> None:
+    """They differ in what is -128 there, and within the calibrated range ours are as near."""
+    args = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="tensor", dynamic=False)
+    x = torch.randn(64, 200, generator=torch.Generator().manual_seed(0))
+    scale, zero = calculate_qparams(x.min(), x.max(), args)
+    torch.testing.assert_close(scale, x.abs().max().view(1) / 127.5)
+    x = torch.cat([x, 1.5 * x, torch.tensor([-127.4, -127.5, -127.6, -128.0, 127.5]).expand(64, 5) * scale], 1)
+    theirs = quantize(x, scale, zero, args, dtype=torch.int8)
+    ours, _ = a8.quantize_activations(x, scale.view(1))
+    assert (theirs == -128).any()
+    assert torch.equal(ours, theirs.clamp(min=-127))
+    inside = x.abs() <= 127.5 * scale
+    assert inside[:, :200].all()
+    assert ((x - ours * scale).abs()[inside] <= 0.50001 * scale).all()
+    # What is lost beyond: a step at most.
+    assert ((ours.int() - theirs.int()).abs() <= 1).all()
 
 
 def starts_of(counts: list[int]) -> Tensor:
