@@ -14,9 +14,12 @@ from compiled_llm.resources import granted_cores
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Hardware and versions, as plain JSON values, and the command line of this process."""
+    """Hardware and versions, as plain JSON values, and the command line of this process.
+
+    Paths in it are relative to the working directory: a result says nothing of where its machine keeps things.
+    """
     facts: dict[str, Any] = {
-        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]]),
+        "command": shlex.join(["python", os.path.relpath(sys.argv[0]), *map(_without_root, sys.argv[1:])]),
         "cpu": _cpu_name(),
         "cpu_threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -35,6 +38,12 @@ def describe(device: torch.device) -> dict[str, Any]:
             "cuda": torch.version.cuda,
         }
     return facts
+
+
+def _without_root(argument: str) -> str:
+    """An argument, a path from the root in it as one from the working directory: as a word, or behind ``--flag=``."""
+    flag, equals, value = argument.rpartition("=") if argument.startswith("--") else ("", "", argument)
+    return f"{flag}{equals}{os.path.relpath(value)}" if os.path.isabs(value) else argument
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -54,17 +54,17 @@ def generate(model: Any, batch: Batch, **options: Any) -> torch.Tensor:
     return output
 
 
-def token_times(model: Any, batch: Batch) -> list[float]:
-    """Seconds from the start at which each new token of the batch was generated."""
-    times: list[float] = []
+def timed_tokens(model: Any, batch: Batch) -> list[tuple[float, list[int]]]:
+    """Of each step: seconds from the start at its end, and the new token of each request."""
+    found: list[tuple[float, list[int]]] = []
     never = torch.zeros(len(batch), dtype=torch.bool, device=model.device)
 
-    def note_time(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    def note(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
-        times.append(time.perf_counter() - started)
+        found.append((time.perf_counter() - started, ids[:, -1].tolist()))
         return never
 
     started = time.perf_counter()
-    generate(model, batch, stopping_criteria=[note_time])
-    return times
+    generate(model, batch, stopping_criteria=[note])
+    return found

@@ -73,7 +73,7 @@ def run(engine: CompiledEngine, requests: Requests, params: list[SamplingParams]
 
 def run_hf(hf: Any, requests: Requests) -> dict[str, float | None]:
     """The same for transformers."""
-    times = bench_hf.token_times(hf, requests)
+    times = [seconds for seconds, _ in bench_hf.timed_tokens(hf, requests)]
     tpot = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
     return {"latency": times[-1], "ttft": times[0], "tpot": tpot}
 

@@ -32,19 +32,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import peer_checkpoints as checkpoints
-import peer_processes as peers
 import tables
 import torch
 from peer_checkpoints import ConversionFailed
-from peer_precisions import Precision, precision
-from peer_processes import Peer, PeerFailed, Worker
+from peer_engines import add_peer_arguments, check_threads, start_all
+from peer_precisions import precision
+from peer_processes import Peer, PeerFailed, Worker, transformers_generate
 from workloads import WORKLOADS, Requests, WorkloadRequest, add_model_arguments, one_stream
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
-from compiled_llm.resources import granted_cores
 
 
 class Metric(NamedTuple):
@@ -276,41 +275,7 @@ def unsteady(rows: dict[str, dict[str, Any]]) -> list[str]:
     return found
 
 
-def start_all(rounds: Rounds, args: argparse.Namespace, checkpoint: Path, workdir: Path, of: Precision) -> None:
-    """One after another: this engine and the peers that the flags name."""
-    for name, options in of.engines.items():
-        rounds.start(peers.engine(checkpoint, options | args.engine_args, args.threads, name))
-    end = "" if of.bits == 16 else f"-int{of.bits}" + (f"-g{of.group_size}" if of.group_size else "")
-    if args.llama_python:
-        file = workdir / f"{checkpoint.name}-{'-'.join(of.gguf)}.gguf"
-        try:
-            checkpoints.write_gguf(args.llama_python, checkpoint, file, *of.gguf)
-            rounds.start(peers.llama(args.llama_python, file, args.llama_args, args.threads))
-        except ConversionFailed as error:
-            rounds.fail("llama.cpp", error)
-    if args.vllm_python:
-        directory = checkpoint
-        try:
-            if of.bits < 16:
-                directory = workdir / f"{checkpoint.name}-compressed{end}"
-                checkpoints.write_compressed(checkpoint, directory, of.bits, of.group_size)
-            rounds.start(peers.vllm(args.vllm_python, directory, args.vllm_args, args.threads, args.vllm_preload))
-        except PeerFailed as error:
-            rounds.fail("vllm", error)
-    if args.openvino_python:
-        exported = workdir / f"{checkpoint.name}-openvino{end}"
-        try:
-            checkpoints.write_openvino(args.openvino_python, checkpoint, exported, of.openvino)
-            for peer in peers.openvino(args.openvino_python, exported, args.openvino_args, args.threads):
-                rounds.start(peer)
-        except ConversionFailed as error:
-            rounds.fail("openvino", error)
-    if args.transformers:
-        rounds.start(peers.transformers_generate(checkpoint, args.threads, args.slow_repeats))
-
-
 def arguments() -> argparse.Namespace:
-    cores = granted_cores()
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     add_model_arguments(parser)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), metavar="W")
@@ -318,37 +283,12 @@ def arguments() -> argparse.Namespace:
     more = "times that a workload is run again where its rounds differ by more than 20%% (default: 3)"
     parser.add_argument("--more-rounds", type=int, default=3, metavar="N", help=more)
     parser.add_argument("--seed", type=int, default=0, help="of the requests")
-    parser.add_argument("--vllm-python", metavar="PATH", help="python of an environment with vLLM for CPUs")
-    parser.add_argument("--openvino-python", metavar="PATH", help="the same with openvino-genai and optimum-intel")
-    parser.add_argument("--llama-python", metavar="PATH", help="the same with llama-cpp-python and gguf")
-    like = "of every engine's weights; int8 and int4 of activations too where an engine can (default: bf16)"
-    parser.add_argument("--precision", choices=("bf16", "int8", "int4"), default="bf16", help=like)
-    sizes = "inputs that share a scale in int4; llama.cpp's are always 32 (default: 32)"
-    parser.add_argument("--group-size", type=int, choices=(32, 128), default=32, help=sizes)
     parser.add_argument("--transformers", action="store_true", help="transformers.generate too (slow)")
     slow = "rounds that transformers takes part in (default: 1)"
     parser.add_argument("--slow-repeats", type=int, default=1, help=slow)
-    parser.add_argument("--engine-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.ENGINE}")
-    parser.add_argument("--vllm-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.VLLM}")
-    parser.add_argument("--openvino-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.OPENVINO}")
-    parser.add_argument("--llama-args", type=json_object, default={}, metavar="JSON", help=f"on {peers.LLAMA}")
-    parser.add_argument("--vllm-preload", metavar="LIBS", help="LD_PRELOAD for vLLM (default: tcmalloc and libiomp5)")
-    parser.add_argument("--threads", type=int, default=cores, help="of each engine (default: all cores)")
-    parser.add_argument("--timeout", type=float, default=900, help="seconds for a start or a run (default: 900)")
-    kept = "keeps the checkpoint, its export and the logs (default: a temporary)"
-    parser.add_argument("--workdir", type=Path, help=kept)
+    add_peer_arguments(parser)
     parser.add_argument("--json", type=Path, help="write the result there, after every round")
-    args = parser.parse_checked(repeats=1, more_rounds=0, slow_repeats=1, timeout=0)
-    if not 1 <= args.threads <= cores:
-        parser.error(f"--threads must be from 1 to {cores}, the cores there are, given {args.threads}")
-    return args
-
-
-def json_object(text: str) -> dict[str, Any]:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"must be a JSON object, given {text}")
-    return value
+    return parser.parse_checked(check_threads, repeats=1, more_rounds=0, slow_repeats=1, timeout=0)
 
 
 def main() -> int:
@@ -369,6 +309,8 @@ def main() -> int:
         result["limits"] = dataclasses.asdict(limits)
         try:
             start_all(rounds, args, checkpoint, workdir, of)
+            if args.transformers:
+                rounds.start(transformers_generate(checkpoint, args.threads, args.slow_repeats))
             for name, facts in rounds.facts.items():
                 facts["precision"] = of.facts(name)
             for number in range(1, args.repeats + args.more_rounds + 1):

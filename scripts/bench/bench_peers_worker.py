@@ -5,10 +5,10 @@
 It runs in the peer's Python environment, so it imports only the standard library and that peer. Each line of stdin is
 a list of requests, ``[[prompt token ids, output tokens], ...]``, which are submitted at once and decoded greedily to
 exactly that length. The answer to a line is a JSON line on stdout: ``seconds`` from the submission to the last token,
-``ttft`` (seconds to the first token of each request), ``output_lens``, and ``decode_tokens`` and ``decode_seconds``
-from the moment when all requests have their first token. This engine adds ``work``: what its report counts in its
-decode steps, ``tokens``, ``bytes`` and ``flops``. A first line with ``versions`` means that the model is loaded. The
-output of the libraries goes to stderr.
+``ttft`` (seconds to the first token of each request), ``output_lens`` and ``token_ids`` (of each request, what was
+generated), and ``decode_tokens`` and ``decode_seconds`` from the moment when all requests have their first token. This
+engine adds ``work``: what its report counts in its decode steps, ``tokens``, ``bytes`` and ``flops``. A first line with
+``versions`` means that the model is loaded. The output of the libraries goes to stderr.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -27,22 +27,25 @@ Request = tuple[list[int], int]  # prompt token ids, output tokens
 
 
 class Run:
-    """Counts and times the tokens of one list of requests."""
+    """Keeps and times the tokens of one list of requests."""
 
     def __init__(self, num_requests: int) -> None:
-        self.output_lens = [0] * num_requests
+        self.token_ids: list[list[int]] = [[] for _ in range(num_requests)]
         self.ttft: list[float | None] = [None] * num_requests
         self.arrivals: list[tuple[float, int]] = []  # seconds since the start, new tokens
         self.work: dict[str, float] | None = None
         self.started = self.ended = time.perf_counter()
 
-    def count(self, index: int, new_tokens: int, now: float | None = None) -> None:
-        """``new_tokens`` more tokens of the request at ``index`` arrived at ``now``, by default at this moment."""
-        if new_tokens:
+    def output_len(self, index: int) -> int:
+        return len(self.token_ids[index])
+
+    def add(self, index: int, token_ids: Sequence[int], now: float | None = None) -> None:
+        """More tokens of the request at ``index`` arrived at ``now``, by default at this moment."""
+        if token_ids:
             self.ended = time.perf_counter() if now is None else now
-            self.output_lens[index] += new_tokens
+            self.token_ids[index] += token_ids
             seconds = self.ended - self.started
-            self.arrivals.append((seconds, new_tokens))
+            self.arrivals.append((seconds, len(token_ids)))
             if self.ttft[index] is None:
                 self.ttft[index] = seconds
 
@@ -51,7 +54,8 @@ class Run:
         return {
             "seconds": seconds,
             "ttft": self.ttft,
-            "output_lens": self.output_lens,
+            "output_lens": [len(tokens) for tokens in self.token_ids],
+            "token_ids": self.token_ids,
             "decode_tokens": sum(count for at, count in self.arrivals if at > begin),
             "decode_seconds": seconds - begin,
             **({} if self.work is None else {"work": self.work}),
@@ -86,7 +90,7 @@ class CompiledLLM:
                 index = int(output.request_id)
                 if output.outputs[0].finish_reason == "error":
                     raise RuntimeError(f"request {index}: {output.outputs[0].stop_reason}")
-                run.count(index, len(output.outputs[0].token_ids) - run.output_lens[index])
+                run.add(index, output.outputs[0].token_ids[run.output_len(index) :])
         if decode := self._engine.report(measure_limits=False).phase("decode"):
             run.work = {"tokens": decode.num_tokens, "bytes": decode.bytes, "flops": decode.flops}
         self._engine.reset_prefix_cache()
@@ -115,7 +119,7 @@ class Vllm:
             self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
-                run.count(index_of[output.request_id], len(output.outputs[0].token_ids))
+                run.add(index_of[output.request_id], list(output.outputs[0].token_ids))
         if not self._engine.reset_prefix_cache():
             raise RuntimeError("vLLM did not empty its prefix cache")
 
@@ -151,7 +155,8 @@ class OpenVino:
             self._pipeline.step()
             for index, handle in enumerate(handles):
                 while handle.can_read():
-                    run.count(index, sum(len(output.generated_ids) for output in handle.read().values()))
+                    for output in handle.read().values():
+                        run.add(index, list(output.generated_ids))
 
 
 class OpenVinoStateful:
@@ -167,12 +172,12 @@ class OpenVinoStateful:
         self._array, self._tensor, self._config = numpy.array, openvino.Tensor, openvino_genai.GenerationConfig
 
         class Streamer(openvino_genai.StreamerBase):
-            """Counts tokens as they arrive."""
+            """Passes tokens on as they arrive."""
 
-            count: Callable[[int], None]
+            add: Callable[[list[int]], None]
 
             def write(self, token: int | list[int]) -> Any:
-                self.count(1 if isinstance(token, int) else len(token))
+                self.add([token] if isinstance(token, int) else list(token))
                 return openvino_genai.StreamingStatus.RUNNING
 
             def end(self) -> None:
@@ -185,7 +190,7 @@ class OpenVinoStateful:
         for index, (prompt, output_len) in enumerate(requests):
             config = self._config(max_new_tokens=output_len, ignore_eos=True, do_sample=False)
             streamer = self._streamer()
-            streamer.count = lambda new_tokens, index=index: run.count(index, new_tokens)
+            streamer.add = lambda token_ids, index=index: run.add(index, token_ids)
             self._pipeline.generate(self._tensor(self._array([prompt], dtype="int64")), config, streamer)
 
 
@@ -202,13 +207,13 @@ class Transformers:
         import torch
 
         dtype, device = options.get("dtype", "auto"), torch.device("cpu")
-        self._token_times = bench_hf.token_times
+        self._timed_tokens = bench_hf.timed_tokens
         self._model = bench_hf.load(Path(directory), dtype, device, 0, random_weights=False)
 
     def run(self, requests: list[Request], run: Run) -> None:
-        for step, seconds in enumerate(self._token_times(self._model, requests)):
+        for step, (seconds, tokens) in enumerate(self._timed_tokens(self._model, requests)):
             for index, (_, output_len) in enumerate(requests):
-                run.count(index, int(step < output_len), run.started + seconds)
+                run.add(index, tokens[index : index + 1] if step < output_len else [], run.started + seconds)
 
 
 def llama(file: str, options: dict[str, Any]) -> Peer:

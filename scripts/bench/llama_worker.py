@@ -65,10 +65,10 @@ class LlamaCpp:
         while True:
             batch.n_tokens = 0
             chosen: list[tuple[int, int]] = []  # request, and the row of the batch that gives its next token
-            open_ = [i for i, (_, output_len) in enumerate(requests) if run.output_lens[i] < output_len]
+            open_ = [i for i, (_, output_len) in enumerate(requests) if run.output_len(i) < output_len]
             if not open_:
                 return
-            for index in sorted(open_, key=lambda i: run.output_lens[i] == 0):  # decodes first
+            for index in sorted(open_, key=lambda i: run.output_len(i) == 0):  # decodes first
                 count = min(len(texts[index]) - computed[index], self._n_batch - batch.n_tokens)
                 for at in range(computed[index], computed[index] + count):
                     row = batch.n_tokens
@@ -87,4 +87,4 @@ class LlamaCpp:
                 address = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
                 token = int(np.ctypeslib.as_array(address, (self._vocab_size,)).argmax())
                 texts[index].append(token)
-                run.count(index, 1)
+                run.add(index, [token])

@@ -1,7 +1,8 @@
-"""quantize_model: the written checkpoint as transformers loads it, equal bytes, bars on the demo model, refusals."""
+"""quantize_model: the written checkpoint as transformers and an engine load it, equal bytes, bars, refusals."""
 
 import importlib.util
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
+from compiled_llm import CompiledEngine
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
 from compiled_llm.quantizing.schemes import make_scheme
+from compiled_llm.text.tokenizer import Tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "quantize_model.py"
 
@@ -85,6 +88,50 @@ def test_smoothquant_keeps_the_perplexity(monkeypatch: pytest.MonkeyPatch, tmp_p
     config = json.loads((tmp_path / "out-smoothquant" / "config.json").read_text())["quantization_config"]
     assert config["format"] == "int-quantized"
     assert config["ignore"] == ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("rtn", "int4", "--group-size", "32"),
+        *(
+            pytest.param(words, marks=pytest.mark.battery)
+            for words in (
+                ("gptq", "int4", "--group-size", "32"),
+                ("rtn", "int8"),
+                ("smoothquant", "int8_w8a8"),
+                ("awq", "int4", "--group-size", "128", "--zeros"),
+                ("rtn", "int4_w4a8", "--group-size", "32"),
+                ("rtn", "fp8"),
+                ("rtn", "mxfp4"),
+            )
+        ),
+    ],
+)
+def test_an_engine_of_the_written_checkpoint_has_the_perplexity_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """What the script measures before it writes, in float32, is what an engine computes from the files."""
+    found = run(monkeypatch, tmp_path, *words)
+    tokenizer, ids = Tokenizer(DEMO_MODEL), []
+    for text in importlib.import_module("teacher_forcing").held_out_texts().values():
+        document = tokenizer.encode(text)
+        starts = range(0, len(document) - 1, 255)
+        ids += [document[start : start + 256] for start in starts]
+    left, windows = found["tokens"], []
+    while left:
+        windows.append(ids.pop(0)[: left + 1])
+        left -= len(windows[-1]) - 1
+    # A rounding of float32 can turn one of an activation to int8.
+    tolerance = 1e-3 if words[1].endswith("a8") else 2e-4
+    common = {"dtype": "float32", "enforce_eager": True, "bucket_sizes": (1, 8), "progress": "off"}
+    for model, expected in ((DEMO_MODEL, "perplexity"), (tmp_path / f"out-{words[0]}", "perplexity_quantised")):
+        engine = CompiledEngine(str(model), **common)
+        scores = engine.score([w[:1] for w in windows], [w[1:] for w in windows], use_tqdm=False, raise_on_error=True)
+        engine.close()
+        logprobs = [logprob for score in scores for logprob in score.logprobs]
+        assert len(logprobs) == found["tokens"]
+        assert math.exp(-math.fsum(logprobs) / len(logprobs)) == pytest.approx(found[expected], rel=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,136 @@
+"""Whether the engines of bench_peers.py compute the same model: transformers judges the tokens that each generates.
+
+    python scripts/bench/check_peers.py --precision int4 --llama-python VENV/bin/python --vllm-python VENV/bin/python
+
+Each engine, one at a time, continues the same prompts greedily, from the same checkpoint as bench_peers.py converts it.
+The model as it was, in float32 by transformers, then reads each continuation. The regret of a token is the
+log-probability of the token that the model finds likeliest there, less that of the token itself, in nats. It is 0 where
+both choose the same token, and small where rounding turned a near tie; tokens of a model that was converted wrongly,
+with rows in another order or another rotary embedding, have a regret of nats. ``agreement`` is the share of tokens with
+a regret of 0.
+
+The last line is JSON. Exit status 1 if an engine failed or its mean regret is more than ``--most-regret``.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import bench_hf
+import tables
+import torch
+from peer_checkpoints import ConversionFailed
+from peer_engines import add_peer_arguments, check_threads, start_all
+from peer_precisions import precision
+from peer_processes import Peer, PeerFailed, Worker
+from workloads import Requests, WorkloadRequest
+
+from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser
+from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.text.tokenizer import Tokenizer
+
+MAX_MODEL_LEN = 512
+
+
+class Judge:
+    """Runs the prompts on every engine that it is given, and keeps what became of each.
+
+    Attributes:
+        found: of each engine: ``regret`` (mean, nats), ``worst`` (the largest of a token), ``agreement``, ``tokens``,
+            ``versions`` and ``failed`` (None: it did not).
+    """
+
+    def __init__(self, model: Any, requests: Requests, logs: Path, timeout: float) -> None:
+        self._model, self._requests, self._logs, self._timeout = model, requests, logs, timeout
+        self.found: dict[str, dict[str, Any]] = {}
+
+    def fail(self, name: str, error: PeerFailed | ConversionFailed) -> None:
+        print(f"FAILED: {error}", file=sys.stderr)
+        self.found[name] = {"failed": str(error)}
+
+    def start(self, peer: Peer) -> None:
+        outputs, requests = [], self._requests
+        try:
+            worker = Worker(peer, self._logs / f"{peer.name}.log", self._timeout)
+            try:
+                # Together where the engine can: so batches of several requests are judged too.
+                for part in [[one] for one in requests] if peer.single_requests_only else [requests]:
+                    outputs += worker.run(part)["token_ids"]
+            finally:
+                worker.close()
+        except PeerFailed as error:
+            self.fail(peer.name, error)
+            return
+        pairs = zip(requests, outputs, strict=True)
+        regrets = torch.cat([token_regrets(self._model, one.prompt_token_ids, tokens) for one, tokens in pairs])
+        self.found[peer.name] = {
+            "regret": regrets.mean().item(),
+            "worst": regrets.max().item(),
+            "agreement": (regrets == 0).double().mean().item(),
+            "tokens": len(regrets),
+            "versions": worker.versions,
+            "failed": None,
+        }
+        print(f"{peer.name}: mean regret {self.found[peer.name]['regret']:.4f}", file=sys.stderr)
+
+
+def token_regrets(model: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Of each token of a continuation, ``[len(tokens)]``, nats."""
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return logits.amax(-1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def arguments() -> argparse.Namespace:
+    parser = FlagParser(description=(__doc__ or "").split("\n")[0])
+    of = "a trained Qwen3 with its tokenizer (default: the bundled demo model)"
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, metavar="DIR", help=of)
+    parser.add_argument("--output-len", type=int, default=48, help="tokens after each prompt (default: 48)")
+    most = "nats: mean over an engine's tokens from which its model is another one (default: 0.25)"
+    parser.add_argument("--most-regret", type=float, default=0.25, metavar="NATS", help=most)
+    add_peer_arguments(parser)
+    tables.add_json_flag(parser)
+    args = parser.parse_checked(check_threads, output_len=1, most_regret=0, timeout=0)
+    args.engine_args = {"max_model_len": MAX_MODEL_LEN} | args.engine_args
+    args.vllm_args = {"max_model_len": MAX_MODEL_LEN} | args.vllm_args
+    return args
+
+
+def requests_of(model: Path, output_len: int) -> Requests:
+    """The demo model's prompts, by the tokenizer of ``model``."""
+    tokenizer, lines = Tokenizer(model), (DEMO_MODEL / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [WorkloadRequest(tokenizer.encode(json.loads(line)["prompt"]), output_len) for line in lines]
+
+
+def main() -> int:
+    args = arguments()
+    of = precision(args.precision, args.group_size)
+    with tempfile.TemporaryDirectory(prefix="compiled-llm-peers-") as temporary:
+        workdir = args.workdir or Path(temporary)
+        workdir.mkdir(parents=True, exist_ok=True)
+        model = bench_hf.load(args.model, "float32", torch.device("cpu"), 0, random_weights=False)
+        judge = Judge(model, requests_of(args.model, args.output_len), workdir, args.timeout)
+        start_all(judge, args, args.model, workdir, of)
+    columns = ("regret", "worst", "agreement", "tokens")
+    judged = {name: facts for name, facts in judge.found.items() if not facts["failed"]}
+    if judged:
+        print(tables.text_table([{"": name, **{key: of[key] for key in columns}} for name, of in judged.items()]))
+    bad = [f"FAILED: {facts['failed']}" for facts in judge.found.values() if facts["failed"]]
+    bad += [
+        f"ANOTHER MODEL: {name} has a mean regret of {facts['regret']:.3g} nats, over {args.most_regret:g}"
+        for name, facts in judged.items()
+        if facts["regret"] > args.most_regret
+    ]
+    for line in bad:
+        print(line)
+    result = {"report": "check_peers", "precision": args.precision, "group_size": of.group_size, "engines": judge.found}
+    tables.finish(result | {"machine": machine.describe(torch.device("cpu"))}, args.json)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
