@@ -170,5 +170,6 @@ def _fp4(weights: Mapping[str, Any], format_: str) -> Fp4:
     fields.choice(weights, "num_bits", [4])
     fields.choice(weights, "type", ["float"])
     size = fields.choice(weights, "group_size", [16 if nvfp4 else 32])
-    whole_scale = "weight_global_scale" if nvfp4 else ""
-    return Fp4(WeightFormat("fp4", size), block=(1, size), whole_scale=whole_scale, divides=True)
+    if nvfp4:
+        return Fp4(WeightFormat("fp4", size), block=(1, size), whole_scale="weight_global_scale", divides=True)
+    return Fp4(WeightFormat("fp4", size, scale_dtype="bfloat16"), block=(1, size))  # powers of two are exact in it

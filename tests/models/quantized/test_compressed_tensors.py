@@ -107,6 +107,7 @@ def test_fp4(size: int) -> None:
     expected = compressor.decompress(state, QuantizationScheme(targets=["Linear"], weights=weights))["weight"]
     scheme = scheme_of(config(format_, weights))
     assert scheme.form.element == "fp4"
+    assert scheme.form.scale_dtype == ("float32" if size == 16 else "bfloat16")
     torch.testing.assert_close(decoded(scheme, state, (N, K)), expected.float(), rtol=2**-7, atol=0)  # theirs: bfloat16
 
 
