@@ -62,20 +62,32 @@ class Choice(NamedTuple):
     tile: Tile | None = None
 
 
-# Their ``m`` is the number of rows up to which they serve; the last serves any number.
+# Their ``m`` is the number of rows up to which they serve; the last serves any number. Chosen so that no registers
+# spill: the tests that compile them ahead of time assert it.
 WGMMA = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 MMA = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
+MMA_GROUPS = (*MMA[:2], Tile(128, 64, 8, 2))  # decoded halves of bytes beside the sums of a group and of all groups
 FLOAT32 = (Tile(16, 32, 4, 2), Tile(32, 64, 8, 2))
 INT8 = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+INT8_GROUPS = (*INT8[:2], Tile(128, 64, 8, 3))
+INT8_EXPERTS = (INT8[0], Tile(64, 128, 8, 3))  # in groups: their rows' addresses take registers too
+INT8_EXPERTS_ZEROS = (INT8[0], Tile(32, 128, 8, 3))
 
 
 def default_tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """Without a file."""
     if layer.int8_activations:
-        return INT8
+        if not layer.group_size:
+            return INT8
+        if layer.experts:
+            return INT8_EXPERTS_ZEROS if layer.zeros else INT8_EXPERTS
+        return INT8_GROUPS if layer.zeros else INT8
     if layer.itemsize == 4:
         return FLOAT32
-    return WGMMA if capability[0] == 9 else MMA
+    if capability[0] == 9:
+        return WGMMA
+    halves = layer.element == "int4" and (layer.group_size == 64 or (layer.group_size == 128 and layer.zeros))
+    return MMA_GROUPS if halves else MMA
 
 
 def choose(layer: Layer, rows: int, capability: tuple[int, int], gpu: str = "") -> Choice:
