@@ -3,10 +3,12 @@
     python scripts/quantize_model.py --output DIR --method gptq --kind int4 --group-size 32
     python scripts/quantize_model.py --model DIR --output DIR --method smoothquant --kind int8_w8a8 --text FILE
 
-Methods: rtn (rounding to nearest), smoothquant (kinds that quantise inputs), awq (scales and clipping searched) and
-gptq (error feedback). All but rtn are calibrated on ``--text``; for the demo model, that is by default files of
-Python's standard library other than those that are held out. Linear layers of the decoder blocks are
-quantised, the head and the embedding are not. One block is in memory at a time, in float32.
+Methods: rtn (rounding to nearest), smoothquant (kinds that quantise inputs), awq (scales and clipping searched), gptq
+(error feedback), and smoothquant+gptq and awq+gptq (scales first, then error feedback). All but rtn are calibrated on
+``--text``; for the demo model, that is by default files of Python's standard library other than those that are held
+out. Linear layers of the decoder blocks are quantised, the head and the embedding are not. One block is in memory at a
+time, in float32. Experts go by the tokens that are routed to them; those with fewer than ``--least-tokens`` are rounded
+to nearest, which the report says.
 
 The report has, for each layer, the relative error of its outputs over calibration tokens: as quantised, with rounding
 to nearest, and of int8 with LLM.int8()'s split of outlier columns, with how many columns that would leave. Perplexity
@@ -19,6 +21,7 @@ Ends in one JSON line. Exit status: 0, or 2 for bad arguments.
 import argparse
 import math
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -52,6 +55,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--zeros", action="store_true", help="zero points, with int4")
     parser.add_argument("--alpha", type=float, help="of smoothquant (default: searched for each group of layers)")
     parser.add_argument("--no-act-order", action="store_true", help="gptq: columns in their order")
+    few = "an expert that saw fewer in --text is rounded to nearest (default: 128)"
+    parser.add_argument("--least-tokens", type=int, default=128, help=few)
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="layers whose names have one of these")
     parser.add_argument("--text", type=Path, metavar="FILE", help="to calibrate on, UTF-8")
     parser.add_argument("--max-tokens", type=int, default=65536, help="of it (default: 65536)")
@@ -59,7 +64,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--eval-max-tokens", type=int, default=32768, help="of it; 0: no evaluation (default: 32768)")
     parser.add_argument("--window", type=int, help=f"default: the model's length, {MAX_WINDOW} at most")
     tables.add_json_flag(parser)
-    least = {"max_tokens": 2, "eval_max_tokens": 0, "window": 2}
+    least = {"max_tokens": 2, "least_tokens": 1, "eval_max_tokens": 0, "window": 2}
     return parser.parse_checked(lambda args: tables.check_target("--json", args.json), **least)
 
 
@@ -114,13 +119,27 @@ def quality(model: BlockModel, ids: list[Tensor], before: Windows, after: Window
     }
 
 
+def in_short(layers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a table: a layer each, but for all experts' together the mean of each number."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for layer in layers:
+        groups.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.*.", layer["name"]), []).append(layer)
+    rows: list[dict[str, Any]] = []
+    for name, group in groups.items():
+        numbers = {key: [layer[key] for layer in group if key in layer] for layer in group for key in layer}
+        mean = {key: sum(values) / len(values) for key, values in numbers.items() if key != "name"}
+        rows.append(group[0] if len(group) == 1 else {"name": name, **mean})
+    return rows
+
+
 def main() -> int:
     args = parse_arguments()
     started = time.perf_counter()
     with errors_end("quantize_model"):
         model = BlockModel(args.model)
         scheme = make_scheme(args.kind, args.group_size, args.zeros, model.dtype)
-        settings = Settings(args.method, scheme, args.alpha, not args.no_act_order, tuple(args.skip))
+        skip = tuple(args.skip)
+        settings = Settings(args.method, scheme, args.alpha, not args.no_act_order, skip, args.least_tokens)
         text = Windows(*model.embed(windows_of(model, args, calibration_texts(args), args.max_tokens)))
         held_out = [args.eval_text.read_text(encoding="utf-8")] if args.eval_text else list(held_out_texts().values())
         eval_ids = windows_of(model, args, held_out, args.eval_max_tokens) if args.eval_max_tokens else []
@@ -131,12 +150,15 @@ def main() -> int:
             model, writer, settings, text, evaluated, lambda line: print(line, file=sys.stderr, flush=True)
         )
     found = quality(model, eval_ids, *evaluated) if evaluated else {}
-    print(tables.text_table(done.layers))
+    print(tables.text_table(in_short(done.layers)))
     rows = {
         "model": os.path.relpath(args.model),
         "written": f"{os.path.relpath(args.output)}, {done.nbytes / 1e6:.1f} MB of tensors, {len(done.layers)} layers",
         "method": f"{args.method}, {args.kind}, calibrated on {sum(x.shape[1] for x in text.hidden)} tokens",
     }
+    if done.rounded:
+        few = f"{len(done.rounded)} layers of experts that saw fewer than {args.least_tokens} tokens"
+        rows["rounded to nearest"] = f"{few}, such as {done.rounded[0]}; give more --max-tokens"
     if found:
         before, after, change = (found[f"perplexity{name}"] for name in ("", "_quantised", "_change"))
         rows["perplexity"] = f"{before:.4f} -> {after:.4f} ({change:+.3%}), {found['tokens']} tokens"
@@ -144,7 +166,13 @@ def main() -> int:
     tables.print_table("Quantised", rows)
     result: dict[str, Any] = {"report": "quantize_model", "model": rows["model"], "method": args.method}
     result |= {"kind": args.kind, "group_size": scheme.form.group_size, "zeros": args.zeros, "bytes": done.nbytes}
-    result |= {**found, "ignored": done.ignored, "seconds": time.perf_counter() - started, "layers": done.layers}
+    result |= {
+        **found,
+        "ignored": done.ignored,
+        "rounded": done.rounded,
+        "seconds": time.perf_counter() - started,
+        "layers": done.layers,
+    }
     tables.finish(result, args.json)
     return 0
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,9 @@ from compiled_llm.quantizing.folding import Fold, linear_at
 from compiled_llm.quantizing.gptq import best_scales, gptq
 from compiled_llm.quantizing.outliers import split_outliers
 from compiled_llm.quantizing.schemes import Scheme, quantize_inputs
-from compiled_llm.quantizing.statistics import InputStatistics
+from compiled_llm.quantizing.statistics import InputStatistics, mean_of
 
-METHODS = ("rtn", "smoothquant", "awq", "gptq")
+METHODS = ("rtn", "smoothquant", "awq", "gptq", "smoothquant+gptq", "awq+gptq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,11 @@ class Settings:
     """How blocks are quantised.
 
     Attributes:
-        method: one of ``METHODS``.
+        method: one of ``METHODS``; of two, the first finds scales of inputs, the second rounds.
         alpha: SmoothQuant's; None: for each group of layers the one with the least output error.
         act_order: whether GPTQ begins with the largest inputs.
         skip: parts of the names of layers that stay as they are.
+        least_tokens: an expert that saw fewer is rounded to nearest, and keeps its scales.
 
     Raises:
         ValueError: the method does nothing for the scheme.
@@ -37,20 +38,44 @@ class Settings:
     alpha: float | None = None
     act_order: bool = True
     skip: tuple[str, ...] = ()
+    least_tokens: int = 128
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, given {self.method!r}")
-        if self.method == "smoothquant" and not self.scheme.quantizes_inputs:
+        if self.smooths and not self.scheme.quantizes_inputs:
             raise ValueError(
-                f"method smoothquant is for kinds that quantise inputs, int8_w8a8 and int4_w4a8, "
-                f"given {self.scheme.kind}: choose method awq or gptq"
+                f"method {self.method} is for kinds that quantise inputs, int8_w8a8 and int4_w4a8, "
+                f"given {self.scheme.kind}: choose method awq, gptq or awq+gptq"
             )
-        if self.alpha is not None and (self.method != "smoothquant" or not 0 <= self.alpha <= 1):
+        if self.alpha is not None and (not self.smooths or not 0 <= self.alpha <= 1):
             raise ValueError(f"alpha must be from 0 to 1, with method smoothquant alone, given {self.alpha}")
+
+    @property
+    def smooths(self) -> bool:
+        return "smoothquant" in self.method
+
+    @property
+    def moves_scales(self) -> bool:
+        return self.smooths or "awq" in self.method
+
+    def can_calibrate(self, seen: InputStatistics | None) -> bool:
+        """Whether the method goes by what a layer's inputs were; None: it saw none."""
+        if self.method == "rtn" or seen is None:
+            return False
+        return seen.count >= self.least_tokens or not seen.of_expert
 
     def skips(self, name: str) -> bool:
         return any(part in name for part in self.skip)
+
+
+class Shared(NamedTuple):
+    """An input, of which some rows are kept, with the layers that take it, and what they make of these rows."""
+
+    seen: InputStatistics
+    rows: Tensor
+    weights: list[Tensor]
+    outputs: list[Tensor]
 
 
 def scale_block(
@@ -64,39 +89,54 @@ def scale_block(
     """Move scales from inputs to weights where that makes the rounded layers better, and change both in place.
 
     Args:
-        statistics: by layer; those of layers whose inputs are divided are changed alike.
+        statistics: by layer; those of layers whose inputs are divided are changed alike. Experts that saw too few
+            tokens have no say in the scales.
         quantized: names of the layers that will be quantised.
     """
     for fold in folds:
-        layers = [name for name in fold.consumers if name in quantized]
+        layers = [name for name in fold.consumers if name in quantized and of.can_calibrate(statistics.get(name))]
         producer = block.get_submodule(fold.producer)
         if not layers or (isinstance(producer, nn.Linear) and fold.producer not in quantized):
             continue
-        seen = statistics[layers[0]]
-        weights = [linear_at(block, name).weight.data for name in layers]
-        if of.method == "awq":
-            candidates = scaling.awq_candidates(seen.mean)
+        by_input: dict[int, Shared] = {}
+        for name in layers:
+            seen, weight = statistics[name], linear_at(block, name).weight.data
+            shared = by_input.setdefault(id(seen), Shared(seen, seen.rows, [], []))
+            shared.weights.append(weight)
+            shared.outputs.append(shared.rows @ weight.T)
+        inputs = list(by_input.values())
+        if of.smooths:
+            columns = torch.stack([w.abs().amax(0) for shared in inputs for w in shared.weights]).amax(0)
+            largest = torch.stack([shared.seen.largest for shared in inputs]).amax(0)
+            candidates = scaling.smoothing_candidates(largest, columns, of.alpha)
         else:
-            columns = torch.stack([w.abs().amax(0) for w in weights]).amax(0)
-            candidates = scaling.smoothing_candidates(seen.largest, columns, of.alpha)
-        rows = seen.rows
-        wanted = [rows @ w.T for w in weights]
+            candidates = scaling.awq_candidates(mean_of([shared.seen for shared in inputs]))
 
-        def loss(scales: Tensor, rows: Tensor = rows, weights: list = weights, wanted: list = wanted) -> float:
-            scaled = _inputs(rows / scales, of.scheme)
-            form = of.scheme.form
-            outputs = [scaled @ dequantize(quantize(w * scales, form), form).T for w in weights]
-            return sum(float((o - y).double().square().sum()) for o, y in zip(outputs, wanted, strict=True))
+        def loss(scales: Tensor, inputs: list[Shared] = inputs) -> float:
+            return sum(_loss(shared, scales, of.scheme) for shared in inputs)
 
         best, scales = scaling.search([fold.tied(c) for c in candidates], loss)
         if best > 0 or of.alpha is not None:
-            seen.divide(fold.apply(block, scales, dtype))
+            used = fold.apply(block, scales, dtype)
+            for changed in {id(s): s for name in fold.consumers if (s := statistics.get(name))}.values():
+                changed.divide(used)
 
 
-def quantize_layer(weight: Tensor, seen: InputStatistics, of: Settings) -> QuantizedRows:
-    """``[N, K]`` float32, rounded as the method does."""
+def _loss(shared: Shared, scales: Tensor, scheme: Scheme) -> float:
+    """The squared error over all tokens, estimated from the rows that are kept of them."""
+    scaled, total = _inputs(shared.rows / scales, scheme), 0.0
+    for weight, wanted in zip(shared.weights, shared.outputs, strict=True):
+        output = scaled @ dequantize(quantize(weight * scales, scheme.form), scheme.form).T
+        total += float((output - wanted).double().square().sum())
+    return total * shared.seen.count / len(shared.rows)
+
+
+def quantize_layer(weight: Tensor, seen: InputStatistics | None, of: Settings) -> QuantizedRows:
+    """``[N, K]`` float32, rounded as the method does; to nearest where ``can_calibrate`` is false."""
     form = of.scheme.form
-    if of.method == "gptq":
+    if seen is None or not of.can_calibrate(seen):
+        return quantize(weight, form)
+    if "gptq" in of.method:
         scales, zeros = best_scales(weight, seen.hessian, form)
         return gptq(weight, seen.hessian, form, scales, zeros, of.act_order)
     if of.method == "awq":

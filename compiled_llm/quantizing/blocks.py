@@ -8,6 +8,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from compiled_llm.quantizing.experts import module_name, split_experts
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, locate
 
 
@@ -22,7 +23,7 @@ class BlockModel:
     """The model of a checkpoint directory. What is outside its decoder blocks is in memory, in float32.
 
     Attributes:
-        stored: name -> tensor in the checkpoint's files.
+        stored: name of a parameter of ``model`` -> tensor in the checkpoint's files, which may call it otherwise.
         blocks: the decoder blocks; their weights are on the device "meta" but between ``load`` and ``drop``.
         name: of the list of blocks, such as "model.layers".
         dtype: of the checkpoint's weights.
@@ -35,7 +36,7 @@ class BlockModel:
         self.config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         if getattr(self.config, "quantization_config", None) is not None:
             raise ValueError(f"{directory}: config.json has a quantization_config; give the model before quantisation")
-        self.stored: dict[str, StoredTensor] = locate(directory)
+        self.stored: dict[str, StoredTensor] = {module_name(n): one for n, one in locate(directory).items()}
         with init_empty_weights(include_buffers=False):
             self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
         count = self.config.num_hidden_layers
@@ -43,6 +44,8 @@ class BlockModel:
         if not lists:
             raise ValueError(f"{directory}: {type(self.model).__name__} has no list of {count} decoder blocks")
         self.name, self.blocks = lists[0]
+        for block in self.blocks:
+            split_experts(block, getattr(self.config, "num_experts_per_tok", None) or 1)
         self.model.tie_weights()  # a tied head is no parameter of its own then
         self._take(self.model, "", outside=self.name + ".")
         self.model.tie_weights()
@@ -52,6 +55,10 @@ class BlockModel:
     def prefix(self, index: int) -> str:
         """What the names of a block's tensors begin with."""
         return f"{self.name}.{index}."
+
+    def stored_name(self, layer: str) -> str:
+        """What the checkpoint calls a layer."""
+        return self.stored[f"{layer}.weight"].name.removesuffix(".weight")
 
     def load(self, index: int) -> nn.Module:
         self._take(self.blocks[index], self.prefix(index))
@@ -96,13 +103,18 @@ class BlockModel:
             if stored is None:
                 raise CheckpointError(
                     f"{type(self.model).__name__} of transformers has {start + name}, which the checkpoint lacks: "
-                    "models whose checkpoints have other names (experts, parts of other models) cannot be calibrated"
+                    "models whose checkpoints have other names (all experts in one tensor, parts of other models) "
+                    "cannot be calibrated"
                 )
             if stored.shape != tuple(parameter.shape):
                 raise CheckpointError(f"{start + name} has shape {stored.shape}, expected {tuple(parameter.shape)}")
             owner, _, last = name.rpartition(".")
             value = nn.Parameter(stored.read().float(), requires_grad=False)
             setattr(module.get_submodule(owner), last, value)
+        for name, buffer in module.named_buffers():  # such as biases of routers
+            kept = self.stored.get(start + name)
+            if kept is not None and (outside is None or not name.startswith(outside)):
+                buffer.copy_(kept.read())
 
 
 def run_block(block: nn.Module, hidden: Tensor, call: BlockCall) -> Tensor:

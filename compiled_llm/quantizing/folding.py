@@ -1,7 +1,8 @@
 """Where the scales of a layer's inputs can go: into the norm, or the linear layer, whose output the input is.
 
-Both are found by running a block: a norm whose output only linear layers take; values before the output projection,
-and a gated MLP's "up" before "down". Each is tried with random scales, and kept if the block's output stays the same.
+Both are found by running a block: a norm whose output only linear layers take, and experts with their router; values
+before the output projection, and a gated MLP's "up" before "down". Each is tried with random scales, and kept if the
+block's output stays the same.
 """
 
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from compiled_llm.quantizing.experts import Experts
 
 _LARGEST_CHANGE = 1e-3  # relative; what is not exact changes an output by tenths
 _BEFORE = (("v_proj", "o_proj"), ("up_proj", "down_proj"))
@@ -19,7 +22,7 @@ class Fold(NamedTuple):
 
     Attributes:
         producer: name of a norm or a linear layer in the block.
-        consumers: names of linear layers.
+        consumers: names of linear layers and routers.
         channels: ``[K]`` int64; several inputs may come from one output, as with grouped queries.
         offset: what a norm adds to its weights: 1 where it multiplies by ``1 + w``.
     """
@@ -58,7 +61,10 @@ class Fold(NamedTuple):
             bias = producer.bias.data / of_outputs
             producer.bias.data = bias if isinstance(producer, nn.Linear) else bias.to(dtype).to(weight.dtype)
         for name in self.consumers:
-            linear_at(block, name).weight.data *= scales
+            consumer: Any = block.get_submodule(name)
+            scaled = consumer.weight.data * scales
+            # A router's weights are not quantised, but written as they are.
+            consumer.weight.data = scaled if isinstance(consumer, nn.Linear) else scaled.to(dtype).to(scaled.dtype)
         return scales
 
 
@@ -74,8 +80,9 @@ def find_folds(block: nn.Module, run: Callable[[], Tensor]) -> list[Fold]:
     before, inputs, outputs = _traced(block, run)
     candidates = []
     for name, (output, of_norm) in outputs.items():
-        consumers = [n for n, x in inputs.items() if x is output]
-        if of_norm and consumers and all(isinstance(block.get_submodule(n), nn.Linear) for n in consumers):
+        takers = [n for n, x in inputs.items() if of_norm and _is_same(x, output)]
+        consumers = [layer for taker in takers for layer in _layers(block, taker)]
+        if consumers and all(_columns(block.get_submodule(n)) == output.shape[-1] for n in consumers):
             channels = torch.arange(output.shape[-1])
             candidates += [Fold(name, tuple(consumers), channels, offset) for offset in (0.0, 1.0)]
     names = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
@@ -85,19 +92,47 @@ def find_folds(block: nn.Module, run: Callable[[], Tensor]) -> list[Fold]:
             if name.endswith(first) and after in names:
                 candidates.append(Fold(name, (after,), _channels(block, name, after)))
     found: list[Fold] = []
+    inside = tuple(f"{name}." for name, module in block.named_modules() if isinstance(module, Experts))
     for fold in candidates:
-        if not any(fold.producer == kept.producer for kept in found) and _is_exact(fold, block, run, before):
+        if any(fold.producer == kept.producer for kept in found):
+            continue
+        # An expert's layers are those of Expert, and a run may have no token for it.
+        if fold.producer.startswith(inside) or _is_exact(fold, block, run, before):
             found.append(fold)
     return found
 
 
+def _is_same(x: Tensor, output: Tensor) -> bool:
+    """Whether ``x`` is ``output``, or all of it in another shape."""
+    return x is output or (x.data_ptr() == output.data_ptr() and x.numel() == output.numel())
+
+
+def _layers(block: nn.Module, taker: str) -> list[str]:
+    """The layers that multiply what a module takes: itself, or the first ones of its experts."""
+    module = block.get_submodule(taker)
+    if not isinstance(module, Experts):
+        return [taker]
+    return [f"{taker}.{expert}.{layer}" for expert in range(len(module)) for layer in ("gate_proj", "up_proj")]
+
+
+def _columns(module: nn.Module) -> int | None:
+    """Inputs of a linear layer or a router, whose weight is a matrix; None for other modules."""
+    weight = getattr(module, "weight", None)
+    return weight.shape[1] if isinstance(weight, Tensor) and weight.dim() == 2 else None
+
+
 def _traced(block: nn.Module, run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor], dict[str, tuple]]:
-    """The block's output, the input of each module without others in it, and its output with whether it is a norm."""
+    """The block's output, the input of each module without others in it, and its output with whether it is a norm.
+
+    Experts are one module here.
+    """
     inputs: dict[str, Tensor] = {}
     outputs: dict[str, tuple[Tensor, bool]] = {}
     handles = []
+    inside = tuple(f"{name}." for name, module in block.named_modules() if isinstance(module, Experts))
     for name, module in block.named_modules():
-        if not name or any(True for _ in module.children()):
+        has_others = any(True for _ in module.children()) and not isinstance(module, Experts)
+        if not name or has_others or name.startswith(inside):
             continue
 
         def hook(m: nn.Module, args: tuple, output: Tensor, name: str = name) -> None:

@@ -39,12 +39,15 @@ class Result(NamedTuple):
     """What was done.
 
     Attributes:
-        layers: for each quantised layer its name and, with a text, its errors (``layer_errors``).
+        layers: for each quantised layer its name and, with a text, the tokens that it saw, and its errors
+            (``layer_errors``) if there were any.
+        rounded: names of the layers of experts that saw too few tokens for the method, and were rounded to nearest.
         ignored: names of the linear layers that stay as they are.
         nbytes: of the written tensors.
     """
 
     layers: list[dict[str, Any]]
+    rounded: list[str]
     ignored: list[str]
     nbytes: int
 
@@ -69,29 +72,33 @@ def quantize_checkpoint(
     _check_skip(model, settings.skip)
     ignored = [n for n, m in model.model.named_modules() if isinstance(m, nn.Linear) and not n.startswith(model.name)]
     layers: list[dict[str, Any]] = []
+    rounded: list[str] = []
     for index in range(len(model.blocks)):
         block, prefix = model.load(index), model.prefix(index)
         names = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
-        chosen = [name for name in names if not settings.skips(prefix + name)]
-        ignored += [prefix + name for name in names if name not in chosen]
+        chosen = [name for name in names if not settings.skips(model.stored_name(prefix + name))]
+        ignored += _matrices_but(model, index, chosen)
         for name in chosen:
             check_groups(prefix + name, linear_at(block, name).in_features, settings.scheme.form)
         if evaluated:
             evaluated[0].run(block, index)
-        rounded, found = _quantize_block(block, index, chosen, settings, text, model.dtype)
-        layers += [{"name": prefix + name, **found.get(name, {})} for name in chosen]
+        codes, found = _quantize_block(block, index, chosen, settings, text, model.dtype)
+        layers += [{"name": model.stored_name(prefix + name), **found[name]} for name in chosen]
+        few = [model.stored_name(prefix + name) for name in chosen if found[name].get("rounded")]
+        rounded += few
         text.run(block, index)
         if evaluated:
             evaluated[1].run(block, index)
-        _write_block(model, writer, index, rounded, settings)
+        _write_block(model, writer, index, codes, settings)
         model.drop(index)
-        progress(f"{prefix.rstrip('.')}: {len(chosen)} layers")
+        said = f", {len(few)} of experts with few tokens rounded to nearest" if few else ""
+        progress(f"{prefix.rstrip('.')}: {len(chosen)} layers{said}")
     if not layers:
         raise ValueError("--skip must leave a layer to quantise")
     for name, stored in model.stored.items():
         if not name.startswith(model.name + "."):
-            writer.add(name, stored.read())
-    return Result(layers, ignored, writer.finish(settings.scheme.description(["Linear"], ignored)))
+            writer.add(stored.name, stored.read())
+    return Result(layers, rounded, ignored, writer.finish(settings.scheme.description(["Linear"], ignored)))
 
 
 def _check_skip(model: BlockModel, skip: Sequence[str]) -> None:
@@ -124,23 +131,33 @@ def _quantize_block(
                 run_block(block, x, text.calls[x.shape[1]][index])
 
         statistics = collect(block, run_all, sum(x.shape[1] for x in text.hidden))
-        for name in chosen:
-            seen = statistics[name]
-            before[name] = (linear_at(block, name).weight.data.clone(), seen.rows, seen.largest.clone())
-        if settings.method in ("smoothquant", "awq"):
+        for name in [name for name in chosen if name in statistics]:
+            of = statistics[name]
+            before[name] = (linear_at(block, name).weight.data.clone(), of.rows, of.largest.clone())
+        if settings.moves_scales:
             first = text.hidden[0]
             folds = find_folds(block, lambda: run_block(block, first, text.calls[first.shape[1]][index]))
             scale_block(block, folds, statistics, set(chosen), settings, dtype)
-    codes, errors = {}, {}
+    codes, errors = {}, dict[str, dict[str, Any]]()
     for name in chosen:
         layer = linear_at(block, name)
-        seen = statistics.get(name) or InputStatistics(1, 1)  # rounding to nearest looks at none
+        seen = statistics.get(name)
         codes[name] = quantize_layer(layer.weight.data, seen, settings)
         values = dequantize(codes[name], settings.scheme.form)
-        if name in before:
-            errors[name] = layer_errors(*before[name], layer.weight.data, seen.rows, values, settings.scheme)
+        errors[name] = {"tokens": 0 if seen is None else seen.count} if text.hidden else {}
+        if settings.method != "rtn" and not settings.can_calibrate(seen):
+            errors[name]["rounded"] = True
+        if seen is not None:
+            errors[name] |= layer_errors(*before[name], layer.weight.data, seen.rows, values, settings.scheme)
         replace_weight(layer, values, settings.scheme)
     return codes, errors
+
+
+def _matrices_but(model: BlockModel, index: int, chosen: list[str]) -> list[str]:
+    """What the checkpoint calls the other layers of a block that have a matrix, routers too."""
+    layers = {f"{model.prefix(index)}{name}.weight" for name in chosen}
+    others = [one for name, one in model.stored.items() if name.startswith(model.prefix(index)) and name not in layers]
+    return [one.name.removesuffix(".weight") for one in others if one.name.endswith(".weight") and len(one.shape) == 2]
 
 
 def _write_block(
@@ -155,8 +172,8 @@ def _write_block(
         layer = inner.removesuffix(".weight")
         if inner.endswith(".weight") and layer in codes:
             for last, tensor in layer_tensors(codes[layer], settings.scheme).items():
-                writer.add(f"{prefix}{layer}.{last}", tensor)
+                writer.add(f"{stored.name.removesuffix('.weight')}.{last}", tensor)
         elif inner in parameters:  # scales may have been folded into it
-            writer.add(name, parameters[inner].data.to(DTYPES[stored.dtype]))
+            writer.add(stored.name, parameters[inner].data.to(DTYPES[stored.dtype]))
         else:
-            writer.add(name, stored.read())
+            writer.add(stored.name, stored.read())

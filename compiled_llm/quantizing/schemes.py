@@ -87,8 +87,8 @@ def make_scheme(kind: str, group_size: int | None, zeros: bool, dtype: torch.dty
             f"kind {kind} has scales of its own, given {given}: leave it, or choose kind int4 or int4_w4a8"
         )
     size = _DEFAULT_GROUP_SIZE if group_size is None else group_size
-    if size < 8 or size % 8 or (size > 128 and size % 128):
-        raise ValueError(f"group_size must be a multiple of 8 up to 128, or of 128, given {size}")
+    if size < 16 or size % 16 or (size > 128 and size % 128):
+        raise ValueError(f"group_size must be a multiple of 16 up to 128, or of 128, given {size}")
     if zeros and kind != "int4":
         raise ValueError(f"zeros must be left with kind {kind}: its kernels have no zero points")
     scale_dtype = str(dtype).removeprefix("torch.")

@@ -3,19 +3,21 @@
 import importlib.util
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from compiled_llm import CompiledEngine
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.ops.linear.quantized_weight import dequantize, quantize
 from compiled_llm.quantizing.schemes import make_scheme
 from compiled_llm.text.tokenizer import Tokenizer
+from tests.families import CONFIGS
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "quantize_model.py"
 
@@ -90,6 +92,26 @@ def test_smoothquant_keeps_the_perplexity(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert config["ignore"] == ["lm_head"]
 
 
+def test_the_report_names_experts_that_saw_few_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "experts"
+    fields = {**CONFIGS["qwen3-moe"][1], "vocab_size": 8192, "num_hidden_layers": 2, "moe_intermediate_size": 80}
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields)).save_pretrained(source)
+    for path in DEMO_MODEL.glob("tokenizer*.json"):
+        shutil.copyfile(path, source / path.name)
+    words = ("--group-size", "16", "--model", str(source), "--max-tokens", "200", "--least-tokens", "90")
+    found = run(monkeypatch, tmp_path, "gptq", "int4", *words)
+    tokens = {layer["name"]: layer["tokens"] for layer in found["layers"] if ".experts." in layer["name"]}
+    assert len(tokens) == 7 * 3
+    assert found["rounded"] == [name for name, count in tokens.items() if count < 90]
+    assert "model.layers.0.mlp.gate" in found["ignored"]
+    shown = capsys.readouterr()
+    assert f"{len(found['rounded'])} layers of experts that saw fewer than 90 tokens" in shown.out
+    assert "of experts with few tokens rounded to nearest" in shown.err
+    assert "model.layers.0.mlp.experts.*.down_proj" in shown.out
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -138,8 +160,9 @@ def test_an_engine_of_the_written_checkpoint_has_the_perplexity_that_was_measure
     ("words", "message"),
     [
         (("rtn", "int8", "--group-size", "32"), "scales of its own"),
-        (("smoothquant", "int4"), "choose method awq or gptq"),
+        (("smoothquant", "int4"), "choose method awq, gptq or awq+gptq"),
         (("rtn", "int4", "--group-size", "96"), "no multiple of the group size 96"),
+        (("rtn", "int4", "--group-size", "8"), "multiple of 16"),
         (("rtn", "int8_w8a8", "--zeros"), "given zeros"),
         (("awq", "int4", "--alpha", "0.5"), "alpha must be"),
         (("rtn", "int8", "--skip", "layers.0", "gate_up"), "given 'gate_up', which no layer has"),
