@@ -57,8 +57,9 @@ class BlockModel:
         return f"{self.name}.{index}."
 
     def stored_name(self, layer: str) -> str:
-        """What the checkpoint calls a layer."""
-        return self.stored[f"{layer}.weight"].name.removesuffix(".weight")
+        """What the checkpoint calls a layer of ``model``; if it has none of that name, as ``model`` does."""
+        stored = self.stored.get(f"{layer}.weight")
+        return layer if stored is None else stored.name.removesuffix(".weight")
 
     def load(self, index: int) -> nn.Module:
         self._take(self.blocks[index], self.prefix(index))

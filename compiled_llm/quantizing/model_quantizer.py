@@ -104,7 +104,7 @@ def quantize_checkpoint(
 def _check_skip(model: BlockModel, skip: Sequence[str]) -> None:
     """``ValueError`` unless each name is part of that of a linear layer of some block."""
     found = [
-        model.prefix(index) + name
+        model.stored_name(model.prefix(index) + name)
         for index, block in enumerate(model.blocks)
         for name, module in block.named_modules()
         if isinstance(module, nn.Linear)

@@ -18,6 +18,7 @@ from compiled_llm.quantizing.folding import find_folds
 from compiled_llm.quantizing.model_quantizer import Result, Windows, quantize_checkpoint
 from compiled_llm.quantizing.schemes import make_scheme
 from compiled_llm.quantizing.writing import CheckpointWriter
+from compiled_llm.worker.checkpoint import locate
 from tests.families import CONFIGS, checkpoint, strengthened
 
 IDS = [torch.randint(0, 300, (48,), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
@@ -42,11 +43,18 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def quantise(
-    source: Path, target: Path, method: str, kind: str, *, ids: Sequence[Tensor] = IDS, least_tokens: int = 16
+    source: Path,
+    target: Path,
+    method: str,
+    kind: str,
+    *,
+    ids: Sequence[Tensor] = IDS,
+    least_tokens: int = 16,
+    skip: tuple[str, ...] = (),
 ) -> Written:
     model = BlockModel(source)
     scheme = make_scheme(kind, 16 if kind == "int4" else None, False, model.dtype)
-    settings = Settings(method, scheme, least_tokens=least_tokens)
+    settings = Settings(method, scheme, skip=skip, least_tokens=least_tokens)
     hidden, calls = model.embed(list(CHECKED))
     checked = Windows(list(hidden), calls), Windows(list(hidden), calls)
     text, writer = Windows(*model.embed(list(ids))), CheckpointWriter(source, target)
@@ -110,6 +118,16 @@ def test_experts_with_few_tokens_are_rounded_and_named(source: Path, tmp_path: P
     for name in experts:
         is_same = torch.equal(*(each[f"{name}.weight_packed"] for each in tensors))
         assert is_same == (name in written.result.rounded), name
+
+
+def test_layers_are_skipped_by_the_names_that_the_checkpoint_has(source: Path, tmp_path: Path) -> None:
+    (first, *_) = [name for name in locate(source) if ".experts.3." in name]
+    part = first.split(".experts.")[0].rpartition(".")[2] + ".experts."
+    written = quantise(source, tmp_path / "out", "rtn", "int4", ids=[], skip=(part,)).result
+    assert first.removesuffix(".weight") in written.ignored
+    assert not [layer for layer in written.layers if part in layer["name"]]
+    with pytest.raises(ValueError, match="given 'nothing', which no layer has"):
+        quantise(source, tmp_path / "none", "rtn", "int4", ids=[], skip=("nothing",))
 
 
 @pytest.mark.parametrize(("method", "kind"), [("awq+gptq", "int4"), ("smoothquant+gptq", "int8_w8a8")])
