@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "quantized_linear_a8_cpu_types.h"
+#include "quantized_units.h"
 #include "../cpu/op.h"
 
 namespace {
@@ -23,7 +24,6 @@ constexpr int64_t BLOCK_ROWS = 32;           // of products on tile registers
 constexpr int64_t BLOCK_BYTES = 1 << 19;     // of a block of rows: half of L2
 constexpr int64_t TILES_BYTES = 1 << 18;     // of the column tiles that are used together, about
 constexpr int64_t GRAIN_PRODUCTS = 1 << 18;  // for less, waking a thread takes longer than the work
-constexpr int64_t PIECES = 8;                // of the columns, for each thread
 constexpr int64_t LONGEST_GROUP = 1 << 17;   // inputs whose sum of products fits in 32 bits
 
 struct Arguments {
@@ -36,6 +36,8 @@ struct Arguments {
   int64_t group() const { return group_size == 0 ? K() : group_size; }
   int64_t groups() const { return (K() + group() - 1) / group(); }
   int64_t inputs() const { return element == "int4" ? 8 : 4; }  // of a word
+  int64_t words() const { return (K() + inputs() - 1) / inputs(); }
+  int64_t tiles() const { return (N + TILE - 1) / TILE; }
 };
 
 Shape with_experts(std::optional<int64_t> experts, std::initializer_list<int64_t> sizes) {
@@ -58,8 +60,8 @@ void check(const char* op, const Arguments& of, std::optional<int64_t> experts) 
   CHECK_VALUE(of.group_size >= 0 && of.group_size % 8 == 0, op, ": group_size must be a multiple of 8, or 0, got ",
               of.group_size);
   CHECK_VALUE(of.group() <= LONGEST_GROUP, op, ": a group may have ", LONGEST_GROUP, " inputs, got ", of.group());
-  const int64_t tiles = (of.N + TILE - 1) / TILE, words = (of.K() + of.inputs() - 1) / of.inputs();
-  const Shape wanted = with_experts(experts, {tiles, words, TILE, 4});
+  const int64_t tiles = of.tiles();
+  const Shape wanted = with_experts(experts, {tiles, of.words(), TILE, 4});
   CHECK_VALUE(of.N > 0 && of.codes.sizes() == wanted && of.codes.is_contiguous() &&
                   of.codes.dtype() == Dtype{aoti_torch_dtype_uint8()},
               op, ": x ", x.sizes(), " and out_features ", of.N, " take contiguous codes ", wanted, " of uint8, got ",
@@ -116,25 +118,6 @@ struct Quantized {
   }
 };
 
-struct Unit {  // rows [row, row + rows) of column tiles [tile, end) of a layer
-  int64_t layer, row, rows, tile, end;
-};
-
-// Layer `e` has the rows from starts[e] to starts[e + 1].
-std::vector<Unit> units_of(const std::vector<int64_t>& starts, int64_t tiles, int64_t cols, int64_t block, int64_t threads) {
-  std::vector<Unit> units;
-  int64_t busy = 0;  // layers that have rows
-  for (size_t e = 0; e + 1 < starts.size(); ++e) busy += starts[e + 1] > starts[e];
-  const int64_t pieces = threads == 1 ? 1 : std::max<int64_t>(1, PIECES * threads / std::max<int64_t>(busy, 1));
-  const int64_t piece = std::max(cols, ((tiles + pieces - 1) / pieces + cols - 1) / cols * cols);
-  for (size_t e = 0; e + 1 < starts.size(); ++e)
-    for (int64_t row = starts[e]; row < starts[e + 1]; row += block)
-      for (int64_t tile = 0; tile < tiles; tile += piece)
-        units.push_back({static_cast<int64_t>(e), row, std::min(block, starts[e + 1] - row), tile,
-                         std::min(tile + piece, tiles)});
-  return units;
-}
-
 // A thread's memory.
 struct Workplace8 {
   std::vector<float> scales, zeros;
@@ -147,11 +130,11 @@ struct Workplace8 {
 
 bool on_tiles(const Kernels& all, int64_t rows) { return all.tiles.int8 != nullptr && rows >= TILED_ROWS; }
 
-// `x` and `out` begin with the first row of all layers.
+// `x` and `out` begin with the first row of all layers. The thread's next unit has its weights at `next`.
 template <class T, class S>
 void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const KernelsOf8<S>& of_scales, const Arguments& of, const Unit& unit,
-                   const Rows8& x, int64_t cols, T* out, Workplace8& place) {
-  const int64_t tiles = (of.N + TILE - 1) / TILE, words = (of.K() + of.inputs() - 1) / of.inputs(), groups = of.groups();
+                   const Rows8& x, int64_t cols, const uint8_t* next, T* out, Workplace8& place) {
+  const int64_t tiles = of.tiles(), words = of.words(), groups = of.groups();
   const auto* const multiply = of.element == "int4" ? all.int4 : all.int8;
   const int64_t group = (of.group() + of.inputs() - 1) / of.inputs();
   const bool tiled = on_tiles(all, unit.rows);
@@ -185,7 +168,7 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
           .scales = place.scales.data(),
           .zeros = zeros,
           .totals = place.totals,
-          .prefetch = i == 0 && unit.rows > FEW_ROWS,
+          .later = tile + cols < unit.end ? w + cols * words * WORD_BYTES : next,
       });
       kernels.finish({m, columns, place.totals, c * TILE, own.scales, bias, out + row * of.N + column, of.N});
     }
@@ -195,7 +178,7 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
 
 // Rows from `first` on, of which `starts` says how many each layer has. The first is row `first` of the result.
 void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int32_t* index, int64_t first, Tensor& result) {
-  const int64_t rows = starts.back(), K = of.K(), tiles = (of.N + TILE - 1) / TILE;
+  const int64_t rows = starts.back(), K = of.K(), tiles = of.tiles();
   if (rows == 0) return;
   const Kernels& all = chosen();
   const Quantized quantized(of, index, first, first + rows);
@@ -222,8 +205,13 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
           place.sums.resize(block_rows * cols * TILE);
           place.codes.resize(all.tiles.code_bytes);
         }
-        for (size_t i; (i = free++) < units.size();)
-          multiply_unit(all, kernels, of_scales, of, units[i], quantized.rows, cols, out, place);
+        for (size_t next, i = free++; i < units.size(); i = next) {
+          next = free++;
+          const Unit& then = units[next < units.size() ? next : i];
+          multiply_unit(all, kernels, of_scales, of, units[i], quantized.rows, cols,
+                        of.codes.data<const uint8_t>() + (then.layer * tiles + then.tile) * of.words() * WORD_BYTES,
+                        out, place);
+        }
       });
     });
   });

@@ -18,7 +18,6 @@ typedef int8_t Codes __attribute__((vector_size(kLanes), aligned(1), may_alias))
 
 constexpr int PARTS = 512 / WIDTH;  // registers of a tile
 constexpr int ROWS = WIDTH == 512 ? 8 : 4, COLS = DOT ? 3 : WIDTH == 512 ? 2 : 1;
-constexpr int64_t AHEAD = 32;  // words from a product to the prefetch of its weights
 
 #if DOT
 constexpr int32_t OFFSET = 128;
@@ -85,8 +84,8 @@ TARGET void multiply(const Work8& work) {
 #pragma GCC unroll 4
       for (int i = 0; i < C * PARTS; ++i)
         raw[i] = load_bytes(work.w + i / PARTS * w_stride + at * WORD_BYTES + i % PARTS * (WIDTH / 8));
-      if (work.prefetch)
-        for (int c = 0; c < C; ++c) __builtin_prefetch(work.w + c * w_stride + (at + AHEAD) * WORD_BYTES, 0, 2);
+#pragma GCC unroll 3
+      for (int c = 0; c < C; ++c) __builtin_prefetch(work.later + c * w_stride + at * WORD_BYTES, 0, 2);
 #pragma GCC unroll 2
       for (int part = 0; part < STEP; ++part) {
         Bytes w[C * PARTS];

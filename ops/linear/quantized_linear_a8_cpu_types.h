@@ -42,7 +42,7 @@ struct Work8 {
   const float* scales;  // [C, groups, TILE]
   const float* zeros;   // likewise, or null
   float* totals;        // [M, C, TILE]
-  bool prefetch;        // fetch weights from memory in time
+  const uint8_t* later;  // weights of the same shape that are fetched into L2 meanwhile
 };
 
 // Products of a block of rows and one or two column tiles, over all inputs.

@@ -8,13 +8,14 @@
 // pairs of bfloat16, activations in bfloat16 are multiplied by them; all else is multiplied in float32, with the zero
 // taken from the weights first.
 //
-//   few rows    codes are decoded in registers, and used once
-//   more rows   a chunk of a block of columns is decoded into a thread's cache, and used by every group of rows
+// Products of pairs decode the codes in registers, again for every group of rows: the instructions for it fit beside the
+// products. For products in float32 a tile is decoded once for a block of rows.
 //
 // Batch invariance: the order of a sum is that of the inputs in both, for every number of rows, place and thread; so a
 // row has the same bits in any batch. CPUs with AMX use the kernels for AVX512-bf16: tiles would sum in another order.
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -23,13 +24,13 @@
 
 #include "../cpu/tensor.h"
 #include "quantized_linear_cpu_types.h"
+#include "quantized_units.h"
 #include "../cpu/op.h"
 
 namespace {
 
-constexpr int64_t WHOLE_PART = 128;   // inputs of a part where a row is one group
-constexpr int64_t CHUNK = 512;        // inputs of a chunk: 3 tiles of bfloat16 are 48 KiB
-constexpr int64_t ROW_BLOCK = 256;    // rows that use a decoded chunk: their sums stay in L2
+constexpr int64_t WHOLE_PART = 128;       // inputs of a part where a row is one group
+constexpr int64_t BLOCK_BYTES = 1 << 19;  // of a block of rows: half of L2
 constexpr int64_t GRAIN_FLOPS = 1 << 18;  // for less, waking a thread takes longer than the work
 
 float value_of(Element element, int code) {
@@ -60,139 +61,142 @@ struct Rows {
   const Tensor* x;
   const int32_t* index;
   int64_t first, count;
+
+  int64_t at(int64_t i) const { return index == nullptr ? first + i : index[first + i]; }
 };
 
-// Writes `count` rows for the micro kernels of pairs: [words, count] in the order in which codes are decoded, and the sums
-// of each part where they are wanted. `of.inputs` is K rounded up; what is past K is 0.
-void pack_pairs(const BFloat16* x, int64_t stride, const int32_t* index, int64_t first, int64_t count, int64_t K,
-                const Block& of, uint32_t* to, float* sums) {
+// The sums of each part of `count` rows, [parts, count].
+void sum_parts(const BFloat16* const* rows, int64_t count, int64_t K, const Matrix& of, float* sums) {
   typedef uint16_t Inputs __attribute__((vector_size(16)));
-  typedef uint32_t Words __attribute__((vector_size(16)));
   typedef uint32_t Wide __attribute__((vector_size(32)));
   typedef float Sums __attribute__((vector_size(32)));
-  const bool four_bits = of.word_inputs() == 8;
-  for (int64_t m = 0; m < count; ++m) {
-    const BFloat16* const row = x + (index == nullptr ? first + m : index[first + m]) * stride;
-    Sums sum = {};
-    for (int64_t k = 0; k < of.inputs; k += 8) {
-      Inputs inputs = {};
-      if (k + 8 <= K) std::memcpy(&inputs, row + k, sizeof(inputs));
-      else std::memcpy(&inputs, row + k, (K - k) * sizeof(BFloat16));
-      const Words words = reinterpret_cast<Words>(four_bits ? __builtin_shufflevector(inputs, inputs, 0, 2, 4, 6, 1, 3, 5, 7)
-                                                            : __builtin_shufflevector(inputs, inputs, 0, 2, 1, 3, 4, 6, 5, 7));
-      const int64_t made = std::min<int64_t>((of.inputs - k) / 2, 4);
-      for (int64_t i = 0; i < made; ++i) to[(k / 2 + i) * count + m] = words[i];
-      if (sums == nullptr) continue;
-      sum += reinterpret_cast<Sums>(__builtin_convertvector(inputs, Wide) << 16);
-      if ((k + 8) % of.part != 0 && k + 8 < of.inputs) continue;
-      float& all = sums[k / of.part * count + m] = 0;
+  for (int64_t m = 0; m < count; ++m)
+    for (int64_t part = 0; part < of.parts(); ++part) {
+      Sums sum = {};
+      for (int64_t k = part * of.part; k < std::min((part + 1) * of.part, K); k += 8) {
+        Inputs inputs = {};
+        if (k + 8 <= K) std::memcpy(&inputs, rows[m] + k, sizeof(inputs));
+        else std::memcpy(&inputs, rows[m] + k, (K - k) * sizeof(BFloat16));
+        sum += reinterpret_cast<Sums>(__builtin_convertvector(inputs, Wide) << 16);
+      }
+      float& all = sums[part * count + m] = 0;
       for (int i = 0; i < 8; ++i) all += sum[i];
-      sum = Sums{};
     }
-  }
 }
 
-// And for those of float32: [inputs, count].
-template <class T>
-void pack_floats(const T* x, int64_t stride, const int32_t* index, int64_t first, int64_t count, int64_t K,
-                 const Block& of, uint32_t* to) {
-  for (int64_t m = 0; m < count; ++m) {
-    const T* const row = x + (index == nullptr ? first + m : index[first + m]) * stride;
-    for (int64_t k = 0; k < of.inputs; ++k)
-      to[k * count + m] = __builtin_bit_cast(uint32_t, k < K ? static_cast<float>(row[k]) : 0.f);
-  }
-}
+// One or more layers of one shape.
+struct Layers {
+  Matrix matrix;
+  int64_t tiles, K, N;
+  const uint8_t* codes;  // of the first tile of the first layer, all others after it; scales and zeros likewise
+  const char *scales, *zeros;
+  const Tensor* bias;  // [layers, N], or null
 
-struct Layer {
-  Block block;  // of all tiles and parts
-  int64_t tiles, parts, K, N;
-  const Tensor* bias;  // or null
-  int64_t bias_at;
+  void copy_bias(int64_t layer, int64_t tile, float* to) const {
+    std::fill_n(to, TILE, 0.f);
+    if (bias == nullptr) return;
+    const int64_t from = layer * N + tile * TILE, count = std::min(TILE, N - tile * TILE);
+    const Dtype dtype = bias->dtype();
+    if (dtype == kFloat) std::copy_n(bias->data<const float>() + from, count, to);
+    else if (dtype == kBFloat16) std::copy_n(bias->data<const BFloat16>() + from, count, to);
+    else std::copy_n(bias->data<const Half>() + from, count, to);
+  }
 };
 
-void copy_bias(const Layer& layer, int64_t tile, float* to) {
-  std::fill_n(to, TILE, 0.f);
-  if (layer.bias == nullptr) return;
-  const int64_t from = layer.bias_at + tile * TILE, count = std::min(TILE, layer.N - tile * TILE);
-  const Dtype dtype = layer.bias->dtype();
-  if (dtype == kFloat) std::copy_n(layer.bias->data<const float>() + from, count, to);
-  else if (dtype == kBFloat16) std::copy_n(layer.bias->data<const BFloat16>() + from, count, to);
-  else std::copy_n(layer.bias->data<const Half>() + from, count, to);
+// Rows as the micro kernels take them, in groups of `group`, the last of a layer with fewer.
+struct Packed {
+  int64_t group, words, parts;
+  Tensor words_of, sums_of;
+  uint32_t* x;
+  float* sums;  // or null
+
+  Packed(const Layers& of, const KernelsOf& kernels, int64_t rows, int64_t group)
+      : group(group), words(of.matrix.inputs / (kernels.pack != nullptr ? 2 : 1)), parts(of.matrix.parts()),
+        words_of(empty({rows, words}, kInt)),
+        sums_of(empty({of.zeros != nullptr && kernels.pack != nullptr ? rows : 0, parts}, kFloat)), x(words_of.data<uint32_t>()),
+        sums(of.zeros != nullptr && kernels.pack != nullptr ? sums_of.data<float>() : nullptr) {}
+
+  // `count` rows of `rows`, which are `first` and those after it.
+  void pack(const Layers& of, const KernelsOf& kernels, const Rows& rows, int64_t first, int64_t count) const {
+    const auto floats = [&]<class T>(const T* data) {
+      for (int64_t m = 0; m < count; ++m)
+        for (int64_t k = 0; k < of.matrix.inputs; ++k) {
+          const T* const row = data + rows.at(first + m) * rows.x->stride(0);
+          x[first * words + k * count + m] = __builtin_bit_cast(uint32_t, k < of.K ? static_cast<float>(row[k]) : 0.f);
+        }
+    };
+    const Dtype dtype = rows.x->dtype();
+    if (kernels.pack != nullptr) {
+      const BFloat16* each[MAX_ROWS];
+      for (int64_t m = 0; m < count; ++m) each[m] = rows.x->data<const BFloat16>() + rows.at(first + m) * rows.x->stride(0);
+      kernels.pack(of.matrix, of.K, each, count, x + first * words);
+      if (sums != nullptr) sum_parts(each, count, of.K, of.matrix, sums + first * parts);
+    } else if (dtype == kFloat) floats(rows.x->data<const float>());
+    else if (dtype == kBFloat16) floats(rows.x->data<const BFloat16>());
+    else floats(rows.x->data<const Half>());
+  }
+};
+
+// Outputs of a unit. The thread's next tile after it has the codes `next`.
+void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit, const Packed& packed, int type,
+                   float* decoded, const uint8_t* next, char* out) {
+  const Matrix& matrix = of.matrix;
+  const int64_t bytes = bytes_of(type == 0 ? kFloat : kHalf), scale_bytes = matrix.groups * TILE * (matrix.type == ScaleType::float32 ? 4 : 2);
+  const auto* const multiply = kernels.multiply[static_cast<int>(matrix.element)];
+  for (int64_t tile = unit.tile; tile < unit.end; ++tile) {
+    const int64_t at = unit.layer * of.tiles + tile, column = tile * TILE;
+    alignas(64) float sums[MAX_ROWS * TILE];
+    float bias[TILE];
+    of.copy_bias(unit.layer, tile, bias);
+    Work work = {.of = &matrix,
+                 .codes = of.codes + at * matrix.tile_bytes(),
+                 .scales = of.scales + at * scale_bytes,
+                 .zeros = of.zeros == nullptr ? nullptr : of.zeros + at * scale_bytes,
+                 .decoded = decoded,
+                 .x = nullptr,
+                 .x_sums = nullptr,
+                 .sums = sums,
+                 .later = tile + 1 < unit.end ? of.codes + (at + 1) * matrix.tile_bytes() : next};
+    if (kernels.decode != nullptr) kernels.decode(work, decoded);
+    for (int64_t row = unit.row, count; row < unit.row + unit.rows; row += count) {
+      count = std::min(packed.group, unit.row + unit.rows - row);
+      work.x = packed.x + row * packed.words;
+      work.x_sums = packed.sums == nullptr ? nullptr : packed.sums + row * packed.parts;
+      multiply[count - 1](work);
+      kernels.finish(type, sums, count, std::min(TILE, of.N - column), bias, out + (row * of.N + column) * bytes, of.N);
+    }
+  }
 }
 
-// Rows of `out` from `out_row` on.
-void multiply(const Layer& layer, const Rows& rows, const Tensor& out, int64_t out_row) {
-  const Tensor& x = *rows.x;
-  const Dtype dtype = x.dtype();
+// Layer `e` takes the rows from starts[e] to starts[e + 1]; the first of all is `rows.first`, and goes to `out`.
+void multiply(const Layers& of, const Rows& rows, const std::vector<int64_t>& starts, char* out) {
+  if (rows.count == 0) return;
+  const Dtype dtype = rows.x->dtype();
   const int type = dtype == kFloat ? 0 : dtype == kBFloat16 ? 1 : 2;
   const KernelsOf& kernels = type == 1 ? chosen().bf16 : chosen().floats;
-  const bool direct = rows.count <= kernels.direct_rows, sums_of_x = layer.block.zeros != nullptr && kernels.pairs;
-  const int64_t group = direct ? rows.count : kernels.rows, x_words = layer.block.inputs / (kernels.pairs ? 2 : 1);
-  const int64_t groups = (rows.count + group - 1) / group;
-  const Tensor packed = empty({rows.count, x_words}, kInt), sums = empty({sums_of_x ? rows.count : 0, layer.parts}, kFloat);
-  auto* const x_packed = packed.data<uint32_t>();
-  auto* const x_sums = sums_of_x ? sums.data<float>() : nullptr;
-  parallel_for(0, groups, 1 + (1 << 16) / (layer.K * group), [&](int64_t begin, int64_t end) {
-    for (int64_t first = begin * group; first < std::min(end * group, rows.count); first += group) {
-      const auto pack = [&]<class T>(const T* data) {
-        pack_floats(data, x.stride(0), rows.index, rows.first + first, std::min(group, rows.count - first), layer.K,
-                    layer.block, x_packed + first * x_words);
-      };
-      if (kernels.pairs)
-        pack_pairs(x.data<const BFloat16>(), x.stride(0), rows.index, rows.first + first,
-                   std::min(group, rows.count - first), layer.K, layer.block, x_packed + first * x_words,
-                   x_sums == nullptr ? nullptr : x_sums + first * layer.parts);
-      else if (type == 0) pack(x.data<const float>());
-      else if (type == 1) pack(x.data<const BFloat16>());
-      else pack(x.data<const Half>());
-    }
+  int64_t most = 0;
+  for (size_t e = 0; e + 1 < starts.size(); ++e) most = std::max(most, starts[e + 1] - starts[e]);
+  // Groups of about the same size, where all rows are of one layer.
+  const int64_t groups = (most + kernels.rows - 1) / kernels.rows, group = (most + groups - 1) / groups;
+  const Packed packed(of, kernels, rows.count, group);
+  const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / 4 / packed.words / group) * group;
+  const int64_t threads = std::min(num_threads(), rows.count * of.matrix.inputs * of.N / GRAIN_FLOPS + 1);
+  const std::vector<Unit> units = units_of(starts, of.tiles, 1, block, threads);
+  std::vector<Unit> packs;  // groups of rows
+  for (size_t e = 0; e + 1 < starts.size(); ++e)
+    for (int64_t row = starts[e]; row < starts[e + 1]; row += group)
+      packs.push_back({static_cast<int64_t>(e), row, std::min(group, starts[e + 1] - row), 0, 0});
+  parallel_for(0, packs.size(), 1 + (1 << 16) / (of.K * group), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) packed.pack(of, kernels, rows, packs[i].row, packs[i].rows);
   });
-
-  const int64_t most = direct ? 1 : kernels.cols, block_rows = std::min(rows.count, ROW_BLOCK);
-  const int64_t chunk = direct ? layer.parts : std::max<int64_t>(CHUNK / layer.block.part, 1);
-  const int64_t flops = rows.count * layer.block.inputs * TILE * most;
-  parallel_for(0, (layer.tiles + most - 1) / most, 1 + GRAIN_FLOPS / 4 / flops, [&](int64_t begin, int64_t end) {
-    const Tensor totals = empty({block_rows, most * TILE}, kFloat);
-    const Tensor room = empty({direct ? 0 : chunk * layer.block.part * most * TILE * kernels.word_bytes / 4}, kInt);
-    const int64_t last = std::min(end * most, layer.tiles);
-    int64_t cols;
-    for (int64_t tile = begin * most; tile < last; tile += cols) {
-      cols = last - tile >= most ? most : 1;
-      Block block = layer.block;
-      block.codes += tile * block.code_stride;
-      const int64_t scale_bytes = tile * block.groups * TILE * (block.type == ScaleType::float32 ? 4 : 2);
-      block.scales = static_cast<const char*>(block.scales) + scale_bytes;
-      if (block.zeros != nullptr) block.zeros = static_cast<const char*>(block.zeros) + scale_bytes;
-      for (int64_t row = 0; row < rows.count; row += block_rows) {
-        const int64_t here = std::min(block_rows, rows.count - row);
-        std::fill_n(totals.data<float>(), here * cols * TILE, 0.f);
-        for (block.first = 0; block.first < layer.parts; block.first = block.end) {
-          block.end = std::min(block.first + chunk, layer.parts);
-          if (!direct) kernels.decode(block, cols, room.data());
-          // The chunk that is decoded next, of which each group of rows fetches a part; past the weights it does no harm.
-          const bool again = block.end == layer.parts && row + here < rows.count;
-          const uint8_t* const later = block.end < layer.parts ? block.codes + block.end * block.part / block.word_inputs() * 64
-                                       : again                 ? block.codes
-                                                               : block.codes + cols * block.code_stride;
-          const int64_t lines = chunk * block.part / block.word_inputs() / ((here + group - 1) / group) + 1;
-          for (int64_t m = 0; m < here; m += group)
-            kernels.multiply({.block = &block,
-                              .decoded = direct ? nullptr : room.data(),
-                              .x = x_packed + (row + m) * x_words,
-                              .x_sums = x_sums == nullptr ? nullptr : x_sums + (row + m) * layer.parts,
-                              .sums = totals.data<float>() + m * cols * TILE,
-                              .later = later + m / group * lines * 64,
-                              .later_lines = direct ? 0 : lines},
-                             std::min(group, here - m), cols);
-        }
-        for (int64_t c = 0; c < cols; ++c) {
-          const int64_t column = (tile + c) * TILE;
-          float bias[TILE];
-          copy_bias(layer, tile + c, bias);
-          kernels.finish(type, totals.data<float>() + c * TILE, cols * TILE, here, std::min(TILE, layer.N - column), bias,
-                         out.data<char>() + ((out_row + row) * layer.N + column) * bytes_of(dtype), layer.N);
-        }
-      }
+  std::atomic<size_t> free = 0;
+  parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    const Tensor decoded = empty({kernels.decode == nullptr ? 0 : of.matrix.inputs, TILE}, kFloat);
+    for (size_t next, i = free++; i < units.size(); i = next) {
+      next = free++;
+      const Unit& then = units[next < units.size() ? next : i];
+      multiply_unit(of, kernels, units[i], packed, type, decoded.data<float>(),
+                    of.codes + (then.layer * of.tiles + then.tile) * of.matrix.tile_bytes(), out);
     }
   });
 }
@@ -206,7 +210,7 @@ Element element_of(const char* op, const std::string& name) {
 }
 
 // What both ops take. With `experts` every tensor but x has one more dimension in front.
-Layer checked(const char* op, const Tensor& x, const Tensor& codes, const Tensor& scales,
+Layers checked(const char* op, const Tensor& x, const Tensor& codes, const Tensor& scales,
               const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias, const std::string& element,
               int64_t group_size, int64_t N, std::optional<int64_t> experts) {
   const auto dtype = x.dtype();
@@ -242,33 +246,27 @@ Layer checked(const char* op, const Tensor& x, const Tensor& codes, const Tensor
                 tensor->dtype());
   CHECK_VALUE(!bias || (bias->sizes() == of_bias && bias->is_contiguous() && bias->dtype() == dtype), op,
               "bias must be a contiguous ", of_bias, " of ", dtype, ", got ", bias->sizes(), " of ", bias->dtype());
-  const int64_t part = group_size == 0 ? WHOLE_PART : group_size, rounded = words * inputs;
-  return {.block = {.codes = codes.data<const uint8_t>(),
-                    .code_stride = words * TILE * 4,
-                    .scales = scales.data(),
-                    .zeros = zeros ? zeros->data() : nullptr,
-                    .groups = groups,
-                    .type = type == kFloat ? ScaleType::float32 : type == kBFloat16 ? ScaleType::bfloat16 : ScaleType::float16,
-                    .element = of,
-                    .values = &values_of(of),
-                    .whole = group_size == 0,
-                    .part = part,
-                    .inputs = rounded,
-                    .first = 0,
-                    .end = 0},
+  return {.matrix = {.groups = groups,
+                     .type = type == kFloat ? ScaleType::float32 : type == kBFloat16 ? ScaleType::bfloat16 : ScaleType::float16,
+                     .element = of,
+                     .values = &values_of(of),
+                     .whole = group_size == 0,
+                     .part = group_size == 0 ? WHOLE_PART : group_size,
+                     .inputs = words * inputs},
           .tiles = tiles,
-          .parts = (rounded + part - 1) / part,
           .K = K,
           .N = N,
-          .bias = bias ? &*bias : nullptr,
-          .bias_at = 0};
+          .codes = codes.data<const uint8_t>(),
+          .scales = scales.data<const char>(),
+          .zeros = zeros ? zeros->data<const char>() : nullptr,
+          .bias = bias ? &*bias : nullptr};
 }
 
 Tensor quantized_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
                         const std::optional<Tensor>& bias, const std::string& element, int64_t group_size, int64_t N) {
-  const Layer layer = checked("quantized_linear: ", x, codes, scales, zeros, bias, element, group_size, N, std::nullopt);
+  const Layers layer = checked("quantized_linear: ", x, codes, scales, zeros, bias, element, group_size, N, std::nullopt);
   Tensor out = empty({x.size(0), N}, x.dtype());
-  if (x.size(0) > 0) multiply(layer, {&x, nullptr, 0, x.size(0)}, out, 0);
+  multiply(layer, {&x, nullptr, 0, x.size(0)}, {0, x.size(0)}, out.data<char>());
   return out;
 }
 
@@ -278,7 +276,7 @@ Tensor grouped_quantized_linear(const Tensor& x, const Tensor& codes, const Tens
                                 int64_t group_size, int64_t N) {
   constexpr auto* op = "grouped_quantized_linear: ";
   const int64_t experts = codes.dim() == 5 ? codes.size(0) : 0;
-  const Layer all = checked(op, x, codes, scales, zeros, bias, element, group_size, N, experts);
+  const Layers all = checked(op, x, codes, scales, zeros, bias, element, group_size, N, experts);
   CHECK_VALUE(!rows || (rows->dim() == 1 && rows->is_contiguous() && rows->dtype() == kInt && rows->is_cpu()), op,
               "rows must be contiguous and int32 on the CPU, got ", rows->sizes(), " of ", rows->dtype());
   CHECK_VALUE(starts.sizes() == Shape{experts + 1} && starts.is_contiguous() && starts.dtype() == kInt && starts.is_cpu(),
@@ -292,16 +290,9 @@ Tensor grouped_quantized_linear(const Tensor& x, const Tensor& codes, const Tens
   CHECK_INDEX(!rows || std::all_of(index + from[0], index + from[experts], [&](int32_t i) { return i >= 0 && i < x.size(0); }),
               op, "rows must be from 0 to ", x.size(0) - 1);
   Tensor out = empty({count, N}, x.dtype());
-  for (int64_t e = 0; e < experts; ++e) {
-    if (from[e] == from[e + 1]) continue;
-    Layer own = all;
-    const int64_t scale_bytes = e * all.tiles * all.block.groups * TILE * bytes_of(scales.dtype());
-    own.block.codes += e * all.tiles * all.block.code_stride;
-    own.block.scales = static_cast<const char*>(all.block.scales) + scale_bytes;
-    if (zeros) own.block.zeros = static_cast<const char*>(all.block.zeros) + scale_bytes;
-    own.bias_at = e * N;
-    multiply(own, {&x, index, from[e], from[e + 1] - from[e]}, out, from[e]);
-  }
+  std::vector<int64_t> own;
+  for (int64_t e = 0; e <= experts; ++e) own.push_back(from[e] - from[0]);
+  multiply(all, {&x, index, from[0], own.back()}, own, out.data<char>() + from[0] * N * bytes_of(x.dtype()));
   return out;
 }
 

@@ -2,7 +2,9 @@
 // explains the macros.
 
 #include <algorithm>
+#include <array>
 #include <cstring>
+#include <utility>
 
 #include "../cpu/vectors.h"
 #include "quantized_linear_cpu_types.h"
@@ -16,10 +18,10 @@ INLINE Vec load_scales(const void* from, int64_t at, ScaleType type) {
   return load_floats(static_cast<const Half*>(from) + at);
 }
 
-TARGET inline void finish_tile(int type, const float* sums, int64_t stride, int64_t rows, int64_t count,
-                               const float* bias, void* out, int64_t out_stride) {
+TARGET inline void finish_tile(int type, const float* sums, int64_t rows, int64_t count, const float* bias, void* out,
+                               int64_t out_stride) {
   for (int64_t row = 0; row < rows; ++row) {
-    const Vec y = load(sums + row * stride) + load(bias);
+    const Vec y = load(sums + row * TILE) + load(bias);
     if (type == 0) store_as(static_cast<float*>(out) + row * out_stride, y, count);
     else if (type == 1) store_as(static_cast<BFloat16*>(out) + row * out_stride, y, count);
     else store_as(static_cast<Half*>(out) + row * out_stride, y, count);
@@ -28,14 +30,15 @@ TARGET inline void finish_tile(int type, const float* sums, int64_t stride, int6
 
 #if DOT
 // A word of codes is 4 bytes of each of 16 outputs: 2 pairs of inputs of 8 bits (0, 2) and (1, 3), or 4 of 4 bits
-// (0, 2), (4, 6), (1, 3), (5, 7).
-struct FourBits {
+// (0, 2), (4, 6), (1, 3), (5, 7). Each source turns a word into its pairs of bfloat16.
+struct FourBits {  // any, from a table
   static constexpr int PAIRS = 4;
+  static constexpr float SCALE = 1;  // what makes its values those of the codes
   __m512i table;  // twice the 16 values: bit 4 of an index is that of another code
 
-  INLINE explicit FourBits(const Block& block) {
+  INLINE explicit FourBits(const Values& values) {
     alignas(64) uint16_t both[32];
-    for (int i = 0; i < 32; ++i) both[i] = BFloat16(block.values->of[i % 16]).bits;
+    for (int i = 0; i < 32; ++i) both[i] = BFloat16(values.of[i % 16]).bits;
     table = _mm512_load_si512(both);
   }
   INLINE void pairs(const uint8_t* from, Vec* to) const {
@@ -47,262 +50,208 @@ struct FourBits {
   }
 };
 
-INLINE Vec pair_of(__m512 first, __m512 second) {
-  const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(first), 16);
-  return reinterpret_cast<Vec>(_mm512_mask_blend_epi16(0xaaaaaaaa, low, _mm512_castps_si512(second)));
-}
-
-struct Integers {  // of 8 bits, by way of float32
+// Integers of 8 bits, by way of float32: as the highest byte of one of 32 bits each is 2^24 times what it was, of which
+// bfloat16 keeps every bit.
+struct Integers {
   static constexpr int PAIRS = 2;
+  static constexpr float SCALE = 1.f / (1 << 24);
+  __m512i highest[4];  // indices for a shuffle that moves byte i to the highest, and zeros elsewhere
 
-  INLINE explicit Integers(const Block&) {}
+  INLINE explicit Integers(const Values&) {
+    for (int i = 0; i < 4; ++i)
+      highest[i] = _mm512_add_epi32(_mm512_broadcast_i32x4(_mm_setr_epi32(0x00808080, 0x04808080, 0x08808080, 0x0c808080)),
+                                    _mm512_set1_epi32(i << 24));
+  }
+  INLINE __m512i floats_of(__m512i codes, int byte) const {
+    return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(codes, highest[byte])));
+  }
   INLINE void pairs(const uint8_t* from, Vec* to) const {
     const __m512i codes = _mm512_loadu_si512(from);
-    const auto wide = [](__m512i x) TARGET { return _mm512_cvtepi32_ps(_mm512_srai_epi32(x, 24)); };
-    to[0] = pair_of(wide(_mm512_slli_epi32(codes, 24)), wide(_mm512_slli_epi32(codes, 8)));
-    to[1] = pair_of(wide(_mm512_slli_epi32(codes, 16)), wide(codes));
+    for (int i = 0; i < 2; ++i)
+      to[i] = reinterpret_cast<Vec>(
+          _mm512_or_si512(_mm512_srli_epi32(floats_of(codes, i), 16), floats_of(codes, i + 2)));
   }
 };
 
-struct EightBits {  // any, from the table
-  static constexpr int PAIRS = 2;
-  const float* values;
-
-  INLINE explicit EightBits(const Block& block) : values(block.values->of) {}
-  INLINE void pairs(const uint8_t* from, Vec* to) const {
-    const __m512i codes = _mm512_loadu_si512(from), byte = _mm512_set1_epi32(255);
-    const auto look = [&](int shift) TARGET {
-      return _mm512_i32gather_ps(_mm512_and_si512(_mm512_srli_epi32(codes, shift), byte), values, 4);
-    };
-    to[0] = pair_of(look(0), look(16));
-    to[1] = pair_of(look(8), look(24));
-  }
-};
-
-#define TARGET_VBMI \
-  __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx512vbmi,fma,f16c")))
-
-// By tables of 128 magnitudes, a byte of each at a time; the sign is put in after. Integers lose theirs first.
-template <bool INTEGERS>
+// Those whose highest bit is the sign, from a table of the 128 magnitudes.
 struct Magnitudes {
   static constexpr int PAIRS = 2;
-  __m512i low[2], high[2];
+  static constexpr float SCALE = 1;
+  __m512i table[4];
 
-  inline __attribute__((always_inline)) TARGET_VBMI explicit Magnitudes(const Block& block) {
-    alignas(64) uint8_t bytes[2][128];
-    for (int i = 0; i < 128; ++i) {
-      const uint16_t bits = BFloat16(block.values->of[i]).bits;
-      bytes[0][i] = static_cast<uint8_t>(bits);
-      bytes[1][i] = static_cast<uint8_t>(bits >> 8);
-    }
-    for (int i = 0; i < 2; ++i) {
-      low[i] = _mm512_load_si512(bytes[0] + 64 * i);
-      high[i] = _mm512_load_si512(bytes[1] + 64 * i);
-    }
+  INLINE explicit Magnitudes(const Values& values) {
+    alignas(64) uint16_t all[128];
+    for (int i = 0; i < 128; ++i) all[i] = BFloat16(values.of[i]).bits;
+    for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(all + 32 * i);
   }
-  inline __attribute__((always_inline)) TARGET_VBMI void pairs(const uint8_t* from, Vec* to) const {
-    const __m512i codes = _mm512_loadu_si512(from), even = _mm512_set1_epi16(255), sign = _mm512_set1_epi8(-128);
-    const __m512i sizes = INTEGERS ? _mm512_abs_epi8(codes) : codes;
-    const __m512i lows = _mm512_permutex2var_epi8(low[0], sizes, low[1]);
-    __m512i highs = _mm512_permutex2var_epi8(high[0], sizes, high[1]);
-    highs = _mm512_ternarylogic_epi32(highs, codes, sign, 0xf8);  // a | (b & c)
-    // -128 is in no table: its low byte is that of 0, its high byte this.
-    if (INTEGERS) highs = _mm512_mask_mov_epi8(highs, _mm512_cmpeq_epi8_mask(codes, sign), _mm512_set1_epi8('\xc3'));
-    // even ? a : b
-    to[0] = reinterpret_cast<Vec>(_mm512_ternarylogic_epi32(even, lows, _mm512_slli_epi16(highs, 8), 0xca));
-    to[1] = reinterpret_cast<Vec>(_mm512_ternarylogic_epi32(even, _mm512_srli_epi16(lows, 8), highs, 0xca));
+  INLINE Vec look(__m512i magnitudes, __m512i signs) const {  // of the low and of the highest bits of 16
+    const __m512i small = _mm512_permutex2var_epi16(table[0], magnitudes, table[1]);
+    const __m512i large = _mm512_permutex2var_epi16(table[2], magnitudes, table[3]);
+    const __m512i size = _mm512_mask_mov_epi16(small, _mm512_test_epi16_mask(magnitudes, _mm512_set1_epi16(64)), large);
+    // size | (signs & highest bit)
+    return reinterpret_cast<Vec>(_mm512_ternarylogic_epi32(size, signs, _mm512_set1_epi16(-32768), 0xf8));
+  }
+  INLINE void pairs(const uint8_t* from, Vec* to) const {
+    const __m512i codes = _mm512_loadu_si512(from);
+    to[0] = look(codes, _mm512_slli_epi16(codes, 8));
+    to[1] = look(_mm512_srli_epi16(codes, 8), codes);
   }
 };
 
-constexpr int64_t AHEAD = 2048;  // bytes at least from codes to the prefetch of others
-constexpr int64_t AT_ONCE = 4;   // parts of a product from codes: several sums hide the products' latency
-
-struct Scales {  // of a part of a tile
+struct Scales {  // of a part
   Vec scale, zero;
   bool zeros;
 
-  INLINE Scales(const Block& block, int64_t part, int64_t tile) : zero{}, zeros(block.zeros != nullptr) {
-    const int64_t at = (tile * block.groups + (block.whole ? 0 : part)) * TILE;
-    scale = load_scales(block.scales, at, block.type);
-    if (zeros) zero = load_scales(block.zeros, at, block.type);
+  INLINE Scales(const Work& work, int64_t part, float of_source) : zero{}, zeros(work.zeros != nullptr) {
+    const int64_t at = (work.of->whole ? 0 : part) * TILE;
+    scale = load_scales(work.scales, at, work.of->type) * broadcast(of_source);
+    if (zeros) zero = load_scales(work.zeros, at, work.of->type) * broadcast(1 / of_source);
   }
-  INLINE Vec operator()(Vec sum, const float* x_sums, int64_t at) const {
-    if (zeros) sum = sum - zero * broadcast(x_sums[at]);
-    return sum * scale;
+  INLINE Vec operator()(Vec sum, const float* x_sum) const {
+    return (zeros ? sum - zero * broadcast(*x_sum) : sum) * scale;
   }
 };
 
-// One tile, from codes. Its words are read one after the other, so memory sees one stream.
-#define DEFINE_MULTIPLY_CODES(NAME, ATTRIBUTES)                                                                        \
-  template <class Source, int M>                                                                                       \
-  ATTRIBUTES void NAME(const Work& work) {                                                                             \
-    constexpr int64_t PAIRS = Source::PAIRS;                                                                           \
-    const Block& block = *work.block;                                                                                  \
-    const Source source(block);                                                                                        \
-    const int64_t words = block.part / (2 * PAIRS), all = block.inputs / (2 * PAIRS);                                  \
-    const int64_t ahead = (AHEAD / (AT_ONCE * words * 64) + 1) * AT_ONCE * words * 64;                                 \
-    Vec totals[M] = {};                                                                                                \
-    const auto add_parts = [&]<int64_t COUNT>(int64_t part, int64_t count, std::integral_constant<int64_t, COUNT>)     \
-                               ATTRIBUTES __attribute__((always_inline)) {                                             \
-      Vec sums[COUNT][M] = {};                                                                                         \
-      for (int64_t i = 0; i < count; ++i) {                                                                            \
-        _Pragma("GCC unroll 4") for (int64_t q = 0; q < COUNT; ++q) {                                                  \
-          const int64_t word = (part + q) * words + i;                                                                 \
-          Vec w[PAIRS];                                                                                                \
-          source.pairs(block.codes + word * 64, w);                                                                    \
-          __builtin_prefetch(block.codes + word * 64 + ahead, 0, 2);                                                   \
-          _Pragma("GCC unroll 4") for (int64_t j = 0; j < PAIRS; ++j)                                                  \
-              _Pragma("GCC unroll 4") for (int m = 0; m < M; ++m) {                                                    \
-            sums[q][m] = add_products(sums[q][m], broadcast_lane(work.x + (word * PAIRS + j) * M + m), w[j]);          \
-          }                                                                                                            \
-        }                                                                                                              \
-      }                                                                                                                \
-      _Pragma("GCC unroll 4") for (int64_t q = 0; q < COUNT; ++q)                                                      \
-          _Pragma("GCC unroll 4") for (int m = 0; m < M; ++m)                                                          \
-              totals[m] += Scales(block, part + q, 0)(sums[q][m], work.x_sums, (part + q) * M + m);                        \
-    };                                                                                                                 \
-    int64_t part = 0;                                                                                                  \
-    for (; (part + AT_ONCE) * words <= all; part += AT_ONCE)                                                           \
-      add_parts(part, words, std::integral_constant<int64_t, AT_ONCE>());                                              \
-    for (; part < block.end; ++part)                                                                                   \
-      add_parts(part, std::min(words, all - part * words), std::integral_constant<int64_t, 1>());                      \
-    for (int m = 0; m < M; ++m) store(work.sums + m * TILE, totals[m]);                                                \
-  }
-DEFINE_MULTIPLY_CODES(multiply_codes, TARGET)
-DEFINE_MULTIPLY_CODES(multiply_codes_vbmi, TARGET_VBMI)
-#undef DEFINE_MULTIPLY_CODES
-
-// From decoded weights. The sums of each part by themselves; then scaled and added up.
-template <int PAIRS, int M, int C>
-TARGET void multiply_decoded(const Work& work) {
-  const Block& block = *work.block;
-  const int64_t inputs = 2 * PAIRS, chunk = block.first * block.part / inputs;
-  const int64_t last = std::min(block.end * block.part, block.inputs) / inputs, stride = (last - chunk) * 64 * PAIRS;
-  const auto* w = static_cast<const uint8_t*>(work.decoded);
-  const uint8_t* later = work.later;
-  const uint8_t* const later_end = later + work.later_lines * 64;
-  for (int64_t p = block.first; p < block.end; ++p) {
-    Vec sums[M][C] = {};
-    const int64_t end = std::min((p + 1) * block.part, block.inputs) / inputs;
-    for (int64_t word = p * block.part / inputs; word < end; ++word, w += 64 * PAIRS) {
-      if (later < later_end) {
-        for (int c = 0; c < C; ++c) __builtin_prefetch(later + c * block.code_stride, 0, 2);
-        later += 64;
-      }
+// M rows by one tile. A row alone takes several parts at once, and few rows some: a sum waits for its last product.
+template <class Source, int M>
+TARGET void multiply_codes(const Work& work) {
+  constexpr int64_t PAIRS = Source::PAIRS, AT_ONCE = M == 1 ? 4 : M == 2 ? 4 : M <= 4 ? 2 : 1;
+  const Source source(*work.of->values);
+  const int64_t words = work.of->part / (2 * PAIRS), all = work.of->inputs / (2 * PAIRS);
+  Vec totals[M] = {};
+  const auto add_parts = [&]<int64_t COUNT>(int64_t part, int64_t count, std::integral_constant<int64_t, COUNT>)
+                             TARGET __attribute__((always_inline)) {
+    Vec sums[COUNT][M] = {};
+    for (int64_t i = 0; i < count; ++i) {
 #pragma GCC unroll 4
-      for (int i = 0; i < PAIRS; ++i) {
-        Vec of[C];
+      for (int64_t q = 0; q < COUNT; ++q) {
+        const int64_t word = (part + q) * words + i;
+        Vec w[PAIRS];
+        source.pairs(work.codes + word * 64, w);
+        __builtin_prefetch(work.later + word * 64, 0, 2);
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) of[c] = load(w + c * stride + i * 64);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; ++m) {
-          const Vec x = broadcast_lane(work.x + (word * PAIRS + i) * M + m);
-#pragma GCC unroll 4
-          for (int c = 0; c < C; ++c) sums[m][c] = add_products(sums[m][c], x, of[c]);
-        }
+        for (int64_t j = 0; j < PAIRS; ++j)
+#pragma GCC unroll 12
+          for (int m = 0; m < M; ++m)
+            sums[q][m] = add_products(sums[q][m], broadcast_lane(work.x + (word * PAIRS + j) * M + m), w[j]);
       }
     }
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) {
-      const Scales scaled(block, p, c);
-#pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) {
-        float* const total = work.sums + (m * C + c) * TILE;
-        store(total, load(total) + scaled(sums[m][c], work.x_sums, p * M + m));
-      }
+    for (int64_t q = 0; q < COUNT; ++q) {
+      const Scales scaled(work, part + q, Source::SCALE);
+#pragma GCC unroll 12
+      for (int m = 0; m < M; ++m) totals[m] += scaled(sums[q][m], work.x_sums + (part + q) * M + m);
     }
-  }
+  };
+  int64_t part = 0;
+  for (; (part + AT_ONCE) * words <= all; part += AT_ONCE)
+    add_parts(part, words, std::integral_constant<int64_t, AT_ONCE>());
+  for (; part * words < all; ++part)
+    add_parts(part, std::min(words, all - part * words), std::integral_constant<int64_t, 1>());
+#pragma GCC unroll 12
+  for (int m = 0; m < M; ++m) store(work.sums + m * TILE, totals[m]);
 }
 
-#define DEFINE_DECODE(NAME, ATTRIBUTES)                                                                                \
-  template <class Source>                                                                                              \
-  ATTRIBUTES void NAME(const Block& block, int64_t cols, void* to) {                                                   \
-    constexpr int64_t inputs = 2 * Source::PAIRS;                                                                      \
-    const Source source(block);                                                                                        \
-    const int64_t first = block.first * block.part / inputs;                                                           \
-    const int64_t end = std::min(block.end * block.part, block.inputs) / inputs;                                       \
-    auto* next = static_cast<Vec*>(to);                                                                                \
-    for (int64_t c = 0; c < cols; ++c)                                                                                 \
-      for (int64_t word = first; word < end; ++word, next += Source::PAIRS)                                            \
-        source.pairs(block.codes + c * block.code_stride + word * 64, next);                                           \
-  }
-DEFINE_DECODE(decode_with, TARGET)
-DEFINE_DECODE(decode_with_vbmi, TARGET_VBMI)
-#undef DEFINE_DECODE
-
-inline bool has_vbmi() { return __builtin_cpu_supports("avx512vbmi"); }
-
-TARGET inline void decode_pairs(const Block& block, int64_t cols, void* to) {
-  const bool integers = block.element == Element::int8;
-  if (block.word_inputs() == 8) decode_with<FourBits>(block, cols, to);
-  else if (has_vbmi()) (integers ? decode_with_vbmi<Magnitudes<true>> : decode_with_vbmi<Magnitudes<false>>)(block, cols, to);
-  else (integers ? decode_with<Integers> : decode_with<EightBits>)(block, cols, to);
+// Words j, j + 4, j + 8 and j + 12 of four rows to [words, count].
+INLINE void store_fourth(__m512i words, uint32_t* to, int64_t count) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_castsi512_si128(words));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 4 * count), _mm512_extracti32x4_epi32(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 8 * count), _mm512_extracti32x4_epi32(words, 2));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 12 * count), _mm512_extracti32x4_epi32(words, 3));
 }
 
-constexpr int DIRECT_ROWS = 4, COLS = 3;
-
-template <int M = 1>
-void multiply_pairs(const Work& work, int64_t rows, int64_t cols) {
-  if (rows != M) {
-    if constexpr (M < MAX_ROWS) multiply_pairs<M + 1>(work, rows, cols);
+// 16 words of each of `count` rows to [16, count].
+INLINE void interleave(const __m512i* rows, int64_t count, uint32_t* to) {
+  if (count < 4) {
+    for (int64_t m = 0; m < count; ++m)
+      for (int64_t i = 0; i < 16; ++i) to[i * count + m] = reinterpret_cast<const uint32_t*>(rows + m)[i];
     return;
   }
-  const bool four_bits = work.block->word_inputs() == 8, integers = work.block->element == Element::int8;
-  if (work.decoded != nullptr) {
-    if (four_bits) return (cols == COLS ? multiply_decoded<4, M, COLS> : multiply_decoded<4, M, 1>)(work);
-    return (cols == COLS ? multiply_decoded<2, M, COLS> : multiply_decoded<2, M, 1>)(work);
-  }
-  if constexpr (M <= DIRECT_ROWS) {
-    if (four_bits) multiply_codes<FourBits, M>(work);
-    else if (has_vbmi()) (integers ? multiply_codes_vbmi<Magnitudes<true>, M> : multiply_codes_vbmi<Magnitudes<false>, M>)(work);
-    else (integers ? multiply_codes<Integers, M> : multiply_codes<EightBits, M>)(work);
+  for (int64_t start = 0; start < count; start += 4) {
+    const int64_t m = std::min(start, count - 4);  // some rows twice
+    const __m512i low0 = _mm512_unpacklo_epi32(rows[m], rows[m + 1]), high0 = _mm512_unpackhi_epi32(rows[m], rows[m + 1]);
+    const __m512i low1 = _mm512_unpacklo_epi32(rows[m + 2], rows[m + 3]);
+    const __m512i high1 = _mm512_unpackhi_epi32(rows[m + 2], rows[m + 3]);
+    store_fourth(_mm512_unpacklo_epi64(low0, low1), to + m, count);
+    store_fourth(_mm512_unpackhi_epi64(low0, low1), to + count + m, count);
+    store_fourth(_mm512_unpacklo_epi64(high0, high1), to + 2 * count + m, count);
+    store_fourth(_mm512_unpackhi_epi64(high0, high1), to + 3 * count + m, count);
   }
 }
 
-inline KernelsOf bf16_kernels() { return {MAX_ROWS, COLS, DIRECT_ROWS, true, 2, decode_pairs, multiply_pairs, finish_tile}; }
+// Writes `count` rows as [words, count], in the order in which codes are decoded. What is past K is 0.
+TARGET inline void pack_pairs(const Matrix& of, int64_t K, const BFloat16* const* rows, int64_t count, uint32_t* to) {
+  alignas(64) uint16_t order[32];
+  constexpr uint16_t of_eight[2][8] = {{0, 2, 1, 3, 4, 6, 5, 7}, {0, 2, 4, 6, 1, 3, 5, 7}};
+  for (int i = 0; i < 32; ++i) order[i] = i / 8 * 8 + of_eight[of.word_inputs() == 8][i % 8];
+  for (int64_t k = 0; k < of.inputs; k += 32, to += 16 * count) {
+    const uint32_t inside = K - k >= 32 ? ~0u : K > k ? (1u << (K - k)) - 1 : 0;
+    alignas(64) __m512i words[MAX_ROWS];
+    for (int64_t m = 0; m < count; ++m)
+      words[m] = _mm512_permutexvar_epi16(_mm512_load_si512(order), _mm512_maskz_loadu_epi16(inside, rows[m] + k));
+    const int64_t wanted = (of.inputs - k) / 2;
+    if (wanted >= 16) {
+      if (count == 1) _mm512_storeu_si512(to, words[0]);
+      else interleave(words, count, to);
+      continue;
+    }
+    uint32_t last[16 * MAX_ROWS];
+    interleave(words, count, last);
+    std::copy_n(last, wanted * count, to);
+  }
+}
+
+// 32 registers of 512 bits: 12 sums and their totals, 4 of weights, and their table.
+constexpr int ROWS = 12;
+
+template <class Source, size_t... I>
+constexpr std::array<void (*)(const Work&), ROWS> products(std::index_sequence<I...>) {
+  return {&multiply_codes<Source, I + 1>...};
+}
+
+inline KernelsOf bf16_kernels() {
+  constexpr auto rows = std::make_index_sequence<ROWS>();
+  static constexpr auto int8 = products<Integers>(rows), bits4 = products<FourBits>(rows), fp8 = products<Magnitudes>(rows);
+  return {ROWS, pack_pairs, nullptr, {int8.data(), bits4.data(), fp8.data(), bits4.data()}, finish_tile};
+}
 
 inline Kernels kernels() { return {bf16_kernels(), avx512::float_kernels()}; }
 #else
-// Weights less their zeros, [cols, inputs, TILE] float32.
-TARGET inline void decode_floats(const Block& block, int64_t cols, void* to) {
-  const float* const values = block.values->of;
-  const int64_t inputs = block.word_inputs();
-  const bool four = inputs == 8;
-  auto* next = static_cast<float*>(to);
-  for (int64_t c = 0; c < cols; ++c)
-    for (int64_t p = block.first; p < block.end; ++p) {
-      float zeros[TILE] = {};
-      if (block.zeros != nullptr)
-        store(zeros, load_scales(block.zeros, (c * block.groups + (block.whole ? 0 : p)) * TILE, block.type));
-      const int64_t end = std::min((p + 1) * block.part, block.inputs) / inputs;
-      for (int64_t word = p * block.part / inputs; word < end; ++word) {
-        const uint8_t* const codes = block.codes + c * block.code_stride + word * 64;
-        for (int64_t i = 0; i < inputs; ++i, next += TILE)
-          for (int64_t j = 0; j < TILE; ++j) {
-            const uint8_t code = codes[j * 4 + i % 4];
-            next[j] = values[four ? (i < 4 ? code & 15 : code >> 4) : code] - zeros[j];
-          }
-      }
+// A tile of weights less their zeros, [inputs, TILE] float32.
+TARGET inline void decode_floats(const Work& work, float* to) {
+  const Matrix& of = *work.of;
+  const bool four = of.word_inputs() == 8;
+  float zeros[TILE] = {};
+  for (int64_t k = 0; k < of.inputs; ++k, to += TILE) {
+    if (work.zeros != nullptr && k % of.part == 0)
+      store(zeros, load_scales(work.zeros, (of.whole ? 0 : k / of.part) * TILE, of.type));
+    const uint8_t* const codes = work.codes + k / of.word_inputs() * 64;
+    const int64_t i = k % of.word_inputs();
+    for (int64_t j = 0; j < TILE; ++j) {
+      const uint8_t code = codes[j * 4 + i % 4];
+      to[j] = of.values->of[four ? (i < 4 ? code & 15 : code >> 4) : code] - zeros[j];
     }
+  }
 }
 
 template <int M>
 TARGET void multiply_floats(const Work& work) {
   constexpr int LANES = WIDTH / 32, PARTS = TILE / LANES;
-  const Block& block = *work.block;
-  const auto* w = static_cast<const float*>(work.decoded);
-  for (int64_t p = block.first; p < block.end; ++p) {
+  const Matrix& of = *work.of;
+  const float* w = work.decoded;
+  std::memset(work.sums, 0, M * TILE * sizeof(float));
+  for (int64_t p = 0; p * of.part < of.inputs; ++p) {
     Register sums[M][PARTS] = {};
-    const int64_t end = std::min((p + 1) * block.part, block.inputs);
-    for (int64_t k = p * block.part; k < end; ++k, w += TILE) {
-      Register of[PARTS];
-      std::memcpy(of, w, sizeof(of));
+    const int64_t end = std::min((p + 1) * of.part, of.inputs);
+    for (int64_t k = p * of.part; k < end; ++k, w += TILE) {
+      Register weights[PARTS];
+      std::memcpy(weights, w, sizeof(weights));
       for (int m = 0; m < M; ++m) {
         const Register x = reinterpret_cast<Register>(UintRegister{} + work.x[k * M + m]);
-        for (int i = 0; i < PARTS; ++i) sums[m][i] += x * of[i];
+        for (int i = 0; i < PARTS; ++i) sums[m][i] += x * weights[i];
       }
     }
-    const Vec scale = load_scales(block.scales, (block.whole ? 0 : p) * TILE, block.type);
+    const Vec scale = load_scales(work.scales, (of.whole ? 0 : p) * TILE, of.type);
     for (int m = 0; m < M; ++m) {
       float part[TILE];
       std::memcpy(part, sums[m], sizeof(part));
@@ -313,13 +262,15 @@ TARGET void multiply_floats(const Work& work) {
 
 constexpr int FLOAT_ROWS = WIDTH == 512 ? 8 : 4;
 
-template <int M = 1>
-void multiply_rows(const Work& work, int64_t rows, int64_t cols) {
-  if (rows == M) return multiply_floats<M>(work);
-  if constexpr (M < FLOAT_ROWS) multiply_rows<M + 1>(work, rows, cols);
+template <size_t... I>
+constexpr std::array<void (*)(const Work&), FLOAT_ROWS> float_products(std::index_sequence<I...>) {
+  return {&multiply_floats<I + 1>...};
 }
 
-inline KernelsOf float_kernels() { return {FLOAT_ROWS, 1, 0, false, 4, decode_floats, multiply_rows, finish_tile}; }
+inline KernelsOf float_kernels() {
+  static constexpr auto all = float_products(std::make_index_sequence<FLOAT_ROWS>());
+  return {FLOAT_ROWS, nullptr, decode_floats, {all.data(), all.data(), all.data(), all.data()}, finish_tile};
+}
 
 inline Kernels kernels() { return {float_kernels(), float_kernels()}; }
 #endif

@@ -1,0 +1,33 @@
+// How the work of linear layers of quantised weights is cut for threads: into units, which a thread takes one after the
+// other.
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace {
+
+constexpr int64_t PIECES = 8;  // of the columns, for each thread
+
+struct Unit {  // rows [row, row + rows) of column tiles [tile, end) of a layer
+  int64_t layer, row, rows, tile, end;
+};
+
+// Layer `e` has the rows from starts[e] to starts[e + 1]. A unit has at most `block` of them, and `cols` tiles at least.
+std::vector<Unit> units_of(const std::vector<int64_t>& starts, int64_t tiles, int64_t cols, int64_t block, int64_t threads) {
+  std::vector<Unit> units;
+  int64_t busy = 0;  // layers that have rows
+  for (size_t e = 0; e + 1 < starts.size(); ++e) busy += starts[e + 1] > starts[e];
+  const int64_t pieces = threads == 1 ? 1 : std::max<int64_t>(1, PIECES * threads / std::max<int64_t>(busy, 1));
+  const int64_t piece = std::max(cols, ((tiles + pieces - 1) / pieces + cols - 1) / cols * cols);
+  for (size_t e = 0; e + 1 < starts.size(); ++e)
+    for (int64_t row = starts[e]; row < starts[e + 1]; row += block)
+      for (int64_t tile = 0; tile < tiles; tile += piece)
+        units.push_back({static_cast<int64_t>(e), row, std::min(block, starts[e + 1] - row), tile,
+                         std::min(tile + piece, tiles)});
+  return units;
+}
+
+}  // namespace
