@@ -22,7 +22,8 @@ Parts, the most valuable first:
   ``prefix-off``: requests with a common prefix, with and without the prefix cache.
 - ``quantised``: linear layers on quantised weights against the reference, every format.
 - ``kernels``: attention against the reference at real sizes.
-- ``tune`` runs only if it is named: it writes the tiles that suit this GPU to ``ops/tiles``, a file to commit.
+- ``tune`` and ``tune-linear`` run only if they are named: they write the tiles that suit this GPU to ``ops/tiles``,
+  files to commit.
 
 Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when
 it ends, so an interrupted run keeps its results, and ``--resume`` continues it. It needs no installation, only a
@@ -101,6 +102,7 @@ PARTS = {
     "quantised": (300, f"{_PYTEST} -m gpu tests/ops/linear/test_triton_quantized.py"),
     "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/attention/test_attention_gpu.py"),
     "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
+    "tune-linear": (540, "scripts/tune_linear.py --seconds 480"),
 }
 
 
@@ -152,8 +154,10 @@ def passed(name: str, output: Path) -> bool:
 
 def main() -> int:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
-    parts = [name for name in PARTS if name != "tune"]
-    parser.add_argument("--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all but tune)")
+    parts = [name for name in PARTS if not name.startswith("tune")]
+    parser.add_argument(
+        "--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all but those that tune)"
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "gpu", help="folder for the results")
     parser.add_argument("--budget", type=float, default=560, help="seconds for all parts together (default: 560)")
     parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="pack --output there after each part")

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention import tiles as attention_tiles
 from compiled_llm.ops.attention.tiles import TileConfig
 
+Config = TypeVar("Config")
 KV_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Fields of the tiles that are searched together. STEPS: the steps that they are timed on, as (requests, query length,
 # tokens before the query).
@@ -75,12 +77,12 @@ def candidates(start: TileConfig, kind: str, head_dim: int, cache_bytes: int, sh
 
 
 def search(
-    start: TileConfig,
-    configs: Iterable[TileConfig],
-    measure: Callable[[TileConfig], float],
+    start: Config,
+    configs: Iterable[Config],
+    measure: Callable[[Config], float],
     seconds: float,
     now: Callable[[], float] = time.perf_counter,
-) -> tuple[TileConfig, float, int]:
+) -> tuple[Config, float, int]:
     """The best of ``configs`` by ``measure``, its cost relative to ``start``, and how many were tried.
 
     ``start`` stays the best where nothing is 2% better. Ends after ``seconds``, but measures ``start`` in any case.
@@ -152,20 +154,25 @@ class Step:
             self.expected = out
         if not torch.allclose(out, self.expected, atol=2e-2, rtol=2e-2):
             return math.inf
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for layer in range(len(self.caches)):
-                self.run(layer, tiles)
-        times = []
-        for _ in range(7):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / len(self.caches))
-        return statistics.median(times)
+        return graph_seconds(lambda layer: self.run(layer, tiles), len(self.caches))
+
+
+def graph_seconds(run: Callable[[int], object], layers: int) -> float:
+    """Median time of one call, of a CUDA graph of ``run(0)`` to ``run(layers - 1)``. It has run before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for layer in range(layers):
+            run(layer)
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / layers)
+    return statistics.median(times)
 
 
 def tune(head_dim: int, kv_dtype: torch.dtype, start: TileConfig, seconds: float, shared_memory: int) -> TileConfig:

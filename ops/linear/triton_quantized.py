@@ -138,11 +138,12 @@ def linear_kernel(
 
 def quantized_linear(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-    element: str, group_size: int, out_features: int,
+    element: str, group_size: int, out_features: int, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
-    Weights as ``quantized_weight_gpu.py`` packs them.
+    Weights as ``quantized_weight_gpu.py`` packs them. ``choice`` replaces this GPU's for the layer:
+    ``scripts/tune_linear.py`` looks for a better one.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack.
@@ -153,7 +154,7 @@ def quantized_linear(
     out = x.new_empty(rows, out_features)
     if not out.numel():
         return out
-    tile = choice_for(rows, x, zeros is not None, element, group_size, out_features).tile
+    tile = (choice or choice_for(rows, x, zeros is not None, element, group_size, out_features)).tile
     assert tile is not None, "only int8 activations have another product than Triton's"
     with torch.cuda.device_of(x):
         linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.linear.quantized_tiles import Choice
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns, scale_sums, scaled
@@ -174,11 +175,11 @@ def quantize_rows(
 
 def quantized_linear_a8(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    element: str, group_size: int, out_features: int,
+    element: str, group_size: int, out_features: int, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
-    Weights as ``quantized_weight_gpu.py`` packs them.
+    Weights as ``quantized_weight_gpu.py`` packs them. ``choice`` replaces this GPU's for the layer.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; an element or group size that it lacks.
@@ -191,7 +192,7 @@ def quantized_linear_a8(
         return out
     quantized, x_scales, x_sums = quantize_rows(x, x_scale, group_size, zeros is not None)
     form = zeros is not None, element, group_size, out_features
-    choice = choice_for(rows, x, *form, int8_activations=True)
+    choice = choice or choice_for(rows, x, *form, int8_activations=True)
     if choice.implementation == "int_mm":
         row_bytes = codes.shape[1]  # past K all codes are 0
         sums = int_mm(quantized[:, :row_bytes], codes.view(torch.int8).t())

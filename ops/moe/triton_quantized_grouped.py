@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_quantized, triton_quantized_a8
+from compiled_llm.ops.linear.quantized_tiles import Choice
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns
@@ -105,11 +106,11 @@ def grouped_a8_kernel(
 
 def grouped_quantized_linear(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: Tensor | None,
-    starts: Tensor, element: str, group_size: int, out_features: int,
+    starts: Tensor, element: str, group_size: int, out_features: int, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
-    Weights as ``quantized_weight_gpu.py`` packs them.
+    Weights as ``quantized_weight_gpu.py`` packs them. ``choice`` replaces this GPU's for the layer.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack.
@@ -123,7 +124,8 @@ def grouped_quantized_linear(
         return out
     # Twice the average, so that an expert with some more rows still has one tile.
     form = zeros is not None, element, group_size, out_features
-    tile = triton_quantized.choice_for(-(-2 * count // experts), x, *form, experts=experts).tile
+    per_expert = -(-2 * count // experts)
+    tile = (choice or triton_quantized.choice_for(per_expert, x, *form, experts=experts)).tile
     assert tile is not None, "experts are multiplied by Triton"
     num_m = min(count, count // tile.m + experts)
     with torch.cuda.device_of(x):
@@ -140,6 +142,7 @@ def grouped_quantized_linear(
 def grouped_quantized_linear_a8(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
     rows: Tensor | None, starts: Tensor, element: str, group_size: int, out_features: int,
+    choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """As ``grouped_quantized_linear``, of int8 activations. A token's row is quantised once, for all of its experts."""
     name = "grouped_quantized_linear_a8"
@@ -152,7 +155,8 @@ def grouped_quantized_linear_a8(
     quantized, x_scales, x_sums = triton_quantized_a8.quantize_rows(x, x_scale, group_size, zeros is not None)
     form = zeros is not None, element, group_size, out_features
     per_expert = -(-2 * count // experts)
-    tile = triton_quantized.choice_for(per_expert, x, *form, int8_activations=True, experts=experts).tile
+    own = choice or triton_quantized.choice_for(per_expert, x, *form, int8_activations=True, experts=experts)
+    tile = own.tile
     assert tile is not None, "experts are multiplied by Triton"
     num_m = min(count, count // tile.m + experts)
     with torch.cuda.device_of(x):
