@@ -68,7 +68,7 @@ def test_another_model_and_an_engine_that_fails_are_named(
     prompts = check.requests_of(check.DEMO_MODEL, 4)[:3]
     monkeypatch.setattr(check, "requests_of", lambda model, output_len: prompts)
     eager = ["--engine-args", '{"enforce_eager": true, "bucket_sizes": [4]}', "--llama-python", str(fake)]
-    eager += ["--vllm-python", str(fake), "--vllm-preload", ""]
+    eager += ["--most-regret", "0.1", "--vllm-python", str(fake), "--vllm-preload", ""]
     assert run(check, monkeypatch, *eager, "--json", str(tmp_path / "out.json")) == 1
     out = capsys.readouterr().out
     assert out.count("ANOTHER MODEL") == 1
