@@ -15,6 +15,7 @@
 // row has the same bits in any batch. CPUs with AMX use the kernels for AVX512-bf16: tiles would sum in another order.
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -36,6 +37,7 @@ constexpr int64_t GRAIN_FLOPS = 1 << 18;  // for less, waking a thread takes lon
 float value_of(Element element, int code) {
   if (element == Element::int8) return static_cast<float>(static_cast<int8_t>(code));
   if (element == Element::int4) return static_cast<float>(code % 16 - 8);
+  if (element == Element::fp4) code %= 16;
   // exponent, and mantissa as a fraction; the least exponent has no leading 1
   const int mantissa_bits = element == Element::fp8 ? 3 : 1, bias = element == Element::fp8 ? 7 : 1;
   const int sign_bit = element == Element::fp8 ? 128 : 8, magnitude = code % sign_bit;
@@ -48,9 +50,11 @@ float value_of(Element element, int code) {
 
 const Values& values_of(Element element) {
   static const auto all = [] {
-    std::vector<Values> each(4);
-    for (int e = 0; e < 4; ++e)
+    std::array<Values, 4> each;
+    for (int e = 0; e < 4; ++e) {
       for (int code = 0; code < 256; ++code) each[e].of[code] = value_of(static_cast<Element>(e), code);
+      for (int code = 0; code < 128; ++code) each[e].pairs[code] = BFloat16(each[e].of[code]);
+    }
     return each;
   }();
   return all[static_cast<int>(element)];

@@ -36,11 +36,7 @@ struct FourBits {  // any, from a table
   static constexpr float SCALE = 1;  // what makes its values those of the codes
   __m512i table;  // twice the 16 values: bit 4 of an index is that of another code
 
-  INLINE explicit FourBits(const Values& values) {
-    alignas(64) uint16_t both[32];
-    for (int i = 0; i < 32; ++i) both[i] = BFloat16(values.of[i % 16]).bits;
-    table = _mm512_load_si512(both);
-  }
+  INLINE explicit FourBits(const Values& values) : table(_mm512_load_si512(values.pairs)) {}
   INLINE void pairs(const uint8_t* from, Vec* to) const {
     const __m512i codes = _mm512_loadu_si512(from);
     to[0] = reinterpret_cast<Vec>(_mm512_permutexvar_epi16(codes, table));
@@ -80,9 +76,7 @@ struct Magnitudes {
   __m512i table[4];
 
   INLINE explicit Magnitudes(const Values& values) {
-    alignas(64) uint16_t all[128];
-    for (int i = 0; i < 128; ++i) all[i] = BFloat16(values.of[i]).bits;
-    for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(all + 32 * i);
+    for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(values.pairs + 32 * i);
   }
   INLINE Vec look(__m512i magnitudes, __m512i signs) const {  // of the low and of the highest bits of 16
     const __m512i small = _mm512_permutex2var_epi16(table[0], magnitudes, table[1]);

@@ -17,6 +17,7 @@ enum class ScaleType { float32, bfloat16, float16 };
 // What the 256 bytes, or 16 codes of 4 bits, of an element stand for.
 struct Values {
   float of[256];
+  alignas(64) BFloat16 pairs[128];  // the same of the first 128
 };
 
 // What all tiles of a matrix have in common. A part is a group, or 128 inputs where a row is one group.
