@@ -202,6 +202,17 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b)
 
 
+def int4_packed(codes: Tensor) -> Tensor:
+    """Codes 0 to 15, uint8 ``[N, K]`` on a GPU, in the order that ``int4_mm`` reads. K is a multiple of 128, N of 8."""
+    pairs = codes[:, ::2] << 4 | codes[:, 1::2]
+    return torch.ops.aten._convert_weight_to_int4pack(pairs.contiguous(), 8)
+
+
+def int4_mm(x: Tensor, packed: Tensor, group_size: int, scales_and_zeros: Tensor) -> Tensor:
+    """``x`` bfloat16 ``[T, K]`` by weights ``(code - 8) * scale + zero``; these two are ``[K / group_size, N, 2]``."""
+    return torch.ops.aten._weight_int4pack_mm(x, packed, group_size, scales_and_zeros)
+
+
 # -- Recording
 
 

@@ -20,7 +20,8 @@ Parts, the most valuable first:
 - ``serve``: requests that arrive over time; ``report``: how the time of a run was spent; ``phases-compiled-llm`` and
   ``phases-hf``: prefill and decode of long prompts, of the engine and of transformers; ``prefix-on`` and
   ``prefix-off``: requests with a common prefix, with and without the prefix cache.
-- ``quantised``: linear layers on quantised weights against the reference, every format.
+- ``quantised``: linear layers on quantised weights against the reference, every format; ``quantised-speed``: each kind,
+  of layers and of experts, checked, and timed beside bfloat16.
 - ``kernels``: attention against the reference at real sizes.
 - ``tune`` and ``tune-linear`` run only if they are named: they write the tiles that suit this GPU to ``ops/tiles``,
   files to commit.
@@ -100,6 +101,7 @@ PARTS = {
         for name, flag in (("on", "enable-prefix-caching"), ("off", "no-enable-prefix-caching"))
     },
     "quantised": (300, f"{_PYTEST} -m gpu tests/ops/linear/test_triton_quantized.py"),
+    "quantised-speed": (480, "scripts/bench/bench_quantized.py --json {json}"),
     "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/attention/test_attention_gpu.py"),
     "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
     "tune-linear": (540, "scripts/tune_linear.py --seconds 480"),
