@@ -57,8 +57,8 @@ class InputStatistics:
 
 def mean_of(inputs: Sequence[InputStatistics]) -> Tensor:
     """``[K]``, the mean of absolute values over the tokens of all."""
-    total = torch.stack([one._sum for one in inputs]).sum(0)
-    return (total / sum(one.count for one in inputs)).float()
+    sums = [one._sum for one in inputs]
+    return (torch.stack(sums).sum(0) / sum(one.count for one in inputs)).float()
 
 
 def collect(block: nn.Module, run: Callable[[], None], num_tokens: int) -> dict[str, InputStatistics]:
