@@ -117,7 +117,8 @@ struct Packed {
   Packed(const Layers& of, const KernelsOf& kernels, int64_t rows, int64_t group)
       : group(group), words(of.matrix.inputs / (kernels.pack != nullptr ? 2 : 1)), parts(of.matrix.parts()),
         words_of(empty({rows, words}, kInt)),
-        sums_of(empty({of.zeros != nullptr && kernels.pack != nullptr ? rows : 0, parts}, kFloat)), x(words_of.data<uint32_t>()),
+        sums_of(empty({of.zeros != nullptr && kernels.pack != nullptr ? rows : 0, parts}, kFloat)),
+        x(words_of.data<uint32_t>()),
         sums(of.zeros != nullptr && kernels.pack != nullptr ? sums_of.data<float>() : nullptr) {}
 
   // `count` rows of `rows`, which are `first` and those after it.
@@ -145,7 +146,8 @@ struct Packed {
 void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit, const Packed& packed, int type,
                    float* decoded, const uint8_t* next, char* out) {
   const Matrix& matrix = of.matrix;
-  const int64_t bytes = bytes_of(type == 0 ? kFloat : kHalf), scale_bytes = matrix.groups * TILE * (matrix.type == ScaleType::float32 ? 4 : 2);
+  const int64_t bytes = bytes_of(type == 0 ? kFloat : kHalf);
+  const int64_t scale_bytes = matrix.groups * TILE * (matrix.type == ScaleType::float32 ? 4 : 2);
   const auto* const multiply = kernels.multiply[static_cast<int>(matrix.element)];
   for (int64_t tile = unit.tile; tile < unit.end; ++tile) {
     const int64_t at = unit.layer * of.tiles + tile, column = tile * TILE;
@@ -251,7 +253,9 @@ Layers checked(const char* op, const Tensor& x, const Tensor& codes, const Tenso
   CHECK_VALUE(!bias || (bias->sizes() == of_bias && bias->is_contiguous() && bias->dtype() == dtype), op,
               "bias must be a contiguous ", of_bias, " of ", dtype, ", got ", bias->sizes(), " of ", bias->dtype());
   return {.matrix = {.groups = groups,
-                     .type = type == kFloat ? ScaleType::float32 : type == kBFloat16 ? ScaleType::bfloat16 : ScaleType::float16,
+                     .type = type == kFloat      ? ScaleType::float32
+                             : type == kBFloat16 ? ScaleType::bfloat16
+                                                 : ScaleType::float16,
                      .element = of,
                      .values = &values_of(of),
                      .whole = group_size == 0,
