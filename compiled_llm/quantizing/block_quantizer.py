@@ -49,7 +49,10 @@ class Settings:
                 f"given {self.scheme.kind}: choose method awq, gptq or awq+gptq"
             )
         if self.alpha is not None and (not self.smooths or not 0 <= self.alpha <= 1):
-            raise ValueError(f"alpha must be from 0 to 1, with method smoothquant alone, given {self.alpha}")
+            raise ValueError(
+                f"alpha must be from 0 to 1, with method smoothquant or smoothquant+gptq, "
+                f"given {self.alpha} with method {self.method}"
+            )
 
     @property
     def smooths(self) -> bool:
