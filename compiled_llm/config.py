@@ -47,10 +47,11 @@ class EngineConfig:
         quantization_embedding: with ``quantization``: the same for an embedding that is not the head as well, of
             which a step reads single rows; "none": not at all.
         max_model_len: most tokens of a request, prompt and output together. None: the model's.
-        bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``.
-        token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None:
-            ``max_num_batched_tokens`` and smaller ones, each a quarter of the next: three. On a CPU, where one graph
-            serves all: seven, each half of the next.
+        bucket_sizes: decode batch sizes to compile. The largest is the default ``max_num_seqs``. None: on a CPU 1, 8
+            and 32; on a GPU the powers of two from 1 to 256.
+        token_bucket_sizes: sizes in tokens to compile for steps that hold prefill chunks. None: on a CPU, where one
+            graph serves all, ``max_num_batched_tokens`` and six smaller ones, each half of the next; on a GPU also
+            three quarters of these, down to a sixteenth: nine.
         max_num_seqs: most requests running at once. None: the largest bucket.
         max_num_batched_tokens: most tokens in a step. None: 2048, but on a CPU 512 while requests decode; the whole
             ``max_model_len`` without chunked prefill.
@@ -82,9 +83,9 @@ class EngineConfig:
         enable_chunked_prefill: let a prompt's tokens spread over several steps.
         async_scheduling: prepare the next step while the device runs this one; what ends a request is then noticed one
             step late, and the surplus token dropped. None: on a GPU, not on a CPU, where host and device are one.
-        cuda_graphs: who records the CUDA graphs on a GPU: "trees", torch's CUDA graph trees (reduce-overhead), or
-            "manual", one graph for each bucket captured by hand and replayed without torch's checks. A CPU has no CUDA
-            graphs, so there "manual" is refused.
+        cuda_graphs: who records the CUDA graphs on a GPU: "manual", the engine itself, a graph for each bucket that is
+            replayed without further checks; "trees", torch's CUDA graph trees (reduce-overhead); "auto": "manual". A
+            CPU has no CUDA graphs, so there these two are refused.
         compile_workers: processes that compile side by side what is not kept on disk, on a CPU. None: one for each core
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
@@ -122,7 +123,7 @@ class EngineConfig:
     quantization_head: str = "auto"
     quantization_embedding: str = "none"
     max_model_len: int | None = None
-    bucket_sizes: tuple[int, ...] = (1, 8, 32)
+    bucket_sizes: tuple[int, ...] | None = None
     token_bucket_sizes: tuple[int, ...] | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -141,7 +142,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     async_scheduling: bool | None = None
-    cuda_graphs: Literal["trees", "manual"] = "trees"
+    cuda_graphs: Literal["auto", "manual", "trees"] = "auto"
     compile_workers: int | None = None
     num_threads: int | None = None
     max_logprobs: int = 20
@@ -168,9 +169,9 @@ class EngineConfig:
                 "device must be 'auto', 'cpu', 'cuda' or 'cuda:<index>', "
                 f"given {self.device!r}{value_hint('device', self.device)}"
             )
-        object.__setattr__(self, "bucket_sizes", sizes("bucket_sizes", self.bucket_sizes))
-        if self.token_bucket_sizes is not None:
-            object.__setattr__(self, "token_bucket_sizes", sizes("token_bucket_sizes", self.token_bucket_sizes))
+        for name in ("bucket_sizes", "token_bucket_sizes"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, sizes(name, getattr(self, name)))
         skipped = integers("kv_cache_skip_layers", self.kv_cache_skip_layers, 0, 1023)
         object.__setattr__(self, "kv_cache_skip_layers", skipped)
         if isinstance(self.logits_transforms, str) or not isinstance(self.logits_transforms, Iterable):
@@ -218,8 +219,9 @@ class EngineConfig:
 
     def _check_pairs(self) -> None:
         """Arguments that depend on others."""
-        if self.cuda_graphs == "manual" and self.enforce_eager:
-            raise ValueError("cuda_graphs must be 'trees' with enforce_eager=True (no graph is made), given 'manual'")
+        if self.cuda_graphs != "auto" and self.enforce_eager:
+            given = f"(no graph is made), given {self.cuda_graphs!r}"
+            raise ValueError(f"cuda_graphs must be 'auto', the default, with enforce_eager=True {given}")
         if self.preemption_mode == "swap" and self.swap_space_bytes == 0:
             raise ValueError("preemption_mode='swap' needs swap_space_bytes above 0, given 0")
         if self.kv_cache_skip_layers and self.kv_cache_dtype not in QUANTISED_DTYPES:
@@ -286,13 +288,14 @@ class StepDefaults(NamedTuple):
     Attributes:
         batched_tokens: most tokens in a step.
         beside_decodes: the same of a step in which requests decode. Each of them waits for all of it.
-        token_buckets, ratio: how many sizes there are, each so many times the one before.
+        decode_buckets: batch sizes of decodes.
+        token_buckets: sizes of the other steps, as shares of the largest.
     """
 
     batched_tokens: int
     beside_decodes: int
-    token_buckets: int
-    ratio: int
+    decode_buckets: tuple[int, ...]
+    token_buckets: tuple[float, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,15 +338,16 @@ class EngineLimits:
             raise ValueError(
                 f"max_model_len must be at most {most}, given {max_model_len}. With sliding_window it may be more"
             )
-        largest = config.bucket_sizes[-1]
+        buckets = config.bucket_sizes or defaults.decode_buckets
+        largest = buckets[-1]
         max_num_seqs = config.max_num_seqs or largest
         if max_num_seqs > largest:
             raise ValueError(
                 f"max_num_seqs must be at most the largest of bucket_sizes, {largest}, given {max_num_seqs}: a larger "
                 "batch would have no compiled graph. Add a bucket of that size"
             )
-        decode = [size for size in config.bucket_sizes if size < max_num_seqs]
-        decode.append(min(size for size in config.bucket_sizes if size >= max_num_seqs))
+        decode = [size for size in buckets if size < max_num_seqs]
+        decode.append(min(size for size in buckets if size >= max_num_seqs))
 
         batched, beside_decodes = config.max_num_batched_tokens, None
         if batched is None and config.token_bucket_sizes:
@@ -370,8 +374,8 @@ class EngineLimits:
                 f"prompt runs in one step), given {batched}"
             )
         if config.token_bucket_sizes is None:
-            smaller = {batched // defaults.ratio**n for n in range(defaults.token_buckets)}
-            ladder = {size for size in smaller if size >= _SMALLEST_TOKEN_BUCKET} | {batched}
+            shares = {int(batched * share) for share in defaults.token_buckets}
+            ladder = {size for size in shares if size >= _SMALLEST_TOKEN_BUCKET} | {batched}
         else:
             ladder = set(config.token_bucket_sizes)
             if max(ladder) < batched:

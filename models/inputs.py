@@ -9,7 +9,7 @@ class BlockTable(NamedTuple):
     """Where layers find the keys of a step's requests. Letters as in ``StepInput``; int32."""
 
     slot_mapping: Tensor  # [T] where a token's key and value go: block * block_size + offset
-    block_table: Tensor  # [R, M]
+    block_table: Tensor  # [R, M]; on a GPU, to the step without ``seq_lens``: of all requests
     seq_lens: Tensor | None = None  # [R] keys of each request in these caches; None: all of them
 
 
@@ -26,8 +26,9 @@ class StepInput(NamedTuple):
     query_start_loc: Tensor  # [R + 1] prefix sums of the tokens per request
     seq_lens: Tensor  # [R] keys of each request after this step; 0 for padding
     logits_indices: Tensor  # [L] the tokens whose logits are computed, a request's last one among them; 0 for padding
-    block_table: Tensor  # [R, M]
+    block_table: Tensor  # [R, M]; on a GPU, to the step: of all requests
     windows: tuple[BlockTable, ...] = ()  # of layers with a window of keys, whose caches hold little more than that
+    table_rows: Tensor | None = None  # [R] on a GPU: where the tables of all requests have those of this step's
 
 
 class LayerCache(NamedTuple):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.pinned import on_device
 
 # Memory that a copy takes besides the pools, at least one block. On the CPU it should fit the processor's cache, and
 # should not be smaller: each piece costs two calls for every cache tensor.
@@ -76,7 +77,7 @@ def copy_blocks(caches: Sequence[Tensor], sources: Tensor, targets: Tensor) -> N
     assert len(set(numbers[1])) == len(numbers[1]), "two blocks are copied to one"
     assert not set(numbers[0]) & set(numbers[1]), "a block is copied to and from"
     device = caches[0].device
-    sources, targets = sources.to(device), targets.to(device)
+    sources, targets = on_device(torch.stack([sources, targets]), device)
     for cache in caches:
         blocks = cache.view(len(cache), -1).view(torch.uint8)  # torch cannot index fp8
         blocks.index_copy_(0, targets, blocks.index_select(0, sources))
@@ -220,9 +221,7 @@ def _pieces(
     at_once = max(1, _CUDA_STAGING_BYTES // block_bytes)
     rows, order = host_blocks.sort()
     blocks = device_blocks[order]
-    if device.type == "cuda":
-        # From pageable memory the copy may wait for the stream. Pinned memory is not used anew before it is done.
-        blocks = blocks.pin_memory().to(device, non_blocking=True)
+    blocks = on_device(blocks, device)
     staging = torch.empty(min(at_once, len(rows)), block_bytes, dtype=torch.uint8, device=device)
     for some_rows, some_blocks in zip(rows.split(at_once), blocks.split(at_once), strict=True):
         numbers = some_rows.tolist()

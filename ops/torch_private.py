@@ -14,7 +14,9 @@ import os
 import random
 import shlex
 import sys
+import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -270,6 +272,23 @@ def sizes_of_one() -> contextlib.AbstractContextManager:
 def clear_cublas_workspaces() -> None:
     """Free the workspaces that cuBLAS keeps for each stream. Only torch builds with CUDA have it."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def use_cuda_graph_trees() -> None:
+    """Let this thread record and replay with torch's CUDA graph trees.
+
+    Before torch 2.13 only the thread that imported them could, and those that autograd starts: any other failed an
+    assertion (pytorch #123177). Here each thread gets trees of its own, as it does in 2.13.
+    """
+    from torch._inductor import cudagraph_trees
+
+    names = ("tree_manager_containers", "tree_manager_locks")
+    values: tuple[Any, Any] = ({}, defaultdict(threading.Lock))
+    if hasattr(cudagraph_trees.local, names[0]) or torch._C._is_key_in_tls(names[0]):
+        return
+    for name, value in zip(names, values, strict=True):
+        setattr(cudagraph_trees.local, name, value)
+        torch._C._stash_obj_in_tls(name, value)
 
 
 @contextlib.contextmanager

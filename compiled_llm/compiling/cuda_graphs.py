@@ -1,4 +1,4 @@
-"""CUDA graphs captured by hand, one for each bucket: the alternative to the compiler's own CUDA graph trees.
+"""CUDA graphs captured by hand, one for each bucket; the alternative are the compiler's own CUDA graph trees.
 
 A bucket's weights, inputs and KV cache stay at their addresses from step to step, which is all that a graph needs. So a
 step is one ``replay()``: no guards, no check of addresses, no copies of inputs. The activations of all graphs of an
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_llm.compiling.argument_specs import same_objects
-from compiled_llm.ops.torch_private import clear_cublas_workspaces
+from compiled_llm.ops.torch_private import clear_cublas_workspaces, use_cuda_graph_trees
 
 
 class GraphPool:
@@ -21,14 +21,29 @@ class GraphPool:
         self.stream = torch.cuda.Stream(device)
         self.handle = torch.cuda.graph_pool_handle()
 
+    def renew(self) -> None:
+        """Take other memory for the graphs to come, once all those before are dropped; theirs is free again."""
+        self.handle = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
 
-def graph_pool(cuda_graphs: str, device: torch.device) -> GraphPool | None:
-    """The pool for ``cuda_graphs="manual"``; None for "trees". ``ValueError`` for "manual" without a GPU."""
-    if cuda_graphs == "trees":
-        return None
+
+def graph_pool(cuda_graphs: str, device: torch.device, enforce_eager: bool = False) -> GraphPool | None:
+    """The pool for graphs captured by hand, as the engine arguments ask for them; None where there are none.
+
+    Raises:
+        ValueError: CUDA graphs are asked for on another device.
+    """
     if device.type != "cuda":
-        raise ValueError(f"cuda_graphs must be 'trees', the default, on a {device.type}, given {cuda_graphs!r}")
-    return GraphPool(device)
+        if cuda_graphs != "auto":
+            raise ValueError(f"cuda_graphs must be 'auto', the default, on a {device.type}, given {cuda_graphs!r}")
+        return None
+    return None if enforce_eager or cuda_graphs == "trees" else GraphPool(device)
+
+
+def begin_step_of_trees() -> None:
+    """Before each step whose CUDA graphs are torch's: what its graphs returned before is not used any more."""
+    use_cuda_graph_trees()
+    torch.compiler.cudagraph_mark_step_begin()
 
 
 class CapturedFunction:
@@ -40,6 +55,10 @@ class CapturedFunction:
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
         self._graphs: dict[int, _Graph] = {}  # by the id of the second argument, which the graph keeps alive
+
+    def drop(self) -> None:
+        """Forget all graphs, so that their memory is free."""
+        self._graphs.clear()
 
     def capture(self, call: Callable, args: tuple) -> None:
         """Run ``call`` once and capture it for replay; an earlier graph of the same inputs is dropped.

@@ -17,7 +17,7 @@ from compiled_llm.compiling.compiler import (
     own_copy,
     to_bytes,
 )
-from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool
+from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, begin_step_of_trees
 from compiled_llm.compiling.libraries import libraries_built_since
 from compiled_llm.compiling.report import GraphReport
 from compiled_llm.ops.torch_private import compiled_versions, tell_compiler
@@ -122,6 +122,13 @@ class CompiledFunction:
         self._cache.store(key, to_bytes(ahead), facts)
         return facts, "miss", reason
 
+    def drop_graphs(self) -> None:
+        """Free what graphs captured by hand hold, before all of them are recorded again."""
+        if self._captured is not None:
+            assert self._report is not None, f"{self.name} was not warmed up"
+            self._captured.drop()
+            self._report = dataclasses.replace(self._report, cuda_graph_bytes=0)
+
     def record_again(self, make_args: Callable[[], tuple]) -> None:
         """Record the CUDA graph again without compiling; nothing to do on a CPU.
 
@@ -150,7 +157,7 @@ class CompiledFunction:
             return
         for _ in range(_WARM_UP_CALLS[self.device.type]):
             if self.device.type == "cuda":
-                torch.compiler.cudagraph_mark_step_begin()
+                begin_step_of_trees()
             call(*self._told(make_args()))
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

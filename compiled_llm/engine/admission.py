@@ -69,6 +69,7 @@ class Admission:
         transforms: Sequence[LogitsTransform],
         capacity: int,
         max_model_len: int,
+        max_num_seqs: int,
     ) -> None:
         self._config = config
         self._model_config = model_config
@@ -76,6 +77,7 @@ class Admission:
         self._transforms = {transform.name: transform for transform in transforms}
         limit = "max_model_len" if capacity == max_model_len else "size of the KV pool"
         self._capacity = Capacity(capacity, limit)
+        self._max_num_seqs = max_num_seqs
         self._grammars: GrammarCompiler | None = None  # made for the first request that has a grammar
         self._making_grammars = threading.Lock()
         self._bad_words = functools.lru_cache(maxsize=32)(self._token_sequences)
@@ -225,7 +227,7 @@ class Admission:
                     self._model_config.eos_token_ids,
                     max_seconds=config.max_grammar_seconds,
                     max_bytes=config.max_grammar_bytes,
-                    most=max(_MIN_GRAMMARS, 2 * (config.max_num_seqs or config.bucket_sizes[-1])),
+                    most=max(_MIN_GRAMMARS, 2 * self._max_num_seqs),
                 )
         return self._grammars.start(params.structured_outputs)
 

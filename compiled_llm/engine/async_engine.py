@@ -62,7 +62,7 @@ class AsyncCompiledEngine:
         config = engine.config
         if engine.runner.device.type == "cuda" and not config.enforce_eager and config.cuda_graphs == "trees":
             raise ValueError(
-                "engine must have cuda_graphs='manual', since torch's CUDA graph trees belong to the thread that made "
+                "engine must have cuda_graphs='auto', since torch's CUDA graph trees belong to the thread that made "
                 "them, given 'trees'; or use AsyncCompiledEngine.from_config, which makes them in its own"
             )
         wrapper = cls.__new__(cls)

@@ -66,6 +66,7 @@ class StepEngine:
             self.runner.transforms,
             self.scheduler.request_capacity,
             self.runner.limits.max_model_len,
+            self.runner.limits.max_num_seqs,
         )
         self._chat_encoder = ChatEncoder(self.tokenizer)
         self._suggested_sampling = suggested_sampling(directory)

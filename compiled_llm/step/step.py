@@ -44,13 +44,29 @@ def step_function(
     layers = tuple(dataclasses.replace(spec, exact=exact) for spec in layers)
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
-        hidden = forward(weights, _fed_back(step_input, feedback), kv_cache, model_config, layers, max_query_len)
+        step_input = _with_own_tables(_fed_back(step_input, feedback))
+        hidden = forward(weights, step_input, kv_cache, model_config, layers, max_query_len)
         feedback.hidden[: hidden.shape[0]] = hidden
         logits = head(weights, torch.index_select(hidden, 0, step_input.logits_indices), model_config)
         feedback.last_tokens[: logits.shape[0]] = greedy_tokens(logits)
         return logits
 
     return step
+
+
+def _with_own_tables(step_input: StepInput) -> StepInput:
+    """The step's input with block tables of its own requests, picked from those of all."""
+    rows = step_input.table_rows
+    if rows is None:
+        return step_input
+    windows = tuple(
+        # A stream's table is another one each time its window moves: it comes with the step.
+        window._replace(block_table=torch.index_select(window.block_table, 0, rows))
+        if window.seq_lens is None
+        else window
+        for window in step_input.windows
+    )
+    return step_input._replace(block_table=torch.index_select(step_input.block_table, 0, rows), windows=windows)
 
 
 def _fed_back(step_input: StepInput, feedback: Feedback) -> StepInput:

@@ -75,7 +75,7 @@ def measure_buckets(
             stage.next(bucket.name)
             rows = RequestRows(limits, steps.model_config.vocab_size, num_windows=len(facts.window_places))
             output = _prompts(bucket, limits, facts)
-            steps.buffers[bucket].fill(output, rows.update(output), rows)
+            steps.fill(bucket, output, rows)
             run = functools.partial(steps.run_step, bucket)
             bucket_seconds[bucket.num_tokens] = statistics.median(_timed(run, steps.device) for _ in range(_RUNS))
             steps.buffers[bucket].clear()

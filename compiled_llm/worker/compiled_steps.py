@@ -5,11 +5,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from compiled_llm.compiling.cache import CompileCache, engine_cache
-from compiled_llm.compiling.cuda_graphs import GraphPool
+from compiled_llm.compiling.cuda_graphs import GraphPool, begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.parallel import build_missing
@@ -21,12 +22,15 @@ from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.kv_cache import split_by_window
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.block_copies import Caches
+from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.pool_sizes import PoolSizes
+from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
 from compiled_llm.worker.step_buffers import StepBuffers
 
@@ -47,6 +51,7 @@ class CompiledSteps:
     Attributes:
         buckets: all, smallest first.
         buffers: the inputs of each bucket.
+        tables: on a GPU, the block tables of all requests.
         last_tokens: ``[R]`` int64 on the device: the tokens that the last step chose.
         hidden: ``[T, D]`` on the device: what the head took in the last step, of all its tokens.
         cache: where compiled functions are kept on disk; None before ``compile``, and where they are not kept.
@@ -71,7 +76,10 @@ class CompiledSteps:
         self._windows = tuple(size.window for size in pool_sizes.windows)
         self.used_experts = used_experts(weights)
         self.buckets = buckets_of(limits)
-        self.buffers = {bucket: StepBuffers(bucket, limits, device, self._windows) for bucket in self.buckets}
+        self.tables = BlockTables(limits, device, len(self._windows)) if device.type == "cuda" else None
+        self.buffers = {
+            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables) for bucket in self.buckets
+        }
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
         self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=device)
@@ -79,6 +87,7 @@ class CompiledSteps:
         for tensor in (self.last_tokens, self.hidden):
             mark_static_address(tensor)
         is_generic = device.type == "cpu" and graph_pool is None
+        self.uses_trees = device.type == "cuda" and graph_pool is None and not config.enforce_eager
         self.sampling = SamplingStage(
             model_config,
             limits,
@@ -88,7 +97,7 @@ class CompiledSteps:
             transforms=transforms,
             max_logprobs=config.max_logprobs,
             is_generic=is_generic,
-            uses_trees=device.type == "cuda" and graph_pool is None and not config.enforce_eager,
+            uses_trees=self.uses_trees,
         )
         self.cache: CompileCache | None = None
         self._config, self._transforms, self._dtype = config, transforms, dtype
@@ -102,7 +111,8 @@ class CompiledSteps:
     def nbytes(self) -> int:
         """Bytes of all inputs on the device, weights and KV cache left out."""
         pieces = [buffers.nbytes for buffers in self.buffers.values()]
-        return sum(pieces) + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes
+        tables = 0 if self.tables is None else self.tables.nbytes
+        return sum(pieces) + tables + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes
 
     def cache_groups(self) -> list[Caches]:
         """The KV cache's tensors of layers without a window, and of those with each window."""
@@ -120,7 +130,7 @@ class CompiledSteps:
         self._last_report = self.report()
         self._functions.clear()
         self.buffers.clear()
-        del self.sampling, self.weights, self.kv_cache, self.used_experts
+        del self.sampling, self.weights, self.kv_cache, self.used_experts, self.tables
 
     # -- Compiling
 
@@ -159,7 +169,7 @@ class CompiledSteps:
     def uncompiled(self, cache_dtypes: Sequence[torch.dtype]) -> "CompiledSteps":
         """The same steps without compiling, on the same weights and KV cache."""
         steps = CompiledSteps(
-            dataclasses.replace(self._config, enforce_eager=True),
+            dataclasses.replace(self._config, enforce_eager=True, cuda_graphs="auto"),
             self.model_config,
             self.limits,
             self.device,
@@ -213,6 +223,14 @@ class CompiledSteps:
             inputs, lambda rows: logits(rows, vocab_size), self.weights, _SECONDS_A_SAMPLER
         )
 
+    def drop_graphs(self) -> None:
+        """Free what graphs captured by hand hold, which ``record_again`` takes anew. Torch's own stay."""
+        if self._graph_pool is None:
+            return
+        for function in (*self._functions.values(), *self.sampling.functions()):
+            function.drop_graphs()
+        self._graph_pool.renew()
+
     def record_again(self, kv_cache: KVCache) -> None:
         """Take another KV cache; on a GPU, record every CUDA graph on it. Nothing is compiled."""
         self.kv_cache = kv_cache
@@ -220,12 +238,20 @@ class CompiledSteps:
             self._functions[self._name(bucket)].record_again(functools.partial(self.step_arguments, bucket))
             logits = functools.partial(self.run_step, bucket)
             self.sampling.record_again(bucket, self.buffers[bucket].sampling_input, logits)
+        self.sampling.record_prompts_again(self.weights)
 
     def _recording_order(self) -> list[Bucket]:
         """The largest first where graphs share memory, so that the others fit into what it took."""
         return self.buckets if self._graph_pool is None else self.buckets[::-1]
 
     # -- Running
+
+    def fill(self, bucket: Bucket, output: SchedulerOutput, store: RequestRows) -> tuple[np.ndarray, int]:
+        """Write a step. Returns the rows ``[R]`` int64 of its requests in ``store``, and the number of logits rows."""
+        rows = store.update(output)
+        if self.tables is not None:
+            self.tables.send(store.changes)
+        return rows, self.buffers[bucket].fill(output, rows, store)
 
     def step_arguments(self, bucket: Bucket) -> tuple[Any, StepInput, KVCache, Feedback]:
         """What the compiled step of ``bucket`` is called with, each time."""
@@ -244,8 +270,8 @@ class CompiledSteps:
 
         ``around`` runs the step, if it is given, and returns its logits.
         """
-        if self.device.type == "cuda" and self._graph_pool is None:
-            torch.compiler.cudagraph_mark_step_begin()
+        if self.uses_trees:
+            begin_step_of_trees()
         logits = self.run_step(bucket) if around is None else around(functools.partial(self.run_step, bucket))
         return self.sampling.run(bucket, self.buffers[bucket].sampling_input, logits, needs)
 

@@ -136,14 +136,21 @@ class StartMemory:
         """Weights and step buffers are there."""
         self._before_compiling = self._now()
 
-    def after_compiling(self, run_largest: Callable[[], object]) -> None:
-        """All buckets are compiled, and recorded on the trial pool. ``run_largest`` runs a step of each largest one."""
+    def after_compiling(self, run_largest: Callable[[], object], *, keeps_graphs: bool) -> None:
+        """All buckets are compiled, and recorded on the trial pool. ``run_largest`` runs a step of each largest one.
+
+        ``keeps_graphs``: whether the CUDA graphs on the trial pool stay when they are recorded on the real one.
+        """
         before, now = self._before_compiling, self._now()
-        self._compiled = max(0, now.outside_allocator - before.outside_allocator)
         if self._on_gpu:
-            # The graphs are recorded once more, on the real pool, and that may cost as much again.
-            self._set_aside = max(0, now.used - before.used)
-        else:
+            # Each graph's function runs once as it is before it is recorded. What that took is free again now, and
+            # taken again for a while as the graphs are recorded on the real pool.
+            torch.cuda.empty_cache()
+            passing, now = now.used, self._now()
+            graphs = max(0, now.used - before.used) if keeps_graphs else 0
+            self._set_aside = max(0, passing - now.used) + graphs
+        self._compiled = max(0, now.outside_allocator - before.outside_allocator)
+        if not self._on_gpu:
             self._start_peak = _peak_resident_bytes() or 0
             measured = growth_while(run_largest)
             self._activations_are_measured = measured is not None
@@ -189,6 +196,26 @@ class StartMemory:
                 + self._fitting(self._share(self._free_for_pool - unmeasured))
             )
         return blocks
+
+    def blocks_after_recording(self, num_blocks: int) -> int:
+        """Of a pool of ``num_blocks`` on which the graphs are recorded: the blocks for which there really is room.
+
+        Fewer only on a GPU, where the size follows from a share of its memory, and what was recorded takes more of it
+        than on the trial pool.
+
+        Raises:
+            ValueError: there is no room for one request of ``max_model_len`` tokens.
+        """
+        config = self._config
+        if not self._on_gpu or config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
+            return num_blocks
+        torch.cuda.empty_cache()  # what the functions took before they were recorded
+        left, total = self._share(free_bytes(self._device)), total_bytes(self._device)
+        if left >= 0:
+            return num_blocks
+        room = self._pool.bytes_of(num_blocks) + self._pool.block_bytes + self._rounding + left
+        self._free_for_pool = room + total - self._share(total)
+        return min(num_blocks, self.num_blocks())
 
     def ledger(self, weight_bytes: int, buffer_bytes: int, pool_bytes: int, swap_bytes: int) -> MemoryLedger:
         """What everything came to, now that the pool is there (and on a GPU the graphs are recorded on it)."""

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 
+from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
+
 KINDS = ("attention", "linears", "sampling", "everything else")
 
 _SAMPLER = "compiled_llm::sampler"  # the name of the second graph in the profile
@@ -57,7 +59,7 @@ class StepProfiler:
     ) -> None:
         """Run ``step`` and, on its logits, ``sampler``. ``started``: when this extra work did, on time.monotonic."""
         if self._on_gpu:
-            torch.compiler.cudagraph_mark_step_begin()
+            begin_step_of_trees()
         device = "cuda" if self._on_gpu else None
         with torch.autograd.profiler.profile(use_device=device) as profile:
             with torch.profiler.record_function(_STEP):

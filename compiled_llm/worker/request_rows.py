@@ -10,6 +10,7 @@ from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.parameters import SAMPLING, Name, logits_parameters
+from compiled_llm.worker.block_tables import TableChange
 
 
 class RequestRows:
@@ -23,6 +24,7 @@ class RequestRows:
         padding_row: the last row of ``parameters``, for rows of a step that belong to no request.
         changes_logits: ``[max_num_seqs]`` bool, whether its parameters change the logits.
         needs_logprobs: ``[max_num_seqs]`` bool, whether it asks for log-probabilities.
+        changes: what the last ``update`` wrote to the tables, of which ``block_table`` is number 0.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class RequestRows:
         self.block_table = np.full((rows, limits.blocks_per_request), SINK_BLOCK, dtype=np.int32)
         self.window_tables = [np.full_like(self.block_table, SINK_BLOCK) for _ in range(num_windows)]
         self.num_blocks = np.zeros(rows, dtype=np.int32)
+        self.changes: list[TableChange] = []
         self._fields = *SAMPLING, *logits_parameters(transforms)
         self.parameters: dict[Name, np.ndarray] = {
             field.name: torch.full((rows + 1, *field.shape), field.padding, dtype=field.dtype).numpy()
@@ -51,7 +54,7 @@ class RequestRows:
 
     def update(self, output: SchedulerOutput) -> np.ndarray:
         """Apply a step's releases, admissions and new blocks. Returns the row of each scheduled request, [R] int64."""
-        row_of = self._row_of
+        row_of, self.changes = self._row_of, []
         if output.resets:
             self.clear()
         for request_id in output.released_request_ids:
@@ -64,10 +67,18 @@ class RequestRows:
             assert start <= self.num_blocks[row], "a block table has a hole"
             self.block_table[row, start:end] = blocks
             self.num_blocks[row] = end
-        for table, told in zip(self.window_tables, output.windows, strict=True):
+            self.changes.append((0, row, start, blocks))
+        for number, (table, told) in enumerate(zip(self.window_tables, output.windows, strict=True), 1):
             for request_id, start, places in told.table_updates:
-                table[row_of[request_id], start : start + len(places)] = places
+                row = row_of[request_id]
+                table[row, start : start + len(places)] = places
+                self.changes.append((number, row, start, places))
         return np.array([row_of[request_id] for request_id in output.request_ids], dtype=np.int64)
+
+    @property
+    def tables(self) -> list[np.ndarray]:
+        """All of them, in the order that ``changes`` counts them."""
+        return [self.block_table, *self.window_tables]
 
     def row_of(self, request_id: str) -> int:
         """The row of a running request."""

@@ -49,8 +49,10 @@ from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # By device. A CPU compiles one graph for all sizes, a GPU one for each.
 _STEP_DEFAULTS = {
-    "cpu": StepDefaults(batched_tokens=2048, beside_decodes=512, token_buckets=7, ratio=2),
-    "cuda": StepDefaults(batched_tokens=2048, beside_decodes=2048, token_buckets=3, ratio=4),
+    "cpu": StepDefaults(2048, 512, (1, 8, 32), tuple(2**-n for n in range(7))),
+    "cuda": StepDefaults(
+        2048, 2048, tuple(2**n for n in range(9)), (1, *(n / 2**k for k in (2, 3, 4, 5) for n in (3, 2)))
+    ),
 }
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
@@ -115,7 +117,7 @@ class ModelRunner(Worker):
         self.device = resolve_device(config.device)
         check_torch(self.device, config.enforce_eager)
         self.num_threads = use_threads(choose_threads(config.num_threads))
-        pool = graph_pool(config.cuda_graphs, self.device)
+        pool = graph_pool(config.cuda_graphs, self.device, config.enforce_eager)
         self.model_config = model_config
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
@@ -179,8 +181,7 @@ class ModelRunner(Worker):
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
         preparing = time.perf_counter()
         steps, bucket = self.steps, choose_bucket(self.steps.buckets, output)
-        rows = self.rows.update(output)
-        num_rows = steps.buffers[bucket].fill(output, rows, self.rows)
+        rows, num_rows = steps.fill(bucket, output, self.rows)
         steps.sampling.admit(output.admissions, self.rows)
         needs = SamplingNeeds.of(rows, output.num_samples, self.rows)
         if needs.changed_logits:
@@ -197,8 +198,6 @@ class ModelRunner(Worker):
             used.zero_()
         around = None if self.watch is None else functools.partial(self.watch, output, bucket)
         logprobs = steps.run(bucket, needs, around)
-        prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
-        num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
         if ended is None:
             tokens = steps.last_tokens[:num_rows].clone()
         else:
@@ -207,13 +206,15 @@ class ModelRunner(Worker):
             tokens.copy_(steps.last_tokens, non_blocking=True)
             if logprobs is not None:
                 logprobs = LogprobRows(*(tensor.to("cpu", non_blocking=True) for tensor in logprobs))
-            ended.record()
+        prompt_logprobs = steps.sampling.prompt_logprobs(steps.weights, output) if output.prompt_targets else None
+        num_experts = None if used is None else used.to("cpu", non_blocking=True, copy=True)
         finished = time.perf_counter()
+        if ended is not None:
+            ended.record()
+            self.times.launch_seconds += finished - prepared
         self.times.prepare_seconds += prepared - preparing
         self.times.execute_seconds += finished - prepared
         self.times.num_padding_tokens += bucket.num_tokens - output.num_tokens
-        if ended is not None:
-            self.times.launch_seconds += finished - prepared
         if profiler is not None and tokens_before is not None:
             self._profile(profiler, bucket, needs, tokens_before)
         seconds = finished - copied
@@ -365,13 +366,20 @@ class ModelRunner(Worker):
         self.start_times.kernels = 0.0 if kernels is None else kernels.seconds_waited
         self.start_times.compile = time.perf_counter() - started - self.start_times.kernels
 
+    def _record_on(self, num_blocks: int) -> None:
+        """Exchange the KV pool; on a GPU, what the graphs and the pool before held is free before the new one comes."""
+        self.steps.kv_cache = self._allocate(0)
+        self.steps.drop_graphs()
+        self.steps.record_again(self._allocate(num_blocks))
+
     def _make_pool(self, config: EngineConfig, memory: StartMemory, progress: StartProgress) -> WorkerFacts:
         """Give the KV pool the memory that compiling and the largest steps have left. Measures what it does."""
         with progress.stage("warming up", {"the largest steps": 1.0}, is_long=False):
             self.swap_space.rehearse(self.steps.cache_groups())
-            memory.after_compiling(self.steps.run_largest)
-            num_blocks = memory.num_blocks()
-            self.steps.record_again(self._allocate(num_blocks))
+            memory.after_compiling(self.steps.run_largest, keeps_graphs=self.steps.uses_trees)
+            self._record_on(asked := memory.num_blocks())
+            if (num_blocks := memory.blocks_after_recording(asked)) < asked:
+                self._record_on(num_blocks)
         self.memory_ledger = memory.ledger(
             self.weight_bytes, self.steps.nbytes, self.kv_cache_bytes, self.swap_space.nbytes
         )

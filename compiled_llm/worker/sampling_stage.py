@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.messages import Job
 from compiled_llm.config import EngineLimits
 from compiled_llm.constraints.token_masks import num_mask_words
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import DynamicSize, mark_static_address
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput
@@ -87,6 +89,7 @@ class SamplingStage:
         is_generic: bool = False,
         uses_trees: bool = False,
     ) -> None:
+        self._uses_trees = uses_trees
         self._paths = _PATHS_OF_TREES if uses_trees else _KINDS
         self._device = device
         self._is_generic = is_generic
@@ -107,17 +110,16 @@ class SamplingStage:
         for buffers in self._logits_buffers.values():
             buffers.fill([], SchedulerOutput(), empty)
         rows = min(_MOST_PROMPT_ROWS, limits.token_bucket_sizes[-1])
-        self._prompt_rows = FieldBuffers(
-            {"indices": ((rows,), torch.int64), "token_ids": ((rows,), torch.int64)}, device
-        )
-        fields = self._prompt_rows.tensors
-        self._prompt_input = fields["indices"], fields["token_ids"]
+        # Rows of ``hidden``, and the tokens that follow them.
+        self._prompt_input = tuple(torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
+        for tensor in self._prompt_input:
+            mark_static_address(tensor)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors on the device."""
         inputs = sum(buffers.buffers.nbytes for buffers in self._logits_buffers.values())
-        return self._token_counts.nbytes + inputs + self._prompt_rows.nbytes
+        return self._token_counts.nbytes + inputs + sum(tensor.nbytes for tensor in self._prompt_input)
 
     # -- Compiling
 
@@ -175,6 +177,10 @@ class SamplingStage:
             arguments = self._arguments_after(bucket, sampling_input, make_logits, kind, between)
             self._functions[self._name(kind, bucket.num_rows)].record_again(arguments)
 
+    def record_prompts_again(self, weights: Any) -> None:
+        """The same of the log-probabilities of prompts."""
+        self._functions["prompt_logprobs"].record_again(lambda: self._prompt_arguments(weights))
+
     def functions(self) -> list[CompiledFunction]:
         """All of them, for reports."""
         return list(self._functions.values())
@@ -226,9 +232,9 @@ class SamplingStage:
         for admission in admissions:
             row, params = store.row_of(admission.request_id), admission.sampling_params
             if params.counts_tokens:
-                counts = self._token_counts[row].zero_()
-                counts[torch.tensor(sorted(set(admission.prompt_token_ids)), device=self._device)] = 0.5
-                output = torch.tensor(admission.output_token_ids, dtype=torch.int64, device=self._device)
+                ids = torch.tensor((*admission.prompt_token_ids, *admission.output_token_ids), dtype=torch.int64)
+                prompt, output = on_device(ids, self._device).tensor_split([len(admission.prompt_token_ids)])
+                counts = self._token_counts[row].zero_().index_fill_(0, prompt, 0.5)
                 counts.index_add_(0, output, torch.ones(len(output), device=self._device))
 
     def fill(
@@ -250,21 +256,33 @@ class SamplingStage:
         return self._functions[self._name("logprobs", rows)](logits, sampling_input, self._last_tokens)
 
     def prompt_logprobs(self, weights: Any, output: SchedulerOutput) -> LogprobRows:
-        """Of ``output.prompt_targets``, one after the other, on the host. Runs after the step that computed them."""
+        """Of ``output.prompt_targets``, one after the other, on the host; on a GPU complete when its stream is there.
+
+        Runs after the step that computed them. What that step returned is not used any more.
+        """
         starts = np.concatenate([[0], np.cumsum(output.num_scheduled_tokens)])
         places = [int(starts[i]) + place + j for i, place, ids in output.prompt_targets for j in range(len(ids))]
         token_ids = [token_id for _, _, ids in output.prompt_targets for token_id in ids]
-        parts = []
-        size = self._prompt_rows.tensors["indices"].shape[0]
+        size = len(self._prompt_input[0])
+        padding = [0] * (-len(places) % size)
+        wanted = on_device(torch.tensor([places + padding, token_ids + padding], dtype=torch.int64), self._device)
+        found: LogprobRows | None = None
         for start in range(0, len(places), size):
-            count = len(places[start : start + size])
-            arrays = self._prompt_rows.next_arrays()
-            arrays["indices"][:count], arrays["indices"][count:] = places[start : start + size], 0
-            arrays["token_ids"][:count], arrays["token_ids"][count:] = token_ids[start : start + size], 0
-            self._prompt_rows.copy()
+            if self._uses_trees:
+                begin_step_of_trees()  # else the graph would be recorded anew, as one that follows the last
+            for target, source in zip(self._prompt_input, wanted, strict=True):
+                target.copy_(source[start : start + size])
             part = self._functions["prompt_logprobs"](*self._prompt_arguments(weights))
-            parts.append(LogprobRows(*(tensor[:count].cpu() for tensor in part)))
-        return LogprobRows(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+            if found is None:
+                found = LogprobRows(*(self._on_host(len(places), tensor) for tensor in part))
+            for rows, tensor in zip(found, part, strict=True):
+                rows[start : start + size].copy_(tensor[: len(places) - start], non_blocking=True)
+        assert found is not None, "no log-probabilities of prompts are asked for"
+        return found
+
+    def _on_host(self, rows: int, like: Tensor) -> Tensor:
+        """``[rows, ...]`` in host memory that a GPU's copies reach while the host goes on."""
+        return torch.empty((rows, *like.shape[1:]), dtype=like.dtype, pin_memory=self._device.type == "cuda")
 
 
 def _sampler() -> Callable:

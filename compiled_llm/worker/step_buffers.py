@@ -20,6 +20,7 @@ from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.window_pool import stream_of
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
+from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.field_buffers import Arrays, FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
 
@@ -65,19 +66,35 @@ def mark_first_size(tensor: Tensor, size: DynamicSize | None) -> Tensor:
 class StepBuffers:
     """The inputs of one bucket, as the host fills them and the graph reads them.
 
+    Args:
+        windows: of the pool.
+        tables: where the device has the block tables of all requests. None, as on a CPU: a step's own are filled in.
+
     Attributes:
         step_input, sampling_input: views on the device at fixed addresses.
         feedback: ``[T]`` int32 on the device: for each token the logits row of the step before that samples it, or -1
             where ``input_ids`` has it.
     """
 
-    def __init__(self, bucket: Bucket, limits: EngineLimits, device: torch.device, windows: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        limits: EngineLimits,
+        device: torch.device,
+        windows: Sequence[int] = (),
+        tables: BlockTables | None = None,
+    ) -> None:
         self.bucket = bucket
         self.block_size = limits.block_size
         self._window_fields = [(f"slot_mapping {n}", f"block_table {n}") for n in range(len(windows))]
         # Of the one whose requests keep their first tokens besides.
         self._stream_fields = [(f"seq_lens {n}", stream_of(window, limits)) for n, window in enumerate(windows)]
         tokens, requests, rows = bucket.num_tokens, bucket.num_requests, bucket.num_rows
+        self._padding_row = None if tables is None else tables.padding_row
+        streams = [
+            name for (_, name), (_, stream) in zip(self._window_fields, self._stream_fields, strict=True) if stream
+        ]
+        self._own_tables = ["block_table", *(name for _, name in self._window_fields)] if tables is None else streams
         fields: Fields = {
             "input_ids": ((tokens,), torch.int32),
             "positions": ((tokens,), torch.int32),
@@ -87,14 +104,31 @@ class StepBuffers:
             "seq_lens": ((requests,), torch.int32),
             "logits_indices": ((rows,), torch.int32),
             **{name: ((tokens,), torch.int32) for name, _ in self._window_fields},
-            "block_table": ((requests, limits.blocks_per_request), torch.int32),
-            **{name: ((requests, limits.blocks_per_request), torch.int32) for _, name in self._window_fields},
+            **dict.fromkeys(self._own_tables, ((requests, limits.blocks_per_request), torch.int32)),
+            **({} if tables is None else {"table_rows": ((requests,), torch.int32)}),
             **{name: ((requests,), torch.int32) for name, stream in self._stream_fields if stream},
             "position": ((rows,), torch.int32),
             **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
         }
         self._buffers = FieldBuffers(fields, device)
-        views, sizes = self._buffers.tensors, StepSizes.of(limits, device)
+        views = self._buffers.tensors
+        self._mark(views, StepSizes.of(limits, device))
+        if tables is not None:
+            names = ("block_table", *(name for _, name in self._window_fields))
+            views = dict(zip(names, tables.tensors, strict=True)) | views
+        self.step_input = StepInput(
+            **{name: views.get(name) for name in StepInput._fields if name != "windows"},  # type: ignore[arg-type]
+            windows=tuple(
+                BlockTable(views[slots], views[table], views.get(seq_lens))
+                for (slots, table), (seq_lens, _) in zip(self._window_fields, self._stream_fields, strict=True)
+            ),
+        )
+        self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
+        self.feedback = views["feedback"]
+        self.clear()
+
+    def _mark(self, views: dict[str, Tensor], sizes: StepSizes) -> None:
+        """Tell the compiler which sizes are dynamic."""
         others: dict[str, DynamicSize | None] = {
             "query_start_loc": sizes.starts,
             "seq_lens": sizes.requests,
@@ -108,16 +142,6 @@ class StepBuffers:
         others |= dict.fromkeys((name for name, _ in self._stream_fields), sizes.requests)
         for name, view in views.items():
             mark_first_size(view, (others | of_tokens).get(name, sizes.rows))
-        self.step_input = StepInput(
-            **{name: views[name] for name in StepInput._fields if name != "windows"},
-            windows=tuple(
-                BlockTable(views[slots], views[table], views.get(seq_lens))
-                for (slots, table), (seq_lens, _) in zip(self._window_fields, self._stream_fields, strict=True)
-            ),
-        )
-        self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
-        self.feedback = views["feedback"]
-        self.clear()
 
     @property
     def nbytes(self) -> int:
@@ -128,7 +152,7 @@ class StepBuffers:
         """Make all of it padding: a step on this writes to the sink block, and its results have no meaning."""
         for fields in self._buffers.all_arrays():
             self._pad(fields, 0, 0, 0)
-            for name in ("block_table", *(table for _, table in self._window_fields)):
+            for name in self._own_tables:
                 fields[name][:] = SINK_BLOCK
         self._buffers.copy()
 
@@ -146,24 +170,25 @@ class StepBuffers:
         fields["feedback"][ends - 1] = output.feedback
         fields["input_ids"][:total] = output.token_ids
 
-        # Entries past a request's blocks are never read: the table is written as far as the longest reaches.
-        width = int(store.num_blocks[rows].max())
-        block_table = fields["block_table"]
-        block_table[:n, :width] = store.block_table[rows, :width]
-
+        if self._padding_row is not None:
+            fields["table_rows"][:n] = rows
         if total == n:
-            positions, owners = starts, np.arange(n)
+            positions, owners = starts, rows
         else:
             positions = np.arange(total, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
-            owners = np.repeat(np.arange(n), counts)
+            owners = np.repeat(rows, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
         fields["positions"][:total] = positions
         for place, distance in output.moved_sinks:
             fields["positions"][ends[place] - counts[place] : ends[place]] += distance
-        fields["slot_mapping"][:total] = block_table[owners, blocks] * self.block_size + offsets
-        for (slots, name), known in zip(self._window_fields, store.window_tables, strict=True):
-            fields[name][:n, :width] = table = known[rows, :width]
-            fields[slots][:total] = table[owners, blocks] * self.block_size + offsets
+        # Entries past a request's blocks are never read: a table is written as far as the longest reaches.
+        width = int(store.num_blocks[rows].max()) if self._own_tables else 0
+        slot_names = ("slot_mapping", *(slots for slots, _ in self._window_fields))
+        table_names = ("block_table", *(name for _, name in self._window_fields))
+        for slots, name, known in zip(slot_names, table_names, store.tables, strict=True):
+            fields[slots][:total] = known[owners, blocks] * self.block_size + offsets
+            if name in self._own_tables:
+                fields[name][:n, :width] = known[rows, :width]
         self._fill_streams(fields, store, rows, starts, seq_lens)
 
         indices, next_positions, row_owners = ends - 1, seq_lens, rows
@@ -210,6 +235,8 @@ class StepBuffers:
         fields["query_start_loc"][num_requests + 1 :] = num_tokens
         for name in ("seq_lens", *(name for name, stream in self._stream_fields if stream)):
             fields[name][num_requests:] = 0
+        if self._padding_row is not None:
+            fields["table_rows"][num_requests:] = self._padding_row
         fields["logits_indices"][num_rows:] = 0
         for field in SAMPLING:
             fields[field.name][num_rows:] = field.padding

@@ -635,8 +635,8 @@ _BATCH = [
     ),
     (
         "tables are taken by place in the step, not by row",
-        "block_table[:n, :width] = store.block_table[rows, :width]",
-        "block_table[:n, :width] = store.block_table[:n, :width]",
+        "fields[name][:n, :width] = known[rows, :width]",
+        "fields[name][:n, :width] = known[:n, :width]",
     ),
     (
         "feedback of the step before stays",

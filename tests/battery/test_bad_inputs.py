@@ -382,7 +382,7 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"target_itl_ms": 0}, r"target_itl_ms must be a number of milliseconds above 0, or None, given 0"),
     ({"enable_prefix_caching": 1}, r"enable_prefix_caching must be True or False, given 1"),
     ({"async_scheduling": "yes"}, r"async_scheduling must be True, False or None, given 'yes'"),
-    ({"cuda_graphs": "manual"}, r"cuda_graphs must be 'trees' with enforce_eager=True .* given 'manual'"),
+    ({"cuda_graphs": "manual"}, r"cuda_graphs must be 'auto', .* enforce_eager=True .* given 'manual'"),
     ({"compile_workers": -1}, r"compile_workers must be an integer from 0 to 1024, given -1"),
     ({"num_threads": 0}, r"num_threads must be an integer from 1 to 1024, given 0"),
     ({"num_threads": 1024}, r"num_threads must be at most \d+, the cores that this process may use .* given 1024"),

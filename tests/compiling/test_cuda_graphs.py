@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling import function as function_module
-from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, graph_pool
+from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, begin_step_of_trees, graph_pool
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import EngineConfig
-from compiled_llm.worker import runner
+from compiled_llm.worker import runner, sampling_stage
 from tests.drafting import RecordedDrafter, check_equal, serve, work_of
 
 CPU = torch.device("cpu")
@@ -90,6 +91,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "current_stream", FakeStream)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("renew"))
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: events.append("clear"), raising=False)
     return events
 
@@ -189,12 +191,15 @@ def test_an_engine_on_replayed_graphs_gives_the_same_tokens(events: list[str], m
         expected = tokens(engine)
 
     monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
-    monkeypatch.setattr(runner, "graph_pool", lambda _, device: GraphPool(device))
+    monkeypatch.setattr(runner, "graph_pool", lambda _, device, __: GraphPool(device))
     with CompiledEngine(check_invariants=True, **sizes) as engine:
         order = list(engine.runner.steps._functions)
         assert order == ["tokens_32", "tokens_8", "decode_4", "decode_1"]
-        # Two pools, and on each a graph for every bucket and the three behind it; one more, which knows no pool.
-        assert events.count("capture") == 2 * 4 * len(order) + 1
+        # Two pools, and on each a graph for every bucket and the three behind it, and one for prompts.
+        assert events.count("capture") == 2 * (4 * len(order) + 1)
+        # What the graphs on the first pool held is free before those on the second one are recorded.
+        assert events.count("renew") == 1
+        assert events[: events.index("renew")].count("capture") == 4 * len(order) + 1
         events.clear()
         steps = engine.stats().num_steps
         assert tokens(engine) == expected
@@ -212,7 +217,7 @@ def test_drafts_on_replayed_graphs(events: list[str], monkeypatch: pytest.Monkey
     drafter.kind = "half right"
     drafter.record(plain)
     monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
-    monkeypatch.setattr(runner, "graph_pool", lambda _, device: GraphPool(device))
+    monkeypatch.setattr(runner, "graph_pool", lambda _, device, __: GraphPool(device))
     with CompiledEngine(check_invariants=True, drafter=drafter, **sizes) as engine:
         assert [bucket.name for bucket in engine.runner.steps.buckets] == ["decode_1x4", "decode_4x4", "tokens_32x4"]
         events.clear()
@@ -221,14 +226,63 @@ def test_drafts_on_replayed_graphs(events: list[str], monkeypatch: pytest.Monkey
     assert set(events) == {"replay"}
 
 
-def test_a_cpu_refuses_manual_graphs() -> None:
-    assert graph_pool("trees", CPU) is None
-    with pytest.raises(ValueError, match="cuda_graphs must be 'trees', the default, on a cpu, given 'manual'"):
-        CompiledEngine(device="cpu", cuda_graphs="manual")
+def test_trees_work_in_any_thread_of_a_torch_before_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import cudagraph_trees as trees
+
+    def get_obj(local: Any, name: str) -> Any:  # as it was
+        if hasattr(local, name):
+            return getattr(local, name)
+        assert torch._C._is_key_in_tls(name)
+        return torch._C._get_obj_in_tls(name)
+
+    monkeypatch.setattr(trees, "get_obj", get_obj)
+
+    def container_of_a_thread(prepares: bool) -> object:
+        if prepares:
+            for _ in range(2):
+                begin_step_of_trees()
+        return trees.get_container(0)
+
+    with ThreadPoolExecutor(1) as pool:
+        with pytest.raises(AssertionError):
+            pool.submit(container_of_a_thread, False).result()
+        found = pool.submit(container_of_a_thread, True).result()
+        assert found is pool.submit(container_of_a_thread, True).result(), "the thread's own stays"
+    assert found is not container_of_a_thread(True)
+
+
+def test_prompts_begin_a_step_of_their_own_with_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they were recorded: else each of their graphs would be recorded again after each other graph."""
+    begun: list[int] = []
+    monkeypatch.setattr(sampling_stage, "begin_step_of_trees", lambda: begun.append(1))
+    sizes = {"bucket_sizes": (1,), "token_bucket_sizes": (16,), "max_model_len": 64, "enforce_eager": True}
+    with CompiledEngine(**sizes) as engine:
+        stage = engine.runner.steps.sampling
+        stage._uses_trees = True
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        (output,) = engine.generate([list(range(5, 45))], params, use_tqdm=False)
+        assert output.prompt_logprobs is not None
+        assert len(begun) == 3, "a chunk of 16, 16 and 8 tokens"
+
+
+def test_a_cpu_refuses_cuda_graphs() -> None:
+    assert graph_pool("auto", CPU) is None
+    for mode in ("manual", "trees"):
+        with pytest.raises(ValueError, match=f"cuda_graphs must be 'auto', the default, on a cpu, given '{mode}'"):
+            CompiledEngine(device="cpu", cuda_graphs=mode)
+
+
+def test_on_a_gpu_the_engine_records_its_graphs_itself(events: list[str]) -> None:
+    gpu = torch.device("cuda")
+    assert isinstance(graph_pool("auto", gpu), GraphPool)
+    assert isinstance(graph_pool("manual", gpu), GraphPool)
+    assert graph_pool("trees", gpu) is None
+    assert graph_pool("auto", gpu, enforce_eager=True) is None
 
 
 def test_the_config_knows_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="cuda_graphs must be one of 'trees', 'manual', given 'none'"):
+    with pytest.raises(ValueError, match="cuda_graphs must be one of 'auto', 'manual', 'trees', given 'none'"):
         EngineConfig(cuda_graphs="none")
-    with pytest.raises(ValueError, match="cuda_graphs must be 'trees' with enforce_eager=True"):
-        EngineConfig(cuda_graphs="manual", enforce_eager=True)
+    for mode in ("manual", "trees"):
+        with pytest.raises(ValueError, match=f"cuda_graphs must be 'auto', .* enforce_eager=True .* given '{mode}'"):
+            EngineConfig(cuda_graphs=mode, enforce_eager=True)

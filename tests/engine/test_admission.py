@@ -63,7 +63,7 @@ def admission(tokenizer: Tokenizer) -> Admission:
 
 def make_admission(tokenizer: Tokenizer | None, max_model_len: int = CAPACITY, **arguments: Any) -> Admission:
     config = EngineConfig(max_logprobs=7, **arguments)
-    return Admission(config, MODEL, tokenizer, [Steer(), Window()], CAPACITY, max_model_len)
+    return Admission(config, MODEL, tokenizer, [Steer(), Window()], CAPACITY, max_model_len, 32)
 
 
 def make(admission: Admission, prompt: Prompt = (5, 6, 7), order: int = 0, **params: Any) -> UserRequest:
@@ -278,7 +278,7 @@ def test_the_length_of_a_prompt_is_checked_before_its_ids(admission: Admission, 
 def test_a_prompt_is_encoded_no_further_than_it_takes_to_refuse_it(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    admission = Admission(EngineConfig(), MODEL, tokenizer, [], 1000, 1000)
+    admission = Admission(EngineConfig(), MODEL, tokenizer, [], 1000, 1000, 32)
     lengths: list[int] = []
     encode = tokenizer.encode_pieces
     monkeypatch.setattr(tokenizer, "encode_pieces", lambda texts: lengths.append(sum(map(len, texts))) or encode(texts))

@@ -28,7 +28,7 @@ def start_memory(
 ) -> StartMemory:
     """Of an engine with blocks of 16 tokens and 64 KiB, and 4 cache tensors."""
     config = EngineConfig(bucket_sizes=(num_seqs,), max_model_len=max_model_len, **arguments)
-    limits = EngineLimits.resolve(config, 4096, StepDefaults(512, 512, 3, 4))
+    limits = EngineLimits.resolve(config, 4096, StepDefaults(512, 512, (1,), (1, 1 / 4, 1 / 16)))
     return StartMemory(config, limits, torch.device(device), PoolSizes(BLOCK, (), 2**20, 2**20), 4, estimate)
 
 
@@ -181,14 +181,25 @@ class FakeGpu:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: ((1000 - self.used) * MIB, 1000 * MIB))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: self.reserved * MIB)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", self.empty_cache)
+        self.cached = 0
+
+    def take_for_a_while(self, reserved: int) -> None:
+        """What torch's allocator keeps until its cache is emptied."""
+        self.take(reserved)
+        self.cached += reserved
+
+    def empty_cache(self) -> None:
+        self.take(-self.cached)
+        self.cached = 0
 
     def take(self, reserved: int, outside: int = 0) -> None:
         self.reserved += reserved
         self.used += reserved + outside
 
 
-def test_the_way_through_a_start_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("keeps_graphs", [False, True])
+def test_the_way_through_a_start_on_a_gpu(monkeypatch: pytest.MonkeyPatch, keeps_graphs: bool) -> None:
     gpu = FakeGpu(monkeypatch)
     start = start_memory("cuda", num_seqs=64, max_model_len=4096, gpu_memory_utilization=0.875, swap_space_bytes=BLOCK)
     gpu.take(300)  # weights
@@ -196,25 +207,46 @@ def test_the_way_through_a_start_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> No
     gpu.take(2)  # buffers
     start.before_compiling()
     gpu.take(20, outside=30)  # activations, graphs
-    start.after_compiling(lambda: pytest.fail("nothing runs for this on a GPU"))
+    gpu.take_for_a_while(12)  # by the functions as they are
+    start.after_compiling(lambda: pytest.fail("nothing runs for this on a GPU"), keeps_graphs=keeps_graphs)
     blocks = start.num_blocks()
-    # 1000 - 452 used - 125 kept by the share - 50 to record again - 8 for rounding, and the sink.
-    assert blocks == 365 * MIB // BLOCK - 1
+    # 1000 - 452 used - 125 kept by the share - 12 for a while - 8 for rounding, and the sink; graphs that stay - 50.
+    assert blocks == (403 - 50 * keeps_graphs) * MIB // BLOCK - 1
     pool = (blocks + 1) * BLOCK
     gpu.take(pool // MIB + 8)
-    gpu.take(5, outside=25)  # recorded again
+    if keeps_graphs:
+        gpu.take(5, outside=25)  # recorded again
+    gpu.take_for_a_while(12)
+    assert start.blocks_after_recording(blocks) == blocks
     ledger = start.ledger(300 * MIB, 2 * MIB, pool, BLOCK)
     assert [(row.name, row.bytes // MIB, row.where) for row in ledger.rows] == [
         ("weights", 300, "device"),
         ("step buffers", 2, "device"),
-        ("compiled code and CUDA graphs", 55, "device"),
-        ("activations", 20 + 5 + 8, "device"),
-        ("KV pool", 365, "device"),
+        ("compiled code and CUDA graphs", 30 + 25 * keeps_graphs, "device"),
+        ("activations", 20 + 8 + 5 * keeps_graphs, "device"),
+        ("KV pool", 403 - 50 * keeps_graphs, "device"),
         ("swap space", 0, "host"),
         ("other programs and everything else", 100, "device"),
-        ("free afterwards", 145, "device"),
+        ("free afterwards", 137 + 20 * keeps_graphs, "device"),
     ]
     assert ledger.total == 1000 * MIB
+
+
+def test_a_pool_shrinks_if_recording_on_it_took_more_than_on_the_trial_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(monkeypatch)
+    start = start_memory("cuda", num_seqs=64, max_model_len=4096, gpu_memory_utilization=0.875)
+    asked_for = start_memory("cuda", num_kv_blocks=100)
+    for memory_of in (start, asked_for):
+        memory_of.before_compiling()
+        memory_of.after_compiling(lambda: None, keeps_graphs=False)
+    blocks = start.num_blocks()
+    gpu.take((blocks + 1) * BLOCK // MIB + 8)
+    gpu.take(30)  # nobody knew
+    assert start.blocks_after_recording(blocks) == blocks - 30 * MIB // BLOCK
+    assert asked_for.blocks_after_recording(100) == 100, "a size that was asked for stays"
+    gpu.take(990 - gpu.used)
+    with pytest.raises(ValueError, match="are free for the KV pool"):
+        start.blocks_after_recording(8 * MIB // BLOCK)
 
 
 def test_what_grows_by_nothing_does_not_shrink(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

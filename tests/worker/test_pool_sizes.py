@@ -32,7 +32,7 @@ def test_there_are_no_more_blocks_than_can_be_of_use() -> None:
 def sizes(family: str, max_model_len: int = 128) -> tuple[PoolSizes, EngineLimits]:
     config = EngineConfig(bucket_sizes=(4,), max_model_len=max_model_len, max_num_batched_tokens=16, block_size=4)
     model_config = read_config(Path(checkpoint(family)))
-    limits = EngineLimits.resolve(config, 128, StepDefaults(16, 16, 1, 2))
+    limits = EngineLimits.resolve(config, 128, StepDefaults(16, 16, (1,), (1,)))
     return PoolSizes.of(model_config, [torch.float32] * model_config.num_layers, limits), limits
 
 
@@ -59,7 +59,7 @@ def test_the_memory_of_a_published_model() -> None:
     """Gemma 3 of 1B: 22 of its 26 layers see 512 keys."""
     model_config = parse_config(published_norms.NORMS["gemma-3-1b-it"][0])
     config = EngineConfig(bucket_sizes=(32,), max_model_len=8192)
-    limits = EngineLimits.resolve(config, 32768, StepDefaults(2048, 512, 7, 2))
+    limits = EngineLimits.resolve(config, 32768, StepDefaults(2048, 512, (1, 8, 32), (1,)))
     found = PoolSizes.of(model_config, [torch.bfloat16] * 26, limits)
     blocks = 32 * limits.blocks_per_request
     assert blocks * found.block_bytes == 6.5 * 2**30

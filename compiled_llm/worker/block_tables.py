@@ -1,0 +1,54 @@
+"""BlockTables: the block tables of all running requests on a GPU, which get no more than what changes."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiled_llm.config import EngineLimits
+from compiled_llm.ops.pinned import on_device
+from compiled_llm.ops.torch_private import mark_static_address
+from compiled_llm.scheduling.block_pool import SINK_BLOCK
+
+# (which table, its row, the first entry, the entries from there on)
+TableChange = tuple[int, int, int, Sequence[int]]
+
+
+class BlockTables:
+    """A table for the pool and one for each window, with the rows of ``RequestRows``. Steps pick their rows in them.
+
+    A step's table is some megabytes where requests may be long, and from step to step hardly any of it changes.
+
+    Attributes:
+        tensors: ``[max_num_seqs + 1, M]`` int32 each, at fixed addresses.
+        padding_row: the last row, of padding requests: all sink.
+    """
+
+    def __init__(self, limits: EngineLimits, device: torch.device, num_windows: int) -> None:
+        self.padding_row = limits.max_num_seqs
+        shape = (1 + num_windows, limits.max_num_seqs + 1, limits.blocks_per_request)
+        self._all = torch.full(shape, SINK_BLOCK, dtype=torch.int32, device=device)
+        self.tensors = self._all.unbind()
+        for tensor in self.tensors:
+            mark_static_address(tensor)
+
+    @property
+    def nbytes(self) -> int:
+        return self._all.nbytes
+
+    def send(self, changes: Sequence[TableChange]) -> None:
+        """Write ``changes``, none of which meets another, in the order of the device's stream: one copy, one kernel."""
+        if not changes:
+            return
+        _, rows, width = self._all.shape
+        starts = np.array([(table * rows + row) * width + start for table, row, start, _ in changes], dtype=np.int64)
+        counts = np.array([len(entries) for *_, entries in changes], dtype=np.int64)
+        total = int(counts.sum())
+        # Places and entries travel as one: int64 of all, then int32 of all.
+        packed = np.empty(3 * total, dtype=np.int32)
+        firsts = counts.cumsum() - counts
+        packed[: 2 * total].view(np.int64)[:] = np.arange(total) + np.repeat(starts - firsts, counts)
+        packed[2 * total :] = np.concatenate([np.asarray(entries, dtype=np.int32) for *_, entries in changes])
+        sent: Tensor = on_device(torch.from_numpy(packed), self._all.device)
+        self._all.view(-1).index_copy_(0, sent[: 2 * total].view(torch.int64), sent[2 * total :])

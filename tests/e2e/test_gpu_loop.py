@@ -1,0 +1,117 @@
+"""The loop for a GPU without one: the host waits for nothing but the end of a step, and tokens are those of a CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_llm import CompiledEngine, SamplingParams
+from tests.families import checkpoint
+from tests.pretend_gpu import GPU, WaitError, pretended_gpu
+
+SIZES: dict[str, Any] = {
+    "bucket_sizes": (1, 4),
+    "token_bucket_sizes": (8, 32),
+    "max_model_len": 64,
+    "num_kv_blocks": 8,
+    "dtype": "float32",
+    "enforce_eager": True,
+}
+SAME = list(range(3, 25))
+PROMPTS = [[5], [9, 8, 7], list(range(3, 40)), SAME, [5, 6], SAME]
+
+
+def params_of(number: int) -> SamplingParams:
+    """One of every kind of request."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0, "repetition_penalty": 1.3, "frequency_penalty": 0.5, "logprobs": 3},
+        {"temperature": 0, "prompt_logprobs": 2, "logprobs": 1},
+        {"temperature": 0.8, "top_p": 0.9, "allowed_token_ids": tuple(range(300, 900)), "seed": 5},
+        {"temperature": 1.0, "n": 2, "seed": 4, "presence_penalty": 0.4},
+    ]
+    return SamplingParams(max_tokens=20, ignore_eos=True, **kinds[number % len(kinds)])
+
+
+def served(engine: CompiledEngine) -> tuple[list[Any], list[float]]:
+    """Tokens, and the log-probabilities of all that were asked for."""
+    outputs = engine.generate(PROMPTS, [params_of(n) for n in range(len(PROMPTS))], use_tqdm=False)
+    rows = [out.prompt_logprobs for out in outputs] + [one.logprobs for out in outputs for one in out.outputs]
+    logprobs = [one.logprob for row in rows for token in row or () for one in (token or {}).values()]
+    return [[(one.token_ids, one.finish_reason) for one in out.outputs] for out in outputs], logprobs
+
+
+@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+def test_the_overlapped_loop_waits_for_the_ends_of_steps_alone(
+    monkeypatch: pytest.MonkeyPatch, preemption_mode: str
+) -> None:
+    """With every kind of request, forks of blocks, preemptions and swaps."""
+    sizes = SIZES | {"preemption_mode": preemption_mode, "swap_space_bytes": 2**22 * (preemption_mode == "swap")}
+    with CompiledEngine(device="cpu", **sizes) as engine:
+        expected = served(engine)
+    with pretended_gpu(monkeypatch) as gpu, CompiledEngine(device="cuda", check_invariants=True, **sizes) as engine:
+        assert engine.runner.steps.tables is not None
+        gpu.serving, waits = True, gpu.num_waits
+        found = served(engine)
+        gpu.serving = False
+        stats = engine.stats()
+        assert gpu.num_waits - waits == stats.num_steps, "one wait a step"
+        assert stats.num_preemptions > 0
+    assert found[0] == expected[0]
+    # Products are torch's here, and sums in another order.
+    assert found[1] == pytest.approx(expected[1], abs=1e-4)
+    assert len(found[1]) > 100
+    assert gpu.num_sent >= stats.num_steps
+
+
+@pytest.mark.parametrize("kind", ["windows", "stream"])
+def test_tables_of_windows_are_on_the_gpu_too(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Those of a stream, whose window moves, come with the step."""
+    if kind == "windows":
+        sizes = SIZES | {"model": str(checkpoint("gemma3")), "num_kv_blocks": 24}
+    else:
+        moved = {"max_model_len": 256, "num_kv_blocks": 64, "enable_prefix_caching": False, "sliding_window": 32}
+        sizes = SIZES | moved | {"attention_sink_tokens": 16, "max_num_batched_tokens": 32}
+    params = SamplingParams(temperature=0, max_tokens=60 if kind == "stream" else 16, ignore_eos=True)
+    prompts = [list(range(3, 30)), [9, 8, 7]]
+
+    def tokens(engine: CompiledEngine) -> list[list[int]]:
+        return [out.outputs[0].token_ids for out in engine.generate(prompts, params, use_tqdm=False)]
+
+    with CompiledEngine(device="cpu", **sizes) as engine:
+        expected = tokens(engine)
+    with pretended_gpu(monkeypatch) as gpu, CompiledEngine(device="cuda", check_invariants=True, **sizes) as engine:
+        steps = engine.runner.steps
+        assert steps.tables is not None
+        assert len(steps.tables.tensors) == 2
+        on_gpu = {tensor.data_ptr() for tensor in steps.tables.tensors}
+        (window,) = steps.buffers[steps.buckets[0]].step_input.windows
+        assert (window.block_table.data_ptr() in on_gpu) == (kind == "windows")
+        gpu.serving = True
+        assert tokens(engine) == expected
+        gpu.serving = False
+
+
+def test_what_a_host_would_wait_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended_gpu(monkeypatch) as gpu:
+        on_gpu, pinned = torch.zeros(4, device="cuda"), torch.zeros(4, pin_memory=True)
+        gpu.serving = True
+        for wait in (
+            lambda: torch.tensor([1.0], device=GPU),
+            lambda: on_gpu.sum().item(),
+            lambda: on_gpu.cpu(),
+            lambda: on_gpu.copy_(torch.zeros(4), non_blocking=True),
+            lambda: on_gpu.copy_(pinned),
+            lambda: torch.ones(3).to(GPU, non_blocking=True),
+            lambda: on_gpu.__setitem__(torch.tensor([1]), 0.5),
+            lambda: on_gpu.nonzero(),
+        ):
+            with pytest.raises(WaitError):
+                wait()
+        assert gpu.num_sent == 0
+        on_gpu.copy_(pinned, non_blocking=True)
+        pinned.fill_(2)
+        with pytest.raises(AssertionError, match="while a copy from it was under way"):
+            torch.cuda.synchronize()
+        gpu.serving = False
