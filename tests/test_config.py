@@ -6,7 +6,7 @@ import math
 import pytest
 
 from compiled_llm.config import EngineConfig, EngineLimits, StepDefaults
-from compiled_llm.worker.runner import _STEP_DEFAULTS
+from compiled_llm.worker.runner import STEP_DEFAULTS
 
 DEFAULTS = StepDefaults(
     batched_tokens=512, beside_decodes=128, decode_buckets=(1, 8, 32), token_buckets=(1, 1 / 4, 1 / 16)
@@ -145,12 +145,12 @@ def test_a_model_may_not_ask_for_any_length() -> None:
 
 
 def test_the_defaults_of_a_gpu_lose_no_more_than_half_to_padding() -> None:
-    resolved = EngineLimits.resolve(EngineConfig(), 4096, _STEP_DEFAULTS["cuda"])
+    resolved = EngineLimits.resolve(EngineConfig(), 4096, STEP_DEFAULTS["cuda"])
     assert resolved.decode_bucket_sizes == (1, 2, 4, 8, 16, 32, 64, 128, 256)
     tokens = resolved.token_bucket_sizes
     assert tokens == (128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
     assert max(large / small for small, large in itertools.pairwise(tokens)) <= 1.5
-    on_a_cpu = EngineLimits.resolve(EngineConfig(), 4096, _STEP_DEFAULTS["cpu"])
+    on_a_cpu = EngineLimits.resolve(EngineConfig(), 4096, STEP_DEFAULTS["cpu"])
     assert on_a_cpu.decode_bucket_sizes == (1, 8, 32)
     assert on_a_cpu.token_bucket_sizes == (32, 64, 128, 256, 512, 1024, 2048)
 

@@ -48,7 +48,7 @@ from compiled_llm.worker.sampling_stage import SamplingNeeds
 from compiled_llm.worker.times import RunnerTimes, StartTimes
 
 # By device. A CPU compiles one graph for all sizes, a GPU one for each.
-_STEP_DEFAULTS = {
+STEP_DEFAULTS = {
     "cpu": StepDefaults(2048, 512, (1, 8, 32), tuple(2**-n for n in range(7))),
     "cuda": StepDefaults(
         2048, 2048, tuple(2**n for n in range(9)), (1, *(n / 2**k for k in (2, 3, 4, 5) for n in (3, 2)))
@@ -122,7 +122,7 @@ class ModelRunner(Worker):
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes)
-        limits = EngineLimits.resolve(config, model_config.max_position_embeddings, _STEP_DEFAULTS[self.device.type])
+        limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
         self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
