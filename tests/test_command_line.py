@@ -54,7 +54,7 @@ print(parser.format_help())
 """
     done = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=True)
     assert "--bucket-sizes INT[,INT...]" in done.stdout
-    assert "(default: 1,8,32)" in done.stdout
+    assert "(default: 16)" in done.stdout
 
 
 def test_values_arrive() -> None:

@@ -38,7 +38,7 @@ class SwapSpace:
                 _copy(told, caches, pool)
 
     def rehearse(self, groups: Sequence[Caches]) -> None:
-        """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that from now on."""
+        """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that until it is emptied."""
         for caches, pool in zip(groups, self.pools, strict=True):
             if caches and caches[0].device.type == "cuda" and self.num_blocks:
                 count = min(self.num_blocks, -(-_REHEARSAL_BYTES // swap.bytes_per_block(caches)))

@@ -380,6 +380,7 @@ class ModelRunner(Worker):
             self._record_on(asked := memory.num_blocks())
             if (num_blocks := memory.blocks_after_recording(asked)) < asked:
                 self._record_on(num_blocks)
+            self.swap_space.rehearse(self.steps.cache_groups())
         self.memory_ledger = memory.ledger(
             self.weight_bytes, self.steps.nbytes, self.kv_cache_bytes, self.swap_space.nbytes
         )

@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def decoding_engine(arguments: Params, batch_size: int, context: int, params: Params) -> tuple[CompiledEngine, Bucket]:
     """An engine whose decode bucket holds a step of ``batch_size`` requests with ``context`` tokens each."""
-    sizes: Params = {"bucket_sizes": (batch_size,), "max_model_len": context + 16}
+    sizes: Params = {"bucket_sizes": (batch_size,), "max_model_len": context + 16, "token_bucket_sizes": (2048,)}
     engine = CompiledEngine(enable_prefix_caching=False, **sizes, **arguments)
     rng = np.random.default_rng(0)
     for i in range(batch_size):

@@ -3,7 +3,9 @@
 import argparse
 import importlib.util
 import json
+import shutil
 import sys
+import tarfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -108,3 +110,91 @@ def test_parts_that_do_not_fit_are_left_out_and_resumed(
         assert gpu_validate.main() == status
         assert said in capsys.readouterr().out
     assert all(gpu_validate.passed(name, tmp_path / "out") for name in ("long", "short"))
+
+
+def jobs(tmp_path: Path, count: int, gib: float) -> list[Any]:
+    """Each writes when it began and when it ended."""
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import pathlib, sys, time; began = time.time(); time.sleep(0.5);"
+        " pathlib.Path(sys.argv[1]).write_text(f'{began} {time.time()}'); sys.exit(int(sys.argv[2]))"
+    )
+    return [gpu_validate.Job(f"job-{n}", f"{script} {tmp_path / f'{n}.time'} {n % 2}", gib) for n in range(count)]
+
+
+@pytest.mark.parametrize(("cores", "gib", "at_once"), [(3, 99, 3), (9, 25, 2), (9, 5, 1)])
+def test_jobs_run_side_by_side_as_far_as_cores_and_memory_go(
+    tmp_path: Path, cores: int, gib: float, at_once: int
+) -> None:
+    statuses = gpu_validate.side_by_side(jobs(tmp_path, 3, 10), tmp_path, cores, gib, 60)
+    assert statuses == {"job-0": 0, "job-1": 1, "job-2": 0}
+    spans = [tuple(map(float, (tmp_path / f"{n}.time").read_text().split())) for n in range(3)]
+    most = max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
+    assert most <= at_once
+    assert (tmp_path / "job-1.compile.log").is_file()
+
+
+def test_jobs_that_take_too_long_are_ended_and_said_to_be(tmp_path: Path) -> None:
+    assert gpu_validate.side_by_side(jobs(tmp_path, 2, 1), tmp_path, 1, 9, 0.1) == {"job-0": None, "job-1": None}
+    assert not (tmp_path / "0.time").exists()
+
+
+def test_what_is_compiled_ahead_is_what_the_parts_run() -> None:
+    found = {job.name: job for job in gpu_validate.compile_jobs()}
+    assert set(found) == {name for name in gpu_validate.PARTS if name.startswith("kernels-")}
+    for name, job in found.items():
+        assert gpu_validate.PARTS[name][1].startswith(job.command.removesuffix(" --compile-only"))
+        assert job.command.endswith(" --compile-only")
+    sizes = [job.gib for job in gpu_validate.compile_jobs()]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_the_first_parts_fit_into_a_call_and_the_shortest_come_first() -> None:
+    first = list(gpu_validate.PARTS)[: list(gpu_validate.PARTS).index("code")]
+    assert first[0] == "smoke"
+    assert all(gpu_validate.PARTS[name][0] <= 75 for name in first if name != "compile")
+    assert gpu_validate.ENVIRONMENT["TORCH_LOGS"] == "cudagraphs,perf_hints,recompiles"
+
+
+@pytest.fixture
+def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As if there were one; parts are scripts in the folder, which is returned."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_validate.machine, "describe", lambda device: {"gpu": "none"})
+    (tmp_path / "ok.py").write_text("import os; print('{}'); print(os.environ['TORCH_LOGS'])")
+    (tmp_path / "bad.py").write_text("raise SystemExit(3)")
+    return tmp_path
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu_validate.py", *map(str, arguments)])
+    return gpu_validate.main()
+
+
+def test_two_calls_on_bare_machines_do_all(on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second finds nothing but the archive."""
+    ok, output, archive = on_a_gpu / "ok.py", on_a_gpu / "out", on_a_gpu / "kept.tgz"
+    monkeypatch.setattr(gpu_validate, "PARTS", {"short": (60, str(ok)), "long": (300, str(ok))})
+    arguments = ("--output", output, "--archive", archive, "--resume")
+    assert run_main(monkeypatch, *arguments, "--budget", 100) == 1
+    assert "cudagraphs" in (output / "short.log").read_text()
+    before = (output / "short.json").read_text()
+    shutil.rmtree(output)
+    assert run_main(monkeypatch, *arguments, "--budget", 1000) == 0
+    assert (output / "short.json").read_text() == before, "it did not run again"
+    with tarfile.open(archive) as packed:
+        names = set(packed.getnames())
+    assert {"out/short.json", "out/long.json", "out/long.log", "out/machine.json"} <= names
+    assert not list(on_a_gpu.glob("*.part"))
+
+
+def test_nothing_runs_after_a_smoke_that_failed(
+    on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {"smoke": (75, str(on_a_gpu / "bad.py")), "other": (60, str(on_a_gpu / "ok.py"))}
+    monkeypatch.setattr(gpu_validate, "PARTS", parts)
+    output = on_a_gpu / "out"
+    assert run_main(monkeypatch, "--output", output) == 1
+    assert not (output / "other.json").exists()
+    assert "the other parts are left out" in capsys.readouterr().out
+    assert run_main(monkeypatch, "--output", output, "--part", "other") == 0

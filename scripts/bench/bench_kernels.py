@@ -1,0 +1,188 @@
+"""Every kernel of a decode step on a GPU, as it ran: how long each took, and the gap before it.
+
+    python scripts/bench/bench_kernels.py --shape qwen3-0.6b --batch-size 32 --context 1024
+    python scripts/bench/bench_kernels.py --shape qwen3-8b --batch-size 256 --json kernels.json
+
+Requests of ``--context`` random tokens are served until all of them decode. Then their step is repeated under torch's
+profiler, ``--repeats`` times, with the same inputs; each figure is the median of these. The table has a line for each
+name: launches in a step, microseconds of all of them, of one, and of the gaps before them. JSON has the launches in
+their order too, under the names that ``inspect_gpu_step.py`` estimates. On a CPU the table is of ops instead.
+
+``--compile-only`` starts the engine on a small KV pool and ends: several of these at once fill torch's cache.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tables
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+from workloads import SHAPES, random_tokens
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm import hardware as machine
+from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.scheduling.bucket import Bucket
+from compiled_llm.worker.device import resolve_device
+from compiled_llm.worker.profiler import kind_of
+
+_STEP_ROOM = 64  # tokens that requests may generate before they are profiled
+
+
+class Launch(NamedTuple):
+    """A kernel of a step, or on a CPU an op. Microseconds; ``gap_us`` of the first is 0."""
+
+    name: str
+    us: float
+    gap_us: float
+
+
+def launches(events: Iterable[FunctionEvent], on_gpu: bool) -> list[Launch]:
+    """Those of one profiled step, in their order."""
+    if on_gpu:
+        ran = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+        ran = [event for event in ran if not event.name.startswith("compiled_llm::")]  # ranges around others
+    else:
+        ran = [event for event in events if not event.cpu_children]
+    ran.sort(key=lambda event: event.time_range.start)
+    found, end = [], None
+    for event in ran:
+        span = event.time_range
+        found.append(Launch(event.name, span.elapsed_us(), 0.0 if end is None else max(0.0, span.start - end)))
+        end = span.end if end is None else max(end, span.end)
+    return found
+
+
+def medians(steps: list[list[Launch]]) -> list[Launch]:
+    """Of each launch, over several profiles of the same step.
+
+    Raises:
+        RuntimeError: the profiles differ in their launches.
+    """
+    names = [[launch.name for launch in step] for step in steps]
+    if any(other != names[0] for other in names):
+        raise RuntimeError(f"the repeats of a step have other kernels: {sorted({len(step) for step in steps})} of them")
+    columns = zip(*steps, strict=True)
+    return [
+        Launch(column[0].name, *(statistics.median(one[field] for one in column) for field in (1, 2)))
+        for column in columns
+    ]
+
+
+def by_name(step: list[Launch]) -> list[dict[str, Any]]:
+    """A row for each name, the longest first."""
+    groups: dict[str, list[Launch]] = {}
+    for launch in step:
+        groups.setdefault(launch.name, []).append(launch)
+    rows = [
+        {
+            "name": name,
+            "work": kind_of(name) or "everything else",
+            "count": len(group),
+            "us": sum(launch.us for launch in group),
+            "us_each": statistics.median(launch.us for launch in group),
+            "gap_us": sum(launch.gap_us for launch in group),
+        }
+        for name, group in groups.items()
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def decoding(engine: CompiledEngine, batch_size: int, context: int) -> Bucket:
+    """Serve until ``batch_size`` requests of ``context`` tokens decode, all in one step; its bucket."""
+    import random
+
+    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=_STEP_ROOM, ignore_eos=True)
+    for number in range(batch_size):
+        engine.add_request(str(number), random_tokens(rng, engine.model_config.vocab_size, context), params)
+    known: dict[str, int] = {}
+    while len(known) < batch_size or min(known.values()) < 2:
+        known |= {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
+    return next(bucket for bucket in engine.runner.steps.buckets if bucket.kind == "decode")
+
+
+def profiled(engine: CompiledEngine, bucket: Bucket, repeats: int) -> list[Launch]:
+    steps, on_gpu = engine.runner.steps, engine.runner.device.type == "cuda"
+    found = []
+    for _ in range(repeats + 1):
+        with torch.autograd.profiler.profile(use_device="cuda" if on_gpu else None) as profile:
+            if steps.uses_trees:
+                torch.compiler.cudagraph_mark_step_begin()
+            steps.run_step(bucket)
+            if on_gpu:
+                torch.cuda.synchronize()
+        found.append(launches(profile.function_events or (), on_gpu))
+    return medians(found[1:])  # the first one warms the profiler up
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in the place of --shape")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--context", type=int, default=1024, help="tokens of each request")
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
+    parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "manual", "trees"))
+    parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--compile-only", action="store_true")
+    tables.add_json_flag(parser)
+    least = {"batch_size": 1, "context": 1, "repeats": 1}
+    return parser.parse_checked(lambda args: tables.check_target("--json", args.json), **least)
+
+
+@contextlib.contextmanager
+def engine_of(args: argparse.Namespace):
+    """One decode bucket, and one for prompts: what is compiled is what runs."""
+    with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory, errors_end("bench_kernels"):
+        Path(directory, "config.json").write_text(json.dumps(SHAPES[args.shape]))
+        length = args.context + _STEP_ROOM
+        blocks = 2 + length // 16 if args.compile_only else args.batch_size * -(-length // 16)
+        with CompiledEngine(
+            str(args.model or directory),
+            load_format="auto" if args.model else "dummy",
+            device=args.device,
+            bucket_sizes=(args.batch_size,),
+            token_bucket_sizes=(max(2048, args.batch_size),),
+            max_model_len=length,
+            num_kv_blocks=blocks,
+            kv_cache_dtype=args.kv_cache_dtype,
+            cuda_graphs=args.cuda_graphs,
+            enforce_eager=args.enforce_eager,
+            enable_prefix_caching=False,
+        ) as engine:
+            yield engine
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.device != "cpu" and not torch.cuda.is_available():
+        print("bench_kernels: no CUDA GPU here; --device cpu times ops", file=sys.stderr)
+        return 2
+    with engine_of(args) as engine:
+        if args.compile_only:
+            print(engine.compile_report())
+            return 0
+        step = profiled(engine, decoding(engine, args.batch_size, args.context), args.repeats)
+        facts = machine.describe(resolve_device(args.device))
+    rows, busy = by_name(step), sum(launch.us for launch in step)
+    gaps = sum(launch.gap_us for launch in step)
+    print(tables.text_table([row | {"name": row["name"][:70]} for row in rows]))
+    print(f"{len(step)} launches, {busy:.1f} us in them and {gaps:.1f} us between them")
+    result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape)}
+    result |= {"batch_size": args.batch_size, "context": args.context, "kv_cache_dtype": args.kv_cache_dtype}
+    result |= {"launches": len(step), "busy_us": busy, "gap_us": gaps, "kernels": rows, "machine": facts}
+    tables.finish(result, args.json, {"in_order": [launch._asdict() for launch in step]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""bench_kernels without a GPU: the table that follows from a profile, and a run on the CPU, where ops are timed."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.scripts.test_gpu_validate import ROOT, load
+
+CUDA, CPU = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "bench"))
+    return load(ROOT / "scripts" / "bench" / "bench_kernels.py")
+
+
+def event(name: str, start: float, end: float, device: Any = CUDA) -> Any:
+    span = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+    return SimpleNamespace(name=name, device_type=device, time_range=span, cpu_children=[])
+
+
+def test_launches_in_their_order_with_the_gaps_before_them(bench: Any) -> None:
+    events = [
+        event("nvjet_gemm", 15, 40),
+        event("split_kernel", 4, 12),
+        event("compiled_llm::step", 0, 60),
+        event("cudaGraphLaunch", 0, 3, CPU),
+        event("nvjet_gemm", 39, 50),  # begins before the other ends
+    ]
+    assert bench.launches(events, on_gpu=True) == [
+        ("split_kernel", 8, 0.0),
+        ("nvjet_gemm", 25, 3.0),
+        ("nvjet_gemm", 11, 0.0),
+    ]
+
+
+def test_medians_of_repeats_and_a_row_for_each_name(bench: Any) -> None:
+    steps = [[bench.Launch("a", us, 0.0), bench.Launch("nvjet", 5, gap), bench.Launch("a", 2, 1)]
+             for us, gap in ((4, 1), (6, 3), (50, 2))]  # fmt: skip
+    step = bench.medians(steps)
+    assert step == [("a", 6, 0.0), ("nvjet", 5, 2), ("a", 2, 1)]
+    assert bench.by_name(step) == [
+        {"name": "a", "work": "everything else", "count": 2, "us": 8, "us_each": 4, "gap_us": 1},
+        {"name": "nvjet", "work": "linears", "count": 1, "us": 5, "us_each": 5, "gap_us": 2},
+    ]
+    with pytest.raises(RuntimeError, match="have other kernels"):
+        bench.medians([*steps, step[:2]])
+
+
+def test_a_run_on_a_cpu(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = ROOT / "compiled_llm" / "demo_model"
+    path = tmp_path / "kernels.json"
+    flags = ["--model", demo, "--device", "cpu", "--batch-size", 3, "--context", 20, "--repeats", 2, "--json", path]
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *map(str, flags), "--enforce-eager"])
+    assert bench.main() == 0
+    result = json.loads(path.read_text())
+    assert result["launches"] == len(result["in_order"]) > 20
+    rows = {row["name"]: row for row in result["kernels"]}
+    config = json.loads((demo / "config.json").read_text())
+    assert rows["compiled_llm::paged_attention"]["count"] == config["num_hidden_layers"]
+    assert sum(row["us"] for row in rows.values()) == pytest.approx(result["busy_us"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py"])
+    assert bench.main() == 2
