@@ -51,6 +51,11 @@ def load_kernel(library: Path) -> Callable:
     return module.kernel
 
 
+def op_without_python(overload: Any) -> Callable:
+    """What ``torch.ops.library.name.overload`` calls: the op itself, less a Python frame a call."""
+    return overload._op
+
+
 def cache_dir() -> str:
     """Where torch keeps compiled code."""
     chosen = os.environ.get("TORCHINDUCTOR_CACHE_DIR")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.torch_private import aot_result, cache_dir, inductor_module, load_kernel
+from compiled_llm.ops.torch_private import aot_result, cache_dir, inductor_module, load_kernel, op_without_python
 
 
 class _Helpers:
@@ -64,7 +64,7 @@ def ready_code(ahead: Any) -> bytes | None:
 def load_ready(code: bytes, function_globals: dict[str, Any]) -> Callable:
     """The function. Runs what ``code`` holds. ``ImportError`` if one of its libraries is gone or cut off."""
     program, kernels, bytecode, graph_name, modules, pickled = marshal.loads(code)
-    namespace: dict[str, Any] = {"__name__": graph_name}
+    namespace: dict[str, Any] = {"__name__": graph_name, "op_without_python": op_without_python}
     namespace |= {name: load_kernel(Path(cache_dir(), library)) for name, library in kernels.items()}
     exec(program, namespace)
     run = namespace["call"]
@@ -147,7 +147,10 @@ def _program(graph: Any) -> tuple[types.CodeType, dict[str, str]] | None:
             kept.append(statement)
         elif built not in (False, "AsyncCompile") or isinstance(statement, ast.FunctionDef | ast.ClassDef):
             return None  # a kernel of another kind
-    program = ast.Module([statement for statement in map(_Needed(kept).visit, kept) if statement], [])
+    ops = _Ops()
+    kept = [ops.visit(statement) for statement in map(_Needed(kept).visit, kept) if statement]
+    first = next(i for i, statement in enumerate(kept) if isinstance(statement, ast.FunctionDef | ast.ClassDef))
+    program = ast.fix_missing_locations(ast.Module([*kept[:first], *ops.names(), *kept[first:]], []))
     return compile(program, f"<{graph.cache_key}>", "exec"), kernels
 
 
@@ -164,6 +167,26 @@ class _Needed(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         return node  # its imports are made when it is called
+
+
+class _Ops(ast.NodeTransformer):
+    """Ops are called by names of the program's own.
+
+    To look one up by four names, in each call of each step, takes as long as some ops do.
+    """
+
+    def __init__(self) -> None:
+        self._named: dict[str, str] = {}
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        called = ast.unparse(node.func)
+        if called.startswith("torch.ops.") and called.count(".") == 4:
+            self._named[called] = called.replace(".", "_")
+            node.func = ast.Name(self._named[called], ast.Load())
+        return self.generic_visit(node)
+
+    def names(self) -> list[ast.stmt]:
+        return [ast.parse(f"{name} = op_without_python({op})").body[0] for op, name in self._named.items()]
 
 
 def _called(value: ast.expr) -> str | None:

@@ -61,6 +61,13 @@ def test_equals_the_form_of_torch(rows: int) -> None:
         assert all(torch.equal(one, other) for one, other in pairs)
 
 
+def test_calls_ops_without_a_python_frame(payload: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = from_bytes(payload, scaled)
+    monkeypatch.setattr(type(torch.ops.aten.cumsum.default), "__call__", None)  # the compiled program calls this op
+    with torch.no_grad():
+        assert len(outputs(ready)) == 3
+
+
 def test_loads_without_the_compiler(payload: bytes, tmp_path: Path) -> None:
     """Nor do an engine's modules import it, nor the look at a model's shapes."""
     path = tmp_path / "payload"
