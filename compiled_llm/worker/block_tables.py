@@ -1,5 +1,6 @@
 """BlockTables: the block tables of all running requests on a GPU, which get no more than what changes."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,6 +11,8 @@ from compiled_llm.config import EngineLimits
 from compiled_llm.ops.pinned import on_device
 from compiled_llm.ops.torch_private import mark_static_address
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
+
+_ALIGNMENT = 16  # entries: Inductor copies inputs that are not aligned to 16 bytes
 
 # (which table, its row, the first entry, the entries from there on)
 TableChange = tuple[int, int, int, Sequence[int]]
@@ -27,9 +30,11 @@ class BlockTables:
 
     def __init__(self, limits: EngineLimits, device: torch.device, num_windows: int) -> None:
         self.padding_row = limits.max_num_seqs
-        shape = (1 + num_windows, limits.max_num_seqs + 1, limits.blocks_per_request)
-        self._all = torch.full(shape, SINK_BLOCK, dtype=torch.int32, device=device)
-        self.tensors = self._all.unbind()
+        shape = limits.max_num_seqs + 1, limits.blocks_per_request
+        entries = math.prod(shape)
+        self._width, self._stride = shape[1], -(-entries // _ALIGNMENT) * _ALIGNMENT
+        self._all = torch.full(((1 + num_windows) * self._stride,), SINK_BLOCK, dtype=torch.int32, device=device)
+        self.tensors = tuple(table[:entries].view(shape) for table in self._all.split(self._stride))
         for tensor in self.tensors:
             mark_static_address(tensor)
 
@@ -41,8 +46,8 @@ class BlockTables:
         """Write ``changes``, none of which meets another, in the order of the device's stream: one copy, one kernel."""
         if not changes:
             return
-        _, rows, width = self._all.shape
-        starts = np.array([(table * rows + row) * width + start for table, row, start, _ in changes], dtype=np.int64)
+        places = [table * self._stride + row * self._width + start for table, row, start, _ in changes]
+        starts = np.array(places, dtype=np.int64)
         counts = np.array([len(entries) for *_, entries in changes], dtype=np.int64)
         total = int(counts.sum())
         # Places and entries travel as one: int64 of all, then int32 of all.
@@ -51,4 +56,4 @@ class BlockTables:
         packed[: 2 * total].view(np.int64)[:] = np.arange(total) + np.repeat(starts - firsts, counts)
         packed[2 * total :] = np.concatenate([np.asarray(entries, dtype=np.int32) for *_, entries in changes])
         sent: Tensor = on_device(torch.from_numpy(packed), self._all.device)
-        self._all.view(-1).index_copy_(0, sent[: 2 * total].view(torch.int64), sent[2 * total :])
+        self._all.index_copy_(0, sent[: 2 * total].view(torch.int64), sent[2 * total :])

@@ -14,6 +14,7 @@ their order too, under the names that ``inspect_gpu_step.py`` estimates. On a CP
 import argparse
 import contextlib
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from workloads import SHAPES, random_tokens
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser, errors_end
+from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.worker.device import resolve_device
 from compiled_llm.worker.profiler import kind_of
@@ -97,8 +99,6 @@ def by_name(step: list[Launch]) -> list[dict[str, Any]]:
 
 def decoding(engine: CompiledEngine, batch_size: int, context: int) -> Bucket:
     """Serve until ``batch_size`` requests of ``context`` tokens decode, all in one step; its bucket."""
-    import random
-
     rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=_STEP_ROOM, ignore_eos=True)
     for number in range(batch_size):
         engine.add_request(str(number), random_tokens(rng, engine.model_config.vocab_size, context), params)
@@ -114,7 +114,7 @@ def profiled(engine: CompiledEngine, bucket: Bucket, repeats: int) -> list[Launc
     for _ in range(repeats + 1):
         with torch.autograd.profiler.profile(use_device="cuda" if on_gpu else None) as profile:
             if steps.uses_trees:
-                torch.compiler.cudagraph_mark_step_begin()
+                begin_step_of_trees()
             steps.run_step(bucket)
             if on_gpu:
                 torch.cuda.synchronize()
