@@ -13,10 +13,11 @@ from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
 from compiled_llm.models.quantized.plan import GENERAL
-from compiled_llm.models.quantized.scheme import Scheme, StoredPart
+from compiled_llm.models.quantized.scheme import Scheme, StoredPart, usual_dtypes
 from compiled_llm.models.reader import Stack, Wanted
 from compiled_llm.models.rope_config import Rope, read_rope
 from compiled_llm.models.weights import ModelWeights, Source
+from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
 C = TypeVar("C", bound=ModelConfig)
 W = TypeVar("W", bound=ModelWeights)
@@ -95,6 +96,10 @@ class _ShapeReader:
         for one in wanted:
             self.tensor(one)
 
+    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
+        """As checkpoints in this dtype usually have it: none is read."""
+        return scheme.kept(usual_dtypes(_stored(name, scheme, out_features, in_features), self.dtype))
+
     def quantized(
         self,
         name: str,
@@ -108,15 +113,18 @@ class _ShapeReader:
         assert weight not in self.taken or (stack is not None and stack.number), f"{name} is taken twice"
         before = () if stack is None else (stack.size,)
         self.taken[weight] = (*before, out_features, in_features)
-        try:
-            parts = scheme.stored(out_features, in_features)
-        except ValueError as error:
-            raise ValueError(f"config.json: {name} cannot be quantised so: {error}") from error
-        for which, part in parts.items():
+        for which, part in _stored(name, scheme, out_features, in_features).items():
             shapes = tuple((*before, *shape) for shape in part.shapes)
             self.stored[f"{name}{'_' if before else '.'}{which}"] = part._replace(shapes=shapes)
         order = torch.empty(in_features, dtype=torch.int32, device="meta") if scheme.ordered else None
         return order, torch.empty(1, device="meta") if scheme.static_activations else None
+
+
+def _stored(name: str, scheme: Scheme, out_features: int, in_features: int) -> dict[str, StoredPart]:
+    try:
+        return scheme.stored(out_features, in_features)
+    except ValueError as error:
+        raise ValueError(f"config.json: {name} cannot be quantised so: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)

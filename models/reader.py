@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compiled_llm.models.linears.protocol import Put, PutQuantized
 from compiled_llm.models.quantized.scheme import Scheme
+from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
 
 class Wanted(NamedTuple):
@@ -56,6 +57,9 @@ class Reader(Protocol):
 
     def rows(self, wanted: Sequence[Wanted], put: Put) -> None:
         """As ``Take.rows``; no piece has rows of two matrices."""
+
+    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
+        """As ``Take.kept``, of the layer ``name``."""
 
     def quantized(
         self,

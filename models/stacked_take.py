@@ -8,7 +8,7 @@ from compiled_llm.models.linears.protocol import Part, Put, PutQuantized
 from compiled_llm.models.quantized.mxfp4 import StackedMxfp4
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Reader, Stack, Wanted
-from compiled_llm.ops.linear.quantized_weight import QuantizedRows
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
 _COLUMNS = 64  # of a matrix that are transposed at a time, in the caches
 
@@ -27,6 +27,9 @@ class StackedTake:
         assert self._biases is not None
         bias = self._biases[int(name.removesuffix(".bias").rpartition(".")[2])]
         return bias if bias.is_meta else bias.view(-1, self._in_turn).t().flatten()
+
+    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+        return scheme.form
 
     def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         if not isinstance(scheme, StackedMxfp4):

@@ -19,7 +19,7 @@ from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Reader, Wanted
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.models.stacked_take import StackedTake
-from compiled_llm.ops.linear.quantized_weight import QuantizedRows
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
 
 class ModelWeights(Protocol):
@@ -90,6 +90,10 @@ class Source:
     def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put, dtype: torch.dtype | None = None) -> None:
         """The rows of the matrices of these names, one below the other; see ``Take.rows``."""
         self._reader.rows([_wanted(name, shape, dtype=dtype) for name, shape in shapes.items()], put)
+
+    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+        """As ``Take.kept``."""
+        return self._reader.kept(part.name, scheme, part.out_features, part.in_features)
 
     def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         """As ``Take.quantized``, the rows as the checkpoint has them."""
@@ -261,6 +265,9 @@ class _PartsTake:
             elif not (tensor := self(name, shape)).is_meta:
                 put(start, tensor)
             start += shape[0]
+
+    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+        return self._source.kept(part, scheme)
 
     def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         """Rows that are to be changed in order are decoded as a whole first."""

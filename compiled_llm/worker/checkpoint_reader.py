@@ -17,7 +17,7 @@ from compiled_llm.models.files import open_file
 from compiled_llm.models.linears.protocol import Put, PutQuantized
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.reader import Stack, Wanted
-from compiled_llm.ops.linear.quantized_weight import QuantizedRows
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 from compiled_llm.resources import granted_cores
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor
 from compiled_llm.worker.quantized_reader import QuantizedLayer
@@ -98,6 +98,11 @@ class CheckpointReader:
             return
         for _ in self._pool.map(self._read, pieces):
             pass
+
+    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
+        """As ``Reader.kept``: by the dtypes that the files have."""
+        names = {which: f"{name}.{which}" for which in scheme.stored(out_features, in_features)}
+        return scheme.kept({which: DTYPES[self._stored[of].dtype] for which, of in names.items() if of in self._stored})
 
     def quantized(
         self,

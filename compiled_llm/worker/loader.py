@@ -14,11 +14,11 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Description
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
-from compiled_llm.models.quantized.scheme import Scheme, StoredPart
+from compiled_llm.models.quantized.scheme import Scheme, StoredPart, usual_dtypes
 from compiled_llm.models.reader import Stack, Wanted
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import Source
-from compiled_llm.ops.linear.quantized_weight import quantize
+from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
 from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
 from compiled_llm.worker.tensor_names import by_family_names, parts_of
@@ -94,6 +94,9 @@ class RandomReader:
             for _ in range(count):
                 put(start, self._values(one, one.shape[-2:]))
                 start += num_rows
+
+    def kept(self, name: str, scheme: Scheme, out_features: int, in_features: int) -> WeightFormat:
+        return scheme.kept(usual_dtypes(scheme.stored(out_features, in_features), self.dtype))
 
     def quantized(
         self,

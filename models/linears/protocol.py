@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.quantized.scheme import Scheme
-from compiled_llm.ops.linear.quantized_weight import QuantizedRows
+from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
 
 class Part(NamedTuple):
@@ -57,6 +57,9 @@ class Take(Protocol):
         ``put`` gets each row once, in any order, a piece at a time and from several threads. When this returns, it
         has got all. On the device "meta" it gets none.
         """
+
+    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+        """The form in which the rows of the weight of ``part`` are kept, none of them changed (``Scheme.kept``)."""
 
     def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
         """The rows of the weight of ``part``, which the checkpoint keeps by ``scheme``, to ``put`` as in ``rows``.

@@ -1,6 +1,7 @@
 """A kind of linear layer whose weights are read as a quantised checkpoint has them (models/quantized)."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +15,7 @@ from compiled_llm.models.linears.quantized import Scheme as Computed
 from compiled_llm.models.quantized.plan import QuantizationPlan
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized, pack_quantized_rows
-from compiled_llm.ops.linear.quantized_weight import QuantizedRows
+from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, ZERO_DTYPES, QuantizedRows, WeightFormat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ class Published:
             return Joined(tuple(self.take(take, [part]) for part in parts))
         assert first is not None
         out_features, in_features = sum(part.out_features for part in parts), parts[0].in_features
-        weight, form = empty_quantized(first.form, out_features, in_features, take.device), first.form
+        form = _kept(take, parts, first)
+        weight = empty_quantized(form, out_features, in_features, take.device)
         start, order, input_scale = 0, None, None
         for part in parts:
 
@@ -89,7 +91,8 @@ class Published:
         if first is None:
             return self.plain.take_experts(take, experts, top_k)
         out_features, in_features = sum(part.out_features for part in experts[0]), parts[0].in_features
-        weight, form = empty_quantized(first.form, out_features, in_features, take.device, len(experts)), first.form
+        form = _kept(take, parts, first)
+        weight = empty_quantized(form, out_features, in_features, take.device, len(experts))
         for number, each in enumerate(experts):
             start, own = 0, weight.expert(number)
             for part in each:
@@ -102,6 +105,18 @@ class Published:
         computed = Computed(form, first.activations)
         biases = take_biases(take, experts)
         return QuantizedExperts(weight, biases, computed, len(experts), out_features, in_features, top_k)
+
+
+def _kept(take: Take, parts: Sequence[Part], scheme: Scheme) -> WeightFormat:
+    """One form for all ``parts``: in the least dtypes that hold the scales and the zero points of each."""
+    forms = [take.kept(part, scheme) for part in parts]
+
+    def widest(names: set[str]) -> str:
+        return DTYPE_NAMES[functools.reduce(torch.promote_types, (ZERO_DTYPES[name] for name in names))]
+
+    return forms[0]._replace(
+        scale_dtype=widest({form.scale_dtype for form in forms}), zero_dtype=widest({form.zero_dtype for form in forms})
+    )
 
 
 def in_order_of(rows: Sequence[tuple[int, QuantizedRows]], order: Tensor) -> QuantizedRows:

@@ -19,7 +19,7 @@ from compiled_llm.models.quantized.scheme import (
     unpack_nibbles,
     unpack_words,
 )
-from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
+from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedRows, WeightFormat
 
 # What checkpoints hold besides, for engines that quantise activations or the KV cache in another way.
 _LEFT = ("input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale", "q_scale")
@@ -47,6 +47,9 @@ class _Rows:
     @property
     def in_pieces(self) -> str | None:
         return self.weight
+
+    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+        return self.form._replace(scale_dtype=DTYPE_NAMES[dtypes[self.scale]])
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return None
@@ -80,6 +83,10 @@ class EightBits(_Rows):
     """Codes as numbers of eight bits, ``[N, K]``: int8 (which may hold codes of four), or fp8 e4m3."""
 
     zero_dtypes: tuple[torch.dtype, ...] = (torch.int8,)
+
+    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+        form = super().kept(dtypes)
+        return form._replace(zero_dtype=DTYPE_NAMES[dtypes[self.zero]]) if form.zeros else form
 
     def stored(self, out_features: int, in_features: int) -> dict[str, StoredPart]:
         dtype = torch.float8_e4m3fn if self.form.element == "fp8" else torch.int8
@@ -174,6 +181,9 @@ class Fp4(_Rows):
     whole_scale: str = ""
     divides: bool = False
     input_scale: str = "input_global_scale"
+
+    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+        return self.form  # products of two scales, or powers of two
 
     def stored(self, out_features: int, in_features: int) -> dict[str, StoredPart]:
         size = self.block[1]

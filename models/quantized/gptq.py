@@ -24,7 +24,7 @@ from compiled_llm.models.quantized.scheme import (
     signed,
     unpack_words,
 )
-from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
+from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedRows, WeightFormat
 
 _PLACE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)  # of AWQ's words
 # How a checkpoint was made, which says nothing of how it lies.
@@ -75,6 +75,11 @@ class Transposed:
             # Without desc_act it is left out by some, and says nothing new where it is there.
             found["g_idx"] = StoredPart(((in_features,),), (torch.int32, torch.int64), required=self.ordered)
         return found
+
+    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+        # Zero points of 8 bits are up to 128 with the 1 that "gptq" takes off: bfloat16 holds whole numbers up to 256.
+        zero_dtype = "bfloat16" if self.form.bits == 8 and self.offset else "int8"
+        return self.form._replace(scale_dtype=DTYPE_NAMES[dtypes["scales"]], zero_dtype=zero_dtype)
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         g_idx = tensors.get("g_idx")

@@ -45,6 +45,9 @@ class StackedMxfp4:
             "scales": StoredPart((groups,), (torch.uint8,)),
         }
 
+    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+        return self.form
+
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return None
 

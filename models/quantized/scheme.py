@@ -64,6 +64,9 @@ class Scheme(Protocol):
             ValueError: layers of this size cannot be kept so.
         """
 
+    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+        """``form``, its scales and zero points in the fewest bytes that are exact where a layer's tensors are such."""
+
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """The input that each column of the decoded codes is for, ``[K]`` int32; None: its own.
 
@@ -95,6 +98,11 @@ def kept_group(size: int, where: str) -> tuple[int, int]:
         f"config.json: {where} must be -1, a multiple of 16 below 128, or one of 128 up to 2^24, given {size!r:.100}. "
         "Quantise the model again with such groups"
     )
+
+
+def usual_dtypes(stored: Mapping[str, StoredPart], dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Of the tensors ``Scheme.stored``, as checkpoints of models in ``dtype`` usually have them."""
+    return {name: dtype if dtype in part.dtypes else part.dtypes[0] for name, part in stored.items()}
 
 
 def repeat_groups(of_groups: Tensor, times: int, num_groups: int) -> Tensor:

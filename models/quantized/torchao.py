@@ -23,7 +23,7 @@ from compiled_llm.models.quantized.scheme import (
     signed,
     unpack_nibbles,
 )
-from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
+from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedRows, WeightFormat
 
 _NAMES: dict[str, Any] = {"weight": "_weight_qdata", "scale": "_weight_scale", "zero": "_weight_zero_point"}
 _TYPES = [
@@ -53,6 +53,10 @@ class PlainInt4:
             "_weight_scale": StoredPart(groups, FLOATS),
             "_weight_zero_point": StoredPart(groups, FLOATS),
         }
+
+    def kept(self, dtypes: Mapping[str, torch.dtype]) -> WeightFormat:
+        # Zero points are quotients here.
+        return self.form._replace(scale_dtype=DTYPE_NAMES[dtypes["_weight_scale"]], zero_dtype="float32")
 
     def order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         return None

@@ -64,7 +64,7 @@ def pack_rows(packed: Tensor, start: int, rows: Tensor) -> None:
 
 
 def pack_words(packed: Tensor, start: int, words: Tensor) -> None:
-    """Write ``words`` ``[n, words]`` of 2 or 4 bytes, contiguous, into ``packed`` ``[tiles, words, 16]``."""
+    """Write ``words`` ``[n, words]`` of 1, 2 or 4 bytes, contiguous, into ``packed`` ``[tiles, words, 16]``."""
     assert packed.dtype == words.dtype, "words are packed as they are"
     pack = _packing().get(words.itemsize)
     if pack is not None:

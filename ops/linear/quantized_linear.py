@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
 from compiled_llm.ops.linear.quantized_weight import (
-    SCALE_DTYPES,
+    DTYPE_NAMES,
     QuantizedWeight,
     WeightFormat,
     dequantize,
@@ -97,8 +97,7 @@ def quantized_linear_reference(
     out_features: int,
 ) -> Tensor:
     """The op in plain torch: dequantise, multiply in float32, round once."""
-    (scale_dtype,) = (name for name, dtype in SCALE_DTYPES.items() if dtype == scales.dtype)
-    form = WeightFormat(element, group_size, zeros is not None, scale_dtype)
+    form = WeightFormat(element, group_size, zeros is not None, DTYPE_NAMES[scales.dtype])
     packed = QuantizedWeight(codes, scales, zeros)
     rows = unpack_quantized_rows(packed, torch.arange(out_features, device=codes.device), form, x.shape[1])
     return F.linear(x.float(), dequantize(rows, form), None if bias is None else bias.float()).to(x.dtype)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
-from compiled_llm.ops.linear.quantized_weight import SCALE_DTYPES, QuantizedWeight, WeightFormat, unpack_quantized_rows
+from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedWeight, WeightFormat, unpack_quantized_rows
 
 _WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? x_scale"
 _FORM = "str element, int group_size, int out_features"
@@ -113,8 +113,7 @@ def quantized_linear_a8_reference(
     out_features: int,
 ) -> Tensor:
     """The op in plain torch. Sums and the steps of float32 are computed in float64 and then rounded."""
-    dtype_of = {dtype: name for name, dtype in SCALE_DTYPES.items()}
-    form = WeightFormat(element, group_size, zeros is not None, dtype_of[scales.dtype])
+    form = WeightFormat(element, group_size, zeros is not None, DTYPE_NAMES[scales.dtype])
     in_features = x.shape[1]
     ids = torch.arange(out_features, device=codes.device)
     rows = unpack_quantized_rows(QuantizedWeight(codes, scales, zeros), ids, form, in_features)

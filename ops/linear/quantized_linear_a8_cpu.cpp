@@ -1,10 +1,10 @@
-// Linear layers of quantised weights and activations, for CPUs. quantized_linear_a8.py has the formula, the reference and the
-// schemas, quantized_weight.py the layout.
+// Linear layers of quantised weights and activations, for CPUs. quantized_linear_a8.py has the formula, the reference
+// and the schemas, quantized_weight.py the layout.
 //
-// Rows are quantised first, once. Then threads take units, pieces of the column tiles of a block of rows of a layer, one
-// after the other. In a unit, `cols` column tiles are read from memory once for a block of rows, and used from the caches by
-// every group of `rows` rows. A product takes all inputs, with its integer sums in registers. On tile registers a product
-// is of all rows of the block.
+// Rows are quantised first, once. Then threads take units, pieces of the column tiles of a block of rows of a layer,
+// one after the other. In a unit, `cols` column tiles are read from memory once for a block of rows, and used from the
+// caches by every group of `rows` rows. A product takes all inputs, with its integer sums in registers. On tile
+// registers a product is of all rows of the block.
 
 #include <algorithm>
 #include <atomic>
@@ -52,8 +52,8 @@ Shape with_experts(std::optional<int64_t> experts, std::initializer_list<int64_t
 void check(const char* op, const Arguments& of, std::optional<int64_t> experts) {
   const Tensor& x = of.x;
   const auto dtype = x.dtype();
-  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf, op, ": x must be bfloat16, float32 or float16, got ",
-              dtype);
+  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf, op,
+              ": x must be bfloat16, float32 or float16, got ", dtype);
   CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, op, ": x must be [T, K] with K > 0, got ", x.sizes());
   CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, op, ": the last stride of x must be 1, got strides ", x.strides());
   CHECK_VALUE(of.element == "int8" || of.element == "int4", op, ": element must be int8 or int4, got ", of.element);
@@ -72,11 +72,15 @@ void check(const char* op, const Arguments& of, std::optional<int64_t> experts) 
                   (kept == kFloat || kept == kBFloat16 || kept == kHalf),
               op, ": scales must be a contiguous ", groups, " of float32, bfloat16 or float16, got ", of.scales.sizes(),
               " of ", kept);
-  CHECK_VALUE(!of.zeros || (of.zeros->sizes() == groups && of.zeros->is_contiguous() && of.zeros->dtype() == kept), op,
-              ": zeros must be a contiguous ", groups, " of ", kept, ", got ", of.zeros->sizes(), " of ", of.zeros->dtype());
+  const auto zero = of.zeros ? of.zeros->dtype() : kept;
+  CHECK_VALUE(!of.zeros || (of.zeros->sizes() == groups && of.zeros->is_contiguous() &&
+                            (zero == kChar || zero == kFloat || zero == kBFloat16 || zero == kHalf)),
+              op, ": zeros must be a contiguous ", groups, " of int8, float32, bfloat16 or float16, got ",
+              of.zeros->sizes(), " of ", zero);
   const Shape biases = with_experts(experts, {of.N});
   CHECK_VALUE(!of.bias || (of.bias->sizes() == biases && of.bias->is_contiguous() && of.bias->dtype() == dtype), op,
-              ": bias must be a contiguous ", biases, " of ", dtype, ", got ", of.bias->sizes(), " of ", of.bias->dtype());
+              ": bias must be a contiguous ", biases, " of ", dtype, ", got ", of.bias->sizes(), " of ",
+              of.bias->dtype());
   CHECK_VALUE(!of.x_scale || (of.x_scale->sizes() == Shape{1} && of.x_scale->dtype() == kFloat), op,
               ": x_scale must be [1] of float32, got ", of.x_scale->sizes(), " of ", of.x_scale->dtype());
   for (const Tensor* tensor : {&x, &of.codes, &of.scales, of.zeros ? &*of.zeros : &x, of.bias ? &*of.bias : &x,
@@ -128,12 +132,20 @@ struct Workplace8 {
   std::vector<uint8_t> codes;
 };
 
+// `count` zeros from `at` on, as float32.
+void widen_zeros(const Kernels& all, const Tensor& zeros, int64_t at, int64_t count, float* to) {
+  if (zeros.dtype() == kChar) return all.widen(zeros.data<const int8_t>() + at, count, to);
+  with_dtype(zeros.dtype(),
+             [&]<class Z>(const KernelsOf8<Z>& kernels) { kernels.widen(zeros.data<const Z>() + at, count, to); });
+}
+
 bool on_tiles(const Kernels& all, int64_t rows) { return all.tiles.int8 != nullptr && rows >= TILED_ROWS; }
 
 // `x` and `out` begin with the first row of all layers. The thread's next unit has its weights at `next`.
 template <class T, class S>
-void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const KernelsOf8<S>& of_scales, const Arguments& of, const Unit& unit,
-                   const Rows8& x, int64_t cols, const uint8_t* next, T* out, Workplace8& place) {
+void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const KernelsOf8<S>& of_scales,
+                   const Arguments& of, const Unit& unit, const Rows8& x, int64_t cols, const uint8_t* next, T* out,
+                   Workplace8& place) {
   const int64_t tiles = of.tiles(), words = of.words(), groups = of.groups();
   const auto* const multiply = of.element == "int4" ? all.int4 : all.int8;
   const int64_t group = (of.group() + of.inputs() - 1) / of.inputs();
@@ -142,8 +154,7 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
   for (int64_t tile = unit.tile; tile < unit.end; tile += cols) {
     const int64_t c = std::min(cols, unit.end - tile), at = unit.layer * tiles + tile;
     of_scales.widen(of.scales.data<const S>() + at * groups * TILE, c * groups * TILE, place.scales.data());
-    if (of.zeros)
-      of_scales.widen(of.zeros->data<const S>() + at * groups * TILE, c * groups * TILE, place.zeros.data());
+    if (of.zeros) widen_zeros(all, *of.zeros, at * groups * TILE, c * groups * TILE, place.zeros.data());
     const int64_t column = tile * TILE, columns = std::min(c * TILE, of.N - column);
     const uint8_t* const w = of.codes.data<const uint8_t>() + at * words * WORD_BYTES;
     const float* const zeros = of.zeros ? place.zeros.data() : nullptr;
@@ -177,7 +188,8 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
 }
 
 // Rows from `first` on, of which `starts` says how many each layer has. The first is row `first` of the result.
-void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int32_t* index, int64_t first, Tensor& result) {
+void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int32_t* index, int64_t first,
+              Tensor& result) {
   const int64_t rows = starts.back(), K = of.K(), tiles = of.tiles();
   if (rows == 0) return;
   const Kernels& all = chosen();
@@ -217,8 +229,9 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
   });
 }
 
-Tensor quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
-                           const std::optional<Tensor>& bias, const std::optional<Tensor>& x_scale,
+Tensor quantized_linear_a8(const Tensor& x, const Tensor& codes, const Tensor& scales,
+                           const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias,
+                           const std::optional<Tensor>& x_scale,
                            const std::string& element, int64_t group_size, int64_t out_features) {
   const Arguments of = {x, codes, scales, zeros, bias, x_scale, element, group_size, out_features};
   check("quantized_linear_a8", of, std::nullopt);
@@ -238,9 +251,10 @@ Tensor grouped_quantized_linear_a8(const Tensor& x, const Tensor& codes, const T
   check(op, of, experts);
   CHECK_VALUE(!rows || (rows->dim() == 1 && rows->is_contiguous() && rows->dtype() == kInt && rows->is_cpu()), op,
               ": rows must be contiguous and int32 on the CPU, got ", rows->sizes(), " of ", rows->dtype());
-  CHECK_VALUE(starts.sizes() == Shape{experts + 1} && starts.is_contiguous() && starts.dtype() == kInt && starts.is_cpu(),
-              op, ": starts must be a contiguous [", experts + 1, "] of int32 on the CPU, got ", starts.sizes(), " of ",
-              starts.dtype());
+  CHECK_VALUE(
+      starts.sizes() == Shape{experts + 1} && starts.is_contiguous() && starts.dtype() == kInt && starts.is_cpu(), op,
+      ": starts must be a contiguous [", experts + 1, "] of int32 on the CPU, got ", starts.sizes(), " of ",
+      starts.dtype());
   const int64_t count = rows ? rows->size(0) : x.size(0);
   const auto* const from = starts.data<const int32_t>();
   CHECK_INDEX(from[0] >= 0 && std::is_sorted(from, from + experts + 1) && from[experts] <= count, op,

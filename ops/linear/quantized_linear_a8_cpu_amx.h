@@ -2,9 +2,9 @@
 // outputs, at twice the rate of bfloat16. Codes of int8 are packed as such tiles already: a "quad" is 4 inputs of 16
 // outputs, 64 bytes, and 16 quads are a tile of weights. Codes of int4 are widened, once for all rows of a block.
 //
-// Weights are taken a chunk at a time, which stays in L1 while the rows of the block stream from L2. Two by two sums take
-// four loads for four products, as those of bfloat16 do; so half as many of both make up the same layer. Integer sums are
-// exact: that inputs are cut into chunks and tiles changes no bits.
+// Weights are taken a chunk at a time, which stays in L1 while the rows of the block stream from L2. Two by two sums
+// take four loads for four products, as those of bfloat16 do; so half as many of both make up the same layer. Integer
+// sums are exact: that inputs are cut into chunks and tiles changes no bits.
 //
 // A group of fewer than 64 inputs is a product of narrower tiles, not of tiles filled up with zeros: a product takes as
 // long, but loads and the widened codes are as many bytes as there are.
@@ -20,11 +20,11 @@ constexpr int64_t CHUNK = 256;  // quads: 32 KiB of two column tiles; with a chu
 // Quads of a tile of weights, where groups have `group` of them.
 inline int64_t quads_of_tile(int64_t group) { return std::min(group, TILE_WORDS); }
 
-// R row tiles (1 or 2) by C column tiles (1 or 2), over `steps` tiles of inputs. sums [R * 16, C, 16]; not read if `first`.
-// Calls `meanwhile` before each step.
+// R row tiles (1 or 2) by C column tiles (1 or 2), over `steps` tiles of inputs. sums [R * 16, C, 16]; not read if
+// `first`. Calls `meanwhile` before each step.
 template <int R, int C, class Meanwhile>
-INLINE void multiply_quads(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t w_stride, int64_t steps, int64_t step,
-                           int32_t* sums, bool first, Meanwhile& meanwhile) {
+INLINE void multiply_quads(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t w_stride, int64_t steps,
+                           int64_t step, int32_t* sums, bool first, Meanwhile& meanwhile) {
   TILES tiles;
   constexpr int64_t ROW = 64, SUMS_ROW = C * ROW;
   int32_t* const below = sums + TILE_ROWS * C * TILE_WORDS;

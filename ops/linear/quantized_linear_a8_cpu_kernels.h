@@ -1,9 +1,10 @@
-// The kernels of quantized_linear_a8 for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains
-// the macros. All sets give the same bits: integer sums are exact, and the steps in float32 are the same ones.
+// The kernels of quantized_linear_a8 for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which
+// explains the macros. All sets give the same bits: integer sums are exact, and the steps in float32 are the same ones.
 //
-// A product takes groups of four inputs. With VNNI these are one instruction, of unsigned weights by signed activations, so
-// codes of int8 are kept with an offset of 128 there (those of int4 always with 8); the sums start at what makes up for it.
-// Without, weights and activations are widened to 16 bits. On tile registers blocks of rows are multiplied (..._amx.h).
+// A product takes groups of four inputs. With VNNI these are one instruction, of unsigned weights by signed
+// activations: codes of int8 are kept with an offset of 128 there (those of int4 always with 8), and the sums start at
+// what makes up for it. Without, weights and activations are widened to 16 bits. On tile registers blocks of rows are
+// multiplied (..._amx.h).
 
 #include <array>
 #include <cstring>
@@ -76,7 +77,8 @@ TARGET void multiply(const Work8& work) {
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-        for (int i = 0; i < C * PARTS; ++i) sums[s][m][i] = IntRegister{} + (s == 0 ? work.x.starts[m * groups + g] : 0);
+        for (int i = 0; i < C * PARTS; ++i)
+          sums[s][m][i] = IntRegister{} + (s == 0 ? work.x.starts[m * groups + g] : 0);
     int64_t word = g * work.group;
     const int64_t end = std::min(word + work.group, work.words);
     const auto take = [&](int s, int64_t at) TARGET __attribute__((always_inline)) {
@@ -169,6 +171,11 @@ TARGET void widen(const T* from, int64_t count, float* to) {
   for (int64_t i = 0; i < count; i += kLanes) store(to + i, load_floats(from + i));
 }
 
+TARGET inline void widen_bytes(const int8_t* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    store(to + i, convert(__builtin_convertvector(*reinterpret_cast<const Codes*>(from + i), IntVec)));
+}
+
 template <class T>
 TARGET void finish(const Finish8<T>& of) {
   for (int64_t i = 0; i < of.columns; i += TILE) {
@@ -188,7 +195,7 @@ inline Kernels kernels() {
   static_assert(ROWS <= MAX_ROWS && COLS <= MAX_COLS);
   static constexpr auto int8 = products<8>(std::make_index_sequence<ROWS * COLS>());
   static constexpr auto int4 = products<4>(std::make_index_sequence<ROWS * COLS>());
-  return {ROWS, COLS, OFFSET, int8.data(), int4.data(), tile_kernels(),
+  return {ROWS, COLS, OFFSET, int8.data(), int4.data(), tile_kernels(), widen_bytes,
           {quantize<BFloat16>, widen<BFloat16>, finish<BFloat16>},
           {quantize<float>, widen<float>, finish<float>},
           {quantize<Half>, widen<Half>, finish<Half>}};

@@ -1,4 +1,5 @@
-// What the kernels of quantized_linear_a8 get, and what they are. quantized_linear_a8_cpu.cpp explains the loops around them.
+// What the kernels of quantized_linear_a8 get, and what they are. quantized_linear_a8_cpu.cpp explains the loops around
+// them.
 
 #pragma once
 
@@ -83,7 +84,7 @@ struct Finish8 {
 template <class T>
 struct KernelsOf8 {
   void (*quantize)(const T* x, const Quantize& how, const Rows8& to);  // one row
-  void (*widen)(const T* from, int64_t count, float* to);              // scales; a multiple of TILE
+  void (*widen)(const T* from, int64_t count, float* to);              // scales or zeros; a multiple of TILE
   void (*finish)(const Finish8<T>&);
 };
 
@@ -93,6 +94,7 @@ struct Kernels {
   void (*const* int8)(const Work8&);  // [rows, cols]: entry [m - 1, c - 1]
   void (*const* int4)(const Work8&);
   TileKernels tiles;  // nulls where there are none
+  void (*widen)(const int8_t* from, int64_t count, float* to);  // zeros; a multiple of TILE
   KernelsOf8<BFloat16> bf16;
   KernelsOf8<float> f32;
   KernelsOf8<Half> f16;

@@ -3,13 +3,13 @@
 //
 //   y[t, n] = bias[n] + sum over parts of  scale * (sum of value(code) * x - zero * sum of x)
 //
-// A part is a group of inputs, or 128 of them where a row is one group. Its sum starts at 0, is scaled once, and is added
-// to the sums of the parts before it, in float32. Every value of a code is exact in bfloat16: where there are products of
-// pairs of bfloat16, activations in bfloat16 are multiplied by them; all else is multiplied in float32, with the zero
-// taken from the weights first.
+// A part is a group of inputs, or 128 of them where a row is one group. Its sum starts at 0, is scaled once, and is
+// added to the sums of the parts before it, in float32. Every value of a code is exact in bfloat16: where there are
+// products of pairs of bfloat16, activations in bfloat16 are multiplied by them; all else is multiplied in float32,
+// with the zero taken from the weights first.
 //
-// Products of pairs decode the codes in registers, again for every group of rows: the instructions for it fit beside the
-// products. For products in float32 a tile is decoded once for a block of rows.
+// Products of pairs decode the codes in registers, again for every group of rows: the instructions for it fit beside
+// the products. For products in float32 a tile is decoded once for a block of rows.
 //
 // Batch invariance: the order of a sum is that of the inputs in both, for every number of rows, place and thread; so a
 // row has the same bits in any batch. CPUs with AMX use the kernels for AVX512-bf16: tiles would sum in another order.
@@ -59,6 +59,8 @@ const Values& values_of(Element element) {
   }();
   return all[static_cast<int>(element)];
 }
+
+int64_t bytes_of(GroupType type) { return type == GroupType::float32 ? 4 : type == GroupType::int8 ? 1 : 2; }
 
 // Rows of activations; `index` names those that are taken, or is null.
 struct Rows {
@@ -133,7 +135,8 @@ struct Packed {
     const Dtype dtype = rows.x->dtype();
     if (kernels.pack != nullptr) {
       const BFloat16* each[MAX_ROWS];
-      for (int64_t m = 0; m < count; ++m) each[m] = rows.x->data<const BFloat16>() + rows.at(first + m) * rows.x->stride(0);
+      for (int64_t m = 0; m < count; ++m)
+        each[m] = rows.x->data<const BFloat16>() + rows.at(first + m) * rows.x->stride(0);
       kernels.pack(of.matrix, of.K, each, count, x + first * words);
       if (sums != nullptr) sum_parts(each, count, of.K, of.matrix, sums + first * parts);
     } else if (dtype == kFloat) floats(rows.x->data<const float>());
@@ -147,7 +150,7 @@ void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit,
                    float* decoded, const uint8_t* next, char* out) {
   const Matrix& matrix = of.matrix;
   const int64_t bytes = bytes_of(type == 0 ? kFloat : kHalf);
-  const int64_t scale_bytes = matrix.groups * TILE * (matrix.type == ScaleType::float32 ? 4 : 2);
+  const int64_t of_groups = matrix.groups * TILE;
   const auto* const multiply = kernels.multiply[static_cast<int>(matrix.element)];
   for (int64_t tile = unit.tile; tile < unit.end; ++tile) {
     const int64_t at = unit.layer * of.tiles + tile, column = tile * TILE;
@@ -156,8 +159,8 @@ void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit,
     of.copy_bias(unit.layer, tile, bias);
     Work work = {.of = &matrix,
                  .codes = of.codes + at * matrix.tile_bytes(),
-                 .scales = of.scales + at * scale_bytes,
-                 .zeros = of.zeros == nullptr ? nullptr : of.zeros + at * scale_bytes,
+                 .scales = of.scales + at * of_groups * bytes_of(matrix.scale_type),
+                 .zeros = of.zeros == nullptr ? nullptr : of.zeros + at * of_groups * bytes_of(matrix.zero_type),
                  .decoded = decoded,
                  .x = nullptr,
                  .x_sums = nullptr,
@@ -215,20 +218,26 @@ Element element_of(const char* op, const std::string& name) {
   return {};
 }
 
+GroupType group_type(Dtype dtype) {
+  if (dtype == kChar) return GroupType::int8;
+  return dtype == kFloat ? GroupType::float32 : dtype == kBFloat16 ? GroupType::bfloat16 : GroupType::float16;
+}
+
 // What both ops take. With `experts` every tensor but x has one more dimension in front.
 Layers checked(const char* op, const Tensor& x, const Tensor& codes, const Tensor& scales,
               const std::optional<Tensor>& zeros, const std::optional<Tensor>& bias, const std::string& element,
               int64_t group_size, int64_t N, std::optional<int64_t> experts) {
   const auto dtype = x.dtype();
-  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf, op, "x must be bfloat16, float32 or float16, got ",
-              dtype);
+  CHECK_VALUE(dtype == kBFloat16 || dtype == kFloat || dtype == kHalf, op,
+              "x must be bfloat16, float32 or float16, got ", dtype);
   for (const Tensor* tensor : {&x, &codes, &scales, zeros ? &*zeros : &x, bias ? &*bias : &x})
     CHECK_VALUE(tensor->is_cpu(), op, "all tensors must be on the CPU, got one on ", tensor->place());
   CHECK_VALUE(x.dim() == 2 && x.size(1) > 0, op, "x must be [T, K] with K > 0, got ", x.sizes());
   CHECK_VALUE(x.stride(1) == 1 || x.size(1) == 1, op, "the last stride of x must be 1, got strides ", x.strides());
   CHECK_VALUE(group_size >= 0 && group_size % 8 == 0, op, "group_size must be 0 or a multiple of 8, got ", group_size);
   const Element of = element_of(op, element);
-  const int64_t K = x.size(1), inputs = of == Element::int4 || of == Element::fp4 ? 8 : 4, words = (K + inputs - 1) / inputs;
+  const int64_t K = x.size(1), inputs = of == Element::int4 || of == Element::fp4 ? 8 : 4;
+  const int64_t words = (K + inputs - 1) / inputs;
   const int64_t tiles = (N + TILE - 1) / TILE, groups = group_size == 0 ? 1 : (K + group_size - 1) / group_size;
   const auto wanted = [&](std::initializer_list<int64_t> sizes) {
     Shape all(sizes);
@@ -238,24 +247,25 @@ Layers checked(const char* op, const Tensor& x, const Tensor& codes, const Tenso
     ++all.dim;
     return all;
   };
-  const Shape of_codes = wanted({tiles, words, TILE, 4}), of_scales = wanted({tiles, groups, TILE}), of_bias = wanted({N});
+  const Shape of_codes = wanted({tiles, words, TILE, 4}), of_scales = wanted({tiles, groups, TILE});
+  const Shape of_bias = wanted({N});
   static const Dtype bytes{aoti_torch_dtype_uint8()};
-  CHECK_VALUE(N > 0 && codes.sizes() == of_codes && codes.is_contiguous() && codes.dtype() == bytes, op, "x ", x.sizes(),
-              " and out_features ", N, " take contiguous codes ", of_codes, " of uint8, got ", codes.sizes(), " of ",
-              codes.dtype());
-  const Dtype type = scales.dtype();
+  CHECK_VALUE(N > 0 && codes.sizes() == of_codes && codes.is_contiguous() && codes.dtype() == bytes, op, "x ",
+              x.sizes(), " and out_features ", N, " take contiguous codes ", of_codes, " of uint8, got ", codes.sizes(),
+              " of ", codes.dtype());
+  const Dtype type = scales.dtype(), zero_type = zeros ? zeros->dtype() : type;
   CHECK_VALUE(type == kFloat || type == kBFloat16 || type == kHalf, op,
               "scales must be float32, bfloat16 or float16, got ", type);
+  CHECK_VALUE(zero_type == kChar || zero_type == kFloat || zero_type == kBFloat16 || zero_type == kHalf, op,
+              "zeros must be int8, float32, bfloat16 or float16, got ", zero_type);
   for (const Tensor* tensor : {&scales, zeros ? &*zeros : &scales})
-    CHECK_VALUE(tensor->sizes() == of_scales && tensor->is_contiguous() && tensor->dtype() == type, op,
-                "scales and zeros must be contiguous ", of_scales, " of one dtype, got ", tensor->sizes(), " of ",
-                tensor->dtype());
+    CHECK_VALUE(tensor->sizes() == of_scales && tensor->is_contiguous(), op, "scales and zeros must be contiguous ",
+                of_scales, ", got ", tensor->sizes());
   CHECK_VALUE(!bias || (bias->sizes() == of_bias && bias->is_contiguous() && bias->dtype() == dtype), op,
               "bias must be a contiguous ", of_bias, " of ", dtype, ", got ", bias->sizes(), " of ", bias->dtype());
   return {.matrix = {.groups = groups,
-                     .type = type == kFloat      ? ScaleType::float32
-                             : type == kBFloat16 ? ScaleType::bfloat16
-                                                 : ScaleType::float16,
+                     .scale_type = group_type(type),
+                     .zero_type = group_type(zero_type),
                      .element = of,
                      .values = &values_of(of),
                      .whole = group_size == 0,
@@ -272,7 +282,8 @@ Layers checked(const char* op, const Tensor& x, const Tensor& codes, const Tenso
 
 Tensor quantized_linear(const Tensor& x, const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros,
                         const std::optional<Tensor>& bias, const std::string& element, int64_t group_size, int64_t N) {
-  const Layers layer = checked("quantized_linear: ", x, codes, scales, zeros, bias, element, group_size, N, std::nullopt);
+  constexpr auto* op = "quantized_linear: ";
+  const Layers layer = checked(op, x, codes, scales, zeros, bias, element, group_size, N, std::nullopt);
   Tensor out = empty({x.size(0), N}, x.dtype());
   multiply(layer, {&x, nullptr, 0, x.size(0)}, {0, x.size(0)}, out.data<char>());
   return out;
@@ -287,15 +298,17 @@ Tensor grouped_quantized_linear(const Tensor& x, const Tensor& codes, const Tens
   const Layers all = checked(op, x, codes, scales, zeros, bias, element, group_size, N, experts);
   CHECK_VALUE(!rows || (rows->dim() == 1 && rows->is_contiguous() && rows->dtype() == kInt && rows->is_cpu()), op,
               "rows must be contiguous and int32 on the CPU, got ", rows->sizes(), " of ", rows->dtype());
-  CHECK_VALUE(starts.sizes() == Shape{experts + 1} && starts.is_contiguous() && starts.dtype() == kInt && starts.is_cpu(),
-              op, "starts must be a contiguous [", experts + 1, "] of int32 on the CPU, got ", starts.sizes(), " of ",
-              starts.dtype());
+  CHECK_VALUE(
+      starts.sizes() == Shape{experts + 1} && starts.is_contiguous() && starts.dtype() == kInt && starts.is_cpu(), op,
+      "starts must be a contiguous [", experts + 1, "] of int32 on the CPU, got ", starts.sizes(), " of ",
+      starts.dtype());
   const int64_t count = rows ? rows->size(0) : x.size(0);
   const auto* const from = starts.data<const int32_t>();
   CHECK_INDEX(from[0] >= 0 && std::is_sorted(from, from + experts + 1) && from[experts] <= count, op,
               "starts must rise from at least 0 to at most ", count);
   const int32_t* const index = rows ? rows->data<const int32_t>() : nullptr;
-  CHECK_INDEX(!rows || std::all_of(index + from[0], index + from[experts], [&](int32_t i) { return i >= 0 && i < x.size(0); }),
+  CHECK_INDEX(!rows || std::all_of(index + from[0], index + from[experts],
+                                   [&](int32_t i) { return i >= 0 && i < x.size(0); }),
               op, "rows must be from 0 to ", x.size(0) - 1);
   Tensor out = empty({count, N}, x.dtype());
   std::vector<int64_t> own;

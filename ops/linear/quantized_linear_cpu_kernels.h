@@ -12,10 +12,17 @@
 namespace {
 namespace ISA {
 
-INLINE Vec load_scales(const void* from, int64_t at, ScaleType type) {
-  if (type == ScaleType::float32) return load_floats(static_cast<const float*>(from) + at);
-  if (type == ScaleType::bfloat16) return load_floats(static_cast<const BFloat16*>(from) + at);
+INLINE Vec load_scales(const void* from, int64_t at, GroupType type) {
+  if (type == GroupType::float32) return load_floats(static_cast<const float*>(from) + at);
+  if (type == GroupType::bfloat16) return load_floats(static_cast<const BFloat16*>(from) + at);
   return load_floats(static_cast<const Half*>(from) + at);
+}
+
+INLINE Vec load_zeros(const void* from, int64_t at, GroupType type) {
+  typedef int8_t Bytes __attribute__((vector_size(TILE), aligned(1), may_alias));
+  if (type != GroupType::int8) return load_scales(from, at, type);
+  const Bytes bytes = *reinterpret_cast<const Bytes*>(static_cast<const int8_t*>(from) + at);
+  return convert(__builtin_convertvector(bytes, IntVec));
 }
 
 TARGET inline void finish_tile(int type, const float* sums, int64_t rows, int64_t count, const float* bias, void* out,
@@ -55,8 +62,9 @@ struct Integers {
 
   INLINE explicit Integers(const Values&) {
     for (int i = 0; i < 4; ++i)
-      highest[i] = _mm512_add_epi32(_mm512_broadcast_i32x4(_mm_setr_epi32(0x00808080, 0x04808080, 0x08808080, 0x0c808080)),
-                                    _mm512_set1_epi32(i << 24));
+      highest[i] = _mm512_add_epi32(
+          _mm512_broadcast_i32x4(_mm_setr_epi32(0x00808080, 0x04808080, 0x08808080, 0x0c808080)),
+          _mm512_set1_epi32(i << 24));
   }
   INLINE __m512i floats_of(__m512i codes, int byte) const {
     return _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_shuffle_epi8(codes, highest[byte])));
@@ -98,8 +106,8 @@ struct Scales {  // of a part
 
   INLINE Scales(const Work& work, int64_t part, float of_source) : zero{}, zeros(work.zeros != nullptr) {
     const int64_t at = (work.of->whole ? 0 : part) * TILE;
-    scale = load_scales(work.scales, at, work.of->type) * broadcast(of_source);
-    if (zeros) zero = load_scales(work.zeros, at, work.of->type) * broadcast(1 / of_source);
+    scale = load_scales(work.scales, at, work.of->scale_type) * broadcast(of_source);
+    if (zeros) zero = load_zeros(work.zeros, at, work.of->zero_type) * broadcast(1 / of_source);
   }
   INLINE Vec operator()(Vec sum, const float* x_sum) const {
     return (zeros ? sum - zero * broadcast(*x_sum) : sum) * scale;
@@ -163,7 +171,8 @@ INLINE void interleave(const __m512i* rows, int64_t count, uint32_t* to) {
   }
   for (int64_t start = 0; start < count; start += 4) {
     const int64_t m = std::min(start, count - 4);  // some rows twice
-    const __m512i low0 = _mm512_unpacklo_epi32(rows[m], rows[m + 1]), high0 = _mm512_unpackhi_epi32(rows[m], rows[m + 1]);
+    const __m512i low0 = _mm512_unpacklo_epi32(rows[m], rows[m + 1]);
+    const __m512i high0 = _mm512_unpackhi_epi32(rows[m], rows[m + 1]);
     const __m512i low1 = _mm512_unpacklo_epi32(rows[m + 2], rows[m + 3]);
     const __m512i high1 = _mm512_unpackhi_epi32(rows[m + 2], rows[m + 3]);
     store_fourth(_mm512_unpacklo_epi64(low0, low1), to + m, count);
@@ -205,7 +214,8 @@ constexpr std::array<void (*)(const Work&), ROWS> products(std::index_sequence<I
 
 inline KernelsOf bf16_kernels() {
   constexpr auto rows = std::make_index_sequence<ROWS>();
-  static constexpr auto int8 = products<Integers>(rows), bits4 = products<FourBits>(rows), fp8 = products<Magnitudes>(rows);
+  static constexpr auto int8 = products<Integers>(rows), bits4 = products<FourBits>(rows);
+  static constexpr auto fp8 = products<Magnitudes>(rows);
   return {ROWS, pack_pairs, nullptr, {int8.data(), bits4.data(), fp8.data(), bits4.data()}, finish_tile};
 }
 
@@ -218,7 +228,7 @@ TARGET inline void decode_floats(const Work& work, float* to) {
   float zeros[TILE] = {};
   for (int64_t k = 0; k < of.inputs; ++k, to += TILE) {
     if (work.zeros != nullptr && k % of.part == 0)
-      store(zeros, load_scales(work.zeros, (of.whole ? 0 : k / of.part) * TILE, of.type));
+      store(zeros, load_zeros(work.zeros, (of.whole ? 0 : k / of.part) * TILE, of.zero_type));
     const uint8_t* const codes = work.codes + k / of.word_inputs() * 64;
     const int64_t i = k % of.word_inputs();
     for (int64_t j = 0; j < TILE; ++j) {
@@ -245,7 +255,7 @@ TARGET void multiply_floats(const Work& work) {
         for (int i = 0; i < PARTS; ++i) sums[m][i] += x * weights[i];
       }
     }
-    const Vec scale = load_scales(work.scales, (of.whole ? 0 : p) * TILE, of.type);
+    const Vec scale = load_scales(work.scales, (of.whole ? 0 : p) * TILE, of.scale_type);
     for (int m = 0; m < M; ++m) {
       float part[TILE];
       std::memcpy(part, sums[m], sizeof(part));

@@ -12,7 +12,7 @@ constexpr int64_t TILE = 16;  // outputs of a tile
 constexpr int MAX_ROWS = 12;  // of a product
 
 enum class Element { int8, int4, fp8, fp4 };
-enum class ScaleType { float32, bfloat16, float16 };
+enum class GroupType { float32, bfloat16, float16, int8 };  // of scales or zeros; int8: of zeros alone
 
 // What the 256 bytes, or 16 codes of 4 bits, of an element stand for.
 struct Values {
@@ -23,7 +23,7 @@ struct Values {
 // What all tiles of a matrix have in common. A part is a group, or 128 inputs where a row is one group.
 struct Matrix {
   int64_t groups;
-  ScaleType type;
+  GroupType scale_type, zero_type;
   Element element;
   const Values* values;
   bool whole;      // a row is one group

@@ -15,8 +15,9 @@ struct Unit {  // rows [row, row + rows) of column tiles [tile, end) of a layer
   int64_t layer, row, rows, tile, end;
 };
 
-// Layer `e` has the rows from starts[e] to starts[e + 1]. A unit has at most `block` of them, and `cols` tiles at least.
-std::vector<Unit> units_of(const std::vector<int64_t>& starts, int64_t tiles, int64_t cols, int64_t block, int64_t threads) {
+// Layer `e` has the rows from starts[e] to starts[e + 1]. A unit has at most `block` of them, and `cols` tiles or more.
+std::vector<Unit> units_of(const std::vector<int64_t>& starts, int64_t tiles, int64_t cols, int64_t block,
+                           int64_t threads) {
   std::vector<Unit> units;
   int64_t busy = 0;  // layers that have rows
   for (size_t e = 0; e + 1 < starts.size(); ++e) busy += starts[e + 1] > starts[e];

@@ -30,6 +30,8 @@ BITS = {"int8": 8, "int4": 4, "fp8": 8, "fp4": 4}
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0, "fp4": 6.0}
 """The largest value of each element that has a negative of the same size."""
 SCALE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ZERO_DTYPES = {"int8": torch.int8, **SCALE_DTYPES}
+DTYPE_NAMES = {dtype: name for name, dtype in ZERO_DTYPES.items()}
 
 
 class WeightFormat(NamedTuple):
@@ -39,13 +41,15 @@ class WeightFormat(NamedTuple):
         element: "int8", "int4", "fp8" (e4m3) or "fp4" (e2m1).
         group_size: inputs of an output that share a scale; 0: all. A multiple of 8, of 16 at most 128 where not 0.
         zeros: whether groups have a zero point.
-        scale_dtype: what scales and zeros are kept in: "float32", "bfloat16" or "float16".
+        scale_dtype: what scales are kept in: "float32", "bfloat16" or "float16".
+        zero_dtype: what zero points are kept in: the same or "int8", which holds all that ``quantize`` makes.
     """
 
     element: str
     group_size: int = 0
     zeros: bool = False
     scale_dtype: str = "float32"
+    zero_dtype: str = "int8"
 
     @property
     def bits(self) -> int:
@@ -57,8 +61,10 @@ class WeightFormat(NamedTuple):
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Bytes of a matrix: codes, scales and zeros, padding left out."""
-        of_scales = SCALE_DTYPES[self.scale_dtype].itemsize * self.num_groups(in_features) * (2 if self.zeros else 1)
-        return out_features * (-(-in_features * self.bits // 8) + of_scales)
+        of_group = SCALE_DTYPES[self.scale_dtype].itemsize
+        if self.zeros:
+            of_group += ZERO_DTYPES[self.zero_dtype].itemsize
+        return out_features * (-(-in_features * self.bits // 8) + of_group * self.num_groups(in_features))
 
 
 class QuantizedRows(NamedTuple):
@@ -196,14 +202,19 @@ def empty_quantized(
     tiles, groups = -(-out_features // TILE), form.num_groups(in_features)
     words = -(-in_features * form.bits // 32)
     before = () if experts is None else (experts,)
-    scale_dtype = SCALE_DTYPES[form.scale_dtype]
-    if device.type == "meta":
-        codes = torch.empty(*before, tiles, words, TILE, 4, dtype=torch.uint8, device=device)
-        scales = torch.empty(*before, tiles, groups, TILE, dtype=scale_dtype, device=device)
-    else:
-        codes = native.huge_zeros((*before, tiles, words, TILE, 4), torch.uint8)
-        scales = native.huge_zeros((*before, tiles, groups, TILE), scale_dtype)
-    return QuantizedWeight(codes, scales, torch.zeros_like(scales) if form.zeros else None)
+
+    of_groups = (*before, tiles, groups, TILE)
+
+    def made(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return native.huge_zeros(shape, dtype)
+
+    return QuantizedWeight(
+        made((*before, tiles, words, TILE, 4), torch.uint8),
+        made(of_groups, SCALE_DTYPES[form.scale_dtype]),
+        made(of_groups, ZERO_DTYPES[form.zero_dtype]) if form.zeros else None,
+    )
 
 
 def pack_quantized_rows(weight: QuantizedWeight, start: int, rows: QuantizedRows, form: WeightFormat) -> None:

@@ -14,7 +14,13 @@ than its value), one of ``int8`` as its value.
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.linear.quantized_weight import SCALE_DTYPES, QuantizedRows, QuantizedWeight, WeightFormat
+from compiled_llm.ops.linear.quantized_weight import (
+    SCALE_DTYPES,
+    ZERO_DTYPES,
+    QuantizedRows,
+    QuantizedWeight,
+    WeightFormat,
+)
 
 GROUP_SIZES = (0, 32, 64, 128)
 """Those that the GPU kernels have; 0: one group of all inputs."""
@@ -43,9 +49,10 @@ def empty_quantized_gpu(
     """A weight for ``pack_quantized_rows_gpu``, of ``experts`` matrices if given."""
     before = () if experts is None else (experts,)
     codes = torch.zeros(*before, out_features, row_bytes(form, in_features), dtype=torch.uint8, device=device)
-    groups = form.num_groups(in_features)
-    scales = torch.zeros(*before, groups, out_features, dtype=SCALE_DTYPES[form.scale_dtype], device=device)
-    return QuantizedWeight(codes, scales, torch.zeros_like(scales) if form.zeros else None)
+    of_groups = (*before, form.num_groups(in_features), out_features)
+    scales = torch.zeros(of_groups, dtype=SCALE_DTYPES[form.scale_dtype], device=device)
+    zeros = torch.zeros(of_groups, dtype=ZERO_DTYPES[form.zero_dtype], device=device) if form.zeros else None
+    return QuantizedWeight(codes, scales, zeros)
 
 
 def pack_quantized_rows_gpu(weight: QuantizedWeight, start: int, rows: QuantizedRows, form: WeightFormat) -> None:

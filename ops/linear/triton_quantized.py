@@ -24,7 +24,7 @@ from torch import Tensor
 
 from compiled_llm.ops.linear import quantized_tiles, triton_linear
 from compiled_llm.ops.linear.quantized_tiles import Choice, Layer
-from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES
+from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES, ZERO_DTYPES
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.triton_int8_scaling import load_columns
 from compiled_llm.ops.linear.triton_linear import _multiply_add
@@ -204,11 +204,13 @@ def check(
     groups = -(-in_features // group_size) if group_size else 1
     if scales.dtype not in SCALE_DTYPES.values():
         refuse(scales, "scales", "of float32, bfloat16 or float16")
-    of_scales = (*experts, groups, out_features), scales.dtype
+    if zeros is not None and zeros.dtype not in ZERO_DTYPES.values():
+        refuse(zeros, "zeros", "of int8, float32, bfloat16 or float16")
+    of_groups = (*experts, groups, out_features)
     expected = {
         "codes": (codes, (*experts, out_features, row_bytes), torch.uint8),
-        "scales": (scales, *of_scales),
-        "zeros": (zeros, *of_scales),
+        "scales": (scales, of_groups, scales.dtype),
+        "zeros": (zeros, of_groups, torch.int8 if zeros is None else zeros.dtype),
         "bias": (bias, (*experts, out_features), x.dtype),
     }
     for what, (given, shape, dtype) in expected.items():
