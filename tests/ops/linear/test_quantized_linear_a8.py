@@ -26,6 +26,7 @@ FORMATS = [
     WeightFormat("int4", 32, scale_dtype="bfloat16"),
     WeightFormat("int4", 32, zeros=True, scale_dtype="float16"),
     WeightFormat("int4", 64, zeros=True),
+    WeightFormat("int4", 128, zeros=True, scale_dtype="bfloat16", zero_dtype="float32"),
     WeightFormat("int4", 128, scale_dtype="float16"),
 ]
 ISAS = ["amx", "amx_in_software", "avx512_bf16", "avx512", "avx2", "portable"]
@@ -288,7 +289,7 @@ def test_refuses_wrong_inputs() -> None:
         ({"group_size": 12}, "group_size must be a multiple of 8"),
         ({"group_size": 64}, "scales must be"),
         ({"scales": args["scales"].double()}, "scales must be"),
-        ({"zeros": args["zeros"].float()}, "zeros must be"),
+        ({"zeros": args["zeros"].int()}, "zeros must be"),
         ({"bias": case.bias[:49]}, "bias must be"),
         ({"bias": case.bias.float()}, "bias must be"),
         ({"x_scale": torch.ones(2)}, "x_scale must be"),
