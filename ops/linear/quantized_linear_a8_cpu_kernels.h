@@ -172,8 +172,7 @@ TARGET void widen(const T* from, int64_t count, float* to) {
 }
 
 TARGET inline void widen_bytes(const int8_t* from, int64_t count, float* to) {
-  for (int64_t i = 0; i < count; i += kLanes)
-    store(to + i, convert(__builtin_convertvector(*reinterpret_cast<const Codes*>(from + i), IntVec)));
+  for (int64_t i = 0; i < count; i += kLanes) store(to + i, load_zeros(from + i));
 }
 
 template <class T>

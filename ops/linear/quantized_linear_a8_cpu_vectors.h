@@ -1,7 +1,7 @@
 // What the kernels of quantized_linear_a8 need besides ../cpu/vectors.h, for one instruction set.
 
-#include "../cpu/vectors.h"
 #include "quantized_linear_a8_cpu_types.h"
+#include "quantized_zeros.h"
 
 namespace {
 namespace ISA {

@@ -6,8 +6,8 @@
 #include <cstring>
 #include <utility>
 
-#include "../cpu/vectors.h"
 #include "quantized_linear_cpu_types.h"
+#include "quantized_zeros.h"
 
 namespace {
 namespace ISA {
@@ -19,10 +19,7 @@ INLINE Vec load_scales(const void* from, int64_t at, GroupType type) {
 }
 
 INLINE Vec load_zeros(const void* from, int64_t at, GroupType type) {
-  typedef int8_t Bytes __attribute__((vector_size(TILE), aligned(1), may_alias));
-  if (type != GroupType::int8) return load_scales(from, at, type);
-  const Bytes bytes = *reinterpret_cast<const Bytes*>(static_cast<const int8_t*>(from) + at);
-  return convert(__builtin_convertvector(bytes, IntVec));
+  return type == GroupType::int8 ? load_zeros(static_cast<const int8_t*>(from) + at) : load_scales(from, at, type);
 }
 
 TARGET inline void finish_tile(int type, const float* sums, int64_t rows, int64_t count, const float* bias, void* out,
