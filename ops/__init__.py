@@ -6,6 +6,7 @@ when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 """
 
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
+from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, quantized_linear
@@ -53,6 +54,7 @@ __all__ = [
     "quantized_linear_a8",
     "rms_norm",
     "rope",
+    "rotary_attention",
     "route",
     "sample_tokens",
     "scaled_sum",

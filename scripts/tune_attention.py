@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Sequence[int]]] = {
         "split_stages": (2, 3, 4, 5),
     },
     "decode programs": {"split_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
+    "decode splits": {"split_tokens": (64, 128, 256)},
     "short rows": {"short_block_m": (16, 32, 64, 128)},
     "prefill tiles": {
         "prefill_block_m": (64, 128),
@@ -54,7 +55,7 @@ KINDS: dict[str, dict[str, Sequence[int]]] = {
     },
 }
 STEPS = {
-    "decode": ((1, 1, 32767), (8, 1, 8191), (64, 1, 1023)),
+    "decode": ((1, 1, 1023), (1, 1, 32767), (8, 1, 8191), (64, 1, 1023)),
     "short": ((1, 16, 16384), (16, 8, 4096)),
     "prefill": ((1, 2048, 0), (1, 512, 8192)),
 }

@@ -22,7 +22,7 @@ _SAMPLER = "compiled_llm::sampler"  # the name of the second graph in the profil
 _STEP = "compiled_llm::step"
 # Ops on a CPU, kernels on a GPU: the first pattern that is found in the name decides.
 _PATTERNS = [
-    ("attention", re.compile(r"paged_attention|attention|split_kernel|merge_kernel|prefill_kernel|write_kernel|flash")),
+    ("attention", re.compile(r"paged_attention|attention|split_kernel|exact_merge|prefill_kernel|write_kernel|flash")),
     ("sampling", re.compile(r"greedy_tokens|sample_tokens|argmax|sort|cumsum|topk|multinomial|philox")),
     (
         "linears",

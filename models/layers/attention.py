@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_llm.models.config import SLIDING, WindowedConfig
 from compiled_llm.models.inputs import LayerCache, StepInput
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import paged_attention, rms_norm, rope
+from compiled_llm.ops import paged_attention, rms_norm, rotary_attention
 from compiled_llm.ops.attention import kv_quant
 
 
@@ -113,17 +113,20 @@ def attention(
         q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], dim=1)
         qkv = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], dim=1)
         q_norm = k_norm = None
-    heads = qkv.unflatten(-1, (-1, spec.head_dim))
-    q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-    if spec.rotary:
-        assert cos_sin is not None
-        q, k = rope(qkv, cos_sin, q_norm, k_norm, spec.num_heads, spec.num_kv_heads, eps)
-    else:
-        assert q_norm is None, "the op that turns heads normalises them, too"
-    if query_scale is not None:
-        q = q * query_scale[:, None]
     assert w.v_norm is None, "a family whose values have norms has a block of its own"
-    return w.o.apply(attend(q, k, v, cache, step, spec, max_query_len, w.sinks))
+    if not spec.rotary:
+        assert q_norm is None, "the op that turns heads normalises them, too"
+        heads = qkv.unflatten(-1, (-1, spec.head_dim))
+        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if query_scale is not None:
+            q = q * query_scale[:, None]
+        return w.o.apply(attend(q, k, v, cache, step, spec, max_query_len, w.sinks))
+    assert cos_sin is not None
+    out = rotary_attention(
+        qkv, cos_sin, q_norm, k_norm, query_scale, *_where(cache, step, spec),
+        num_heads=spec.num_heads, eps=eps, **_how(spec, max_query_len, w.sinks),
+    )  # fmt: skip
+    return w.o.apply(out.flatten(1))
 
 
 def attend(
@@ -137,24 +140,23 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """What queries ``[T, N, H]`` see of the cache, ``[T, N * H]``, after keys and values ``[T, K, H]`` went there."""
+    return paged_attention(q, k, v, *_where(cache, step, spec), **_how(spec, max_query_len, sinks)).flatten(1)
+
+
+def _where(cache: LayerCache, step: StepInput, spec: AttentionSpec) -> tuple[Any, ...]:
+    """The cache and the step's tensors that say where in it keys and values are, in the order of the ops."""
     table = step if spec.window_table is None else step.windows[spec.window_table]
-    out = paged_attention(
-        q,
-        k,
-        v,
-        cache.k,
-        cache.v,
-        cache.k_scale,
-        cache.v_scale,
-        table.slot_mapping,
-        table.block_table,
-        step.query_start_loc,
-        step.seq_lens if table.seq_lens is None else table.seq_lens,
-        sinks=sinks,
-        sm_scale=spec.scale,
-        max_query_len=max_query_len,
-        window=0 if spec.sink_tokens else spec.window,
-        soft_cap=spec.soft_cap,
-        exact=spec.exact,
-    )
-    return out.flatten(1)
+    seq_lens = step.seq_lens if table.seq_lens is None else table.seq_lens
+    return *cache, table.slot_mapping, table.block_table, step.query_start_loc, seq_lens
+
+
+def _how(spec: AttentionSpec, max_query_len: int, sinks: Tensor | None) -> dict[str, Any]:
+    """The other arguments of the ops."""
+    return {
+        "sinks": sinks,
+        "sm_scale": spec.scale,
+        "max_query_len": max_query_len,
+        "window": 0 if spec.sink_tokens else spec.window,
+        "soft_cap": spec.soft_cap,
+        "exact": spec.exact,
+    }

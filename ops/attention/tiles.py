@@ -22,7 +22,9 @@ class TileConfig:
 
     The split kernel's tiles have as few rows as possible (``triton_attention.py``). Only queries of several tokens have
     larger ones, up to ``short_block_m``, and share the keys that they load. ``split_programs_per_sm`` should be no more
-    than can run at once: programs share the work evenly, so any that start late end late.
+    than can run at once: programs share the work evenly, so any that start late end late. ``split_tokens``, a multiple
+    of 64, are the keys of one split at least: few for more programs at short contexts, many for fewer partial results.
+    A request's bits follow from them, so they are the same for every bucket.
     """
 
     split_block_n: int
@@ -34,6 +36,7 @@ class TileConfig:
     prefill_block_n: int
     prefill_warps: int
     prefill_stages: int
+    split_tokens: int = 128
 
 
 class ExactTile(NamedTuple):

@@ -4,14 +4,14 @@ The kernels, each a fixed grid that follows from shapes alone. Every length live
 captured in a CUDA graph once and replayed with other lengths.
 
 - write (``triton_write.py``): this step's keys and values into the cache, quantised if the cache is; zeros into the
-  output rows that no request owns.
+  output rows that no request owns. ``rotary_attention`` has it turn queries and keys besides.
 - split (``triton_kernels.py``, as the rest): requests of at most ``SHORT_QUERY`` rows, mostly decodes.
   The keys are cut into splits and a fixed number of programs works through all (request, split, tile of rows, KV
   head) tasks, so a long request among short ones spreads over the whole device, and a grid made for the longest
   possible context costs nothing when contexts are short. Launched once with the fewest rows that fill a ``tl.dot``,
   for the requests that fit in them; and if ``max_query_len`` says that there may be more rows, once more with larger
-  tiles for those.
-- merge: joins the splits of a request. Skipped by requests of one split, not launched where no table row is longer.
+  tiles for those. The program that finishes the last split of a tile of rows joins them: it knows by a counter, which
+  the write kernel has zeroed, so nothing is left over from one launch, or replay of a graph, to the next.
 - prefill: requests with more rows, a tile of rows at a time. Only launched if ``max_query_len`` says there may be
   some.
 
@@ -21,19 +21,19 @@ What a result depends on: a request's splits follow from its own lengths (``_spl
 of the table or the number of programs; a prefill tile starts at its request's first row and walks the keys in steps
 from multiples of the same size. So a request's output is bit for bit the same whatever else is in the batch.
 Nor does the walk of a row depend on the chunks of a prompt, except for chunks so short that the split kernel serves
-them; ``triton_exact.py`` has kernels that make no exception. The price of splits of a fixed size is small, 1 to 6%
-more bytes for long requests in a batch that would have filled the device without splitting.
+them; ``triton_exact.py`` has kernels that make no exception. The price of splits of a fixed size is small, 2 to 6%
+more bytes for requests in a batch that would have filled the device without splitting.
 
 Balance: the programs are dealt all splits in turn, so of each request's equal splits no program has more than one
-more than another. A split is 256 keys, or a 64th of a request of more than 16384. So a program's work exceeds the
-mean by at most 256 keys and one 64th of each such long request, that is by P / (64 K) of the long requests' share of
-the mean where P programs serve K KV heads. The programs of an SM share its bandwidth, so P counts SMs: on 132 of them
-with K = 8 a batch is at most 26% out of balance; 1 x 128k + 31 x 4k, whose 512 long pieces go to 512 of 528 programs,
-5%.
+more than another. A split is 128 keys (``TileConfig.split_tokens``), or a 64th of a request of more than 8192. So a
+program's work exceeds the mean by at most 128 keys and one 64th of each such long request, that is by P / (64 K) of the
+long requests' share of the mean where P programs serve K KV heads. The programs of an SM share its bandwidth, so P
+counts SMs: on 132 of them with K = 8 a batch is at most 26% out of balance; 1 x 128k + 31 x 4k, whose 512 long pieces go
+to 512 of 528 programs, 5%.
 
 Memory: the unfinished outputs of the splits take ``R * N * (H + 2)`` float32 times the largest number of (row, split)
 pairs of one request: 64 where ``max_query_len`` is at most 8 (136 MB for 128 requests of 32 heads of 128), twice that
-for more, for the more rows a request has the fewer are its splits; less for tables of less than 16384 tokens.
+for more, for the more rows a request has the fewer are its splits; less for tables of less than 8192 tokens.
 """
 
 import functools
@@ -49,15 +49,16 @@ from compiled_llm.ops.attention.triton_kernels import (
     MAX_SPLITS,
     MIN_MAX_SPLITS,
     SHORT_QUERY,
-    SPLIT_TOKENS,
-    merge_kernel,
     prefill_kernel,
     split_kernel,
 )
 from compiled_llm.ops.attention.triton_write import write_kernel
+from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
 # Given explicitly: Triton 3.10 will no longer fuse multiplications and additions by default.
 OPTIONS = {"enable_fp_fusion": True}
+_TURNED_AT_ONCE = 1024  # elements of a program of the write kernel
+_MERGED_AT_ONCE = 2048  # elements of partial results that a warp joins at once: 64 registers a thread
 
 
 class Device(NamedTuple):
@@ -79,102 +80,190 @@ def _most_splits(query_len: int) -> int:
     return max(MAX_SPLITS.value // query_len, MIN_MAX_SPLITS.value)
 
 
+class Turn(NamedTuple):
+    """What the write kernel has to turn, see ``rotary_attention.py``, and where queries go."""
+
+    qkv: Tensor
+    cos_sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    query_scale: Tensor | None
+    eps: float
+    q: Tensor  # [T, N, H] contiguous
+
+
 def write_new_rows(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    slot_mapping: Tensor, query_start_loc: Tensor, out: Tensor,
+    slot_mapping: Tensor, query_start_loc: Tensor, out: Tensor, counters: Tensor | None = None,
+    turn: Turn | None = None,
 ) -> None:  # fmt: skip
-    """Launch the write kernel: this step's keys and values to the cache, zeros to the rows of ``out`` without owner."""
+    """Launch the write kernel: this step's keys and values to the cache, zeros to the rows of ``out`` without owner.
+
+    Zeros to ``counters``, too. With ``turn``, ``k`` is what is still to be turned.
+    """
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     assert (k_scale is not None) == (v_scale is not None) == kv_quant.is_quantised(k_cache.dtype)
-    write_kernel[(num_tokens,)](
-        k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out, len(query_start_loc) - 1,
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+    block_h = max(16, triton.next_power_of_2(head_dim))
+    block_q = max(1, min(triton.next_power_of_2(num_heads), _TURNED_AT_ONCE // block_h))
+    # qkv, cos_sin, q_norm, k_norm, query_scale, eps, q
+    turned = Turn(k, None, None, None, None, 0.0, None) if turn is None else turn  # type: ignore[arg-type]
+    tiles = 2 if turn is None else 2 + triton.cdiv(num_heads, block_q)
+    num_counters = 0 if counters is None else counters.numel()
+    write_kernel[(num_tokens, tiles)](
+        turned.qkv, k, v, turned.cos_sin, turned.q_norm, turned.k_norm, turned.query_scale, turned.q,
+        k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, counters, out,
+        turned.eps, len(query_start_loc) - 1, num_counters,
+        turned.qkv.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        0 if turn is None else turn.cos_sin.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0),
-        BLOCK_K=triton.next_power_of_2(num_kv_heads), BLOCK_H=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_K=triton.next_power_of_2(num_kv_heads), BLOCK_Q=block_q, BLOCK_H=block_h,
         BLOCK_OUT=triton.next_power_of_2(num_heads * head_dim),
-        enable_fp_fusion=False,  # a fused operation would round once where kv_quant.quantise rounds twice
+        BLOCK_COUNTERS=triton.next_power_of_2(max(1, triton.cdiv(num_counters, num_tokens))),
+        enable_fp_fusion=False,  # a fused operation would round once where kv_quant.quantise and rope round twice
     )  # fmt: skip
+
+
+def to_turn(
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, query_scale: Tensor | None,
+    num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
+) -> tuple[Turn, Tensor, Tensor]:  # fmt: skip
+    """The checked arguments of a rotary op, its keys (not turned) and values, ``[T, K, H]``.
+
+    Raises:
+        ValueError: a tensor of another shape or dtype.
+    """
+    qkv, _ = aligned_rows(qkv, "rotary_attention", "qkv")
+    cos_sin, _ = aligned_rows(cos_sin, "rotary_attention", "cos_sin", (torch.float32,))
+    if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim or head_dim % 2:
+        raise ValueError(
+            f"rotary_attention: qkv must have ({num_heads} + 2 * {num_kv_heads}) * head_dim columns for an even "
+            f"head_dim, got {qkv.shape[1]} and {head_dim}"
+        )
+    if cos_sin.shape != (qkv.shape[0], head_dim):
+        raise ValueError(f"rotary_attention: cos_sin must be {[qkv.shape[0], head_dim]}, got {list(cos_sin.shape)}")
+    if (q_norm is None) != (k_norm is None):
+        raise ValueError("rotary_attention: q_norm and k_norm must both be tensors, or both None")
+    if query_scale is not None and (query_scale.shape != (qkv.shape[0], 1) or query_scale.dtype != qkv.dtype):
+        raise ValueError(
+            f"rotary_attention: query_scale must be {[qkv.shape[0], 1]} of {qkv.dtype}, got {list(query_scale.shape)} "
+            f"of {query_scale.dtype}"
+        )
+    if query_scale is not None:
+        query_scale = query_scale.contiguous()
+    _, k, v = qkv.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    q = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
+    return Turn(qkv, cos_sin, q_norm, k_norm, query_scale, eps, q), k, v
 
 
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
     sm_scale: float, max_query_len: int, window: int, soft_cap: float, tiles: TileConfig | None = None,
+    turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
     ``tiles`` replaces this GPU's configuration for the shape: ``scripts/tune_attention.py`` looks for a better one.
+    With ``turn``, ``q`` is where turned queries go, and ``k`` is still to be turned.
     """
-    num_tokens, num_heads, head_dim = q.shape
+    head_dim, (num_requests, table_width) = q.shape[2], block_table.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
-    num_requests, table_width = block_table.shape
-    group = num_heads // num_kv_heads
     gpu, capability, num_sms = device_facts(q.device)
     kv_quant.check_capability(k_cache.dtype, capability)
     tiles = tiles or tile_config(head_dim, q.element_size(), k_cache.element_size(), capability, gpu)
     assert sm_scale > 0
-    block_h = max(16, triton.next_power_of_2(head_dim))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-
+    counter_rows = max(1, min(max_query_len, SHORT_QUERY.value))
+    counters = torch.empty(num_requests * num_kv_heads * counter_rows, dtype=torch.int32, device=q.device)
+    # What the split and prefill kernels share, in the order of their arguments.
+    inputs = (q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out)
+    strides = (block_table.stride(0), q.stride(0), q.stride(1))
+    shape = {
+        "GROUP": q.shape[1] // num_kv_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "WINDOW": window,
+        "SOFT_CAP": soft_cap,
+        "BLOCK_R": max(16, triton.next_power_of_2(num_requests)),
+        "BLOCK_H": max(16, triton.next_power_of_2(head_dim)),
+        **OPTIONS,
+    }
     with torch.cuda.device_of(q):
-        write_new_rows(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out)
-
-        # What the split and prefill kernels share, in the order of their arguments.
-        inputs = (q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out)
-        strides = (block_table.stride(0), q.stride(0), q.stride(1))
-        shape = {
-            "GROUP": group,
-            "NUM_KV_HEADS": num_kv_heads,
-            "HEAD_DIM": head_dim,
-            "BLOCK_SIZE": block_size,
-            "WINDOW": window,
-            "SOFT_CAP": soft_cap,
-            "BLOCK_R": max(16, triton.next_power_of_2(num_requests)),
-            "BLOCK_H": block_h,
-            **OPTIONS,
-        }
-
-        # Requests of up to `fitting` rows take the smallest tile; the others as many of the wide ones as they need.
-        small_m = max(16, triton.next_power_of_2(group))
-        wide_m = max(small_m, min(tiles.short_block_m, triton.next_power_of_2(SHORT_QUERY.value * group)))
-        fitting = SHORT_QUERY.value if wide_m == small_m else small_m // group
-        table_splits = triton.cdiv(table_width * block_size, SPLIT_TOKENS.value)
-        splits = {rows: min(table_splits, _most_splits(rows)) for rows in range(1, SHORT_QUERY.value + 1)}
-        partial_rows = max(rows * most for rows, most in splits.items() if rows <= max(1, max_query_len))
-        parts = (num_requests, num_heads, partial_rows)
-        partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
-        partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
-        for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, SHORT_QUERY.value, wide_m)):
-            if min_query > min(max_query, max_query_len):
-                continue
-            tasks = max(splits[rows] * triton.cdiv(rows, block_m // group) for rows in range(min_query, max_query + 1))
-            # Two programs of the wide tiles take all registers of an SM.
-            per_sm = min(2, tiles.split_programs_per_sm) if block_m > small_m else tiles.split_programs_per_sm
-            split_kernel[(min(num_requests * tasks * num_kv_heads, num_sms * per_sm),)](
-                *inputs, partial, partial_max, partial_sum, sm_scale, num_requests, partial_rows, *strides,
-                MIN_QUERY=min_query, MAX_QUERY=max_query, BLOCK_M=block_m, BLOCK_N=tiles.split_block_n, **shape,
-                num_warps=tiles.split_warps,
-                num_stages=tiles.split_stages,
-            )  # fmt: skip
-        if table_splits > 1:
-            # Where every request may have several rows each gets its own program; in a mixed step few have.
-            turns = max_query_len if 1 < max_query_len <= SHORT_QUERY.value else 1
-            merge_kernel[(num_requests, num_heads, turns)](
-                query_start_loc, seq_lens, sinks, out, partial, partial_max, partial_sum, partial_rows,
-                NUM_HEADS=num_heads, HEAD_DIM=head_dim, WINDOW=window,
-                BLOCK_SPLITS=triton.next_power_of_2(max(splits.values())), BLOCK_H=block_h, **OPTIONS,
-                num_warps=8 if block_h > 256 else 4,
-            )  # fmt: skip
-
-        if min(max_query_len, num_tokens) > SHORT_QUERY.value:
-            block_m = max(tiles.prefill_block_m, triton.next_power_of_2(group))
-            max_tiles = num_tokens // (block_m // group) + min(num_requests, num_tokens // (SHORT_QUERY.value + 1))
-            prefill_kernel[(num_kv_heads, max_tiles)](
-                *inputs, sm_scale, num_requests, *strides,
-                BLOCK_M=block_m, BLOCK_N=tiles.prefill_block_n, **shape,
-                num_warps=tiles.prefill_warps,
-                num_stages=tiles.prefill_stages,
-            )  # fmt: skip
+        write_new_rows(
+            k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out, counters, turn
+        )  # fmt: skip
+        _split(inputs, strides, shape, tiles, counters, sm_scale, max_query_len, table_width * block_size, num_sms)
+        if min(max_query_len, q.shape[0]) > SHORT_QUERY.value:
+            _prefill(inputs, strides, shape, tiles, sm_scale)
     return out
+
+
+def _split(
+    inputs: tuple, strides: tuple[int, int, int], shape: dict, tiles: TileConfig, counters: Tensor, sm_scale: float,
+    max_query_len: int, table_tokens: int, num_sms: int,
+) -> None:  # fmt: skip
+    """Launch the split kernel, for requests of few rows."""
+    q, block_table = inputs[0], inputs[5]
+    num_requests, (_, num_heads, head_dim) = block_table.shape[0], q.shape
+    group, num_kv_heads, block_h = shape["GROUP"], shape["NUM_KV_HEADS"], shape["BLOCK_H"]
+    # Requests of up to `fitting` rows take the smallest tile; the others as many of the wide ones as they need.
+    small_m = max(16, triton.next_power_of_2(group))
+    wide_m = max(small_m, min(tiles.short_block_m, triton.next_power_of_2(SHORT_QUERY.value * group)))
+    fitting = SHORT_QUERY.value if wide_m == small_m else small_m // group
+    table_splits = triton.cdiv(table_tokens, tiles.split_tokens)
+    splits = {rows: min(table_splits, _most_splits(rows)) for rows in range(1, SHORT_QUERY.value + 1)}
+    partial_rows = max(rows * most for rows, most in splits.items() if rows <= max(1, max_query_len))
+    parts = (num_requests, num_heads, partial_rows)
+    partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
+    partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
+    merge_rows = triton.next_power_of_2(group)
+    merge_splits = max(1, min(MAX_SPLITS.value, _MERGED_AT_ONCE * tiles.split_warps // (merge_rows * block_h)))
+    for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, SHORT_QUERY.value, wide_m)):
+        if min_query > min(max_query, max_query_len):
+            continue
+        tasks = max(splits[rows] * triton.cdiv(rows, block_m // group) for rows in range(min_query, max_query + 1))
+        # Two programs of the wide tiles take all registers of an SM.
+        per_sm = min(2, tiles.split_programs_per_sm) if block_m > small_m else tiles.split_programs_per_sm
+        split_kernel[(min(num_requests * tasks * num_kv_heads, num_sms * per_sm),)](
+            *inputs, partial, partial_max, partial_sum, counters,
+            sm_scale, num_requests, partial_rows, counters.numel() // (num_requests * num_kv_heads), *strides,
+            MIN_QUERY=min_query, MAX_QUERY=max_query, SPLIT_TOKENS=tiles.split_tokens,
+            MERGE_ROWS=merge_rows, MERGE_SPLITS=merge_splits,
+            BLOCK_M=block_m, BLOCK_N=tiles.split_block_n, **shape,
+            num_warps=tiles.split_warps,
+            num_stages=tiles.split_stages,
+        )  # fmt: skip
+
+
+def _prefill(
+    inputs: tuple, strides: tuple[int, int, int], shape: dict, tiles: TileConfig, sm_scale: float
+) -> None:  # fmt: skip
+    """Launch the prefill kernel, for requests of more rows."""
+    num_tokens, num_requests, group = len(inputs[0]), len(inputs[5]), shape["GROUP"]
+    block_m = max(tiles.prefill_block_m, triton.next_power_of_2(group))
+    max_tiles = num_tokens // (block_m // group) + min(num_requests, num_tokens // (SHORT_QUERY.value + 1))
+    prefill_kernel[(shape["NUM_KV_HEADS"], max_tiles)](
+        *inputs, sm_scale, num_requests, *strides,
+        BLOCK_M=block_m, BLOCK_N=tiles.prefill_block_n, **shape,
+        num_warps=tiles.prefill_warps,
+        num_stages=tiles.prefill_stages,
+    )  # fmt: skip
+
+
+def rotary_attention(
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, query_scale: Tensor | None,
+    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
+    num_heads: int, eps: float, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
+) -> Tensor:  # fmt: skip
+    """The op of ``rotary_attention.py`` on CUDA tensors, likewise."""
+    turn, k, v = to_turn(
+        qkv, cos_sin, q_norm, k_norm, query_scale, num_heads, k_cache.shape[1], k_cache.shape[3], eps
+    )  # fmt: skip
+    return paged_attention(
+        turn.q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
+        sm_scale, max_query_len, window, soft_cap, turn=turn,
+    )  # fmt: skip

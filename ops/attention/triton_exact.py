@@ -26,7 +26,7 @@ from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.tiles import exact_tile
-from compiled_llm.ops.attention.triton_attention import device_facts, write_new_rows
+from compiled_llm.ops.attention.triton_attention import Turn, device_facts, to_turn, write_new_rows
 from compiled_llm.ops.attention.triton_kernels import (
     LOWEST,
     SHORT_QUERY,
@@ -192,9 +192,12 @@ def exact_merge_kernel(
 def paged_attention(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
-    sm_scale: float, max_query_len: int, window: int, soft_cap: float,
+    sm_scale: float, max_query_len: int, window: int, soft_cap: float, turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises."""
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+
+    With ``turn``, ``q`` is where turned queries go, and ``k`` is still to be turned.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
     num_requests, table_width = block_table.shape
@@ -214,7 +217,7 @@ def paged_attention(
     split_tasks = num_requests * table_parts * triton.cdiv(split_rows, block_m // group)
     parts = (num_requests, num_heads, split_rows * table_parts)
     with torch.cuda.device_of(q):
-        write_new_rows(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out)
+        write_new_rows(k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, out, None, turn)
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
         launches = [(1, split_rows, False, min(split_tasks * num_kv_heads, num_sms * tile.programs_per_sm))]
@@ -239,3 +242,19 @@ def paged_attention(
                 MAX_QUERY=split_rows, NUM_HEADS=num_heads, HEAD_DIM=head_dim, WINDOW=window, BLOCK_H=block_h, **OPTIONS,
             )  # fmt: skip
     return out
+
+
+def rotary_attention(
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, query_scale: Tensor | None,
+    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
+    num_heads: int, eps: float, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
+) -> Tensor:  # fmt: skip
+    """The op of ``rotary_attention.py``, likewise."""
+    turn, k, v = to_turn(
+        qkv, cos_sin, q_norm, k_norm, query_scale, num_heads, k_cache.shape[1], k_cache.shape[3], eps
+    )  # fmt: skip
+    return paged_attention(
+        turn.q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,
+        sm_scale, max_query_len, window, soft_cap, turn,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The attention kernels in Triton: split KV for few query rows, its merge, and prefill.
+"""The attention kernels in Triton: split KV for few query rows, and prefill.
 
 ``triton_attention.py`` says what each is for, and launches them.
 """
@@ -9,7 +9,6 @@ import triton.language as tl
 # Triton's interpreter computes garbage in a tl.dot of bfloat16 operands: there they are cast to float32 first.
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 SHORT_QUERY = tl.constexpr(16)  # rows of a request that the split kernel serves at most
-SPLIT_TOKENS = tl.constexpr(256)  # keys of one split at least
 MAX_SPLITS = tl.constexpr(64)  # splits of a request of one row; its keys are cut coarser where they would be more
 MIN_MAX_SPLITS = tl.constexpr(8)  # requests of q rows have MAX_SPLITS / q at most, but never fewer than this
 # Running maxima start here instead of at -inf: a row with no visible key then ends with sum 0, not NaN.
@@ -19,8 +18,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _splits(seq_len, query_len, WINDOW: tl.constexpr):
+def _splits(seq_len, query_len, WINDOW: tl.constexpr, SPLIT_TOKENS: tl.constexpr):
     """First key that a request's rows see, keys of one split, number of splits: functions of its own lengths alone.
+
+    A split has ``SPLIT_TOKENS`` keys at least.
 
     At least one split: a padding request has one with no keys, whose output is zero.
     """
@@ -165,11 +166,54 @@ def normalised(acc, row_sum):
 
 
 @triton.jit
+def _merge(
+    sinks, out, partial, partial_max, partial_sum, request, kv_head, first_row, first_token, num_rows, num_splits,
+    partial_rows,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Joins the splits of the ``num_rows`` rows of a tile, ``MERGE_SPLITS`` at once and in their order."""
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    dims = tl.arange(0, BLOCK_H)
+    inside = dims < HEAD_DIM
+    for start in range(0, num_rows, MERGE_ROWS):
+        m = start + tl.arange(0, MERGE_ROWS)
+        row_mask = m < num_rows
+        tokens = first_token + m // GROUP
+        heads = kv_head * GROUP + m % GROUP
+        first_part = (request.to(tl.int64) * NUM_HEADS + heads) * partial_rows + tokens * num_splits
+        acc = tl.zeros([MERGE_ROWS, BLOCK_H], tl.float32)
+        row_max = tl.full([MERGE_ROWS], LOWEST, tl.float32)
+        row_sum = tl.zeros([MERGE_ROWS], tl.float32)
+        for first_split in range(0, num_splits, MERGE_SPLITS):
+            splits = first_split + tl.arange(0, MERGE_SPLITS)
+            known = row_mask[:, None] & (splits < num_splits)[None, :]
+            part = first_part[:, None] + splits[None, :]
+            # From the L2 cache, which all programs write to: that of this SM may have older bytes.
+            split_max = tl.load(partial_max + part, mask=known, other=LOWEST, cache_modifier=".cg")
+            split_sum = tl.load(partial_sum + part, mask=known, other=0.0, cache_modifier=".cg")
+            split_acc = tl.load(
+                partial + part[:, :, None] * HEAD_DIM + dims[None, None, :],
+                mask=known[:, :, None] & inside[None, None, :], other=0.0, cache_modifier=".cg",
+            )  # fmt: skip
+            new_max = tl.maximum(row_max, tl.max(split_max, 1))
+            decay = tl.exp2(row_max - new_max)
+            weight = tl.exp2(split_max - new_max[:, None])
+            row_sum = row_sum * decay + tl.sum(weight * split_sum, 1)
+            acc = acc * decay[:, None] + tl.sum(split_acc * weight[:, :, None], 1)
+            row_max = new_max
+        row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
+        target = out + ((first_row + tokens).to(tl.int64) * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=row_mask[:, None] & inside[None, :])
+
+
+@triton.jit
 def split_kernel(
     q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
-    partial, partial_max, partial_sum,
-    scale, num_requests, partial_rows, table_stride, q_stride_t, q_stride_n,
-    MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr,
+    partial, partial_max, partial_sum, counters,
+    scale, num_requests, partial_rows, counter_rows, table_stride, q_stride_t, q_stride_n,
+    MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -177,7 +221,9 @@ def split_kernel(
     """All requests of ``MIN_QUERY`` to ``MAX_QUERY`` rows.
 
     A task is one split of one request's keys for one tile of ``BLOCK_M // GROUP`` tokens and one KV head; programs take
-    turns. Tasks over the same keys follow each other, so that they share the L2 cache.
+    turns. Tasks over the same keys follow each other, so that they share the L2 cache. The program that finishes the
+    last split of a tile joins them all, in their order: so it does not matter which program that is. ``counters``, zero
+    before the launch, tell it; there are ``counter_rows`` for each request and KV head.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -185,7 +231,7 @@ def split_kernel(
     known = requests < num_requests
     first_rows = tl.load(query_start_loc + requests, mask=known, other=0)
     query_lens = tl.load(query_start_loc + requests + 1, mask=known, other=0) - first_rows
-    all_splits = _splits(tl.load(seq_lens + requests, mask=known, other=0), query_lens, WINDOW)[2]
+    all_splits = _splits(tl.load(seq_lens + requests, mask=known, other=0), query_lens, WINDOW, SPLIT_TOKENS)[2]
     ours = (query_lens >= MIN_QUERY) & (query_lens <= MAX_QUERY)
     ends = tl.cumsum(tl.where(ours, all_splits * tl.cdiv(query_lens, BLOCK_Q), 0), 0)
     num_tasks = tl.max(ends, 0) * NUM_KV_HEADS
@@ -199,7 +245,7 @@ def split_kernel(
         first_row = tl.load(query_start_loc + request)
         query_len = tl.load(query_start_loc + request + 1) - first_row
         num_tiles = tl.cdiv(query_len, BLOCK_Q)
-        first_key, split_tokens, num_splits = _splits(seq_len, query_len, WINDOW)
+        first_key, split_tokens, num_splits = _splits(seq_len, query_len, WINDOW, SPLIT_TOKENS)
         split = index // num_tiles
 
         first_token = index % num_tiles * BLOCK_Q
@@ -232,36 +278,16 @@ def split_kernel(
             tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=store_mask)
             tl.store(partial_max + part, row_max, mask=row_mask)
             tl.store(partial_sum + part, row_sum, mask=row_mask)
-
-
-@triton.jit
-def merge_kernel(
-    query_start_loc, seq_lens, sinks, out, partial, partial_max, partial_sum,
-    partial_rows,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """Joins the splits. Programs of one request and head take turns at its tokens."""
-    request = tl.program_id(0)
-    head = tl.program_id(1)
-    first_row = tl.load(query_start_loc + request)
-    query_len = tl.load(query_start_loc + request + 1) - first_row
-    num_splits = _splits(tl.load(seq_lens + request), query_len, WINDOW)[2]
-    if query_len <= SHORT_QUERY and num_splits > 1:
-        splits = tl.arange(0, BLOCK_SPLITS)
-        dims = tl.arange(0, BLOCK_H)
-        known = splits < num_splits
-        for token in range(tl.program_id(2), query_len, tl.num_programs(2)):
-            part = (request.to(tl.int64) * NUM_HEADS + head) * partial_rows + token * num_splits + splits
-            split_max = tl.load(partial_max + part, mask=known, other=LOWEST)
-            row_max = tl.max(split_max, 0)
-            weight = tl.exp2(split_max - row_max)
-            row_sum = tl.sum(weight * tl.load(partial_sum + part, mask=known, other=0.0), 0)
-            row_sum = add_sinks(row_max, row_sum, sinks, head, True)
-            acc = load_rows(partial + part[:, None] * HEAD_DIM + dims[None, :], known, dims, True, HEAD_DIM)
-            merged = tl.sum(acc * weight[:, None], 0) / row_sum
-            target = out + ((first_row + token).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM + dims
-            tl.store(target, merged.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+            # All threads have stored before one of them counts, with a release of what was stored and an acquire of
+            # what others released; and all threads wait for its answer.
+            tl.debug_barrier()
+            counter = counters + (request * NUM_KV_HEADS + kv_head) * counter_rows + index % num_tiles
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                num_rows = tl.minimum(BLOCK_Q, query_len - first_token) * GROUP
+                _merge(
+                    sinks, out, partial, partial_max, partial_sum, request, kv_head, first_row, first_token, num_rows,
+                    num_splits, partial_rows, GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_ROWS, MERGE_SPLITS, BLOCK_H,
+                )  # fmt: skip
 
 
 @triton.jit

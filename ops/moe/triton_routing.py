@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.rowwise.triton_kernels import _cast
+from compiled_llm.ops.rowwise.triton_kernels import cast
 
 _PIECE = 1024  # elements of a program
 
@@ -25,7 +25,7 @@ def weighted_sum_kernel(y, places, weights, out, TOP_K: tl.constexpr, SIZE: tl.c
         weight = tl.load(weights + token * TOP_K + j)
         row = tl.load(y + tl.maximum(place, 0).to(tl.int64) * SIZE + i, mask=i < SIZE, other=0.0)
         total += tl.where(place >= 0, weight * row.to(tl.float32), 0.0)
-    tl.store(out + token * SIZE + i, _cast(total, out.dtype.element_ty), mask=i < SIZE)
+    tl.store(out + token * SIZE + i, cast(total, out.dtype.element_ty), mask=i < SIZE)
 
 
 def weighted_sum(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:

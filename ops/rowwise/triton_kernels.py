@@ -11,7 +11,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _cast(x, dtype: tl.constexpr):
+def cast(x, dtype: tl.constexpr):
     """float32 to ``dtype``, ties to even."""
     if INTERPRET and dtype == tl.bfloat16:  # Triton's interpreter cuts digits off: give it what has none to cut
         bits = x.to(tl.int32, bitcast=True)
@@ -23,7 +23,7 @@ def _cast(x, dtype: tl.constexpr):
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
     """The float32 numbers as they are after they were stored in ``dtype``."""
-    return _cast(x, dtype).to(tl.float32)
+    return cast(x, dtype).to(tl.float32)
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _weighted(y, weights, dtype: tl.constexpr):
     """Weights in ``dtype`` multiply what has been rounded to it, float32 ones what has not."""
     if weights.dtype == dtype:
         y = _rounded(y, dtype)
-    return _cast(y * weights.to(tl.float32), dtype)
+    return cast(y * weights.to(tl.float32), dtype)
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def norm_kernel(
         y = _load_sum(x, delta, i, i < SIZE)
         squares += y * y
         if delta is not None:
-            tl.store(total + row * SIZE + i, _cast(y, total.dtype.element_ty), mask=i < SIZE)
+            tl.store(total + row * SIZE + i, cast(y, total.dtype.element_ty), mask=i < SIZE)
     scale = _inverse_rms(squares, eps, SIZE)
     for start in tl.static_range(0, SIZE, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -97,7 +97,7 @@ def layer_norm_kernel(
         y = _load_sum(x, delta, i, i < SIZE)
         sums += y
         if delta is not None:
-            tl.store(total + row * SIZE + i, _cast(y, total.dtype.element_ty), mask=i < SIZE)
+            tl.store(total + row * SIZE + i, cast(y, total.dtype.element_ty), mask=i < SIZE)
     ones = tl.full([1], 1.0, tl.float32)
     mean = tl.div_rn(tl.sum(sums, 0), ones * SIZE)
     squares = tl.zeros([BLOCK], tl.float32)
@@ -113,16 +113,18 @@ def layer_norm_kernel(
         if SIZE > BLOCK:
             y = _load_sum(x, delta, i, i < SIZE)
         normed = (y - mean) * scale * _load(weight, i, i < SIZE) + _load(bias, i, i < SIZE)
-        tl.store(out + row * SIZE + i, _cast(normed, out.dtype.element_ty), mask=i < SIZE)
+        tl.store(out + row * SIZE + i, cast(normed, out.dtype.element_ty), mask=i < SIZE)
 
 
 @triton.jit
-def _rotate_heads(
-    x, cosines, norm, out, eps, first_head,
+def turned_heads(
+    x, cosines, norm, eps, first_head, dtype: tl.constexpr,
     NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_HEADS`` heads of one token from ``first_head`` on; each head's first half is paired with its second."""
-    dtype: tl.constexpr = out.dtype.element_ty
+    """``BLOCK_HEADS`` heads of one token from ``first_head`` on; each head's first half is paired with its second.
+
+    Returns the halves, of ``dtype``, the places of the first in ``x``, and which of them are inside; zeros elsewhere.
+    """
     d = tl.arange(0, BLOCK_HALF)[None, :]
     heads = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
     inside = (heads < NUM_HEADS) & (d < HALF)
@@ -135,8 +137,19 @@ def _rotate_heads(
         weights = tl.load(norm + HALF + d, mask=d < HALF, other=0.0)
         second = _weighted(second * scale, weights, dtype).to(tl.float32)
     cos, sin = _load(cosines, d, d < HALF), _load(cosines, HALF + d, d < HALF)
-    tl.store(out + places, _cast(first * cos - second * sin, dtype), mask=inside)
-    tl.store(out + places + HALF, _cast(second * cos + first * sin, dtype), mask=inside)
+    return cast(first * cos - second * sin, dtype), cast(second * cos + first * sin, dtype), places, inside
+
+
+@triton.jit
+def _rotate_heads(
+    x, cosines, norm, out, eps, first_head,
+    NUM_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):  # fmt: skip
+    first, second, places, inside = turned_heads(
+        x, cosines, norm, eps, first_head, out.dtype.element_ty, NUM_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF
+    )
+    tl.store(out + places, first, mask=inside)
+    tl.store(out + places + HALF, second, mask=inside)
 
 
 @triton.jit
@@ -201,7 +214,7 @@ def activation_kernel(x, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.constex
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = _activated(_load(x + row * stride, i, i < SIZE), ACTIVATION)
-    tl.store(out + row * SIZE + i, _cast(y, out.dtype.element_ty), mask=i < SIZE)
+    tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
 
 
 @triton.jit
@@ -212,7 +225,7 @@ def gated_kernel(gate_up, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.conste
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate, up = _load(gate_up + row * stride, i, i < SIZE), _load(gate_up + row * stride + SIZE, i, i < SIZE)
     activated = _activated(gate, ACTIVATION)
-    tl.store(out + row * SIZE + i, _cast(_rounded(activated, dtype) * up, dtype), mask=i < SIZE)
+    tl.store(out + row * SIZE + i, cast(_rounded(activated, dtype) * up, dtype), mask=i < SIZE)
 
 
 @triton.jit
@@ -224,7 +237,7 @@ def clamped_swiglu_kernel(gate_up, out, stride, alpha, limit, SIZE: tl.constexpr
     gate = tl.where(gate > limit, limit, gate)  # a NaN stays
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     activated = (up + 1.0) * (gate / (1.0 + tl.exp2(alpha * gate * -LOG2_E)))
-    tl.store(out + row * SIZE + i, _cast(activated, out.dtype.element_ty), mask=i < SIZE)
+    tl.store(out + row * SIZE + i, cast(activated, out.dtype.element_ty), mask=i < SIZE)
 
 
 @triton.jit
@@ -250,7 +263,7 @@ def soft_cap_kernel(x, out, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scaled = tl.div_rn(_load(x + row * stride, i, i < SIZE), tl.zeros([BLOCK], tl.float32) + cap)
     capped = _rounded(_tanh(_rounded(scaled, dtype)), dtype) * cap
-    tl.store(out + row * SIZE + i, _cast(capped, dtype), mask=i < SIZE)
+    tl.store(out + row * SIZE + i, cast(capped, dtype), mask=i < SIZE)
 
 
 @triton.jit
@@ -260,7 +273,7 @@ def scaled_sum_kernel(x, delta, scale, out, x_stride, delta_stride, SIZE: tl.con
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = _load_sum(x + row * x_stride, delta + row * delta_stride, i, i < SIZE)
-    tl.store(out + row * SIZE + i, _cast(total * tl.load(scale), dtype), mask=i < SIZE)
+    tl.store(out + row * SIZE + i, cast(total * tl.load(scale), dtype), mask=i < SIZE)
 
 
 @triton.jit

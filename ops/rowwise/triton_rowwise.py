@@ -5,8 +5,8 @@ Each op is one launch, whose grid follows from shapes alone, so a CUDA graph can
 Why a row's bits depend on nothing but the row: a program computes one row (or a piece of one, where nothing is added
 up), and all rows of a length run the same binary. Block sizes and warps follow from the length. Triton also compiles
 for the alignment and strides that it finds, and how the elements of a sum lie in the threads, so the order of the sum,
-may follow from them; ``_rows`` makes them the same for all rows of a length. Multiplications and additions are not
-fused: a compiler chooses where, and the reference rounds after each.
+may follow from them; ``aligned_rows`` makes them the same for all rows of a length. Multiplications and additions are
+not fused: a compiler chooses where, and the reference rounds after each.
 """
 
 import torch
@@ -37,7 +37,7 @@ def _options(block: int) -> dict:
     return {"num_warps": min(8, max(1, block // 256)), "enable_fp_fusion": False}
 
 
-def _rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> tuple[Tensor, int]:
+def aligned_rows(x: Tensor, op: str, name: str, dtypes: tuple[torch.dtype, ...] = _DTYPES) -> tuple[Tensor, int]:
     """``x`` ``[rows, size]`` and the distance of its rows, aligned as all rows of that size: if need be a copy.
 
     A row alone may have any stride, rows of a wider tensor any alignment; those of a model's own tensors never copy.
@@ -73,7 +73,7 @@ def _norm(
     x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, op: str
 ) -> tuple[Tensor | None, Tensor]:
     """An RMS or, where there is a ``bias``, a layer norm."""
-    x, stride = _rows(x, op, "x")
+    x, stride = aligned_rows(x, op, "x")
     rows, size = x.shape
     weight = _weight(weight, x, size, op)
     if bias is not None:
@@ -87,7 +87,7 @@ def _norm(
                 f"{op}: delta must be like x, {list(x.shape)} of {x.dtype} on {x.device}, got {list(delta.shape)} of "
                 f"{delta.dtype} on {delta.device}"
             )
-        delta, delta_stride = _rows(delta, op, "delta")
+        delta, delta_stride = aligned_rows(delta, op, "delta")
         total = x.new_empty(rows, size)
     out = x.new_empty(rows, size)
     block = min(triton.next_power_of_2(size), _MOST_OF_A_ROW)
@@ -143,8 +143,8 @@ def rope(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The op."""
-    qkv, stride = _rows(qkv, "rope", "qkv")
-    cos_sin, cos_sin_stride = _rows(cos_sin, "rope", "cos_sin", (torch.float32,))
+    qkv, stride = aligned_rows(qkv, "rope", "qkv")
+    cos_sin, cos_sin_stride = aligned_rows(cos_sin, "rope", "cos_sin", (torch.float32,))
     rows, head_dim = cos_sin.shape
     if rows != qkv.shape[0] or head_dim % 2 or head_dim == 0 or cos_sin.device != qkv.device:
         raise ValueError(
@@ -178,7 +178,7 @@ def rope(
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
     """The op."""
     _check_activation("gated_activation", activation)
-    gate_up, stride = _rows(gate_up, "gated_activation", "gate_up")
+    gate_up, stride = aligned_rows(gate_up, "gated_activation", "gate_up")
     rows, columns = gate_up.shape
     if columns % 2:
         raise ValueError(f"gated_activation: gate_up must have an even number of columns, got {columns}")
@@ -196,7 +196,7 @@ def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
 def activation(x: Tensor, activation: str) -> Tensor:
     """The op."""
     _check_activation("activation", activation)
-    x, stride = _rows(x, "activation", "x")
+    x, stride = aligned_rows(x, "activation", "x")
     rows, size = x.shape
     out = x.new_empty(rows, size)
     block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
@@ -215,7 +215,7 @@ def _check_activation(op: str, activation: str) -> None:
 
 def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     """The op."""
-    gate_up, stride = _rows(gate_up, "clamped_swiglu", "gate_up")
+    gate_up, stride = aligned_rows(gate_up, "clamped_swiglu", "gate_up")
     rows, columns = gate_up.shape
     if columns % 2 or not limit > 0:
         raise ValueError(
@@ -237,7 +237,7 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     """The op."""
     if not cap > 0:
         raise ValueError(f"soft_cap: cap must be above 0, got {cap}")
-    x, stride = _rows(x, "soft_cap", "x")
+    x, stride = aligned_rows(x, "soft_cap", "x")
     rows, size = x.shape
     out = x.new_empty(rows, size)
     block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
@@ -251,8 +251,8 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
     """The op."""
-    x, x_stride = _rows(x, "scaled_sum", "x")
-    delta, delta_stride = _rows(delta, "scaled_sum", "delta")
+    x, x_stride = aligned_rows(x, "scaled_sum", "x")
+    delta, delta_stride = aligned_rows(delta, "scaled_sum", "delta")
     if delta.shape != x.shape or delta.dtype != x.dtype:
         raise ValueError(
             f"scaled_sum: delta must be like x, {list(x.shape)} of {x.dtype}, got {list(delta.shape)} of {delta.dtype}"
@@ -275,7 +275,7 @@ def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
 
 def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The op."""
-    logits, stride = _rows(logits, "log_sum_exp", "logits")
+    logits, stride = aligned_rows(logits, "log_sum_exp", "logits")
     rows, size = logits.shape
     if size == 0:
         raise ValueError(f"log_sum_exp: logits must have columns, got {list(logits.shape)}")

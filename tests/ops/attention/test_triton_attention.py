@@ -33,14 +33,14 @@ OP = triton_attention.paged_attention
 
 EXTRA = {
     "many-splits": {"query_lens": [1, 1, 1, 1], "context_lens": [255, 256, 257, 1023], "num_heads": 6},
-    "more-than-64-splits-of-256": {
+    "more-than-64-splits": {
         "query_lens": [1],
         "context_lens": [16500],
         "num_heads": 1,
         "num_kv_heads": 1,
         "head_dim": 16,
     },
-    "short-query-of-more-than-8-splits-of-256": {
+    "short-query-of-more-than-8-splits": {
         "query_lens": [9],
         "context_lens": [2200],
         "num_heads": 1,
@@ -101,6 +101,16 @@ def neighbours_change_nothing(**kwargs) -> None:
     out = check(case, OP)
     for request in range(len(query_lens)):
         assert torch.equal(check(alone(case, request), OP), out[case.rows(request)])
+
+
+def any_program_may_be_the_last(**kwargs) -> None:
+    """Other numbers of programs have other ones finish a tile's last split."""
+    case = make_case([1, 3, 1], [600, 300, 1500], dtype=torch.bfloat16, num_heads=12, **kwargs)
+    tiles = default_config(64, 2, case.k_cache.itemsize, (9, 0))
+    outs = [OP(*case.args(), tiles=replace(tiles, split_programs_per_sm=count)) for count in (1, 3, 5)]
+    assert all(torch.equal(out, outs[0]) for out in outs)
+    for split_tokens in (64, 256):
+        check(case, functools.partial(OP, tiles=replace(tiles, split_tokens=split_tokens)))
 
 
 def chunks_build_one_cache(**kwargs) -> None:
@@ -180,6 +190,8 @@ MORE: dict[str, tuple[Callable, dict]] = {
         neighbours_change_nothing,
         {"kv_dtype": torch.int8, "window": 290, "sinks": True},
     ),
+    "any-program-last": (any_program_may_be_the_last, {}),
+    "any-program-last-int8": (any_program_may_be_the_last, {"kv_dtype": torch.int8, "sinks": True}),
     "bad-key": (a_bad_key_is_its_own_requests_affair, {"dtype": torch.float32}),
     "huge": (huge_values, {}),
     **{f"chunks-{name}": (chunks_build_one_cache, {"kv_dtype": dtype}) for name, dtype in KV_DTYPES.items()},
@@ -215,7 +227,7 @@ def launches(
 ) -> list[tuple["triton.JITFunction", tuple, dict]]:
     """What a mixed step launches on a GPU of that capability, from tensors without storage."""
     recorded: list = []
-    for name in ("write_kernel", "split_kernel", "merge_kernel", "prefill_kernel"):
+    for name in ("write_kernel", "split_kernel", "prefill_kernel"):
         monkeypatch.setattr(triton_attention, name, ahead_of_time.Recorder(getattr(triton_attention, name), recorded))
     monkeypatch.setattr(triton_attention, "device_facts", lambda device: triton_attention.Device("", capability, 132))
 
@@ -285,7 +297,7 @@ def test_compiles_without_spills(
 ) -> None:
     recorded = launches(monkeypatch, capability, head_dim, dtype, kv_dtype, features)
     names = [kernel.__name__ for kernel, _, _ in recorded]
-    assert names == ["write_kernel", "split_kernel", "split_kernel", "merge_kernel", "prefill_kernel"]
+    assert names == ["write_kernel", "split_kernel", "split_kernel", "prefill_kernel"]
     for kernel, args, kwargs in recorded:
         binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
         usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared

@@ -1,0 +1,175 @@
+"""Rotary attention: on a GPU one op that computes what its two ops compute one after the other, to the bit.
+
+As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
+TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
+or an empty string.
+"""
+
+import functools
+import subprocess
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.ops import paged_attention, rope, rotary_attention
+from compiled_llm.ops.rowwise.reference import rope_reference
+from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, make_case
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.attention import triton_attention, triton_exact  # noqa: E402
+from compiled_llm.ops.attention.paged_attention import paged_attention_reference  # noqa: E402
+from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+EPS = 1e-6
+STEP = {
+    "query_lens": [3, 1, 1, 20],
+    "context_lens": [140, 300, 0, 20],
+    "padding_query_lens": [0, 1],
+    "trailing_rows": 2,
+}
+
+
+def turning(case: AttentionCase, norm_dtype: torch.dtype | None, scaled: bool) -> tuple[Tensor | None, ...]:
+    """``qkv``, ``cos_sin``, ``q_norm``, ``k_norm`` and ``query_scale`` for the queries, keys and values of a case."""
+    rows, _, head_dim = case.q.shape
+    qkv = torch.cat([case.q, case.k, case.v], dim=1).flatten(1)
+    radians = torch.arange(rows)[:, None] * torch.linspace(0, 1, head_dim // 2)
+    norms = [None if norm_dtype is None else torch.linspace(a, 1.5, head_dim).to(norm_dtype) for a in (0.5, 0.7)]
+    scale = (1 + torch.arange(rows)[:, None] / 8).to(qkv.dtype) if scaled else None
+    return qkv, torch.cat([radians.cos(), radians.sin()], dim=1), *norms, scale
+
+
+def in_two_ops(rope_op, attention_op, case: AttentionCase, turn: tuple) -> tuple[Tensor, dict[str, Tensor | None]]:
+    qkv, cos_sin, q_norm, k_norm, scale = turn
+    values = dict(zip((field.name for field in fields(case)), case.args(), strict=True))
+    q, k = rope_op(qkv, cos_sin, q_norm, k_norm, case.q.shape[1], case.k.shape[1], EPS)
+    values |= {"q": q if scale is None else q * scale[:, None], "k": k}
+    return attention_op(*values.values()), {name: values[name] for name in CACHES}
+
+
+def in_one(op, case: AttentionCase, turn: tuple) -> tuple[Tensor, dict[str, Tensor | None]]:
+    values = dict(zip((field.name for field in fields(case)), case.args(), strict=True))
+    rest = list(values.values())[3:12]
+    out = op(*turn, *rest, case.q.shape[1], EPS, case.sm_scale, case.max_query_len, case.window, case.soft_cap)
+    return out, {name: values[name] for name in CACHES}
+
+
+def same(case: AttentionCase, module, norm_dtype: torch.dtype | None, scaled: bool) -> None:
+    """The two Triton kernels' bits; and the references' numbers, from caches whose last bits may differ."""
+    turn = turning(case, norm_dtype, scaled)
+    out, caches = in_one(module.rotary_attention, case, turn)
+    expected, expected_caches = in_two_ops(triton_rowwise.rope, module.paged_attention, case, turn)
+    assert torch.equal(out, expected)
+    for name, cache in caches.items():
+        if cache is not None:
+            assert torch.equal(cache[1:].view(torch.uint8), expected_caches[name][1:].view(torch.uint8)), name
+    reference, _ = in_two_ops(rope_reference, paged_attention_reference, case, turn)
+    torch.testing.assert_close(out, reference, atol=2 * case.tolerance, rtol=2 * case.tolerance)
+
+
+def run(kernels: str = "triton_attention", norm_dtype=None, scaled: bool = False, **kwargs) -> None:
+    modules = {"triton_attention": triton_attention, "triton_exact": triton_exact}
+    same(make_case(**{**STEP, **kwargs}), modules[kernels], norm_dtype, scaled)
+
+
+def a_decode(**kwargs) -> None:
+    run(query_lens=[1] * 3, context_lens=[500, 0, 33], padding_query_lens=[1], trailing_rows=0, **kwargs)
+
+
+CASES = {
+    "plain": functools.partial(run, dtype=BF16),
+    "norms": functools.partial(run, dtype=BF16, norm_dtype=BF16, num_heads=12),
+    "float32-norms-h80": functools.partial(run, dtype=FP16, norm_dtype=FP32, head_dim=80),
+    "scaled-queries": functools.partial(run, dtype=BF16, scaled=True, head_dim=40, num_heads=6, num_kv_heads=3),
+    "float32": functools.partial(a_decode, dtype=FP32, norm_dtype=FP32, scaled=True),
+    "exact": functools.partial(a_decode, dtype=BF16, norm_dtype=BF16, kernels="triton_exact"),
+    **{
+        f"{name}-{len(given)}": functools.partial(a_decode, dtype=BF16, kv_dtype=dtype, **given)
+        for name, dtype in KV_DTYPES.items()
+        for given in ({"head_dim": 96}, {"norm_dtype": BF16, "scaled": True, "num_heads": 16})
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+def test_compiles_without_spills(
+    capability: tuple[int, int],
+    kv_dtype: torch.dtype | None,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    recorded: list = []
+    monkeypatch.setattr(
+        triton_attention, "write_kernel", ahead_of_time.Recorder(triton_attention.write_kernel, recorded)
+    )
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    caches = [empty(1024, 8, 16, 128, dtype=kv_dtype or BF16) for _ in range(2)]
+    scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
+    norm = empty(128, dtype=BF16)
+    turn, k, v = triton_attention.to_turn(
+        empty(32, 48 * 128, dtype=BF16), empty(32, 128, dtype=FP32), norm, norm, None, 32, 8, 128, EPS
+    )
+    triton_attention.write_new_rows(k, v, *caches, *scales, empty(32), empty(33), turn.q, empty(32 * 8), turn)
+    [(kernel, args, kwargs)] = recorded
+    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+
+
+# ---- on the CPU, and what is refused --------------------------------------------------------------------------------
+
+
+def on_cpu(case: AttentionCase, turn: tuple, **changed) -> Tensor:
+    values = dict(zip((field.name for field in fields(case)), case.args(), strict=True))
+    names = (*CACHES, "slot_mapping", "block_table", "query_start_loc", "seq_lens")
+    given = {name: values[name] for name in ("sm_scale", "max_query_len", "window", "soft_cap")} | changed
+    return rotary_attention(*turn, *(values[name] for name in names), num_heads=case.q.shape[1], eps=EPS, **given)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_on_a_cpu_it_is_its_two_ops(scaled: bool) -> None:
+    case = make_case(**STEP, dtype=BF16)
+    turn = turning(case, BF16, scaled)
+
+    def attention(*args) -> Tensor:
+        sm_scale, max_query_len, window, soft_cap = args[12:]
+        return paged_attention(
+            *args[:11], sm_scale=sm_scale, max_query_len=max_query_len, window=window, soft_cap=soft_cap
+        )
+
+    assert torch.equal(on_cpu(case, turn), in_two_ops(rope, attention, case, turn)[0])
+
+
+def test_tensors_of_other_shapes_are_refused() -> None:
+    case = make_case([1, 1], [3, 4], dtype=BF16)
+    qkv, cos_sin, q_norm, k_norm, scale = turning(case, BF16, True)
+
+    def refused(match: str, *turn) -> None:
+        with pytest.raises(ValueError, match=match):
+            triton_attention.to_turn(*turn, 4, 2, 64, EPS)
+
+    refused("columns", qkv[:, :-64], cos_sin, q_norm, k_norm, scale)
+    refused("cos_sin must be", qkv, cos_sin[:1], q_norm, k_norm, scale)
+    refused("both be tensors", qkv, cos_sin, q_norm, None, scale)
+    refused("query_scale must be", qkv, cos_sin, q_norm, k_norm, scale.float())
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    interpreted.run(CASES)
