@@ -53,8 +53,8 @@ class ExactTile(NamedTuple):
 # compiles them ahead of time asserts both.
 # In the order of the fields: split n, warps, stages, programs per SM; short m; prefill m, n, warps, stages.
 HOPPER = {
-    64: TileConfig(64, 4, 3, 4, 64, 128, 64, 8, 3),
-    128: TileConfig(32, 4, 4, 4, 64, 128, 64, 8, 3),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3),
+    128: TileConfig(32, 4, 4, 3, 64, 128, 64, 8, 3),
     256: TileConfig(32, 4, 3, 2, 32, 128, 32, 8, 3),
     512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2),
 }
@@ -64,8 +64,8 @@ HOPPER_QUANTISED = {  # converting codes takes registers
     512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2),
 }
 OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 99
-    64: TileConfig(64, 4, 3, 4, 64, 128, 64, 8, 3),
-    128: TileConfig(32, 4, 3, 4, 64, 128, 32, 8, 3),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3),
+    128: TileConfig(32, 4, 3, 3, 64, 128, 32, 8, 3),
     256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2),
     512: TileConfig(16, 4, 2, 2, 32, 32, 16, 8, 2),
 }

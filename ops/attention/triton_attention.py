@@ -28,8 +28,7 @@ Balance: the programs are dealt all splits in turn, so of each request's equal s
 more than another. A split is 128 keys (``TileConfig.split_tokens``), or a 64th of a request of more than 8192. So a
 program's work exceeds the mean by at most 128 keys and one 64th of each such long request, that is by P / (64 K) of the
 long requests' share of the mean where P programs serve K KV heads. The programs of an SM share its bandwidth, so P
-counts SMs: on 132 of them with K = 8 a batch is at most 26% out of balance; 1 x 128k + 31 x 4k, whose 512 long pieces go
-to 512 of 528 programs, 5%.
+counts SMs: on 132 of them with K = 8 a batch is at most 26% out of balance.
 
 Memory: the unfinished outputs of the splits take ``R * N * (H + 2)`` float32 times the largest number of (row, split)
 pairs of one request: 64 where ``max_query_len`` is at most 8 (136 MB for 128 requests of 32 heads of 128), twice that
@@ -58,7 +57,7 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 # Given explicitly: Triton 3.10 will no longer fuse multiplications and additions by default.
 OPTIONS = {"enable_fp_fusion": True}
 _TURNED_AT_ONCE = 1024  # elements of a program of the write kernel
-_MERGED_AT_ONCE = 2048  # elements of partial results that a warp joins at once: 64 registers a thread
+_MERGED_AT_ONCE = 1024  # elements of partial results that a warp joins at once: 32 registers a thread
 
 
 class Device(NamedTuple):
