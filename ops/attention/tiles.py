@@ -67,13 +67,13 @@ OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 9
     64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3),
     128: TileConfig(32, 4, 3, 3, 64, 128, 32, 8, 3),
     256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2),
-    512: TileConfig(16, 4, 2, 2, 32, 32, 16, 8, 2),
+    512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2),
 }
 OTHERS_QUANTISED = {
     64: TileConfig(64, 4, 3, 3, 64, 128, 32, 8, 3),
     128: TileConfig(32, 4, 3, 3, 32, 64, 32, 4, 3),
     256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2),
-    512: TileConfig(16, 4, 2, 2, 32, 32, 16, 8, 2),
+    512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2),
 }
 FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in registers
     64: TileConfig(32, 4, 2, 4, 16, 32, 32, 8, 1),

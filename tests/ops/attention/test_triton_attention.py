@@ -297,7 +297,8 @@ def test_compiles_without_spills(
 ) -> None:
     recorded = launches(monkeypatch, capability, head_dim, dtype, kv_dtype, features)
     names = [kernel.__name__ for kernel, _, _ in recorded]
-    assert names == ["write_kernel", "split_kernel", "split_kernel", "prefill_kernel"]
+    splits = 1 if (capability, head_dim) == (SM_80, 512) else 2  # there short queries have the tiles of decodes
+    assert names == ["write_kernel", *["split_kernel"] * splits, "prefill_kernel"]
     for kernel, args, kwargs in recorded:
         binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
         usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
