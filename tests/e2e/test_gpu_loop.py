@@ -42,7 +42,7 @@ def served(engine: CompiledEngine) -> tuple[list[Any], list[float]]:
     return [[(one.token_ids, one.finish_reason) for one in out.outputs] for out in outputs], logprobs
 
 
-@pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption_mode", [pytest.param("recompute", marks=pytest.mark.battery), "swap"])
 def test_the_overlapped_loop_waits_for_the_ends_of_steps_alone(
     monkeypatch: pytest.MonkeyPatch, preemption_mode: str
 ) -> None:
@@ -65,7 +65,7 @@ def test_the_overlapped_loop_waits_for_the_ends_of_steps_alone(
     assert gpu.num_sent >= stats.num_steps
 
 
-@pytest.mark.parametrize("kind", ["windows", "stream"])
+@pytest.mark.parametrize("kind", ["windows", pytest.param("stream", marks=pytest.mark.battery)])
 def test_tables_of_windows_are_on_the_gpu_too(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Those of a stream, whose window moves, come with the step."""
     if kind == "windows":
