@@ -1,0 +1,133 @@
+"""One bucket's step of an engine on a GPU that is not there, compiled as the engine does it, on tensors without data.
+
+What the engine does at start and what is done here differ in the weights alone: these are the shapes that the family
+describes. So a model of any size takes little memory.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.compiling.argument_specs import tensors_in
+from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
+from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.registry import family_of, layers_of
+from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
+from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, pretend_gpu
+from compiled_llm.report.gpu_step.gpus import Gpu
+from compiled_llm.scheduling.bucket import Bucket, buckets_of
+from compiled_llm.step.kv_cache import allocate, layer_dtypes, short_windows
+from compiled_llm.step.step import Feedback, step_function
+from compiled_llm.worker.quantization import linears_of
+from compiled_llm.worker.runner import STEP_DEFAULTS
+from compiled_llm.worker.step_buffers import StepBuffers
+
+DEVICE = torch.device("cuda", 0)
+_BLOCKS = 64  # of the KV cache; the code is for any number
+
+
+class FakeStep(NamedTuple):
+    """A bucket's step, generated.
+
+    Attributes:
+        layers: each layer's attention, of the layers that were generated.
+        mode: that of the fake tensors.
+    """
+
+    bucket: Bucket
+    config: ModelConfig
+    layers: tuple[AttentionSpec, ...]
+    generated: Generated
+    mode: FakeTensorMode
+
+
+@dataclasses.dataclass(frozen=True)
+class _Properties:
+    """As ``torch.cuda.get_device_properties`` has them."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    total_memory: int
+    L2_cache_size: int
+    regs_per_multiprocessor: int
+    max_threads_per_multi_processor: int
+    shared_memory_per_multiprocessor: int
+    shared_memory_per_block_optin: int
+    shared_memory_per_block: int = 48 << 10
+    max_threads_per_block: int = 1024
+    warp_size: int = 32
+    gcnArchName: str = ""
+
+
+def pretend(gpu: Gpu) -> None:
+    """Make this process take ``gpu`` for the one that it has, for good. Nothing can run on it."""
+    pretend_gpu(
+        _Properties(
+            gpu.name, *gpu.capability, gpu.num_sms, gpu.memory_bytes, gpu.l2_bytes, gpu.registers, gpu.threads,
+            gpu.sm_bytes, gpu.block_bytes,
+        )
+    )  # fmt: skip
+
+
+def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -> FakeStep:
+    """Generate a bucket's code for the GPU of ``pretend``.
+
+    Args:
+        engine: its arguments, for ``device="cuda"``.
+        bucket_name: as ``Bucket.name``.
+
+    Raises:
+        ValueError: the engine has no such bucket, or would refuse an argument.
+    """
+    dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
+    limits = EngineLimits.resolve(engine, config.max_position_embeddings, STEP_DEFAULTS["cuda"])
+    buckets = {bucket.name: bucket for bucket in buckets_of(limits)}
+    if bucket_name not in buckets:
+        raise ValueError(f"the bucket must be one of the engine's, {', '.join(buckets)}, given {bucket_name!r}")
+    bucket = buckets[bucket_name]
+    # No position beyond max_model_len is ever asked for.
+    config = dataclasses.replace(config, max_position_embeddings=limits.max_model_len)
+    windows, cache_dtypes = short_windows(config, limits.max_model_len), layer_dtypes(engine, dtype, config)
+    buffers = StepBuffers(bucket, limits, torch.device("cpu"), windows)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        described = family_of(config).describe(config, dtype, linears_of(engine, config, DEVICE, dtype)).weights
+        weights, step_input, source = _Faked().tree((described, buffers.step_input, buffers.feedback))
+        places = dict.fromkeys(windows, _BLOCKS)
+        cache = allocate(config, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places)
+        feedback = Feedback(
+            source,
+            torch.empty(bucket.num_rows, dtype=torch.int64, device=DEVICE),
+            torch.empty(bucket.num_tokens, config.hidden_size, dtype=dtype, device=DEVICE),
+        )
+    for tensor in tensors_in((weights, step_input, feedback)):
+        mark_static_address(tensor)
+    step = step_function(config, bucket.max_query_len, engine.exact, windows)
+    args = (weights, step_input, cache, feedback)
+    tell_compiler(tensors_in(args))
+    compiled = compile_at_first_call(own_copy(step, bucket.name), cuda_graphs=engine.cuda_graphs == "trees")
+    return FakeStep(bucket, config, layers_of(config), generate(compiled, args, mode), mode)
+
+
+class _Faked:
+    """Tensors of any device as fake ones on the GPU; the same for the same, as where weights are tied."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def tree(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if id(value) not in self._known:
+                fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
+                self._known[id(value)] = value, fake
+            return self._known[id(value)][1]
+        if isinstance(value, tuple):
+            items = map(self.tree, value)
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        return value

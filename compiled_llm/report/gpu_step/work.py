@@ -1,0 +1,209 @@
+"""What a launch has to do: bytes, operations, and how often its main loop runs.
+
+Most follows from the tensors that it gets. Where it does not, as in attention, whose bytes depend on the contexts, a
+function here says it for the kernel of that name. Letters as in docs/design.md.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from compiled_llm.report.gpu_step.launches import Launch, TritonKernel
+from compiled_llm.scheduling.bucket import Bucket
+
+
+@dataclasses.dataclass(frozen=True)
+class Contexts:
+    """A step whose requests are all alike.
+
+    Attributes:
+        num_requests: with ``num_new`` tokens each, the last of ``num_keys`` keys.
+    """
+
+    num_requests: int
+    num_new: int
+    num_keys: int
+
+    @classmethod
+    def of(cls, bucket: Bucket, context: int) -> "Contexts":
+        """A full bucket: a decode's requests, or one chunk of a prompt; ``context`` keys each, at least the new."""
+        if bucket.kind == "decode":
+            return cls(bucket.num_requests, bucket.query_len, max(context, bucket.query_len))
+        return cls(1, bucket.num_tokens, max(context, bucket.num_tokens))
+
+    def pairs(self, window: int) -> int:
+        """Of a query and a key that it sees, over all requests."""
+        first = self.num_keys - self.num_new + 1
+        seen = [min(keys, window) if window else keys for keys in range(first, self.num_keys + 1)]
+        return self.num_requests * sum(seen)
+
+    def keys(self, window: int) -> int:
+        """That some query of a request sees."""
+        return min(self.num_keys, window + self.num_new - 1) if window else self.num_keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Attributes:
+
+    read, written: bytes.
+    flops: operations that the result needs, a multiply-add is two; ``padded_flops``: those that are made.
+    bits: of the products' operands; 0 without products on matrix units.
+    entries: how often a program runs its code outside the main loop, over all; None: once each.
+    trips: how often a program runs the main loop, over all; None: unknown.
+    """
+
+    read: int
+    written: int
+    flops: int = 0
+    padded_flops: int = 0
+    bits: int = 0
+    entries: int | None = None
+    trips: int | None = None
+
+
+def work_of(launch: Launch, contexts: Contexts) -> Work:
+    """What ``launch`` does in a step of ``contexts``."""
+    if launch.triton is not None and launch.triton.generated is not None:
+        return _generated(launch, launch.triton)
+    if launch.kind == "product":
+        return _product(launch)
+    if launch.triton is not None and launch.name in _RULES:
+        return _RULES[launch.name](launch.triton.arguments, launch.triton, contexts)
+    if launch.triton is not None and "block_table" in launch.triton.arguments:
+        raise ValueError(f"{launch.name}: its bytes depend on the contexts; say in {__name__} how")
+    return Work(_bytes(launch.read), _bytes(launch.written))
+
+
+def _bytes(tensors: tuple[Tensor, ...]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _generated(launch: Launch, kernel: TritonKernel) -> Work:
+    """Of each tensor no more elements than the kernel has: it may take some rows of it alone."""
+    sizes = [value for name, value in kernel.arguments.items() if name.endswith("numel")]
+    elements = 1
+    for size in sizes:
+        elements *= size
+    read, written = (
+        sum(min(tensor.numel(), elements) * tensor.itemsize for tensor in tensors)
+        for tensors in (launch.read, launch.written)
+    )
+    return Work(read, written)
+
+
+def _product(launch: Launch) -> Work:
+    rows, inner = launch.read[-2].shape[-2:]
+    outputs = launch.written[0]
+    flops = 2 * outputs.numel() * inner
+    padded = flops // rows * (-(-rows // 64) * 64)  # whose tiles have 64 rows or more
+    return Work(_bytes(launch.read), _bytes(launch.written), flops, padded, 8 * launch.read[-1].itemsize)
+
+
+# -- Kernels of the project's ops: (arguments, kernel, contexts) -> work
+
+Arguments = dict[str, Any]
+
+
+def _write(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    new = a["k"].nbytes + a["v"].nbytes
+    elements = a["k"].numel() + a["v"].numel()
+    scales = 0 if a["k_scale"] is None else elements // a["HEAD_DIM"] * 4
+    return Work(new + a["slot_mapping"].nbytes, elements * a["k_cache"].itemsize + scales)
+
+
+def _key_bytes(a: Arguments) -> int:
+    """Of a key and a value in one KV head."""
+    return 2 * a["HEAD_DIM"] * a["k_cache"].itemsize + (0 if a["k_scale"] is None else 8)
+
+
+def _split(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    r, new, window = contexts.num_requests, contexts.num_new, a["WINDOW"]
+    if not a["MIN_QUERY"] <= new <= a["MAX_QUERY"]:
+        return Work(0, 0, entries=kernel.programs, trips=0)
+    heads, head_dim = a["q"].shape[1:]
+    keys, kv_heads = contexts.keys(window), a["NUM_KV_HEADS"]
+    tiles = -(-new // max(1, a["BLOCK_M"] // a["GROUP"]))
+    splits = num_splits(keys, new)
+    rows = r * new * heads
+    partial = rows * splits * (head_dim + 2) * 4 if splits > 1 else rows * head_dim * a["q"].itemsize
+    flops = 4 * contexts.pairs(window) * heads * head_dim
+    blocks = r * kv_heads * tiles * -(-keys // a["BLOCK_N"])
+    padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
+    read = a["q"].nbytes + r * kv_heads * keys * _key_bytes(a) + r * -(-keys // a["BLOCK_SIZE"]) * 4
+    entries = max(kernel.programs, r * kv_heads * tiles * splits)
+    return Work(read, partial, flops, padded, 8 * a["q"].itemsize, entries, blocks)
+
+
+def num_splits(keys: int, rows: int) -> int:
+    """As ``_splits`` of the attention kernels: of a request with so many keys and query rows."""
+    from compiled_llm.ops.attention.triton_kernels import MAX_SPLITS, MIN_MAX_SPLITS, SPLIT_TOKENS
+
+    most = max(MAX_SPLITS.value // rows, MIN_MAX_SPLITS.value)
+    return min(-(-keys // SPLIT_TOKENS.value), most)
+
+
+def _merge(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    rows = contexts.num_requests * contexts.num_new * a["NUM_HEADS"]
+    splits = num_splits(contexts.keys(a["WINDOW"]), contexts.num_new)
+    if splits == 1 or contexts.num_new * splits > a["partial"].shape[2]:
+        return Work(0, 0, trips=0)
+    return Work(rows * splits * (a["HEAD_DIM"] + 2) * 4, rows * a["HEAD_DIM"] * a["out"].itemsize)
+
+
+def _prefill(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    window, (heads, head_dim) = a["WINDOW"], a["q"].shape[1:]
+    tokens = a["BLOCK_M"] // a["GROUP"]  # of a tile
+    tiles = -(-contexts.num_new // tokens)
+    first = contexts.num_keys - contexts.num_new
+    ends = [first + min((tile + 1) * tokens, contexts.num_new) for tile in range(tiles)]
+    begins = [max(0, first + tile * tokens + 1 - window) if window else 0 for tile in range(tiles)]
+    pairs = zip(begins, ends, strict=True)
+    blocks = sum(-(-end // a["BLOCK_N"]) - begin // a["BLOCK_N"] for begin, end in pairs)
+    blocks *= contexts.num_requests * a["NUM_KV_HEADS"]
+    flops = 4 * contexts.pairs(window) * heads * head_dim
+    padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
+    read = a["q"].nbytes + contexts.num_requests * a["NUM_KV_HEADS"] * contexts.keys(window) * _key_bytes(a)
+    return Work(read, a["out"].nbytes, flops, padded, 8 * a["q"].itemsize, None, blocks)
+
+
+def _rope(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    made = a["q"].nbytes + a["k"].nbytes
+    return Work(made + a["cos_sin"].nbytes, made)
+
+
+def _grouped(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Experts' products. Each token goes to experts at random: so many of them are read."""
+    experts, rows = a["EXPERTS"], a["out"].shape[0]
+    used = experts * (1 - (1 - 1 / experts) ** rows)
+    weights = [a[name] for name in ("weight", "codes", "scales", "zeros", "bias") if a.get(name) is not None]
+    of_weights = round(sum(tensor.nbytes for tensor in weights) * used / experts)
+    flops = 2 * rows * a["OUT"] * a["IN"]
+    tiles = round(used + rows // a["BLOCK_M"]) * -(-a["OUT"] // a["BLOCK_N"])
+    trips = tiles * -(-a["IN"] // a["BLOCK_K"])
+    padded = 2 * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
+    x = rows * a["IN"] * a["x"].itemsize
+    return Work(of_weights + x, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, kernel.programs, trips)
+
+
+def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    rows, tiles = a["x"].shape[0], kernel.programs
+    weights = [a[name] for name in ("weight", "codes", "scales", "zeros", "bias") if a.get(name) is not None]
+    read = a["x"].nbytes + sum(tensor.nbytes for tensor in weights)
+    trips = tiles * -(-a["IN"] // a["BLOCK_K"])
+    padded = 2 * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
+    flops = 2 * rows * a["OUT"] * a["IN"]
+    return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips)
+
+
+_RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
+    "write_kernel": _write,
+    "split_kernel": _split,
+    "merge_kernel": _merge,
+    "prefill_kernel": _prefill,
+    "rope_kernel": _rope,
+    "grouped_kernel": _grouped,
+    "linear_kernel": _linear,
+}

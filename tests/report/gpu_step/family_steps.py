@@ -1,0 +1,61 @@
+"""What a GPU would launch for small models, in a process of its own: it takes a GPU to be there that is not.
+
+A program: it reads a line, a JSON list of [name, family of tests/families.py, bucket, engine arguments, whether to
+compile the kernels], and prints a JSON line for each, its name first.
+"""
+
+import copy
+import dataclasses
+import json
+import sys
+import warnings
+from typing import Any
+
+import torch
+import transformers
+
+from compiled_llm.config import EngineConfig
+from compiled_llm.models.config_file import parse_config
+from compiled_llm.report.gpu_step.fake_step import generate_step, pretend
+from compiled_llm.report.gpu_step.gpus import GPUS
+from compiled_llm.report.gpu_step.kernels import Compiler
+from compiled_llm.report.gpu_step.launches import launches_of, spans_of
+from tests.families import CONFIGS
+
+GPU = GPUS["h100"]
+
+
+def step(family: str, bucket: str, arguments: dict[str, Any], compiles: bool) -> dict[str, Any]:
+    """What the tests ask of a step."""
+    class_name, fields = CONFIGS[family]
+    published = getattr(transformers, class_name).config_class(**copy.deepcopy(fields)).to_dict()
+    model = parse_config({**published, "architectures": [class_name], "dtype": "bfloat16"})
+    model = dataclasses.replace(model, max_position_embeddings=4096)  # long enough that decodes are split
+    sizes = {"bucket_sizes": (2,), "token_bucket_sizes": (32,)}
+    made = generate_step(EngineConfig(device="cuda", **{**sizes, **arguments}), model, bucket)
+    launches = launches_of(made)
+    compiler = Compiler(GPU)
+    kernels = [launch for launch in launches if launch.triton is not None] if compiles else []
+    compiled = {launch.name: compiler.compile(launch.triton) for launch in kernels if launch.triton is not None}
+    spans = spans_of(launches)
+    return {
+        "layers": [[launch.name for launch in launches[span]] for span in spans],
+        "before": [launch.name for launch in launches[: spans[0].start]],
+        "after": [launch.name for launch in launches[spans[-1].stop :]],
+        "copies": [launch.name for launch in launches if launch.kind == "copy"],
+        "addmm_with_matrix": sum(launch.is_addmm_with_matrix for launch in launches),
+        "dynamic_inputs": made.generated.dynamic_inputs,
+        "skip_reasons": made.generated.skip_reasons,
+        "spilled": {name: one.spilled for name, one in compiled.items() if one.spilled},
+        "compiled": sorted(compiled),
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    cases = json.loads(sys.stdin.readline())
+    pretend(GPU)
+    for name, *case in cases:
+        torch.compiler.reset()
+        print(json.dumps([name, step(*case)]), flush=True)

@@ -1,0 +1,66 @@
+"""Launches of every family's step on a GPU, counted without one: more of them, or others, are a failed test.
+
+What is expected is in ``expected.py``, also what is not as it should be yet.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.families import CONFIGS
+from tests.report.gpu_step.expected import KNOWN, STEPS, Case
+
+pytest.importorskip("triton")
+pytest.importorskip("torch._inductor")
+
+SAMPLE = ("llama", "qwen3-moe", "llama, a chunk of a prompt")  # with their kernels compiled; the others: battery
+
+
+@functools.cache
+def steps(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """What the program ``family_steps.py`` says of these cases of ``STEPS``, their kernels compiled."""
+    cases = [(name, STEPS[name].family, STEPS[name].bucket, STEPS[name].arguments, True) for name in names]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.report.gpu_step.family_steps"],
+        input=json.dumps(cases) + "\n",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(map(json.loads, done.stdout.splitlines()))
+
+
+def check(case: Case, name: str, found: dict[str, Any]) -> None:
+    layers = [len(layer) for layer in found["layers"]]
+    assert layers == list(case.launches_per_layer), f"{name}: launches from layer to layer are {found['layers']}"
+    around = len(found["before"]), len(found["after"])
+    assert around == case.around, f"{name}: launches around the layers are {found['before']} and {found['after']}"
+    known = KNOWN.get(name, {})
+    for what in ("copies", "addmm_with_matrix", "dynamic_inputs", "skip_reasons", "spilled"):
+        given = found[what]
+        number = given if isinstance(given, int) else len(given)
+        assert number == known.get(what, 0), f"{name}: {what}: {given}; expected.py knows of {known.get(what, 0)}"
+    assert found["compiled"], f"{name}: no kernel was compiled"
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_step_launches_what_is_expected(name: str) -> None:
+    check(STEPS[name], name, steps(SAMPLE)[name])
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("name", [name for name in STEPS if name not in SAMPLE])
+def test_every_step_launches_what_is_expected(name: str) -> None:
+    check(STEPS[name], name, steps(tuple(one for one in STEPS if one not in SAMPLE))[name])
+
+
+def test_every_family_is_expected() -> None:
+    assert {case.family for case in STEPS.values()} == set(CONFIGS)
+    assert KNOWN.keys() <= STEPS.keys()
