@@ -24,6 +24,8 @@ class Case:
 
 STEPS = {
     "llama": Case("llama", (11,), (5, 20)),
+    "llama, a chunk of a prompt": Case("llama", (13,), (5, 22), bucket="tokens_32"),
+    "qwen3-moe": Case("qwen3-moe", (37, 11), (5, 46)),
 }
 
 # Rules that do not hold yet: how often they are broken. A rule is "copies" (kernels of torch's that copy),
@@ -31,4 +33,6 @@ STEPS = {
 # "skip_reasons" (for no CUDA graph), "spilled" (kernels whose registers go to memory).
 KNOWN: dict[str, dict[str, int]] = {
     "llama": {"addmm_with_matrix": 1},
+    "llama, a chunk of a prompt": {"addmm_with_matrix": 1},
+    "qwen3-moe": {"copies": 8},
 }
