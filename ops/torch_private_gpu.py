@@ -106,7 +106,9 @@ class _Done(BaseException):
 def generate(compiled: Callable, args: tuple, mode: FakeTensorMode) -> Generated:
     """The code of ``compiled``, a result of ``torch.compile``, for fake arguments of ``mode``."""
     import torch._inductor.compile_fx as compile_fx
+    from torch._inductor.cudagraph_utils import check_lowering_disable_cudagraph
     from torch._inductor.graph import GraphLowering
+    from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
     lowered: dict[str, Any] = {}
     kind: Any = compile_fx._InProcessFxCompile
@@ -114,11 +116,14 @@ def generate(compiled: Callable, args: tuple, mode: FakeTensorMode) -> Generated
 
     def module(self: Any) -> Any:
         lowered["code"] = self.codegen()[0].value
+        lowered["reasons"] = [check_lowering_disable_cudagraph(self.device_node_mapping)]
         return types.SimpleNamespace(call=None, runner=None)
 
     def compile_graph(self: Any, gm: Any, inputs: Sequence[Any], to_check: Sequence[int], kwargs: Any) -> Any:
         result = before[1](self, gm, inputs, to_check, kwargs)
         lowered["graph"], lowered["inputs"] = result, list(inputs)
+        incompatible = get_first_incompatible_cudagraph_node(gm)
+        lowered["reasons"].append(incompatible and f"incompatible op {incompatible.target}")
         lowered["static"] = set(kwargs.get("static_input_idxs") or ())
         raise _Done
 
@@ -131,14 +136,13 @@ def generate(compiled: Callable, args: tuple, mode: FakeTensorMode) -> Generated
     finally:
         GraphLowering.compile_to_module, kind.codegen_and_compile = before  # type: ignore[method-assign]
     graph, inputs = lowered["graph"], lowered["inputs"]
-    info = graph.cudagraph_info
-    reasons = [graph.disabled_cudagraphs_reason, *(info.cudagraph_fail_reasons if info is not None else ())]
+    reasons = [reason for reason in (graph.disabled_cudagraphs_reason, *lowered["reasons"]) if reason]
     dynamic = {n for n, one in enumerate(inputs) if isinstance(one, Tensor)} - lowered["static"]
     mutated = sorted(dynamic & set(graph.mutated_input_idxs))
     reasons += [f"mutated inputs without a static address: {mutated}"] if mutated else []
     with mode:
         inputs = [_plain(one) for one in inputs]
-    return Generated(lowered["code"], inputs, tuple(sorted(dynamic)), tuple(filter(None, reasons)))
+    return Generated(lowered["code"], inputs, tuple(sorted(dynamic)), tuple(dict.fromkeys(reasons)))
 
 
 def _plain(value: Any) -> Any:

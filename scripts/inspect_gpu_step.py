@@ -19,13 +19,15 @@ from bench.tables import add_json_flag, check_target, text_table
 from bench.workloads import SHAPES, engine_parser
 
 from compiled_llm.command_line import engine_config, errors_end
-from compiled_llm.config import EngineConfig
+from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.report.gpu_step.estimate import GAP_SECONDS
 from compiled_llm.report.gpu_step.fake_step import generate_step, pretend
 from compiled_llm.report.gpu_step.gpus import GPUS
 from compiled_llm.report.gpu_step.inspection import Inspection, Row, first_layers, inspect
+from compiled_llm.scheduling.bucket import buckets_of
+from compiled_llm.worker.runner import STEP_DEFAULTS
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,14 +47,18 @@ def read_model(args: argparse.Namespace) -> ModelConfig:
     return parse_config({"dtype": "bfloat16", **SHAPES[args.shape]})
 
 
-def with_bucket(engine: EngineConfig, name: str) -> EngineConfig:
+def with_bucket(engine: EngineConfig, model: ModelConfig, name: str) -> EngineConfig:
     """``engine`` on a GPU, and with the bucket ``name`` among its own."""
     match = re.fullmatch(r"(decode|tokens)_([1-9]\d*)", name)
     if match is None:
         raise ValueError(f"--bucket must be decode_<size> or tokens_<size>, given {name!r}")
+    engine = dataclasses.replace(engine, device="cuda", model=None)
+    limits = EngineLimits.resolve(engine, model.max_position_embeddings, STEP_DEFAULTS["cuda"])
+    if name in {bucket.name for bucket in buckets_of(limits)}:
+        return engine
     field = {"decode": "bucket_sizes", "tokens": "token_bucket_sizes"}[match[1]]
     sizes = tuple(sorted({*(getattr(engine, field) or ()), int(match[2])}))
-    return dataclasses.replace(engine, device="cuda", model=None, **{field: sizes})
+    return dataclasses.replace(engine, **{field: sizes})
 
 
 def printed(inspection: Inspection) -> str:
@@ -107,7 +113,8 @@ _CLASSES = ("memory", "integer", "float", "tensor", "conversion", "exchange", "c
 def main() -> None:
     args = parse_arguments()
     with errors_end("inspect_gpu_step.py"):
-        engine, gpu, model = with_bucket(engine_config(args), args.bucket), GPUS[args.gpu], read_model(args)
+        gpu, model = GPUS[args.gpu], read_model(args)
+        engine = with_bucket(engine_config(args), model, args.bucket)
         pretend(gpu)
         step = generate_step(engine, first_layers(model, args.layers), args.bucket)
         inspection = inspect(step, model.num_layers, gpu, args.context)

@@ -22,6 +22,7 @@ from compiled_llm.report.gpu_step.gpus import Gpu
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, short_windows
 from compiled_llm.step.step import Feedback, step_function
+from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.quantization import linears_of
 from compiled_llm.worker.runner import STEP_DEFAULTS
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -94,7 +95,8 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     # No position beyond max_model_len is ever asked for.
     config = dataclasses.replace(config, max_position_embeddings=limits.max_model_len)
     windows, cache_dtypes = short_windows(config, limits.max_model_len), layer_dtypes(engine, dtype, config)
-    buffers = StepBuffers(bucket, limits, torch.device("cpu"), windows)
+    on_host = torch.device("cpu")
+    buffers = StepBuffers(bucket, limits, on_host, windows, BlockTables(limits, on_host, len(windows)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         described = family_of(config).describe(config, dtype, linears_of(engine, config, DEVICE, dtype)).weights
