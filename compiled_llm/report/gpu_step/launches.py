@@ -20,7 +20,6 @@ from compiled_llm.ops.torch_private_gpu import GeneratedKernel, generated_kernel
 from compiled_llm.report.gpu_step.fake_step import FakeStep
 
 _PROJECT = "compiled_llm"
-_ATTENTION = ("paged_attention", "paged_attention_exact")
 _COPIES = ("copy_", "clone", "_to_copy", "constant_pad_nd")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_weight_int4pack_mm")
 _ALLOCATES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
@@ -84,7 +83,8 @@ def spans_of(launches: list[Launch]) -> tuple[slice, ...]:
     starts = [
         n
         for n, launch in enumerate(launches)
-        if launch.op in _ATTENTION and (n == 0 or launches[n - 1].op != launch.op)
+        if launch.op.removesuffix("_exact") in ("paged_attention", "rotary_attention")
+        and (n == 0 or launches[n - 1].op != launch.op)
     ]
     return tuple(slice(start, end) for start, end in itertools.pairwise(starts))
 

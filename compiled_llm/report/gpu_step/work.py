@@ -108,10 +108,14 @@ Arguments = dict[str, Any]
 
 
 def _write(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Keys and values to the cache; with ``cos_sin`` queries and keys are turned before."""
     new = a["k"].nbytes + a["v"].nbytes
     elements = a["k"].numel() + a["v"].numel()
-    scales = 0 if a["k_scale"] is None else elements // a["HEAD_DIM"] * 4
-    return Work(new + a["slot_mapping"].nbytes, elements * a["k_cache"].itemsize + scales)
+    written = elements * a["k_cache"].itemsize + (0 if a["k_scale"] is None else elements // a["HEAD_DIM"] * 4)
+    read = new + a["slot_mapping"].nbytes
+    if a["cos_sin"] is not None:
+        read, written = read + a["q"].nbytes + a["cos_sin"].nbytes, written + a["q"].nbytes
+    return Work(read, written)
 
 
 def _key_bytes(a: Arguments) -> int:
@@ -126,31 +130,25 @@ def _split(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     heads, head_dim = a["q"].shape[1:]
     keys, kv_heads = contexts.keys(window), a["NUM_KV_HEADS"]
     tiles = -(-new // max(1, a["BLOCK_M"] // a["GROUP"]))
-    splits = num_splits(keys, new)
+    splits = num_splits(keys, new, a["SPLIT_TOKENS"])
     rows = r * new * heads
-    partial = rows * splits * (head_dim + 2) * 4 if splits > 1 else rows * head_dim * a["q"].itemsize
+    partial = rows * splits * (head_dim + 2) * 4 if splits > 1 else 0  # written, and read by the last program
+    out = rows * head_dim * a["q"].itemsize
     flops = 4 * contexts.pairs(window) * heads * head_dim
     blocks = r * kv_heads * tiles * -(-keys // a["BLOCK_N"])
     padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
     read = a["q"].nbytes + r * kv_heads * keys * _key_bytes(a) + r * -(-keys // a["BLOCK_SIZE"]) * 4
+    read += partial
     entries = max(kernel.programs, r * kv_heads * tiles * splits)
-    return Work(read, partial, flops, padded, 8 * a["q"].itemsize, entries, blocks)
+    return Work(read, partial + out, flops, padded, 8 * a["q"].itemsize, entries, blocks)
 
 
-def num_splits(keys: int, rows: int) -> int:
+def num_splits(keys: int, rows: int, split_tokens: int) -> int:
     """As ``_splits`` of the attention kernels: of a request with so many keys and query rows."""
-    from compiled_llm.ops.attention.triton_kernels import MAX_SPLITS, MIN_MAX_SPLITS, SPLIT_TOKENS
+    from compiled_llm.ops.attention.triton_kernels import MAX_SPLITS, MIN_MAX_SPLITS
 
     most = max(MAX_SPLITS.value // rows, MIN_MAX_SPLITS.value)
-    return min(-(-keys // SPLIT_TOKENS.value), most)
-
-
-def _merge(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    rows = contexts.num_requests * contexts.num_new * a["NUM_HEADS"]
-    splits = num_splits(contexts.keys(a["WINDOW"]), contexts.num_new)
-    if splits == 1 or contexts.num_new * splits > a["partial"].shape[2]:
-        return Work(0, 0, trips=0)
-    return Work(rows * splits * (a["HEAD_DIM"] + 2) * 4, rows * a["HEAD_DIM"] * a["out"].itemsize)
+    return -(-keys // max(split_tokens, -(-keys // (most * 64)) * 64))
 
 
 def _prefill(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -182,17 +180,22 @@ def _grouped(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     of_weights = round(sum(tensor.nbytes for tensor in weights) * used / experts)
     flops = 2 * rows * a["OUT"] * a["IN"]
     tiles = round(used + rows // a["BLOCK_M"]) * -(-a["OUT"] // a["BLOCK_N"])
-    trips = tiles * -(-a["IN"] // a["BLOCK_K"])
+    trips = tiles * _trips(a)
     padded = 2 * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     x = rows * a["IN"] * a["x"].itemsize
     return Work(of_weights + x, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, kernel.programs, trips)
+
+
+def _trips(a: Arguments) -> int:
+    """Of a tile of a product, over its inputs: in elements, or of quantised weights in bytes."""
+    return -(-a["IN"] // a["BLOCK_K"]) if "BLOCK_K" in a else -(-a["ROW_BYTES"] // a["PART"])
 
 
 def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     rows, tiles = a["x"].shape[0], kernel.programs
     weights = [a[name] for name in ("weight", "codes", "scales", "zeros", "bias") if a.get(name) is not None]
     read = a["x"].nbytes + sum(tensor.nbytes for tensor in weights)
-    trips = tiles * -(-a["IN"] // a["BLOCK_K"])
+    trips = tiles * _trips(a)
     padded = 2 * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     flops = 2 * rows * a["OUT"] * a["IN"]
     return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips)
@@ -201,9 +204,9 @@ def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
-    "merge_kernel": _merge,
     "prefill_kernel": _prefill,
     "rope_kernel": _rope,
     "grouped_kernel": _grouped,
+    "grouped_a8_kernel": _grouped,
     "linear_kernel": _linear,
 }
