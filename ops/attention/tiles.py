@@ -60,7 +60,7 @@ HOPPER = {
 }
 HOPPER_QUANTISED = {  # converting codes takes registers
     **HOPPER,
-    128: TileConfig(32, 4, 4, 3, 64, 128, 64, 8, 2),
+    128: TileConfig(64, 4, 3, 3, 32, 128, 64, 8, 2),
     512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2),
 }
 OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 99

@@ -205,7 +205,7 @@ def _split(
     max_query_len: int, table_tokens: int, num_sms: int,
 ) -> None:  # fmt: skip
     """Launch the split kernel, for requests of few rows."""
-    q, block_table = inputs[0], inputs[5]
+    q, block_table, is_fp8 = inputs[0], inputs[5], inputs[1].dtype == torch.float8_e4m3fn
     num_requests, (_, num_heads, head_dim) = block_table.shape[0], q.shape
     group, num_kv_heads, block_h = shape["GROUP"], shape["NUM_KV_HEADS"], shape["BLOCK_H"]
     # Requests of up to `fitting` rows take the smallest tile; the others as many of the wide ones as they need.
@@ -218,6 +218,7 @@ def _split(
     parts = (num_requests, num_heads, partial_rows)
     partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
     partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
+    inputs = (q, *_pairs(q, *inputs[1:3]), *inputs[3:])
     merge_rows = triton.next_power_of_2(group)
     merge_splits = max(1, min(MAX_SPLITS.value, _MERGED_AT_ONCE * tiles.split_warps // (merge_rows * block_h)))
     for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, SHORT_QUERY.value, wide_m)):
@@ -229,12 +230,19 @@ def _split(
         split_kernel[(min(num_requests * tasks * num_kv_heads, num_sms * per_sm),)](
             *inputs, partial, partial_max, partial_sum, counters,
             sm_scale, num_requests, partial_rows, counters.numel() // (num_requests * num_kv_heads), *strides,
-            MIN_QUERY=min_query, MAX_QUERY=max_query, SPLIT_TOKENS=tiles.split_tokens,
+            MIN_QUERY=min_query, MAX_QUERY=max_query, SPLIT_TOKENS=tiles.split_tokens, IS_FP8=is_fp8,
             MERGE_ROWS=merge_rows, MERGE_SPLITS=merge_splits,
             BLOCK_M=block_m, BLOCK_N=tiles.split_block_n, **shape,
             num_warps=tiles.split_warps,
             num_stages=tiles.split_stages,
         )  # fmt: skip
+
+
+def _pairs(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """The caches as ``triton_codes.py`` reads them, pairs of codes, if it does."""
+    if not kv_quant.is_quantised(k_cache.dtype) or q.dtype == torch.float32 or q.shape[2] % 2:
+        return k_cache, v_cache
+    return k_cache.view(torch.int16), v_cache.view(torch.int16)
 
 
 def _prefill(

@@ -6,6 +6,8 @@
 import triton
 import triton.language as tl
 
+from compiled_llm.ops.attention.triton_codes import attend_codes
+
 # Triton's interpreter computes garbage in a tl.dot of bfloat16 operands: there they are cast to float32 first.
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 SHORT_QUERY = tl.constexpr(16)  # rows of a request that the split kernel serves at most
@@ -212,7 +214,7 @@ def split_kernel(
     q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
     partial, partial_max, partial_sum, counters,
     scale, num_requests, partial_rows, counter_rows, table_stride, q_stride_t, q_stride_n,
-    MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+    MIN_QUERY: tl.constexpr, MAX_QUERY: tl.constexpr, SPLIT_TOKENS: tl.constexpr, IS_FP8: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
@@ -224,6 +226,8 @@ def split_kernel(
     turns. Tasks over the same keys follow each other, so that they share the L2 cache. The program that finishes the
     last split of a tile joins them all, in their order: so it does not matter which program that is. ``counters``, zero
     before the launch, tell it; there are ``counter_rows`` for each request and KV head.
+
+    Where queries are of 16 bits, a quantised cache comes as int16, two codes each; ``IS_FP8`` says of which kind.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
@@ -260,14 +264,22 @@ def split_kernel(
         context_len = tl.maximum(seq_len - query_len, 0)
         begin = first_key + split * split_tokens
         end = tl.minimum(tl.minimum(begin + split_tokens, seq_len), context_len + first_token + BLOCK_Q)
-        acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale,
-            block_table + request * table_stride, kv_head, begin, begin, end, scale,
-            True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
-        )  # fmt: skip
+        table_row = block_table + request * table_stride
+        if k_cache.dtype.element_ty == tl.int16:
+            acc, row_max, row_sum = attend_codes(
+                q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
+                begin, begin, end, scale, LOWEST,
+                IS_FP8, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+            )  # fmt: skip
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            acc, row_max, row_sum = attend(
+                acc, row_max, row_sum, q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale,
+                table_row, kv_head, begin, begin, end, scale,
+                True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+            )  # fmt: skip
         store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
         if num_splits == 1:
             row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)

@@ -14,6 +14,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float64: "fp64",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.int8: "i8",

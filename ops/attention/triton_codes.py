@@ -1,0 +1,143 @@
+"""Online softmax over a quantised cache, for few query rows: the loop of the split kernel in ``triton_kernels.py``.
+
+Codes are bytes, but the instructions that bring a tile to the tensor cores (``ldmatrix``, transposed for values) move
+16 bits. So two neighbouring codes of a key are loaded as one number of 16 bits, as wide as any load, and are taken
+apart in registers: into a tile of a head's even elements and one of its odd ones, each multiplied by itself. No byte is
+moved alone, and four codes become four float16 in five instructions.
+
+float16 has every code of both kinds. Queries are in it too: a row is divided by the power of two of its largest
+element, so that none is out of range, and what is rounded away is less than 2^-24 of that element.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2_E = tl.constexpr(1.4426950408889634)
+SMALLEST_UNIT = tl.constexpr(2.0**-40)  # values with scales below this are rounded by less than 1e-16
+
+
+@triton.jit
+def _parts(pairs, IS_FP8: tl.constexpr):
+    """The even and the odd elements of int16 ``pairs`` of codes, float16 both."""
+    if INTERPRET:
+        even, odd = (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
+        if IS_FP8:
+            even, odd = even.to(tl.float8e4nv, bitcast=True), odd.to(tl.float8e4nv, bitcast=True)
+        else:
+            even, odd = even.to(tl.int8, bitcast=True), odd.to(tl.int8, bitcast=True)
+        return even.to(tl.float16), odd.to(tl.float16)
+    elif IS_FP8:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            .reg .b32 first, second;
+            mov.b32 {low, high}, $2;
+            cvt.rn.f16x2.e4m3x2 first, low;
+            cvt.rn.f16x2.e4m3x2 second, high;
+            prmt.b32 $0, first, second, 0x5410;
+            prmt.b32 $1, first, second, 0x7632;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        # 0x6480 is 1152 in float16, whose last 8 bits count ones: a code plus 128 in them makes 1024 + 128 + code.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 even, odd, bias;
+            mov.b32 bias, 0x64806480;
+            shr.u32 odd, $2, 8;
+            lop3.b32 even, $2, 0x00FF00FF, bias, 0x6A;
+            lop3.b32 odd, odd, 0x00FF00FF, bias, 0x6A;
+            sub.f16x2 $0, even, bias;
+            sub.f16x2 $1, odd, bias;
+            }""",
+            "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dot(a, b, acc):
+    if INTERPRET:  # whose tl.dot of 16 bits is exact in float32 alone
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _in_float16(q):
+    """Rows ``q`` ``[M, H]`` divided by powers of two: even and odd elements in float16, and the powers ``[M]``."""
+    wide = q.to(tl.float32)
+    exponents = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    exponents = tl.minimum(tl.maximum(exponents, 4 << 23), 250 << 23)  # their inverses are normal numbers
+    inverse = ((254 << 23) - exponents).to(tl.float32, bitcast=True)
+    scaled = (wide * inverse[:, None]).to(tl.float16)
+    even, odd = tl.split(scaled.reshape([q.shape[0], q.shape[1] // 2, 2]))
+    return even, odd, exponents.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def attend_codes(
+    q, visible, k_pairs, v_pairs, k_scale, v_scale, table_row, kv_head, oldest, begin, end, scale, lowest,
+    IS_FP8: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """``attend`` of ``triton_kernels.py`` from its first key on, over int16 pairs of codes: sums, maxima and weights.
+
+    ``lowest`` is where maxima start.
+    """
+    BLOCK_M: tl.constexpr = q.shape[0]
+    HALF: tl.constexpr = HEAD_DIM // 2
+    q_even, q_odd, unit = _in_float16(q)
+    dims = tl.arange(0, q.shape[1] // 2)
+    in_head = (dims < HALF)[None, :]
+    acc_even = tl.zeros([BLOCK_M, q.shape[1] // 2], tl.float32)
+    acc_odd = tl.zeros([BLOCK_M, q.shape[1] // 2], tl.float32)
+    row_max = tl.full([BLOCK_M], lowest, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # Scores times this are exponents of two.
+    factor = scale * LOG2_E
+    if SOFT_CAP > 0:
+        factor = SOFT_CAP * LOG2_E
+    positions = begin + tl.arange(0, BLOCK_N)
+    # Block numbers are loaded one tile ahead, as ``attend`` does. Weights are divided by the largest scale met so far.
+    blocks = tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
+    largest = SMALLEST_UNIT
+    for _ in range(begin, end, BLOCK_N):
+        inside = positions < end
+        if WINDOW > 0:
+            inside = inside & (positions >= oldest)
+        slots = (blocks.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
+        offsets = slots[:, None] * HALF + dims[None, :]
+        next_positions = positions + BLOCK_N
+        blocks = tl.load(table_row + next_positions // BLOCK_SIZE, mask=next_positions < end, other=0)
+
+        mask = inside[:, None] & in_head
+        key_pairs = tl.load(k_pairs + offsets, mask=mask, other=0)
+        k_even, k_odd = _parts(tl.trans(key_pairs), IS_FP8)
+        scores = _dot(q_odd, k_odd, _dot(q_even, k_even, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
+        scores *= unit[:, None] * tl.load(k_scale + slots, mask=inside, other=0.0)[None, :]
+        if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+            scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
+        seen = positions[None, :] < visible[:, None]
+        if WINDOW > 0:
+            seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+        probs = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
+        decay = tl.exp2(row_max - new_max)
+        row_sum = row_sum * decay + tl.sum(probs, 1)
+        row_max = new_max
+
+        value_pairs = tl.load(v_pairs + offsets, mask=mask, other=0)
+        v_even, v_odd = _parts(value_pairs, IS_FP8)
+        scales = tl.load(v_scale + slots, mask=inside, other=0.0)
+        new_largest = tl.maximum(largest, tl.max(scales, 0))
+        weights = (probs * (scales / new_largest)[None, :]).to(tl.float16)
+        decay *= largest / new_largest
+        largest = new_largest
+        acc_even = _dot(weights, v_even, acc_even * decay[:, None])
+        acc_odd = _dot(weights, v_odd, acc_odd * decay[:, None])
+        positions = next_positions
+    acc = tl.join(acc_even, acc_odd).reshape([BLOCK_M, q.shape[1]]) * largest
+    return acc, row_max, row_sum
