@@ -38,6 +38,7 @@ struct Arguments {
   int64_t inputs() const { return element == "int4" ? 8 : 4; }  // of a word
   int64_t words() const { return (K() + inputs() - 1) / inputs(); }
   int64_t tiles() const { return (N + TILE - 1) / TILE; }
+  const uint8_t* codes_of(int64_t tile) const { return codes.data<const uint8_t>() + tile * words() * WORD_BYTES; }
 };
 
 Shape with_experts(std::optional<int64_t> experts, std::initializer_list<int64_t> sizes) {
@@ -141,10 +142,10 @@ void widen_zeros(const Kernels& all, const Tensor& zeros, int64_t at, int64_t co
 
 bool on_tiles(const Kernels& all, int64_t rows) { return all.tiles.int8 != nullptr && rows >= TILED_ROWS; }
 
-// `x` and `out` begin with the first row of all layers. The thread's next unit has its weights at `next`.
+// `x` and `out` begin with the first row of all layers. `next` is the thread's next tile after the unit.
 template <class T, class S>
 void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const KernelsOf8<S>& of_scales,
-                   const Arguments& of, const Unit& unit, const Rows8& x, int64_t cols, const uint8_t* next, T* out,
+                   const Arguments& of, const Unit& unit, const Rows8& x, int64_t cols, int64_t next, T* out,
                    Workplace8& place) {
   const int64_t tiles = of.tiles(), words = of.words(), groups = of.groups();
   const auto* const multiply = of.element == "int4" ? all.int4 : all.int8;
@@ -153,10 +154,13 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
   if (tiled) all.tiles.begin(unit.rows, group * of.inputs() / 4);
   for (int64_t tile = unit.tile; tile < unit.end; tile += cols) {
     const int64_t c = std::min(cols, unit.end - tile), at = unit.layer * tiles + tile;
+    const int64_t later = tile + cols < unit.end ? at + cols : next;
     of_scales.widen(of.scales.data<const S>() + at * groups * TILE, c * groups * TILE, place.scales.data());
+    for (int64_t i = 0; i < c * groups * TILE; i += 64 / sizeof(S))
+      __builtin_prefetch(of.scales.data<const S>() + later * groups * TILE + i, 0, 2);
     if (of.zeros) widen_zeros(all, *of.zeros, at * groups * TILE, c * groups * TILE, place.zeros.data());
     const int64_t column = tile * TILE, columns = std::min(c * TILE, of.N - column);
-    const uint8_t* const w = of.codes.data<const uint8_t>() + at * words * WORD_BYTES;
+    const uint8_t* const w = of.codes_of(at);
     const float* const zeros = of.zeros ? place.zeros.data() : nullptr;
     const T* const bias = of.bias ? of.bias->data<const T>() + unit.layer * of.N + column : nullptr;
     if (tiled) {
@@ -179,7 +183,7 @@ void multiply_unit(const Kernels& all, const KernelsOf8<T>& kernels, const Kerne
           .scales = place.scales.data(),
           .zeros = zeros,
           .totals = place.totals,
-          .later = tile + cols < unit.end ? w + cols * words * WORD_BYTES : next,
+          .later = of.codes_of(later),
       });
       kernels.finish({m, columns, place.totals, c * TILE, own.scales, bias, out + row * of.N + column, of.N});
     }
@@ -193,7 +197,6 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
   const int64_t rows = starts.back(), K = of.K(), tiles = of.tiles();
   if (rows == 0) return;
   const Kernels& all = chosen();
-  const Quantized quantized(of, index, first, first + rows);
   const int64_t threads = std::min(num_threads(), rows * of.N * K / GRAIN_PRODUCTS + 1);
   int64_t most = 0;
   for (size_t e = 0; e + 1 < starts.size(); ++e) most = std::max(most, starts[e + 1] - starts[e]);
@@ -203,6 +206,8 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
   const int64_t together = tiled ? BLOCK_ROWS : all.rows;
   const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / K / together) * together;
   const std::vector<Unit> units = units_of(starts, tiles, cols, block, threads);
+  fetch_first(of.codes_of(units[0].layer * tiles));
+  const Quantized quantized(of, index, first, first + rows);
   std::atomic<size_t> free = 0;
   with_dtype(of.x.dtype(), [&]<class T>(const KernelsOf8<T>& kernels) {
     with_dtype(of.scales.dtype(), [&]<class S>(const KernelsOf8<S>& of_scales) {
@@ -220,8 +225,7 @@ void multiply(const Arguments& of, const std::vector<int64_t>& starts, const int
         for (size_t next, i = free++; i < units.size(); i = next) {
           next = free++;
           const Unit& then = units[next < units.size() ? next : i];
-          multiply_unit(all, kernels, of_scales, of, units[i], quantized.rows, cols,
-                        of.codes.data<const uint8_t>() + (then.layer * tiles + then.tile) * of.words() * WORD_BYTES,
+          multiply_unit(all, kernels, of_scales, of, units[i], quantized.rows, cols, then.layer * tiles + then.tile,
                         out, place);
         }
       });

@@ -60,8 +60,6 @@ const Values& values_of(Element element) {
   return all[static_cast<int>(element)];
 }
 
-int64_t bytes_of(GroupType type) { return type == GroupType::float32 ? 4 : type == GroupType::int8 ? 1 : 2; }
-
 // Rows of activations; `index` names those that are taken, or is null.
 struct Rows {
   const Tensor* x;
@@ -97,6 +95,15 @@ struct Layers {
   const uint8_t* codes;  // of the first tile of the first layer, all others after it; scales and zeros likewise
   const char *scales, *zeros;
   const Tensor* bias;  // [layers, N], or null
+
+  // Of a tile, counted from the first of the first layer.
+  const uint8_t* codes_of(int64_t tile) const { return codes + tile * matrix.tile_bytes(); }
+  const char* scales_of(int64_t tile) const {
+    return scales + tile * matrix.groups * TILE * bytes_of(matrix.scale_type);
+  }
+  const char* zeros_of(int64_t tile) const {
+    return zeros == nullptr ? nullptr : zeros + tile * matrix.groups * TILE * bytes_of(matrix.zero_type);
+  }
 
   void copy_bias(int64_t layer, int64_t tile, float* to) const {
     std::fill_n(to, TILE, 0.f);
@@ -145,27 +152,27 @@ struct Packed {
   }
 };
 
-// Outputs of a unit. The thread's next tile after it has the codes `next`.
+// Outputs of a unit. `next` is the thread's next tile after it.
 void multiply_unit(const Layers& of, const KernelsOf& kernels, const Unit& unit, const Packed& packed, int type,
-                   float* decoded, const uint8_t* next, char* out) {
+                   float* decoded, int64_t next, char* out) {
   const Matrix& matrix = of.matrix;
   const int64_t bytes = bytes_of(type == 0 ? kFloat : kHalf);
-  const int64_t of_groups = matrix.groups * TILE;
   const auto* const multiply = kernels.multiply[static_cast<int>(matrix.element)];
   for (int64_t tile = unit.tile; tile < unit.end; ++tile) {
-    const int64_t at = unit.layer * of.tiles + tile, column = tile * TILE;
+    const int64_t at = unit.layer * of.tiles + tile, column = tile * TILE, later = tile + 1 < unit.end ? at + 1 : next;
     alignas(64) float sums[MAX_ROWS * TILE];
     float bias[TILE];
     of.copy_bias(unit.layer, tile, bias);
     Work work = {.of = &matrix,
-                 .codes = of.codes + at * matrix.tile_bytes(),
-                 .scales = of.scales + at * of_groups * bytes_of(matrix.scale_type),
-                 .zeros = of.zeros == nullptr ? nullptr : of.zeros + at * of_groups * bytes_of(matrix.zero_type),
+                 .codes = of.codes_of(at),
+                 .scales = of.scales_of(at),
+                 .zeros = of.zeros_of(at),
                  .decoded = decoded,
                  .x = nullptr,
                  .x_sums = nullptr,
                  .sums = sums,
-                 .later = tile + 1 < unit.end ? of.codes + (at + 1) * matrix.tile_bytes() : next};
+                 .later = of.codes_of(later),
+                 .later_scales = of.scales_of(later)};
     if (kernels.decode != nullptr) kernels.decode(work, decoded);
     for (int64_t row = unit.row, count; row < unit.row + unit.rows; row += count) {
       count = std::min(packed.group, unit.row + unit.rows - row);
@@ -191,6 +198,7 @@ void multiply(const Layers& of, const Rows& rows, const std::vector<int64_t>& st
   const int64_t block = std::max<int64_t>(1, BLOCK_BYTES / 4 / packed.words / group) * group;
   const int64_t threads = std::min(num_threads(), rows.count * of.matrix.inputs * of.N / GRAIN_FLOPS + 1);
   const std::vector<Unit> units = units_of(starts, of.tiles, 1, block, threads);
+  fetch_first(of.codes_of(units[0].layer * of.tiles));
   std::vector<Unit> packs;  // groups of rows
   for (size_t e = 0; e + 1 < starts.size(); ++e)
     for (int64_t row = starts[e]; row < starts[e + 1]; row += group)
@@ -204,8 +212,7 @@ void multiply(const Layers& of, const Rows& rows, const std::vector<int64_t>& st
     for (size_t next, i = free++; i < units.size(); i = next) {
       next = free++;
       const Unit& then = units[next < units.size() ? next : i];
-      multiply_unit(of, kernels, units[i], packed, type, decoded.data<float>(),
-                    of.codes + (then.layer * of.tiles + then.tile) * of.matrix.tile_bytes(), out);
+      multiply_unit(of, kernels, units[i], packed, type, decoded.data<float>(), then.layer * of.tiles + then.tile, out);
     }
   });
 }

@@ -117,6 +117,7 @@ TARGET void multiply_codes(const Work& work) {
   constexpr int64_t PAIRS = Source::PAIRS, AT_ONCE = M == 1 ? 4 : M == 2 ? 4 : M <= 4 ? 2 : 1;
   const Source source(*work.of->values);
   const int64_t words = work.of->part / (2 * PAIRS), all = work.of->inputs / (2 * PAIRS);
+  const int64_t scale_bytes = work.of->whole ? 0 : TILE * bytes_of(work.of->scale_type);
   Vec totals[M] = {};
   const auto add_parts = [&]<int64_t COUNT>(int64_t part, int64_t count, std::integral_constant<int64_t, COUNT>)
                              TARGET __attribute__((always_inline)) {
@@ -138,6 +139,7 @@ TARGET void multiply_codes(const Work& work) {
 #pragma GCC unroll 4
     for (int64_t q = 0; q < COUNT; ++q) {
       const Scales scaled(work, part + q, Source::SCALE);
+      __builtin_prefetch(work.later_scales + (part + q) * scale_bytes, 0, 2);
 #pragma GCC unroll 12
       for (int m = 0; m < M; ++m) totals[m] += scaled(sums[q][m], work.x_sums + (part + q) * M + m);
     }

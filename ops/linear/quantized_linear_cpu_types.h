@@ -14,6 +14,8 @@ constexpr int MAX_ROWS = 12;  // of a product
 enum class Element { int8, int4, fp8, fp4 };
 enum class GroupType { float32, bfloat16, float16, int8 };  // of scales or zeros; int8: of zeros alone
 
+inline int64_t bytes_of(GroupType type) { return type == GroupType::float32 ? 4 : type == GroupType::int8 ? 1 : 2; }
+
 // What the 256 bytes, or 16 codes of 4 bits, of an element stand for.
 struct Values {
   float of[256];
@@ -46,7 +48,8 @@ struct Work {
   const uint32_t* x;     // [words, M]: pairs of bfloat16, or float32; all words of the rows
   const float* x_sums;   // [parts, M]: of the inputs of each part; where there are zeros and pairs
   float* sums;           // [M, TILE], written
-  const uint8_t* later;  // codes of as many bytes that are fetched meanwhile
+  const uint8_t* later;  // codes of a tile that are fetched meanwhile,
+  const char* later_scales;  // and its scales
 };
 
 struct KernelsOf {

@@ -9,6 +9,7 @@
 
 namespace {
 
+constexpr int64_t FIRST_BYTES = 4096;
 constexpr int64_t PIECES = 8;  // of the columns, for each thread
 
 struct Unit {  // rows [row, row + rows) of column tiles [tile, end) of a layer
@@ -29,6 +30,11 @@ std::vector<Unit> units_of(const std::vector<int64_t>& starts, int64_t tiles, in
         units.push_back({static_cast<int64_t>(e), row, std::min(block, starts[e + 1] - row), tile,
                          std::min(tile + piece, tiles)});
   return units;
+}
+
+// Fetches the first weights that a thread will take, while it prepares rows for them.
+inline void fetch_first(const uint8_t* codes) {
+  for (int64_t i = 0; i < FIRST_BYTES; i += 64) __builtin_prefetch(codes + i, 0, 2);
 }
 
 }  // namespace
