@@ -124,5 +124,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    for message in ("Accessing the data pointer of FakeTensor", "dynamo_pgo force disabled"):
+        warnings.filterwarnings("ignore", message=message)
     main()

@@ -193,7 +193,7 @@ class _GeneratedKernel:
 
     def run(self, *args: Any, stream: Any = None) -> None:
         kernel = self._kernel
-        names = [name for name, kind in kernel.signature.items() if kind != "constexpr"]
+        names = [name for name in kernel.signature if not name.isupper()]  # a size of 1 is a constant that is passed
         named = dict(zip(names, args, strict=True))
         blocks = {name: kernel.constants.get(f"{name[0].upper()}BLOCK") for name in named if name.endswith("numel")}
         grid = [-(-named[name] // block) for name, block in blocks.items() if block and name[0] in "xyz"]
