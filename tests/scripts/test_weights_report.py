@@ -149,8 +149,6 @@ def test_a_quantised_checkpoint_is_as_the_same_made_at_load(
     words = ["--quantization", "int4", "--quantization-head", "none", *common]
     at_load = report(script, monkeypatch, tmp_path / "out.json", *words)["kinds"]["int4"]
     (found,) = published["kinds"].values()
-    for name in ("weight_bytes", "linear_bytes"):  # of a checkpoint, scales are float32
-        assert at_load.pop(name) < found.pop(name)
     assert found == at_load
     assert set(found["layers"]) == {f"layers.{i}" for i in range(4)}
 
