@@ -113,7 +113,8 @@ class NotRun(NamedTuple):
     check: Callable[[list[str]], None]
 
 
-_PYTHON = r"(\S*/)?python"
+_UNSET = r"env (-u \w+ )+"
+_PYTHON = rf"({_UNSET})?(\S*/)?python"
 NOT_RUN = (
     NotRun(
         _PYTHON + r" scripts/serve_offline.py .*--sliding-window .*",
@@ -154,8 +155,8 @@ def is_expensive(statement: str) -> bool:
 
 
 def words_of(statement: str) -> list[str]:
-    """As a shell splits it, without variables set in front of the command."""
-    words = shlex.split(statement)
+    """As a shell splits it, without variables set or unset in front of the command."""
+    words = shlex.split(re.sub(rf"^{_UNSET}", "", statement))
     while re.fullmatch(r"[A-Z_]+=.*", words[0]):
         words.pop(0)
     return words
