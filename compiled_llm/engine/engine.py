@@ -54,6 +54,9 @@ class CompiledEngine(StepEngine):
 
     def _start(self, config: EngineConfig, drafter: Drafter | None) -> None:
         super()._start(config, drafter)
+        runner = self.runner
+        cache_bytes = bytes_per_layer(self.model_config, runner.cache_dtypes)
+        self._work = ModelWork.of(self.model_config, runner.steps.weights, cache_bytes)
         self.reset_report()
 
     # -- Serving lists of prompts
@@ -369,9 +372,7 @@ class CompiledEngine(StepEngine):
             self._core.log,
             self.stats().since(self._stats_before),
             trace=self.trace(),
-            work=ModelWork.of(
-                self.model_config, runner.dtype, bytes_per_layer(self.model_config, runner.cache_dtypes), runner.linears
-            ),
+            work=self._work,
             compile_report=self.compile_report(),
             memory=self.memory_report(),
             profiler=runner.profiler,

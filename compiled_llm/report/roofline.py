@@ -14,13 +14,11 @@ Padding, activations, norms and softmax count nothing: what they cost is a dista
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-
-import torch
+from typing import Any
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind
-from compiled_llm.models.registry import family_of, layers_of
+from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.models.registry import layers_of
 from compiled_llm.models.weights import bytes_to_read, experts, linear_layers
 
 
@@ -109,17 +107,17 @@ class ModelWork:
     per_key: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(
-        cls, config: ModelConfig, dtype: torch.dtype, kv_bytes_per_token: Sequence[int], kind: LinearKind = Dense
-    ) -> "ModelWork":
-        """Of a model in ``dtype`` with linears of ``kind``; ``kv_bytes_per_token``: of each layer's cache."""
-        model, windows = family_of(config), windows_of(config)
+    def of(cls, config: ModelConfig, weights: Any, kv_bytes_per_token: Sequence[int]) -> "ModelWork":
+        """Of a model with the weights tuple ``weights``, as it was loaded or as its family describes it.
+
+        ``kv_bytes_per_token``: of each layer's cache.
+        """
+        windows = windows_of(config)
         per_key = dict.fromkeys((0, *windows), (0, 0))
         for layer, own in zip(layers_of(config), kv_bytes_per_token, strict=True):
             key_bytes = own if layer.shares_cache_of is None else kv_bytes_per_token[layer.shares_cache_of]
             num_bytes, flops = per_key[layer.window]
             per_key[layer.window] = num_bytes + key_bytes, flops + 4 * layer.num_heads * layer.head_dim
-        weights = model.describe(config, dtype, kind).weights
         # The embeddings and the tables of positions are not read whole.
         rows = ("embedding", "per_layer_embedding", "head", "positions", "ropes")
         read = [getattr(weights, name) for name in weights._fields if name not in rows]

@@ -46,8 +46,9 @@ class Quantized(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        biases = 0 if self.bias is None else self.bias.nbytes
-        return self.scheme.form.nbytes(self.out_features, self.in_features) + biases
+        others = (self.bias, self.input_scale, self.order)
+        read = sum(tensor.nbytes for tensor in others if tensor is not None)
+        return self.scheme.form.nbytes(self.out_features, self.in_features) + read
 
     @property
     def cpu_ops(self) -> tuple[str, ...]:

@@ -1,26 +1,32 @@
 """The arithmetic of bytes and operations, against transformers' parameters and the products that torch counts."""
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.family import Description
+from compiled_llm.models.linears.quantized import Quantized
 from compiled_llm.models.registry import family
-from compiled_llm.models.weights import experts
+from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs, windows_of
 from compiled_llm.step.kv_cache import bytes_per_layer
 from tests.families import CONFIGS, checkpoint, transformers_model
+from tests.models.quantized.test_gptq import AWQ, GPTQ
+from tests.worker import test_quantized_reader as published
 
 KV_BYTES = 1000  # of all layers
 
 
 def model_work(name: str) -> ModelWork:
     config = read_config(checkpoint(name))
-    return ModelWork.of(config, torch.float32, [KV_BYTES] + [0] * (config.num_layers - 1))
+    return ModelWork.of(config, description(name).weights, [KV_BYTES] + [0] * (config.num_layers - 1))
 
 
 def description(name: str) -> Description:
@@ -97,10 +103,42 @@ def test_the_scales_of_a_quantised_cache_are_read_too() -> None:
     full = bytes_per_layer(config, [torch.float32] * config.num_layers)
     codes = bytes_per_layer(config, [torch.int8] * config.num_layers)
     step = StepWork.of([(15, 1)])
-    of_full, of_codes = (ModelWork.of(config, torch.float32, num_bytes) for num_bytes in (full, codes))
+    of_full, of_codes = (ModelWork.of(config, description("qwen3").weights, each) for each in (full, codes))
     difference = of_full.bytes(step) - of_codes.bytes(step)
     heads = 2 * config.num_layers * config.num_kv_heads
     assert difference == 17 * heads * (4 * config.head_dim - (config.head_dim + 4))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("quantised", "fields"),
+    [
+        (published.as_awq, {**AWQ, "group_size": 16}),
+        (published.as_gptq_in_order, {**GPTQ, "group_size": 16, "desc_act": True}),
+    ],
+    ids=["awq", "gptq"],
+)
+def test_a_published_checkpoint_is_counted_as_it_is_kept(
+    tmp_path: Path, quantised: Callable[[torch.Tensor], dict], fields: dict[str, Any], dtype: str
+) -> None:
+    """Its scales are float16, whatever the model's dtype is."""
+    published.write(tmp_path, checkpoint("qwen3"), quantised, fields)
+    sizes: dict[str, Any] = {"bucket_sizes": (1,), "max_model_len": 64, "num_kv_blocks": 20, "enforce_eager": True}
+    with CompiledEngine(str(tmp_path / "quantised"), dtype=dtype, progress="off", **sizes) as engine:
+        engine.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        weights = engine.runner.steps.weights
+        layers = [layer for layer in linears(weights.layers) if isinstance(layer, Quantized)]
+        assert {layer.weight.scales.dtype for layer in layers} == {torch.float16}
+        config, size = engine.model_config, engine.runner.dtype.itemsize
+        read = sum(
+            tensor.nbytes for tensor in tensors((weights.layers, weights.final_norm))
+        )  # of sizes without padding
+        read += (config.vocab_size + 1) * config.hidden_size * size  # the head, and a row of it for the token
+        keys = 1 + 4  # written and read
+        read += keys * sum(bytes_per_layer(config, engine.runner.cache_dtypes))
+        decode = engine.report(measure_limits=False).phase("decode")
+        assert decode is not None
+        assert decode.bytes == read
 
 
 def test_layers_with_a_window_have_its_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +151,8 @@ def test_layers_with_a_window_have_its_keys_alone(monkeypatch: pytest.MonkeyPatc
     llama = family(config.architecture)
     full, windowed = llama.layers(config)[0], dataclasses.replace(llama.layers(config)[1], window=8)
     with_windows = dataclasses.replace(llama, layers=lambda config: (full, windowed))
-    for module in ("report.roofline", "models.registry"):
-        monkeypatch.setattr(f"compiled_llm.{module}.family_of", lambda config: with_windows)
-    work = ModelWork.of(config, torch.float32, (400, 600))
+    monkeypatch.setattr("compiled_llm.models.registry.family_of", lambda config: with_windows)
+    work = ModelWork.of(config, description("llama").weights, (400, 600))
     assert work.windows == windows_of(config) == (8,)
     requests = [(100, 1), (2, 1)]
     step, without = (StepWork.of(each, work.windows) for each in (requests, [(0, 1), (0, 1)]))

@@ -90,6 +90,29 @@ def as_gptq(matrix: Tensor) -> dict[str, Tensor]:
     }
 
 
+def as_gptq_in_order(matrix: Tensor) -> dict[str, Tensor]:
+    """Symmetric, in groups of 16, whose inputs are spread over the row."""
+    codes, _, scales = rounded(matrix, 16, 4)
+    groups = matrix.shape[1] // 16
+    return {
+        "qweight": gptq.packed_down(codes.t(), 4),
+        "qzeros": gptq.packed_down(torch.full((len(matrix), groups), 7), 4).t(),
+        "scales": scales.half().t(),
+        "g_idx": torch.arange(matrix.shape[1], dtype=torch.int32) % groups,
+        "dequantised": matrix,
+    }
+
+
+def as_awq(matrix: Tensor) -> dict[str, Tensor]:
+    codes, zeros, scales = rounded(matrix, 16, 4)
+    return {
+        "qweight": gptq.packed_awq(codes.t()),
+        "qzeros": gptq.packed_awq(zeros.t()),
+        "scales": scales.half().t(),
+        "dequantised": matrix,
+    }
+
+
 def as_int8(matrix: Tensor) -> dict[str, Tensor]:
     scale = matrix.abs().amax(1, keepdim=True) / 127
     codes = torch.round(matrix / scale).to(torch.int8)

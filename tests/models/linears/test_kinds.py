@@ -15,6 +15,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import Linear, LinearKind, Part, Put, Take
+from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import tensors as tensors_of
 from compiled_llm.ops import native
 from compiled_llm.report.roofline import ModelWork
@@ -155,5 +156,6 @@ def test_a_kind_of_ones_own_serves(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kinds, "KINDS", (Int8,))
     assert len(tokens()) == len(plain) == 8
     config = read_config(checkpoint(name))
-    read = [ModelWork.of(config, torch.float32, (1, 1), kind).weight_bytes_per_step for kind in (Dense, Int8)]
+    weights = [family_of(config).describe(config, linears=kind).weights for kind in (Dense, Int8)]
+    read = [ModelWork.of(config, each, (1, 1)).weight_bytes_per_step for each in weights]
     assert 0.25 < read[1] / read[0] < 0.3
