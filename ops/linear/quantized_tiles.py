@@ -69,9 +69,11 @@ MMA = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
 MMA_GROUPS = (*MMA[:2], Tile(128, 64, 8, 2))  # decoded halves of bytes beside the sums of a group and of all groups
 FLOAT32 = (Tile(16, 32, 4, 2), Tile(32, 64, 8, 2))
 INT8 = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
-INT8_GROUPS = (*INT8[:2], Tile(128, 64, 8, 3))
-INT8_EXPERTS = (INT8[0], Tile(64, 128, 8, 3))  # in groups: their rows' addresses take registers too
+INT8_ZEROS = (*INT8[:2], Tile(128, 64, 8, 3))  # in groups, here and below
+INT8_ZEROS_MMA = (INT8[0], Tile(64, 128, 8, 3))  # without wgmma what is multiplied takes registers too
+INT8_EXPERTS = (INT8[0], Tile(64, 128, 8, 3))  # their rows' addresses take registers too
 INT8_EXPERTS_ZEROS = (INT8[0], Tile(32, 128, 8, 3))
+INT8_EXPERTS_ZEROS_MMA = (INT8[0], Tile(32, 64, 4, 3))
 
 
 def default_tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:
@@ -79,15 +81,19 @@ def default_tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]
     if layer.int8_activations:
         if not layer.group_size:
             return INT8
-        if layer.experts:
-            return INT8_EXPERTS_ZEROS if layer.zeros else INT8_EXPERTS
-        return INT8_GROUPS if layer.zeros else INT8
+        if not layer.zeros:
+            return INT8_EXPERTS if layer.experts else INT8
+        if capability[0] == 9:
+            return INT8_EXPERTS_ZEROS if layer.experts else INT8_ZEROS
+        return INT8_EXPERTS_ZEROS_MMA if layer.experts else INT8_ZEROS_MMA
     if layer.itemsize == 4:
         return FLOAT32
     if capability[0] == 9:
         return WGMMA
-    halves = layer.element == "int4" and (layer.group_size == 64 or (layer.group_size == 128 and layer.zeros))
-    return MMA_GROUPS if halves else MMA
+    zeros_of_128 = layer.group_size == 128 and layer.zeros
+    if layer.element == "int4":
+        return MMA_GROUPS if zeros_of_128 or layer.group_size == 64 else MMA
+    return MMA_GROUPS if zeros_of_128 and layer.experts else MMA
 
 
 def choose(layer: Layer, rows: int, capability: tuple[int, int], gpu: str = "") -> Choice:
