@@ -219,8 +219,7 @@ def _split(
     partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
     partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
     inputs = (q, *_pairs(q, *inputs[1:3]), *inputs[3:])
-    merge_rows = triton.next_power_of_2(group)
-    merge_splits = max(1, min(MAX_SPLITS.value, _MERGED_AT_ONCE * tiles.split_warps // (merge_rows * block_h)))
+    merge_splits = max(1, min(MAX_SPLITS.value, _MERGED_AT_ONCE * tiles.split_warps // block_h))
     for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, SHORT_QUERY.value, wide_m)):
         if min_query > min(max_query, max_query_len):
             continue
@@ -231,7 +230,7 @@ def _split(
             *inputs, partial, partial_max, partial_sum, counters,
             sm_scale, num_requests, partial_rows, counters.numel() // (num_requests * num_kv_heads), *strides,
             MIN_QUERY=min_query, MAX_QUERY=max_query, SPLIT_TOKENS=tiles.split_tokens, IS_FP8=is_fp8,
-            MERGE_ROWS=merge_rows, MERGE_SPLITS=merge_splits,
+            MERGE_SPLITS=merge_splits,
             BLOCK_M=block_m, BLOCK_N=tiles.split_block_n, **shape,
             num_warps=tiles.split_warps,
             num_stages=tiles.split_stages,

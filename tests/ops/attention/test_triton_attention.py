@@ -25,7 +25,7 @@ triton = pytest.importorskip("triton")
 from compiled_llm.ops.attention import triton_attention  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
-SHARED_MEMORY = {(8, 0): 164 * 1024, (9, 0): 228 * 1024}  # of an SM; a program takes 1 KB more than it asks for
+SHARED_MEMORY = {(8, 0): 164 * 1024, (9, 0): 228 * 1024, (10, 0): 228 * 1024}  # of an SM; a program takes 1 KB more than it asks for
 OP = triton_attention.paged_attention
 
 
@@ -224,8 +224,11 @@ def launches(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
     features: bool = False,
+    group: int = 4,
+    num_requests: int = 32,
+    max_query_len: int = 512,
 ) -> list[tuple["triton.JITFunction", tuple, dict]]:
-    """What a mixed step launches on a GPU of that capability, from tensors without storage."""
+    """What a step, mixed unless it says otherwise, launches on a GPU of that capability: from tensors without storage."""
     recorded: list = []
     for name in ("write_kernel", "split_kernel", "prefill_kernel"):
         monkeypatch.setattr(triton_attention, name, ahead_of_time.Recorder(getattr(triton_attention, name), recorded))
@@ -234,7 +237,8 @@ def launches(
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    num_tokens, num_requests, num_heads, num_kv_heads, block_size, table_width = 512, 32, 32, 8, 16, 2048
+    num_kv_heads, block_size, table_width = 8, 16, 2048
+    num_tokens, num_heads = max(num_requests, max_query_len), group * num_kv_heads
     qkv = empty(num_tokens, num_heads + 2 * num_kv_heads, head_dim, dtype=dtype)
     caches = [empty(1024, num_kv_heads, block_size, head_dim, dtype=kv_dtype or dtype) for _ in range(2)]
     scales = [empty(1024, num_kv_heads, block_size, dtype=torch.float32) if kv_dtype else None for _ in range(2)]
@@ -248,7 +252,7 @@ def launches(
         empty(num_requests),
         empty(num_heads, dtype=torch.float32) if features else None,
         head_dim**-0.5,
-        num_tokens,
+        max_query_len,
         1024 if features else 0,
         30.0 if features else 0.0,
     )
@@ -315,6 +319,39 @@ def test_compiles_without_spills(
         assert programs * kwargs.get("num_warps", 4) * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS, (
             kernel.__name__
         )
+
+
+# A decode of 8 requests: capability, head_dim, query heads of a KV head, KV dtype. The joining of splits takes registers
+# by the heads. Heads of 512 are Gemma 4's.
+DECODES = {
+    f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}": (capability, head_dim, group, kv_dtype)
+    for capability in SHARED_MEMORY
+    for head_dim in (64, 128, 256, 512)
+    for group in ((1, 2, 4, 5, 7, 8) if head_dim < 512 else (2, 4, 8))
+    for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
+    if kv_dtype != FP8 or capability != SM_80
+}
+
+
+@pytest.mark.parametrize(("capability", "head_dim", "group", "kv_dtype"), cases(parts_of(DECODES), 8, DECODES))
+def test_decodes_compile_without_spills(
+    capability: tuple[int, int],
+    head_dim: int,
+    group: int,
+    kv_dtype: torch.dtype | None,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """And all programs of the grid run at once."""
+    step = {"group": group, "num_requests": 8, "max_query_len": 1}
+    _, (kernel, args, kwargs) = launches(monkeypatch, capability, head_dim, BF16, kv_dtype, **step)
+    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+    usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).split_programs_per_sm
+    assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
+    assert programs * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS
 
 
 @pytest.mark.parametrize("head_dim", [256, pytest.param(512, marks=pytest.mark.battery)])
