@@ -207,11 +207,11 @@ def _split(
     """Launch the split kernel, for requests of few rows."""
     q, block_table, is_fp8 = inputs[0], inputs[5], inputs[1].dtype == torch.float8_e4m3fn
     num_requests, (_, num_heads, head_dim) = block_table.shape[0], q.shape
-    group, num_kv_heads, block_h = shape["GROUP"], shape["NUM_KV_HEADS"], shape["BLOCK_H"]
+    num_kv_heads, block_h, block_g = shape["NUM_KV_HEADS"], shape["BLOCK_H"], triton.next_power_of_2(shape["GROUP"])
     # Requests of up to `fitting` rows take the smallest tile; the others as many of the wide ones as they need.
-    small_m = max(16, triton.next_power_of_2(group))
-    wide_m = max(small_m, min(tiles.short_block_m, triton.next_power_of_2(SHORT_QUERY.value * group)))
-    fitting = SHORT_QUERY.value if wide_m == small_m else small_m // group
+    small_m = max(16, block_g)
+    wide_m = max(small_m, min(tiles.short_block_m, SHORT_QUERY.value * block_g))
+    fitting = SHORT_QUERY.value if wide_m == small_m else small_m // block_g
     table_splits = triton.cdiv(table_tokens, tiles.split_tokens)
     splits = {rows: min(table_splits, _most_splits(rows)) for rows in range(1, SHORT_QUERY.value + 1)}
     partial_rows = max(rows * most for rows, most in splits.items() if rows <= max(1, max_query_len))
@@ -223,7 +223,7 @@ def _split(
     for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, SHORT_QUERY.value, wide_m)):
         if min_query > min(max_query, max_query_len):
             continue
-        tasks = max(splits[rows] * triton.cdiv(rows, block_m // group) for rows in range(min_query, max_query + 1))
+        tasks = max(splits[rows] * triton.cdiv(rows, block_m // block_g) for rows in range(min_query, max_query + 1))
         # Two programs of the wide tiles take all registers of an SM.
         per_sm = min(2, tiles.split_programs_per_sm) if block_m > small_m else tiles.split_programs_per_sm
         split_kernel[(min(num_requests * tasks * num_kv_heads, num_sms * per_sm),)](
@@ -231,7 +231,7 @@ def _split(
             sm_scale, num_requests, partial_rows, counters.numel() // (num_requests * num_kv_heads), *strides,
             MIN_QUERY=min_query, MAX_QUERY=max_query, SPLIT_TOKENS=tiles.split_tokens, IS_FP8=is_fp8,
             MERGE_SPLITS=merge_splits,
-            BLOCK_M=block_m, BLOCK_N=tiles.split_block_n, **shape,
+            BLOCK_G=block_g, BLOCK_M=block_m, BLOCK_N=tiles.split_block_n, **shape,
             num_warps=tiles.split_warps,
             num_stages=tiles.split_stages,
         )  # fmt: skip

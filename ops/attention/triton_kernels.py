@@ -194,12 +194,12 @@ def _merge(
         first_split = turn % turns * MERGE_SPLITS
         splits = first_split + tl.arange(0, MERGE_SPLITS)
         known = splits < num_splits
-        part = (request.to(tl.int64) * NUM_HEADS + head) * partial_rows + token * num_splits + splits
+        first_part = (request.to(tl.int64) * NUM_HEADS + head) * partial_rows + token * num_splits
         # From the L2 cache, which all programs write to: that of this SM may have older bytes.
-        split_max = tl.load(partial_max + part, mask=known, other=LOWEST, cache_modifier=".cg")
-        split_sum = tl.load(partial_sum + part, mask=known, other=0.0, cache_modifier=".cg")
+        split_max = tl.load(partial_max + first_part + splits, mask=known, other=LOWEST, cache_modifier=".cg")
+        split_sum = tl.load(partial_sum + first_part + splits, mask=known, other=0.0, cache_modifier=".cg")
         split_acc = tl.load(
-            partial + part[:, None] * HEAD_DIM + dims[None, :],
+            partial + first_part * HEAD_DIM + (splits[:, None] * HEAD_DIM + dims[None, :]),
             mask=known[:, None] & inside[None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         if first_split == 0:
@@ -228,19 +228,21 @@ def split_kernel(
     MERGE_SPLITS: tl.constexpr,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """All requests of ``MIN_QUERY`` to ``MAX_QUERY`` rows.
 
-    A task is one split of one request's keys for one tile of ``BLOCK_M // GROUP`` tokens and one KV head; programs take
+    A task is one split of one request's keys for one tile of ``BLOCK_M // BLOCK_G`` tokens and one KV head; programs take
     turns. Tasks over the same keys follow each other, so that they share the L2 cache. The program that finishes the
     last split of a tile joins them all, in their order: so it does not matter which program that is. ``counters``, zero
     before the launch, tell it; there are ``counter_rows`` for each request and KV head.
 
+    The heads of a token take ``BLOCK_G`` rows, a power of two: divisions by others take 40 registers.
+
     Where queries are of 16 bits, a quantised cache comes as int16, two codes each; ``IS_FP8`` says of which kind.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    BLOCK_Q: tl.constexpr = BLOCK_M // BLOCK_G
     requests = tl.arange(0, BLOCK_R)
     known = requests < num_requests
     first_rows = tl.load(query_start_loc + requests, mask=known, other=0)
@@ -263,9 +265,9 @@ def split_kernel(
         split = index // num_tiles
 
         first_token = index % num_tiles * BLOCK_Q
-        tokens = first_token + m // GROUP
-        heads = kv_head * GROUP + m % GROUP
-        row_mask = (m < BLOCK_Q * GROUP) & (tokens < query_len)
+        tokens = first_token + m // BLOCK_G
+        heads = kv_head * GROUP + m % BLOCK_G
+        row_mask = (m % BLOCK_G < GROUP) & (tokens < query_len)
         rows = (first_row + tokens).to(tl.int64)
         q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
         q_tile = load_rows(q_rows, row_mask, dims, True, HEAD_DIM)

@@ -129,7 +129,7 @@ def _split(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
         return Work(0, 0, entries=kernel.programs, trips=0)
     heads, head_dim = a["q"].shape[1:]
     keys, kv_heads = contexts.keys(window), a["NUM_KV_HEADS"]
-    tiles = -(-new // max(1, a["BLOCK_M"] // a["GROUP"]))
+    tiles = -(-new // (a["BLOCK_M"] // a["BLOCK_G"]))
     splits = num_splits(keys, new, a["SPLIT_TOKENS"])
     rows = r * new * heads
     partial = rows * splits * (head_dim + 2) * 4 if splits > 1 else 0  # written, and read by the last program
