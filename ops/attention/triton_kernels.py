@@ -194,12 +194,12 @@ def _merge(
         first_split = turn % turns * MERGE_SPLITS
         splits = first_split + tl.arange(0, MERGE_SPLITS)
         known = splits < num_splits
-        first_part = (request.to(tl.int64) * NUM_HEADS + head) * partial_rows + token * num_splits
+        part = (request.to(tl.int64) * NUM_HEADS + head) * partial_rows + token * num_splits + splits
         # From the L2 cache, which all programs write to: that of this SM may have older bytes.
-        split_max = tl.load(partial_max + first_part + splits, mask=known, other=LOWEST, cache_modifier=".cg")
-        split_sum = tl.load(partial_sum + first_part + splits, mask=known, other=0.0, cache_modifier=".cg")
+        split_max = tl.load(partial_max + part, mask=known, other=LOWEST, cache_modifier=".cg")
+        split_sum = tl.load(partial_sum + part, mask=known, other=0.0, cache_modifier=".cg")
         split_acc = tl.load(
-            partial + first_part * HEAD_DIM + (splits[:, None] * HEAD_DIM + dims[None, :]),
+            partial + part[:, None] * HEAD_DIM + dims[None, :],
             mask=known[:, None] & inside[None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         if first_split == 0:
@@ -232,9 +232,9 @@ def split_kernel(
 ):  # fmt: skip
     """All requests of ``MIN_QUERY`` to ``MAX_QUERY`` rows.
 
-    A task is one split of one request's keys for one tile of ``BLOCK_M // BLOCK_G`` tokens and one KV head; programs take
-    turns. Tasks over the same keys follow each other, so that they share the L2 cache. The program that finishes the
-    last split of a tile joins them all, in their order: so it does not matter which program that is. ``counters``, zero
+    A task is one split of one request's keys for one tile of ``BLOCK_M // BLOCK_G`` tokens and one KV head; programs
+    take turns. Tasks over the same keys follow each other, so that they share the L2 cache. The program that finishes
+    the last split of a tile joins them all, in their order: so it does not matter which program that is. ``counters``, zero
     before the launch, tell it; there are ``counter_rows`` for each request and KV head.
 
     The heads of a token take ``BLOCK_G`` rows, a power of two: divisions by others take 40 registers.

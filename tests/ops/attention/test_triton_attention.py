@@ -232,7 +232,7 @@ def launches(
     num_requests: int = 32,
     max_query_len: int = 512,
 ) -> list[tuple["triton.JITFunction", tuple, dict]]:
-    """What a step, mixed unless it says otherwise, launches on a GPU of that capability: from tensors without storage."""
+    """What a step, mixed by default, launches on a GPU of that capability, from tensors without storage."""
     recorded: list = []
     for name in ("write_kernel", "split_kernel", "prefill_kernel"):
         monkeypatch.setattr(triton_attention, name, ahead_of_time.Recorder(getattr(triton_attention, name), recorded))
@@ -325,8 +325,7 @@ def test_compiles_without_spills(
         )
 
 
-# A decode of 8 requests: capability, head_dim, query heads of a KV head, KV dtype. The joining of splits takes registers
-# by the heads. Heads of 512 are Gemma 4's.
+# A decode of 8 requests: capability, head_dim, query heads of a KV head, KV dtype. Heads of 512 are Gemma 4's.
 DECODES = {
     f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}": (capability, head_dim, group, kv_dtype)
     for capability in SHARED_MEMORY
