@@ -234,8 +234,8 @@ def split_kernel(
 
     A task is one split of one request's keys for one tile of ``BLOCK_M // BLOCK_G`` tokens and one KV head; programs
     take turns. Tasks over the same keys follow each other, so that they share the L2 cache. The program that finishes
-    the last split of a tile joins them all, in their order: so it does not matter which program that is. ``counters``, zero
-    before the launch, tell it; there are ``counter_rows`` for each request and KV head.
+    the last split of a tile joins them all, in their order: so it does not matter which program that is.
+    ``counters``, zero before the launch, tell it; there are ``counter_rows`` for each request and KV head.
 
     The heads of a token take ``BLOCK_G`` rows, a power of two: divisions by others take 40 registers.
 
