@@ -117,10 +117,8 @@ def take(config: Glm4MoeConfig, source: Source) -> Weights:
     return llama.take(config, source, take_layer)
 
 
-def feed_forward(x: Tensor, w: MlpWeights | SharedMoeWeights, step: StepInput, config: Any) -> Tensor:
-    """A layer's experts, or its MLP."""
-    if isinstance(w, MlpWeights):
-        return gated_mlp(x, w)
+def experts(x: Tensor, w: SharedMoeWeights, step: StepInput, config: Any) -> Tensor:
+    """A layer's experts, and the MLP that every token has."""
     # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that one alone.
     return scaled_sum(mixture_of_experts(x, w.routed, step, config.router), gated_mlp(x, w.shared), w.one)
 
@@ -129,7 +127,7 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: Glm4MoeConfig, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, feed_forward)
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
 
 
 def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:

@@ -84,7 +84,7 @@ def layers(config: GptOssConfig) -> Layers:
     return windowed_layers(config, llama.layers(config)[0])
 
 
-def feed_forward(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
+def experts(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
     """A layer's experts, whose weights add up to 1."""
     gate = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
     return mixture_of_experts(x, w, step, Router(config.num_experts_per_tok, "softmax_of_chosen"), gate)
@@ -94,7 +94,7 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: GptOssConfig, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, feed_forward)
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
 
 
 def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:

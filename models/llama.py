@@ -13,10 +13,11 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
-from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attended
+from compiled_llm.models.layers.mlp import MlpWeights, gated_block
 from compiled_llm.models.layers.norm import add_rms_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.linears.fused import added_linear, normed_linear
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rms_norm
@@ -46,7 +47,7 @@ class Weights(NamedTuple):
 
 
 TakeMlp = Callable[[Any, Source, str], Any]
-FeedForward = Callable[[Tensor, Any, StepInput, Any], Tensor]
+Experts = Callable[[Tensor, Any, StepInput, Any], Tensor]
 
 
 def take_mlp(config: LlamaConfig, source: Source, name: str) -> MlpWeights:
@@ -88,11 +89,6 @@ def layers(config: LlamaConfig) -> Layers:
     return (spec,) * config.num_layers
 
 
-def feed_forward(x: Tensor, w: MlpWeights, step: StepInput, config: LlamaConfig) -> Tensor:
-    """What follows attention in a layer: the MLP."""
-    return gated_mlp(x, w)
-
-
 def forward(
     weights: Weights,
     step: StepInput,
@@ -100,24 +96,28 @@ def forward(
     config: LlamaConfig,
     layers: Layers,
     max_query_len: int,
-    feed_forward: FeedForward = feed_forward,
+    experts: Experts | None = None,
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``.
 
-    A family with experts passes its own ``feed_forward``.
+    A family with experts passes what computes a layer that has some.
     """
     eps = config.rms_norm_eps
     x = weights.embedding.rows(step.input_ids)
-    delta: Tensor | None = None  # what the last block adds to x
+    delta: Tensor | None = None  # what is still to be added to x
     cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
     query_scale = F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None
     for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
-        x, normed = add_rms_norm(x, delta, w.input_norm, eps)
-        delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
-        x, normed = add_rms_norm(x, delta, w.mlp_norm, eps)
-        delta = feed_forward(normed, w.mlp, step, config)
-    assert delta is not None
-    return x + delta
+        x, qkv = normed_linear(x, delta, w.input_norm, eps, w.attention.qkv)
+        out = attended(qkv, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
+        x, delta = added_linear(x, w.attention.o, out)
+        if isinstance(w.mlp, MlpWeights):
+            x, delta = gated_block(x, delta, w.mlp_norm, eps, w.mlp)
+        else:
+            assert experts is not None
+            x, normed = add_rms_norm(x, delta, w.mlp_norm, eps)
+            delta = experts(normed, w.mlp, step, config)
+    return x if delta is None else x + delta
 
 
 def head(weights: Weights, rows: Tensor, config: LlamaConfig) -> Tensor:

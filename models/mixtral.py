@@ -43,7 +43,7 @@ def take(config: MixtralConfig, source: Source) -> Weights:
     return llama.take(config, source, functools.partial(llama.take_layer, take_mlp=take_mlp))
 
 
-def feed_forward(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
+def experts(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
     """A layer's experts, whose weights add up to 1."""
     return mixture_of_experts(x, w, step, Router(config.num_experts_per_tok, "softmax_of_chosen"))
 
@@ -52,7 +52,7 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: MixtralConfig, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, feed_forward)
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
 
 
 FAMILY = Family(

@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_llm.models import llama, qwen3
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
 from compiled_llm.models.llama import LlamaConfig, Weights
 from compiled_llm.models.weights import Source
@@ -59,16 +59,16 @@ def take(config: Qwen3MoeConfig, source: Source) -> Weights:
     return llama.take(config, source, functools.partial(qwen3.take_layer, take_mlp=take_mlp))
 
 
-def feed_forward(x: Tensor, w: MlpWeights | MoeWeights, step: StepInput, config: Any) -> Tensor:
-    """A layer's experts, or its MLP."""
-    return mixture_of_experts(x, w, step, config.router) if isinstance(w, MoeWeights) else gated_mlp(x, w)
+def experts(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
+    """A layer's experts."""
+    return mixture_of_experts(x, w, step, config.router)
 
 
 def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: Qwen3MoeConfig, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, feed_forward)
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
 
 
 FAMILY = Family(

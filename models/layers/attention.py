@@ -100,15 +100,32 @@ def attention(
     max_query_len: int,
     query_scale: Tensor | None = None,
 ) -> Tensor:
-    """Self-attention block on ``x`` ``[T, D]``, which also writes this step's keys and values to the cache.
+    """Self-attention block on ``x`` ``[T, D]``; see ``attended``."""
+    qkv = w.qkv.apply(x)
+    return w.o.apply(attended(qkv, w, cos_sin, cache, step, spec, eps, max_query_len, query_scale))
+
+
+def attended(
+    qkv: Tensor,
+    w: AttentionWeights,
+    cos_sin: Tensor | None,
+    cache: LayerCache,
+    step: StepInput,
+    spec: AttentionSpec,
+    eps: float,
+    max_query_len: int,
+    query_scale: Tensor | None = None,
+) -> Tensor:
+    """What the layer ``w.o`` takes, ``[T, N * H]``. Also writes this step's keys and values to the cache.
 
     Args:
+        qkv: what the layer ``w.qkv`` gave.
         cos_sin: ``[T, H]`` float32, see ``rope_cos_sin``; None where no layer turns its heads.
         eps: of the norms of queries and keys, where there are some.
         max_query_len: an upper bound of the tokens of a request in this step.
-        query_scale: ``[T, 1]`` in the dtype of ``x``, multiplies the queries.
+        query_scale: ``[T, 1]`` in the dtype of ``qkv``, multiplies the queries.
     """
-    qkv, q_norm, k_norm = w.qkv.apply(x), w.q_norm, w.k_norm
+    q_norm, k_norm = w.q_norm, w.k_norm
     if q_norm is not None and k_norm is not None and len(q_norm) > spec.head_dim:
         q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], dim=1)
         qkv = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], dim=1)
@@ -120,13 +137,13 @@ def attention(
         q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if query_scale is not None:
             q = q * query_scale[:, None]
-        return w.o.apply(attend(q, k, v, cache, step, spec, max_query_len, w.sinks))
+        return attend(q, k, v, cache, step, spec, max_query_len, w.sinks)
     assert cos_sin is not None
     out = rotary_attention(
         qkv, cos_sin, q_norm, k_norm, query_scale, *_where(cache, step, spec),
         num_heads=spec.num_heads, eps=eps, **_how(spec, max_query_len, w.sinks),
     )  # fmt: skip
-    return w.o.apply(out.flatten(1))
+    return out.flatten(1)
 
 
 def attend(

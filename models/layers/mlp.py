@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from compiled_llm.models.linears.fused import added_linear, gated_linear, normed_linear
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import activation, gated_activation
+from compiled_llm.ops import activation
 
 
 class MlpWeights(NamedTuple):
@@ -15,7 +16,15 @@ class MlpWeights(NamedTuple):
 
 def gated_mlp(x: Tensor, w: MlpWeights, activation: str = "silu") -> Tensor:
     """``down(activation(gate(x)) * up(x))`` on ``x`` ``[T, D]``; SwiGLU by default. See ``ops.gated_activation``."""
-    return w.down.apply(gated_activation(w.gate_up.apply(x), activation))
+    return w.down.apply(gated_linear(x, w.gate_up, activation))
+
+
+def gated_block(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MlpWeights
+) -> tuple[Tensor, Tensor | None]:
+    """``x + delta`` plus SwiGLU of its norm; takes what ``normed_linear`` takes, gives what ``added_linear`` gives."""
+    x, hidden = normed_linear(x, delta, norm, eps, w.gate_up, "silu")
+    return added_linear(x, w.down, hidden)
 
 
 # hidden_act -> name of the ops.activation that computes it; the last three are one function.

@@ -58,7 +58,7 @@ def gpu_name(device: torch.device) -> str:
 
 
 @triton.jit
-def _multiply_add(a, b, acc):
+def multiply_add(a, b, acc):
     """``acc`` and the products of rows ``a`` ``[M, K]`` and columns ``b`` ``[K, N]``."""
     if INTERPRET:  # whose tl.dot has no order, and computes garbage in bfloat16
         products = a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
@@ -84,7 +84,7 @@ def linear_kernel(
         inside = (inner < IN - k)[None, :]
         a = tl.load(x_tile + k, mask=(rows < num_rows) & inside, other=0.0)
         b = tl.load(w_tile + k, mask=(columns < OUT)[:, None] & inside, other=0.0)
-        acc = _multiply_add(a, tl.trans(b), acc)
+        acc = multiply_add(a, tl.trans(b), acc)
     if bias is not None:
         acc += tl.load(bias + columns, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
     tl.store(

@@ -27,7 +27,7 @@ from compiled_llm.ops.linear.quantized_tiles import Choice, Layer
 from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES, ZERO_DTYPES
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.triton_int8_scaling import load_columns
-from compiled_llm.ops.linear.triton_linear import _multiply_add
+from compiled_llm.ops.linear.triton_linear import multiply_add
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
@@ -58,7 +58,7 @@ def _part_sums(sums, x, codes, scale, zero, ELEMENT: tl.constexpr, SCALED: tl.co
         weights -= zero[:, None]
     if SCALED:
         weights *= scale[:, None]
-    return _multiply_add(weights.to(x.dtype), tl.trans(x), sums)
+    return multiply_add(weights.to(x.dtype), tl.trans(x), sums)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
-from compiled_llm.ops.linear.triton_linear import _multiply_add
+from compiled_llm.ops.linear.triton_linear import multiply_add
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
@@ -52,7 +52,7 @@ def grouped_kernel(
             inside = (inner < IN - k)[None, :]
             a = tl.load(x_tile + k, mask=inside_rows[:, None] & inside, other=0.0)
             b = tl.load(w_tile + k, mask=(columns < OUT)[:, None] & inside, other=0.0)
-            acc = _multiply_add(a, tl.trans(b), acc)
+            acc = multiply_add(a, tl.trans(b), acc)
         if bias is not None:
             acc += tl.load(bias + expert * OUT + columns, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
         tl.store(

@@ -21,7 +21,7 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, dtype: tl.constexpr):
+def rounded(x, dtype: tl.constexpr):
     """The float32 numbers as they are after they were stored in ``dtype``."""
     return cast(x, dtype).to(tl.float32)
 
@@ -35,12 +35,12 @@ def _load(row, i, inside):
 def _load_sum(x, delta, i, inside):
     y = _load(x, i, inside)
     if delta is not None:
-        y = _rounded(y + _load(delta, i, inside), x.dtype.element_ty)
+        y = rounded(y + _load(delta, i, inside), x.dtype.element_ty)
     return y
 
 
 @triton.jit
-def _inverse_rms(squares, eps, SIZE: tl.constexpr):
+def inverse_rms(squares, eps, SIZE: tl.constexpr):
     """Of rows whose squares, padded with zeros, are the last dimension."""
     sums = tl.sum(squares, len(squares.shape) - 1)
     ones = tl.full(sums.shape, 1.0, tl.float32)
@@ -48,10 +48,10 @@ def _inverse_rms(squares, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _weighted(y, weights, dtype: tl.constexpr):
+def weighted(y, weights, dtype: tl.constexpr):
     """Weights in ``dtype`` multiply what has been rounded to it, float32 ones what has not."""
     if weights.dtype == dtype:
-        y = _rounded(y, dtype)
+        y = rounded(y, dtype)
     return cast(y * weights.to(tl.float32), dtype)
 
 
@@ -72,13 +72,13 @@ def norm_kernel(
         squares += y * y
         if delta is not None:
             tl.store(total + row * SIZE + i, cast(y, total.dtype.element_ty), mask=i < SIZE)
-    scale = _inverse_rms(squares, eps, SIZE)
+    scale = inverse_rms(squares, eps, SIZE)
     for start in tl.static_range(0, SIZE, BLOCK):
         i = start + tl.arange(0, BLOCK)
         if SIZE > BLOCK:  # else registers still hold the row
             y = _load_sum(x, delta, i, i < SIZE)
         weights = tl.load(weight + i, mask=i < SIZE, other=0.0)
-        tl.store(out + row * SIZE + i, _weighted(y * scale, weights, out.dtype.element_ty), mask=i < SIZE)
+        tl.store(out + row * SIZE + i, weighted(y * scale, weights, out.dtype.element_ty), mask=i < SIZE)
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def layer_norm_kernel(
             y = _load_sum(x, delta, i, i < SIZE)
         centred = tl.where(i < SIZE, y - mean, 0.0)
         squares += centred * centred
-    scale = _inverse_rms(squares, eps, SIZE)
+    scale = inverse_rms(squares, eps, SIZE)
     for start in tl.static_range(0, SIZE, BLOCK):
         i = start + tl.arange(0, BLOCK)
         if SIZE > BLOCK:
@@ -131,11 +131,11 @@ def turned_heads(
     places = heads * (2 * HALF) + d
     first, second = _load(x, places, inside), _load(x, places + HALF, inside)
     if norm is not None:
-        scale = _inverse_rms(first * first + second * second, eps, 2 * HALF)[:, None]
+        scale = inverse_rms(first * first + second * second, eps, 2 * HALF)[:, None]
         weights = tl.load(norm + d, mask=d < HALF, other=0.0)
-        first = _weighted(first * scale, weights, dtype).to(tl.float32)
+        first = weighted(first * scale, weights, dtype).to(tl.float32)
         weights = tl.load(norm + HALF + d, mask=d < HALF, other=0.0)
-        second = _weighted(second * scale, weights, dtype).to(tl.float32)
+        second = weighted(second * scale, weights, dtype).to(tl.float32)
     cos, sin = _load(cosines, d, d < HALF), _load(cosines, HALF + d, d < HALF)
     return cast(first * cos - second * sin, dtype), cast(second * cos + first * sin, dtype), places, inside
 
@@ -197,7 +197,7 @@ def _normal_cdf(x):
 
 
 @triton.jit
-def _activated(x, ACTIVATION: tl.constexpr):
+def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         y = x * _normal_cdf(x)
     else:
@@ -213,7 +213,7 @@ def activation_kernel(x, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.constex
     """A program for ``BLOCK`` elements of a row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    y = _activated(_load(x + row * stride, i, i < SIZE), ACTIVATION)
+    y = activated(_load(x + row * stride, i, i < SIZE), ACTIVATION)
     tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
 
 
@@ -224,8 +224,8 @@ def gated_kernel(gate_up, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.conste
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate, up = _load(gate_up + row * stride, i, i < SIZE), _load(gate_up + row * stride + SIZE, i, i < SIZE)
-    activated = _activated(gate, ACTIVATION)
-    tl.store(out + row * SIZE + i, cast(_rounded(activated, dtype) * up, dtype), mask=i < SIZE)
+    y = activated(gate, ACTIVATION)
+    tl.store(out + row * SIZE + i, cast(rounded(y, dtype) * up, dtype), mask=i < SIZE)
 
 
 @triton.jit
@@ -236,8 +236,8 @@ def clamped_swiglu_kernel(gate_up, out, stride, alpha, limit, SIZE: tl.constexpr
     gate, up = _load(gate_up + row * stride, i, i < SIZE), _load(gate_up + row * stride + SIZE, i, i < SIZE)
     gate = tl.where(gate > limit, limit, gate)  # a NaN stays
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    activated = (up + 1.0) * (gate / (1.0 + tl.exp2(alpha * gate * -LOG2_E)))
-    tl.store(out + row * SIZE + i, cast(activated, out.dtype.element_ty), mask=i < SIZE)
+    y = (up + 1.0) * (gate / (1.0 + tl.exp2(alpha * gate * -LOG2_E)))
+    tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
 
 
 @triton.jit
@@ -262,7 +262,7 @@ def soft_cap_kernel(x, out, stride, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scaled = tl.div_rn(_load(x + row * stride, i, i < SIZE), tl.zeros([BLOCK], tl.float32) + cap)
-    capped = _rounded(_tanh(_rounded(scaled, dtype)), dtype) * cap
+    capped = rounded(_tanh(rounded(scaled, dtype)), dtype) * cap
     tl.store(out + row * SIZE + i, cast(capped, dtype), mask=i < SIZE)
 
 

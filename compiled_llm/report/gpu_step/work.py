@@ -201,6 +201,16 @@ def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips)
 
 
+def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """With gates and ups, a tile has the weights of both; with a norm, rows are read before the main loop too."""
+    work = _linear(a, kernel, contexts)
+    factor = 2 if a["ACTIVATION"] else 1
+    besides = sum(a[name].nbytes for name in ("norm", "residual") if a[name] is not None)
+    return dataclasses.replace(
+        work, read=work.read + besides, flops=work.flops * factor, padded_flops=work.padded_flops * factor
+    )
+
+
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
@@ -209,4 +219,5 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "grouped_kernel": _grouped,
     "grouped_a8_kernel": _grouped,
     "linear_kernel": _linear,
+    "fused_linear_kernel": _fused_linear,
 }
