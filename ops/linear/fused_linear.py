@@ -12,7 +12,7 @@ from compiled_llm.ops.library import LIBRARY
 from compiled_llm.ops.rowwise.reference import ACTIVATIONS, gated_activation_reference, rms_norm_reference
 
 MAX_ROWS = 32
-"""Most rows of the op; weights are read once for each 16 of them."""
+"""Most rows that the op is meant for, though it takes any: weights are read once for each 16 of them."""
 
 LIBRARY.define(
     "fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, str activation, Tensor? residual)"
@@ -36,7 +36,7 @@ def fused_linear(
     round. A row's bits depend on nothing but the row.
 
     Args:
-        x: ``[T, K]``, T at most ``MAX_ROWS``; bfloat16 or float16; rows may be strided, the last stride is 1.
+        x: ``[T, K]``; bfloat16 or float16; rows may be strided, the last stride is 1.
         weight: ``[N, K]`` contiguous, bias: ``[N]`` or None; dtype of ``x``.
         norm, eps: those of ``rms_norm``, ``[K]``.
         activation: one of ``gated_activation``, or "" for none.

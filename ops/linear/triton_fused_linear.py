@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.linear.fused_linear import MAX_ROWS
 from compiled_llm.ops.linear.triton_linear import multiply_add
 from compiled_llm.ops.rowwise import reference
 from compiled_llm.ops.rowwise.triton_kernels import activated, cast, inverse_rms, rounded, weighted
@@ -144,17 +143,18 @@ def fused_linear(
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, activation: str) -> None:
-    rows, size = x.shape
-    if rows > MAX_ROWS:
-        raise ValueError(f"fused_linear: x must have at most {MAX_ROWS} rows, got {rows}")
+    size = x.shape[1]
     if activation and activation not in reference.ACTIVATIONS:
         raise ValueError(f"fused_linear: activation must be {' or '.join(reference.ACTIVATIONS)}, got {activation}")
     if weight.dim() != 2 or weight.shape[1] != size or not weight.is_contiguous() or size == 0:
         raise ValueError(f"fused_linear: weight must be a contiguous [N, {size}], got {list(weight.shape)}")
     if activation and weight.shape[0] % 2:
         raise ValueError(f"fused_linear: with an activation N must be even, got {weight.shape[0]}")
-    known = {"weight": (weight, weight.shape, (x.dtype,)), "bias": (bias, weight.shape[:1], (x.dtype,))}
-    known["norm"] = norm, x.shape[1:], (x.dtype, torch.float32)
+    known: dict[str, tuple[Tensor | None, torch.Size, tuple[torch.dtype, ...]]] = {
+        "weight": (weight, weight.shape, (x.dtype,)),
+        "bias": (bias, weight.shape[:1], (x.dtype,)),
+        "norm": (norm, x.shape[1:], (x.dtype, torch.float32)),
+    }
     for name, (tensor, shape, dtypes) in known.items():
         if tensor is None:
             continue
