@@ -15,7 +15,9 @@ from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.registry import family_of, layers_of
+from compiled_llm.ops.linear.quantized_layouts import empty_quantized
 from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, pretend_gpu
 from compiled_llm.report.gpu_step.gpus import Gpu
@@ -121,9 +123,13 @@ class _Faked:
     """Tensors of any device as fake ones on the GPU; the same for the same, as where weights are tied."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+        self._known: dict[int, tuple[Any, Any]] = {}
 
     def tree(self, value: Any) -> Any:
+        if isinstance(value, Quantized | QuantizedExperts):
+            if id(value) not in self._known:
+                self._known[id(value)] = value, self._packed_for_gpu(value)
+            return self._known[id(value)][1]
         if isinstance(value, Tensor):
             if id(value) not in self._known:
                 fake = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=DEVICE)
@@ -133,3 +139,10 @@ class _Faked:
             items = map(self.tree, value)
             return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         return value
+
+    def _packed_for_gpu(self, layer: Quantized | QuantizedExperts) -> Any:
+        """Weights that were only described lie as CPUs read them; a GPU's lie otherwise."""
+        experts = layer.num_experts if isinstance(layer, QuantizedExperts) else None
+        weight = empty_quantized(layer.scheme.form, layer.out_features, layer.in_features, DEVICE, experts)
+        packed = layer._replace(weight=weight)
+        return type(layer)(*map(self.tree, packed))

@@ -153,18 +153,65 @@ def num_splits(keys: int, rows: int, split_tokens: int) -> int:
 
 def _prefill(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     window, (heads, head_dim) = a["WINDOW"], a["q"].shape[1:]
-    tokens = a["BLOCK_M"] // a["GROUP"]  # of a tile
-    tiles = -(-contexts.num_new // tokens)
-    first = contexts.num_keys - contexts.num_new
-    ends = [first + min((tile + 1) * tokens, contexts.num_new) for tile in range(tiles)]
-    begins = [max(0, first + tile * tokens + 1 - window) if window else 0 for tile in range(tiles)]
-    pairs = zip(begins, ends, strict=True)
-    blocks = sum(-(-end // a["BLOCK_N"]) - begin // a["BLOCK_N"] for begin, end in pairs)
-    blocks *= contexts.num_requests * a["NUM_KV_HEADS"]
+    blocks = _causal_blocks(a, contexts)
     flops = 4 * contexts.pairs(window) * heads * head_dim
     padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
     read = a["q"].nbytes + contexts.num_requests * a["NUM_KV_HEADS"] * contexts.keys(window) * _key_bytes(a)
     return Work(read, a["out"].nbytes, flops, padded, 8 * a["q"].itemsize, None, blocks)
+
+
+def _causal_blocks(a: Arguments, contexts: Contexts) -> int:
+    """Of keys, that all tiles of query rows pass: each up to its last row's."""
+    window, tokens = a["WINDOW"], a["BLOCK_M"] // a["GROUP"]  # of a tile
+    tiles = -(-contexts.num_new // tokens)
+    first = contexts.num_keys - contexts.num_new
+    ends = [first + min((tile + 1) * tokens, contexts.num_new) for tile in range(tiles)]
+    begins = [max(0, first + tile * tokens + 1 - window) if window else 0 for tile in range(tiles)]
+    blocks = sum(-(-end // a["BLOCK_N"]) - begin // a["BLOCK_N"] for begin, end in zip(begins, ends, strict=True))
+    return blocks * contexts.num_requests * a["NUM_KV_HEADS"]
+
+
+def _exact_attention(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """A task is a tile of query rows with one partition of the keys, or with all of them."""
+    window, new = a["WINDOW"], contexts.num_new
+    if not a["MIN_QUERY"] <= new <= a["MAX_QUERY"]:
+        return Work(0, 0, entries=kernel.programs, trips=0)
+    work = _prefill(a, kernel, contexts)
+    if a["WHOLE"]:
+        return work
+    partitions = _partitions(contexts, window)
+    tiles = contexts.num_requests * a["NUM_KV_HEADS"] * -(-new // (a["BLOCK_M"] // a["GROUP"]))
+    blocks = tiles * -(-contexts.keys(window) // a["BLOCK_N"])
+    padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
+    heads, head_dim = a["q"].shape[1:]
+    states = _state_bytes(contexts, heads, head_dim, partitions)
+    entries = max(kernel.programs, tiles * partitions)
+    return dataclasses.replace(
+        work, written=states or work.written, padded_flops=padded, entries=entries, trips=blocks
+    )  # fmt: skip
+
+
+def _exact_merge(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    heads, head_dim = a["NUM_HEADS"], a["HEAD_DIM"]
+    if contexts.num_new > a["MAX_QUERY"]:
+        return Work(0, 0)
+    states = _state_bytes(contexts, heads, head_dim, _partitions(contexts, a["WINDOW"]))
+    out = contexts.num_requests * contexts.num_new * heads * head_dim * a["out"].itemsize
+    return Work(states, out if states else 0)
+
+
+def _partitions(contexts: Contexts, window: int) -> int:
+    """Of the keys that a request sees; they begin at multiples of ``PARTITION``."""
+    from compiled_llm.ops.attention.triton_exact import PARTITION
+
+    first = contexts.num_keys - contexts.keys(window)
+    return -(-contexts.num_keys // PARTITION.value) - first // PARTITION.value
+
+
+def _state_bytes(contexts: Contexts, heads: int, head_dim: int, partitions: int) -> int:
+    """Of what is kept of each row between attention and merge: nothing where one task has all of its keys."""
+    rows = contexts.num_requests * contexts.num_new * heads
+    return rows * partitions * (head_dim + 2) * 4 if partitions > 1 else 0
 
 
 def _rope(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -215,6 +262,8 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
     "prefill_kernel": _prefill,
+    "exact_attention_kernel": _exact_attention,
+    "exact_merge_kernel": _exact_merge,
     "rope_kernel": _rope,
     "grouped_kernel": _grouped,
     "grouped_a8_kernel": _grouped,
