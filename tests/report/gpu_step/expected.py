@@ -54,6 +54,9 @@ STEPS = {
     "glm4": Case("glm4", (10,), (5, 20)),
     "llama, KV cache in int8": Case("llama", (6,), (4, 17), arguments={"kv_cache_dtype": "int8"}),
     "llama, KV cache in fp8": Case("llama", (6,), (4, 17), arguments={"kv_cache_dtype": "fp8"}),
+    "qwen3, weights in int8": Case("qwen3", (9,), (5, 19), arguments={"quantization": "int8"}),
+    "qwen3, W4A8": Case("qwen3", (13,), (6, 23), arguments={"quantization": "int4_w4a8"}),
+    "qwen3, exact": Case("qwen3", (10,), (5, 20), arguments={"exact": True}),
 }
 
 # Rules that do not hold yet: how often they are broken. A rule is "copies" (kernels of torch's that copy),

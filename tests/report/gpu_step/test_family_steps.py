@@ -16,7 +16,8 @@ from tests.report.gpu_step.expected import KNOWN, STEPS, Case
 
 pytest.importorskip("triton")
 
-SAMPLE = ("llama", "qwen3-moe", "llama, a chunk of a prompt")  # with their kernels compiled; the others: battery
+# The others: battery.
+SAMPLE = ("llama", "qwen3-moe", "llama, a chunk of a prompt", "qwen3, W4A8")
 
 
 @functools.cache
