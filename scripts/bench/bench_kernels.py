@@ -162,6 +162,19 @@ def engine_of(args: argparse.Namespace):
             yield engine
 
 
+def result_of(args: argparse.Namespace, step: list[Launch], facts: dict[str, Any]) -> dict[str, Any]:
+    """The line of JSON. ``facts``: of the machine."""
+    result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape)}
+    result |= {"batch_size": args.batch_size, "context": args.context, "kv_cache_dtype": args.kv_cache_dtype}
+    busy, gaps = sum(launch.us for launch in step), sum(launch.gap_us for launch in step)
+    return result | {"launches": len(step), "busy_us": busy, "gap_us": gaps, "kernels": by_name(step), "machine": facts}
+
+
+def in_order(step: list[Launch]) -> dict[str, Any]:
+    """What the file has besides."""
+    return {"in_order": [launch._asdict() for launch in step]}
+
+
 def main() -> int:
     args = parse_arguments()
     if args.device != "cpu" and not torch.cuda.is_available():
@@ -173,14 +186,10 @@ def main() -> int:
             return 0
         step = profiled(engine, decoding(engine, args.batch_size, args.context), args.repeats)
         facts = machine.describe(resolve_device(args.device))
-    rows, busy = by_name(step), sum(launch.us for launch in step)
-    gaps = sum(launch.gap_us for launch in step)
-    print(tables.text_table([row | {"name": row["name"][:70]} for row in rows]))
-    print(f"{len(step)} launches, {busy:.1f} us in them and {gaps:.1f} us between them")
-    result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape)}
-    result |= {"batch_size": args.batch_size, "context": args.context, "kv_cache_dtype": args.kv_cache_dtype}
-    result |= {"launches": len(step), "busy_us": busy, "gap_us": gaps, "kernels": rows, "machine": facts}
-    tables.finish(result, args.json, {"in_order": [launch._asdict() for launch in step]})
+    result = result_of(args, step, facts)
+    print(tables.text_table([row | {"name": row["name"][:70]} for row in result["kernels"]]))
+    print(f"{len(step)} launches, {result['busy_us']:.1f} us in them and {result['gap_us']:.1f} us between them")
+    tables.finish(result, args.json, in_order(step))
     return 0
 
 

@@ -22,13 +22,9 @@ _QWEN3 = {
     "rms_norm_eps": 1e-6,
 }
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
-    "qwen3-4b": _QWEN3 | dict(zip(_SIZES, (2560, 9728, 36, 32, True), strict=True)),
-    "qwen3-8b": _QWEN3 | dict(zip(_SIZES, (4096, 12288, 36, 32, False), strict=True)),
-    # Two layers of models with experts: what a layer costs shows beside a head that is read once for all of them.
-    "qwen3-30b-a3b-2l": _QWEN3
-    | dict(zip(_SIZES, (2048, 6144, 2, 32, False), strict=True))
+_QWEN3_MOE = (
+    _QWEN3
+    | dict(zip(_SIZES, (2048, 6144, 48, 32, False), strict=True))
     | {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -37,7 +33,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
+    }
+)
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
+    "qwen3-4b": _QWEN3 | dict(zip(_SIZES, (2560, 9728, 36, 32, True), strict=True)),
+    "qwen3-8b": _QWEN3 | dict(zip(_SIZES, (4096, 12288, 36, 32, False), strict=True)),
+    "llama-3.1-8b": dict(zip(_SIZES, (4096, 14336, 32, 32, False), strict=True))
+    | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
     },
+    "qwen3-30b-a3b": _QWEN3_MOE,
+    # Two layers of models with experts: what a layer costs shows beside a head that is read once for all of them.
+    "qwen3-30b-a3b-2l": _QWEN3_MOE | {"num_hidden_layers": 2},
     "gpt-oss-20b-2l": dict(zip(_SIZES, (2880, 2880, 2, 64, False), strict=True))
     | {
         "architectures": ["GptOssForCausalLM"],

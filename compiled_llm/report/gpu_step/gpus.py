@@ -39,6 +39,12 @@ class Gpu:
         """Operations a second on elements of so many bits; 32: in TF32 there would be some, exactly there are none."""
         return {8: self.fp8 or self.int8 or self.bf16, 16: self.bf16}.get(bits, self.num_sms * 256 * self.clock)
 
+    def runs_code_of(self, other: "Gpu") -> bool:
+        """Whether both are alike but for their memory, as H100 and H200: then one's code is the other's."""
+        return dataclasses.replace(
+            self, name=other.name, memory_bytes=other.memory_bytes, bandwidth=other.bandwidth
+        ) == other  # fmt: skip
+
 
 _KB, _MB, _GB, _TERA = 1 << 10, 1 << 20, 1 << 30, 1e12
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report.gpu_step.estimate import GAP_SECONDS, Estimate, estimate
@@ -22,6 +22,11 @@ class Row:
     compiled: Compiled | None
     estimate: Estimate
 
+    @property
+    def name(self) -> str:
+        """The kernel's, after the op that launches it."""
+        return f"{self.launch.op}: {self.launch.name}" if self.launch.op else self.launch.name
+
     def as_json(self) -> dict[str, Any]:
         """Plain values; times in microseconds."""
         values: dict[str, Any] = {
@@ -34,7 +39,8 @@ class Row:
             "us": round(self.estimate.seconds * 1e6, 3),
             "bound_by": self.estimate.bound_by,
         }
-        values |= {f"{name}_us": round(getattr(self.estimate, name) * 1e6, 3) for name in ("memory", "issue", "matrix")}
+        times = ("memory", "issue", "matrix", "join")
+        values |= {f"{name}_us": round(getattr(self.estimate, name) * 1e6, 3) for name in times}
         if self.compiled is None or self.launch.triton is None:
             return values
         c = self.compiled
@@ -52,7 +58,7 @@ class Inspection:
     """What a step is like on a GPU.
 
     Attributes:
-        num_layers: of the model; ``rows`` may have fewer.
+        num_layers: of the model; ``rows`` may have fewer. Those that were left out count as the last one that was not.
         spans: of ``rows``: from a layer's attention to the next layer's, a period of the model.
         dynamic_inputs, skip_reasons: of the CUDA graph, see ``Generated``.
     """
@@ -71,26 +77,44 @@ class Inspection:
         """From each layer's attention to the next layer's."""
         return [span.stop - span.start for span in self.spans]
 
-    def seconds(self) -> float:
-        """Of the whole step: layers that were left out count as the last one that was not."""
-        seconds = self._sum(self.rows)
+    @property
+    def order(self) -> list[int]:
+        """The launches of the whole step, as places in ``rows``."""
+        places = list(range(len(self.rows)))
         left_out = self.num_layers - len(self.step.layers)
-        return seconds + left_out * self._sum(self.rows[self.spans[-1]]) if left_out else seconds
+        if not left_out:
+            return places
+        last = self.spans[-1]
+        return places[: last.stop] + left_out * places[last] + places[last.stop :]
 
-    @staticmethod
-    def _sum(rows: Sequence[Row]) -> float:
-        return sum(row.estimate.seconds + GAP_SECONDS for row in rows)
-
-    def num_bytes(self) -> int:
-        """That the launches of the whole step read and write."""
-        count = _bytes(self.rows)
-        left_out = self.num_layers - len(self.step.layers)
-        return count + left_out * _bytes(self.rows[self.spans[-1]]) if left_out else count
-
+    @property
     def num_launches(self) -> int:
         """Of the whole step."""
-        left_out = self.num_layers - len(self.step.layers)
-        return len(self.rows) + (left_out * self.launches_per_layer[-1] if left_out else 0)
+        return len(self.order)
+
+    @property
+    def num_bytes(self) -> int:
+        """That the launches of the whole step read and write."""
+        return sum(self.rows[place].work.read + self.rows[place].work.written for place in self.order)
+
+    @property
+    def flops(self) -> int:
+        """That the whole step needs."""
+        return sum(self.rows[place].work.flops for place in self.order)
+
+    @property
+    def bandwidth_share(self) -> float:
+        """Of the data sheet's bandwidth, over the whole step."""
+        return self.num_bytes / self.seconds() / self.gpu.bandwidth
+
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.seconds_of([self.rows[place] for place in self.order])
+
+    @staticmethod
+    def seconds_of(rows: Sequence[Row]) -> float:
+        """Of these launches and the gaps after them."""
+        return sum(row.estimate.seconds + GAP_SECONDS for row in rows)
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -100,39 +124,49 @@ class Inspection:
             "contexts": dataclasses.asdict(self.contexts),
             "layers": self.num_layers,
             "launches_per_layer": self.launches_per_layer,
-            "launches": self.num_launches(),
+            "launches": self.num_launches,
             "step_us": round(self.seconds() * 1e6, 1),
-            "step_bytes": self.num_bytes(),
-            "bandwidth_share": round(self.num_bytes() / self.seconds() / self.gpu.bandwidth, 3),
+            "step_bytes": self.num_bytes,
+            "bandwidth_share": round(self.bandwidth_share, 3),
             "dynamic_inputs": list(self.dynamic_inputs),
             "skip_reasons": list(self.skip_reasons),
             "rows": [row.as_json() for row in self.rows],
         }
 
 
-def _bytes(rows: Sequence[Row]) -> int:
-    return sum(row.work.read + row.work.written for row in rows)
+class CompiledStep(NamedTuple):
+    """A step's launches and their code on ``gpu``, for any contexts. ``compiled``: None for kernels of libraries."""
+
+    step: FakeStep
+    gpu: Gpu
+    launches: tuple[Launch, ...]
+    compiled: tuple[Compiled | None, ...]
 
 
-def inspect(step: FakeStep, num_layers: int, gpu: Gpu, context: int) -> Inspection:
-    """``context``: keys of each request. ``num_layers``: of the whole model, of which ``step`` may have the first."""
-    contexts, compiler = Contexts.of(step.bucket, context), Compiler(gpu)
-    launches = launches_of(step)
-    return of_launches(step, launches, compiler, num_layers, gpu, contexts)
+def compile_step(step: FakeStep, gpu: Gpu) -> CompiledStep:
+    """``gpu``: the one that ``step`` was generated for."""
+    launches, compiler = launches_of(step), Compiler(gpu)
+    compiled = [None if launch.triton is None else compiler.compile(launch.triton) for launch in launches]
+    return CompiledStep(step, gpu, tuple(launches), tuple(compiled))
 
 
-def of_launches(
-    step: FakeStep, launches: list[Launch], compiler: Compiler, num_layers: int, gpu: Gpu, contexts: Contexts
-) -> Inspection:
-    """The same for launches that are known already."""
+def inspect(made: CompiledStep, num_layers: int, context: int, gpu: Gpu | None = None) -> Inspection:
+    """What ``made`` does with ``context`` keys of each request.
+
+    Args:
+        num_layers: of the whole model, of which the step may have the first.
+        gpu: another one that runs the same code, with memory of its own.
+    """
+    gpu = gpu or made.gpu
+    assert gpu.runs_code_of(made.gpu), f"{gpu.name} does not run the code of {made.gpu.name}"
+    contexts = Contexts.of(made.step.bucket, context)
     rows = []
-    for launch in launches:
+    for launch, compiled in zip(made.launches, made.compiled, strict=True):
         work = work_of(launch, contexts)
-        compiled = None if launch.triton is None else compiler.compile(launch.triton)
         rows.append(Row(launch, work, compiled, estimate(launch, work, compiled, gpu)))
-    made = step.generated
+    spans, generated = spans_of(list(made.launches)), made.step.generated
     return Inspection(
-        gpu, step, contexts, num_layers, tuple(rows), spans_of(launches), made.dynamic_inputs, made.skip_reasons
+        gpu, made.step, contexts, num_layers, tuple(rows), spans, generated.dynamic_inputs, generated.skip_reasons
     )
 
 

@@ -62,6 +62,11 @@ class Launch:
     triton: TritonKernel | None = None
 
     @property
+    def is_attention(self) -> bool:
+        """Part of an attention op, with what it does besides: rope, norms, the write to the cache."""
+        return self.op.removesuffix("_exact") in ("paged_attention", "rotary_attention")
+
+    @property
     def is_addmm_with_matrix(self) -> bool:
         """A product that adds a matrix: it is read besides, where an addition could have been fused elsewhere."""
         return self.name == "addmm" and self.read[0].dim() == 2 and self.read[0].shape[0] > 1
@@ -81,10 +86,7 @@ def launches_of(step: FakeStep) -> list[Launch]:
 def spans_of(launches: list[Launch]) -> tuple[slice, ...]:
     """From the attention of each layer to that of the next: what a layer launches, from its middle on."""
     starts = [
-        n
-        for n, launch in enumerate(launches)
-        if launch.op.removesuffix("_exact") in ("paged_attention", "rotary_attention")
-        and (n == 0 or launches[n - 1].op != launch.op)
+        n for n, launch in enumerate(launches) if launch.is_attention and (n == 0 or launches[n - 1].op != launch.op)
     ]
     return tuple(slice(start, end) for start, end in itertools.pairwise(starts))
 

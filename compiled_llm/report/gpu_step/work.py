@@ -53,6 +53,7 @@ class Work:
     bits: of the products' operands; 0 without products on matrix units.
     entries: how often a program runs its code outside the main loop, over all; None: once each.
     trips: how often a program runs the main loop, over all; None: unknown.
+    round_trips: to the L2 cache that the last program makes one after the other, when all others have ended.
     """
 
     read: int
@@ -62,6 +63,7 @@ class Work:
     bits: int = 0
     entries: int | None = None
     trips: int | None = None
+    round_trips: int = 0
 
 
 def work_of(launch: Launch, contexts: Contexts) -> Work:
@@ -120,7 +122,8 @@ def _write(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
 
 def _key_bytes(a: Arguments) -> int:
     """Of a key and a value in one KV head."""
-    return 2 * a["HEAD_DIM"] * a["k_cache"].itemsize + (0 if a["k_scale"] is None else 8)
+    row = a["k_cache"].shape[-1] * a["k_cache"].itemsize  # codes may come in pairs
+    return 2 * row + (0 if a["k_scale"] is None else 8)
 
 
 def _split(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -140,7 +143,17 @@ def _split(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     read = a["q"].nbytes + r * kv_heads * keys * _key_bytes(a) + r * -(-keys // a["BLOCK_SIZE"]) * 4
     read += partial
     entries = max(kernel.programs, r * kv_heads * tiles * splits)
-    return Work(read, partial + out, flops, padded, 8 * a["q"].itemsize, entries, blocks)
+    return Work(
+        read, partial + out, flops, padded, 8 * a["q"].itemsize, entries, blocks, _joining(a, new, splits)
+    )  # fmt: skip
+
+
+def _joining(a: Arguments, new: int, splits: int) -> int:
+    """Of the last tile: the counter, then each row with ``MERGE_SPLITS`` splits at once."""
+    if splits == 1:
+        return 0
+    rows = min(new, a["BLOCK_M"] // a["BLOCK_G"]) * a["GROUP"]
+    return 1 + rows * -(-splits // a["MERGE_SPLITS"])
 
 
 def num_splits(keys: int, rows: int, split_tokens: int) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.families import CONFIGS
 from tests.report.gpu_step.expected import KNOWN, STEPS, Case
 
 pytest.importorskip("triton")
@@ -47,6 +48,11 @@ def check(case: Case, name: str, found: dict[str, Any]) -> None:
         number = given if isinstance(given, int) else len(given)
         assert number == known.get(what, 0), f"{name}: {what}: {given}; expected.py knows of {known.get(what, 0)}"
     assert found["compiled"], f"{name}: no kernel was compiled"
+
+
+def test_every_family_is_expected() -> None:
+    assert {case.family for case in STEPS.values()} == set(CONFIGS)
+    assert KNOWN.keys() <= STEPS.keys()
 
 
 @pytest.mark.parametrize("name", SAMPLE)
