@@ -208,10 +208,13 @@ def _goals(now: Lines, before: Lines) -> str:
     for title, limit, at_most, read in _goal_list():
         values = [worst(lines, read, at_most) for lines in (before, now)]
         style = (lambda value: f"{value:.0%}") if not at_most else (lambda value: f"{value:.3g}")
-        reached = values[1] is not None and (values[1] <= limit if at_most else values[1] >= limit)
+        if values[1] is None:
+            reached = "not estimated"
+        else:
+            reached = "yes" if (values[1] <= limit if at_most else values[1] >= limit) else "no"
         shown = [None if value is None else style(value) for value in values]
         asked = f"at {'most' if at_most else 'least'} {style(limit)}"
-        rows.append([title, asked, pair(*shown), "yes" if reached else "no"])
+        rows.append([title, asked, pair(*shown), reached])
     return table(("the worst of", "asked", "estimated", "reached"), rows)
 
 
