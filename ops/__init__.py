@@ -13,7 +13,7 @@ from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows,
 from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8, quantized_linear_a8
 from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_packed_linear
-from compiled_llm.ops.moe.routing import expert_rows, route, weighted_sum
+from compiled_llm.ops.moe.routing import expert_rows, route, routed_rows, weighted_sum
 from compiled_llm.ops.rowwise.rowwise import (
     activation,
     add_layer_norm,
@@ -58,6 +58,7 @@ __all__ = [
     "rope",
     "rotary_attention",
     "route",
+    "routed_rows",
     "sample_tokens",
     "scaled_sum",
     "soft_cap",

@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.models.linears.protocol import Experts, Linear
-from compiled_llm.ops import expert_rows, gated_activation, route, weighted_sum
+from compiled_llm.ops import gated_activation, routed_rows, weighted_sum
 
 
 def check_router(config: ModelConfig, num_experts: str, top_k: str = "num_experts_per_tok") -> None:
@@ -74,11 +74,17 @@ def mixture_of_experts(
     """
     seen = x if seen is None else seen
     logits = w.router.apply(seen.float() if router.in_float32 else seen)
-    weights, experts = route(
-        logits, w.choice_bias, router.top_k, router.scoring, router.scale, router.groups, router.top_groups
+    weights, places, tokens, starts = routed_rows(
+        logits,
+        w.choice_bias,
+        w.expert_scale,
+        step.query_start_loc[-1:],
+        w.used.total,
+        router.top_k,
+        router.scoring,
+        router.scale,
+        router.groups,
+        router.top_groups,
     )
-    if w.expert_scale is not None:
-        weights = weights * w.expert_scale[experts]
-    places, tokens, starts = expert_rows(experts, step.query_start_loc[-1:], w.used.total, w.gate_up.num_experts)
     hidden = gate(w.gate_up.apply_to(x, tokens, starts))
     return weighted_sum(w.down.apply_to(hidden, None, starts), places, weights)

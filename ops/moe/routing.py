@@ -3,7 +3,7 @@
 A layer with a mixture of experts (Shazeer et al., 2017, arXiv:1701.06538) is
 
     weights, experts = route(logits, ...)             each token's k experts
-    places, tokens, starts = expert_rows(experts, ...)  the rows of each expert, side by side
+    places, tokens, starts = expert_rows(experts, ...)  the rows of each expert, side by side: both in routed_rows
     y = ...                                           linear layers of the experts, see grouped_linear.py
     out = weighted_sum(y, places, weights)
 
@@ -25,6 +25,10 @@ LIBRARY.define(
 )
 LIBRARY.define(
     "expert_rows(Tensor experts, Tensor num_tokens, Tensor(a!) used, int num_experts) -> (Tensor, Tensor, Tensor)"
+)
+LIBRARY.define(
+    "routed_rows(Tensor logits, Tensor? choice_bias, Tensor? expert_scale, Tensor num_tokens, Tensor(a!) used,"
+    " int top_k, str scoring, float scale, int groups, int top_groups) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define("weighted_sum(Tensor y, Tensor places, Tensor weights) -> Tensor")
 
@@ -75,6 +79,31 @@ def expert_rows(experts: Tensor, num_tokens: Tensor, used: Tensor, num_experts: 
         ``starts[E]`` on belong to nobody.
     """
     return _OPS.expert_rows(experts, num_tokens, used, num_experts)
+
+
+def routed_rows(
+    logits: Tensor,
+    choice_bias: Tensor | None,
+    expert_scale: Tensor | None,
+    num_tokens: Tensor,
+    used: Tensor,
+    top_k: int,
+    scoring: str,
+    scale: float = 1.0,
+    groups: int = 1,
+    top_groups: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``route`` and then ``expert_rows``, whose arguments it has: on a GPU one launch or two.
+
+    Args:
+        expert_scale: ``[E]`` float32, of each expert's weights; None for none.
+
+    Returns:
+        Weights, places, tokens and starts.
+    """
+    assert scoring in SCORINGS
+    given = logits, choice_bias, expert_scale, num_tokens, used, top_k, scoring, scale, groups, top_groups
+    return _OPS.routed_rows(*given) if logits.is_cuda else routed_rows_reference(*given)
 
 
 def weighted_sum(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -130,6 +159,17 @@ def expert_rows_reference(
     return places.int().view(count, top_k), (rows // top_k).int(), starts
 
 
+def routed_rows_reference(
+    logits: Tensor, choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor,
+    top_k: int, scoring: str, scale: float, groups: int, top_groups: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The op as two others."""
+    weights, experts = route(logits, choice_bias, top_k, scoring, scale, groups, top_groups)
+    if expert_scale is not None:
+        weights = weights * expert_scale[experts]
+    return weights, *expert_rows(experts, num_tokens, used, logits.shape[1])
+
+
 def weighted_sum_reference(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """The op in plain torch."""
     out = y.new_zeros(places.shape[0], y.shape[1], dtype=torch.float32)
@@ -149,6 +189,16 @@ def _fake_route(logits: Tensor, choice_bias: Tensor | None, top_k: int, *args) -
 def _fake_rows(experts: Tensor, num_tokens: Tensor, used: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     rows = experts.shape[0] * experts.shape[1]
     return experts.new_empty(experts.shape), experts.new_empty(rows), experts.new_empty(num_experts + 1)
+
+
+@torch.library.register_fake("compiled_llm::routed_rows", lib=LIBRARY)
+def _fake_routed(
+    logits: Tensor, choice_bias, expert_scale, num_tokens, used, top_k: int, *args
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    count, num_experts = logits.shape
+    weights = logits.new_empty(count, top_k, dtype=torch.float32)
+    places = torch.empty_like(weights, dtype=torch.int32)
+    return weights, places, places.new_empty(count * top_k), places.new_empty(num_experts + 1)
 
 
 @torch.library.register_fake("compiled_llm::weighted_sum", lib=LIBRARY)
@@ -174,3 +224,13 @@ def _register(name: str) -> None:
 
 for _name in ("route", "expert_rows", "weighted_sum"):
     _register(_name)
+
+
+def _routed_on_gpu(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from compiled_llm.ops.moe import triton_expert_rows  # the first call on a GPU loads Triton, not the import
+
+    return triton_expert_rows.routed_rows(*args)
+
+
+LIBRARY.impl("routed_rows", routed_rows_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("routed_rows", _routed_on_gpu, "CUDA")

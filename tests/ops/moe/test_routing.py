@@ -139,7 +139,7 @@ class _Kernels(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_gpu_is_asked_for_no_number(name: str) -> None:
-    """What CUDA runs for these two, without content: no shape follows from data, and nothing waits for the device."""
+    """What CUDA runs for these two alone: no shape follows from data, and nothing waits for the device."""
     logits, bias, _, scoring, scale, groups, top_groups = arguments(name, torch.bfloat16, experts=128)
     meta = torch.device("meta")
     with _Kernels() as routed:
@@ -151,8 +151,8 @@ def test_a_gpu_is_asked_for_no_number(name: str) -> None:
         places, tokens, starts = routing.expert_rows_reference(experts, real, used, 128)
     assert [t.shape for t in (weights, experts, places, tokens, starts)] == [*[(37, 8)] * 3, (37 * 8,), (129,)]
     assert [t.dtype for t in (weights, experts, places, tokens, starts)] == [torch.float32, *[torch.int32] * 4]
-    assert routed.count <= 23, "docs/design.md says so"
-    assert sorted_by_expert.count <= 18, "likewise"
+    assert routed.count <= 23
+    assert sorted_by_expert.count <= 18
 
 
 def refused(function: object, *args: object) -> str:

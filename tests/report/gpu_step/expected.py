@@ -25,7 +25,7 @@ class Case:
 STEPS = {
     "llama": Case("llama", (6,), (4, 17)),
     "llama, a chunk of a prompt": Case("llama", (8,), (4, 19), bucket="tokens_32"),
-    "qwen3-moe": Case("qwen3-moe", (35, 6), (4, 45)),
+    "qwen3-moe": Case("qwen3-moe", (12, 6), (4, 22)),
     "llama-rope3-tied": Case("llama-rope3-tied", (6,), (4, 17)),
     "llama-biases": Case("llama-biases", (6,), (4, 17)),
     "mistral": Case("mistral", (6,), (4, 17)),
@@ -36,13 +36,13 @@ STEPS = {
     "qwen2": Case("qwen2", (7,), (4, 17)),
     "qwen3": Case("qwen3", (6,), (4, 17)),
     "qwen3-untied": Case("qwen3-untied", (6,), (4, 17)),
-    "mixtral": Case("mixtral", (35,), (4, 45)),
-    "glm4-moe": Case("glm4-moe", (6, 48), (4, 58)),
-    "gpt-oss": Case("gpt-oss", (36,), (4, 45)),
+    "mixtral": Case("mixtral", (12,), (4, 22)),
+    "glm4-moe": Case("glm4-moe", (6, 16), (4, 26)),
+    "gpt-oss": Case("gpt-oss", (13,), (4, 22)),
     "gemma2": Case("gemma2", (11,), (5, 21)),
     "gemma3": Case("gemma3", (12, 10), (5, 20)),
     "gemma4": Case("gemma4", (27, 19, 18), (8, 28)),
-    "gemma4-moe": Case("gemma4-moe", (52,), (8, 57)),
+    "gemma4-moe": Case("gemma4-moe", (28,), (8, 33)),
     "olmo2": Case("olmo2", (13,), (7, 20)),
     "olmo3": Case("olmo3", (16, 14), (8, 20)),
     "glm": Case("glm", (6,), (4, 17)),
@@ -63,11 +63,6 @@ STEPS = {
 # "addmm_with_matrix" (a product that adds a matrix), "dynamic_inputs" (inputs of a graph without a static address),
 # "skip_reasons" (for no CUDA graph), "spilled" (kernels whose registers go to memory).
 KNOWN: dict[str, dict[str, int]] = {
-    "qwen3-moe": {"copies": 8},
-    "mixtral": {"copies": 8},
-    "glm4-moe": {"copies": 6},
-    "gpt-oss": {"copies": 8},
-    "gemma4-moe": {"copies": 8},
     "olmo3": {"copies": 3},
     "starcoder2-without-biases": {"addmm_with_matrix": 1},
 }
