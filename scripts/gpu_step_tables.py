@@ -195,7 +195,7 @@ def run(cases: list[Case], processes: int) -> Iterable[tuple[Case, dict[str, Any
     parts: dict[Case, list[dict[str, Any]]] = {}
     for group in groups:
         with concurrent.futures.ProcessPoolExecutor(
-            processes, multiprocessing.get_context("spawn"), begin, (group[0],), max_tasks_per_child=12
+            processes, multiprocessing.get_context("spawn"), begin, (group[0],)
         ) as pool:
             futures = {pool.submit(estimates, case, group): case for case in cases}
             for future in concurrent.futures.as_completed(futures):

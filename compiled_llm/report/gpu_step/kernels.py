@@ -38,7 +38,7 @@ class Compiled:
     Attributes:
         registers: of a thread; shared: bytes of a program; spilled: bytes of a thread, 0 where all fits.
         programs_per_sm: that fit at once.
-        code, loop: all of it, and its main loop, None without one.
+        cubin: the machine code.
     """
 
     registers: int
@@ -47,8 +47,17 @@ class Compiled:
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    code: Code
-    loop: Code | None
+    cubin: bytes = dataclasses.field(repr=False)
+
+    @property
+    def code(self) -> Code:
+        """All of it."""
+        return _disassembled(self.cubin)[0]
+
+    @property
+    def loop(self) -> Code | None:
+        """The main loop; None without one."""
+        return _disassembled(self.cubin)[1]
 
     @property
     def bytes_in_flight(self) -> int:
@@ -74,12 +83,11 @@ class Compiler:
         return self._known[binary.hash]
 
     def _facts(self, binary: Any) -> Compiled:
-        used, sass = disassembled(binary.asm["cubin"])
-        meta = binary.metadata
-        code, loop = read_sass(sass)
+        cubin, meta = binary.asm["cubin"], binary.metadata
+        used = resources(cubin)
         fit = programs_per_sm(self._gpu, used["REG"], meta.shared, meta.num_warps)
         spilled = used["LOCAL"] + used["STACK"]
-        return Compiled(used["REG"], meta.shared, spilled, meta.num_warps, meta.num_stages, fit, code, loop)
+        return Compiled(used["REG"], meta.shared, spilled, meta.num_warps, meta.num_stages, fit, cubin)
 
 
 def programs_per_sm(gpu: Gpu, registers: int, shared: int, num_warps: int) -> int:
@@ -125,17 +133,23 @@ def _specialised(kernel: TritonKernel) -> tuple[dict[str, str], dict[str, Any], 
     return signature, constants, attributes
 
 
-def disassembled(cubin: bytes) -> tuple[dict[str, int], str]:
-    """What a kernel uses (REG, STACK, SHARED, LOCAL), and its SASS."""
+def resources(cubin: bytes) -> dict[str, int]:
+    """What a kernel uses: REG, STACK, SHARED, LOCAL."""
+    usage = _run("--dump-resource-usage", cubin)
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+
+
+@functools.cache
+def _disassembled(cubin: bytes) -> tuple[Code, Code | None]:
+    """As ``read_sass``. It takes half a second, so only for those who ask, and once."""
+    return read_sass(_run("--dump-sass", cubin))
+
+
+def _run(flag: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, sass = (_run(flag, file.name) for flag in ("--dump-resource-usage", "--dump-sass"))
-    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}, sass
-
-
-def _run(flag: str, path: str) -> str:
-    return subprocess.run([_disassembler(), flag, path], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([_disassembler(), flag, file.name], capture_output=True, text=True, check=True).stdout
 
 
 @functools.cache
