@@ -1,7 +1,8 @@
 """Linear layers and what surrounds them in a model: a norm before, an activation or a sum behind.
 
-On a GPU these are one launch where the rows are few and the weights plain (ops/linear/fused_linear.py). Elsewhere each
-is an op of its own, and a sum is left to the norm that follows, with which it is one op. Both round at the same places.
+On a GPU these are one launch where the rows are few and the weights plain (ops/linear/fused_linear.py), and an
+activation is the product's up to a few hundred rows. Elsewhere each is an op of its own, and a sum is left to the norm
+that follows, with which it is one op. Both round at the same places.
 """
 
 from typing import TypeGuard
@@ -12,18 +13,18 @@ from torch import Tensor
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops import add_rms_norm, fused_linear, gated_activation, rms_norm
-from compiled_llm.ops.linear.fused_linear import MAX_ROWS
+from compiled_llm.ops.linear.fused_linear import MAX_GATED_ROWS, MAX_ROWS
 
 
-def _is_fused(linear: Linear, x: Tensor) -> TypeGuard[Dense]:
-    """Whether the product with ``x`` takes in what surrounds it."""
-    few = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[0] <= MAX_ROWS
+def _is_fused(linear: Linear, x: Tensor, most: int = MAX_ROWS) -> TypeGuard[Dense]:
+    """Whether the product with ``x`` takes in what surrounds it; ``most``: rows for which it does."""
+    few = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[0] <= most
     return few and isinstance(linear, Dense)
 
 
 def gated_linear(x: Tensor, linear: Linear, activation: str) -> Tensor:
     """``ops.gated_activation`` of ``linear`` on ``x`` ``[T, D]``; of ``linear`` itself where ``activation`` is ""."""
-    if activation and _is_fused(linear, x):
+    if activation and _is_fused(linear, x, MAX_GATED_ROWS):
         return fused_linear(x, linear.weight, linear.bias, activation=activation)
     y = linear.apply(x)
     return gated_activation(y, activation) if activation else y

@@ -14,6 +14,9 @@ from compiled_llm.ops.rowwise.reference import ACTIVATIONS, gated_activation_ref
 MAX_ROWS = 32
 """Most rows that the op is meant for, though it takes any: weights are read once for each 16 of them."""
 
+MAX_GATED_ROWS = 256
+"""The same with an activation and no norm: a row's bits are others then than up to ``MAX_ROWS``."""
+
 LIBRARY.define(
     "fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, str activation, Tensor? residual)"
     " -> Tensor"
@@ -33,7 +36,7 @@ def fused_linear(
     """``y = rms_norm(x) @ weight.T + bias``, then ``activation(y's first half) * second half``, then ``+ residual``.
 
     Each of the three around the product is left out where it is not given. All is rounded where the ops on their own
-    round. A row's bits depend on nothing but the row.
+    round. Up to ``MAX_ROWS`` rows, a row's bits depend on nothing but the row.
 
     Args:
         x: ``[T, K]``; bfloat16 or float16; rows may be strided, the last stride is 1.

@@ -1,9 +1,9 @@
 """The linear layer with norm, activation and residual on the GPU: its Triton kernel, and the launch.
 
-``fused_linear.py`` says what it computes. A program has 16 rows and a few outputs, with an activation the gates and ups
-of the same outputs. It computes the norms of its rows by itself: they are small, and in the cache after the first one.
+``fused_linear.py`` says what it computes. A program has some rows and outputs, with an activation the gates and ups of
+the same outputs. It computes the norms of its rows by itself: they are small, and in the cache after the first one.
 
-Why a row's bits do not depend on how many rows there are: whatever their number, a program has 16 rows and adds up the
+Why a row's bits do not depend on how many rows there are, up to 32: a program has 16 rows and adds up the
 inputs, ``BLOCK_K`` at a time, from the first to the last by ``mma.sync``, and the squares of a row by place in the
 block and then all places. How many outputs it has follows from the layer alone.
 """
@@ -20,14 +20,14 @@ from compiled_llm.ops.rowwise import reference
 from compiled_llm.ops.rowwise.triton_kernels import activated, cast, inverse_rms, rounded, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
-BLOCK_M = 16
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
 
 
 class FusedTile(NamedTuple):
-    """What a program computes at a time: ``n`` outputs from ``k`` inputs."""
+    """What a program computes at a time: ``n`` outputs of ``m`` rows from ``k`` inputs."""
 
+    m: int
     n: int
     k: int
     warps: int
@@ -36,13 +36,17 @@ class FusedTile(NamedTuple):
 
 # (plain, gated): the latter has twice as many columns of weights. At most 99 KB of shared memory, and two or three
 # programs an SM: estimated from bytes in flight, not measured.
-FEW_OUTPUTS = (FusedTile(16, 256, 4, 4), FusedTile(16, 256, 4, 3))
-MANY_OUTPUTS = (FusedTile(32, 128, 4, 6), FusedTile(32, 128, 4, 4))
+FEW_OUTPUTS = (FusedTile(16, 16, 256, 4, 4), FusedTile(16, 16, 256, 4, 3))
+MANY_OUTPUTS = (FusedTile(16, 32, 128, 4, 6), FusedTile(16, 32, 128, 4, 4))
 _MANY = 8192  # outputs from which tiles of 32 are enough for every SM to have some
+# Gated products of more rows: weights are read once or twice, so by tiles for ``wgmma`` where there is such.
+MORE_ROWS = (FusedTile(64, 64, 64, 4, 3), FusedTile(128, 64, 64, 4, 3))
 
 
-def tile_for(outputs: int, gated: bool) -> FusedTile:
+def tile_for(rows: int, outputs: int, gated: bool) -> FusedTile:
     """The tile of a layer of so many outputs."""
+    if gated and rows > 2 * FEW_OUTPUTS[1].m:  # which would read the weights more than twice
+        return next((tile for tile in MORE_ROWS if rows <= tile.m), MORE_ROWS[-1])
     return (MANY_OUTPUTS if outputs > _MANY else FEW_OUTPUTS)[gated]
 
 
@@ -131,12 +135,12 @@ def fused_linear(
         residual, residual_stride = aligned_rows(residual, "fused_linear", "residual", _DTYPES)
     if not out.numel():
         return out
-    tile = tile_for(out_features, bool(activation))
+    tile = tile_for(rows, out_features, bool(activation))
     with torch.cuda.device_of(x):
-        fused_linear_kernel[(triton.cdiv(rows, BLOCK_M) * triton.cdiv(out_features, tile.n),)](
+        fused_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
             x, weight, bias, norm, residual, out, rows, x_stride, residual_stride, eps,
             OUT=out_features, IN=in_features, ACTIVATION=activation,
-            BLOCK_M=BLOCK_M, BLOCK_N=tile.n, BLOCK_K=tile.k,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out

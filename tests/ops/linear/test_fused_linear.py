@@ -86,6 +86,14 @@ def agrees_with_the_reference(dtype: torch.dtype, around: str, device: str = "cp
     assert triton_fused_linear.fused_linear(**of_rows(given, slice(0, 0))).shape == (0, 24)
 
 
+def more_rows_agree_with_the_reference(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Tiles of 64 and 128 rows, each with one that is not full."""
+    for rows in (MAX_ROWS + 1, 64, 130):
+        given = arguments(rows, 70, 100, dtype, activation="silu", bias=True, device=device)
+        got, want = triton_fused_linear.fused_linear(**given), fused_linear_reference(**given)
+        torch.testing.assert_close(got, want, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
 def a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     """Alone and among others, wherever the rows lie; with a last block of inputs cut short."""
     given = arguments(MAX_ROWS, 40, 300, dtype, norm=dtype, activation="silu", residual=True)
@@ -108,6 +116,7 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
         for around in SURROUNDINGS
         if (dtype == torch.bfloat16) != (around == "all")
     },
+    **{f"more-rows-{str(dtype)[6:]}": (more_rows_agree_with_the_reference, (dtype,)) for dtype in DTYPES},
     **{f"rows-{str(dtype)[6:]}": (a_row_has_the_same_bits_in_every_batch, (dtype,)) for dtype in DTYPES},
 }
 
@@ -127,29 +136,35 @@ LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {  # outputs, inputs, surro
     "o": (1024, 2048, {"residual": True}),
     "gate_up": (3072, 1024, {"norm": torch.bfloat16, "activation": "silu"}),
     "gate_up of many": (14336, 4096, {"norm": torch.bfloat16, "activation": "silu"}),
+    "gate_up, 64 rows": (3072, 1024, {"activation": "silu"}),
+    "gate_up, 256 rows": (14336, 4096, {"activation": "silu", "bias": True}),
 }
+MORE_ROWS = {"gate_up, 64 rows": 64, "gate_up, 256 rows": 256}
+MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+INSTRUCTIONS = {(8, 0): MMA, (9, 0): "wgmma", (10, 0): "tcgen05"}  # of tiles of 64 rows or more
 
 
 @pytest.mark.parametrize(
     ("capability", "name"),
     [
-        pytest.param(capability, name, marks=() if name == "gate_up of many" else pytest.mark.battery)
+        pytest.param(capability, name, marks=() if name.startswith("gate_up of") else pytest.mark.battery)
         for capability in CAPABILITIES
         for name in LAYERS
     ],
     ids=str,
 )
-def test_nothing_spills_and_products_are_mma_sync(
+def test_nothing_spills_and_few_rows_are_mma_sync(
     capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, child: subprocess.Popen
 ) -> None:
     recorded: list = []
     recorder = ahead_of_time.Recorder(triton_fused_linear.fused_linear_kernel, recorded)
     monkeypatch.setattr(triton_fused_linear, "fused_linear_kernel", recorder)
     outputs, inputs, surroundings = LAYERS[name]
+    rows = MORE_ROWS.get(name, 16)
     given = arguments(16, 16, 16, torch.bfloat16, **surroundings)
     wide = outputs * (2 if given["activation"] else 1)
-    shapes = {"x": (16, inputs), "weight": (wide, inputs), "bias": (wide,), "norm": (inputs,)}
-    shapes["residual"] = 16, outputs
+    shapes = {"x": (rows, inputs), "weight": (wide, inputs), "bias": (wide,), "norm": (inputs,)}
+    shapes["residual"] = rows, outputs
     for tensor, shape in shapes.items():
         if given[tensor] is not None:
             given[tensor] = torch.empty(*shape, dtype=torch.bfloat16, device="meta")
@@ -160,9 +175,8 @@ def test_nothing_spills_and_products_are_mma_sync(
     print(f"{usage['REG']} registers, {binary.metadata.shared} bytes")
     assert usage["STACK"] == usage["LOCAL"] == 0
     assert binary.metadata.shared <= SHARED_MEMORY
-    assert set(re.findall(r"wgmma|mma\.sync\S+|tcgen05", binary.asm["ptx"])) == {
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-    }
+    expected = INSTRUCTIONS[capability] if rows > MAX_ROWS else MMA
+    assert set(re.findall(r"wgmma|mma\.sync\S+|tcgen05", binary.asm["ptx"])) == {expected}
 
 
 # ---- registered, refused --------------------------------------------------------------------------------------------

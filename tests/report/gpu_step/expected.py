@@ -22,10 +22,13 @@ class Case:
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+BATCH_OF_64 = {"bucket_sizes": (64,), "token_bucket_sizes": (64,), "max_num_batched_tokens": 64}
+
 STEPS = {
     "llama": Case("llama", (6,), (4, 17)),
     "llama, a chunk of a prompt": Case("llama", (8,), (4, 19), bucket="tokens_32"),
     "qwen3-moe": Case("qwen3-moe", (12, 6), (4, 22)),
+    "llama, a batch of 64": Case("llama", (8,), (5, 18), bucket="decode_64", arguments=BATCH_OF_64),
     "llama-rope3-tied": Case("llama-rope3-tied", (6,), (4, 17)),
     "llama-biases": Case("llama-biases", (6,), (4, 17)),
     "mistral": Case("mistral", (6,), (4, 17)),
@@ -63,6 +66,7 @@ STEPS = {
 # "addmm_with_matrix" (a product that adds a matrix), "dynamic_inputs" (inputs of a graph without a static address),
 # "skip_reasons" (for no CUDA graph), "spilled" (kernels whose registers go to memory).
 KNOWN: dict[str, dict[str, int]] = {
+    "llama, a batch of 64": {"addmm_with_matrix": 1},
     "olmo3": {"copies": 3},
     "starcoder2-without-biases": {"addmm_with_matrix": 1},
 }
