@@ -25,6 +25,7 @@ from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.step.kv_cache import allocate, layer_dtypes, short_windows
 from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.block_tables import BlockTables
+from compiled_llm.worker.device import use_device
 from compiled_llm.worker.quantization import linears_of
 from compiled_llm.worker.runner import STEP_DEFAULTS
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -86,7 +87,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
         bucket_name: as ``Bucket.name``.
 
     Raises:
-        ValueError: the engine has no such bucket, or would refuse an argument.
+        ValueError: the engine has no such bucket, or would refuse an argument, also for this GPU.
     """
     dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
     limits = EngineLimits.resolve(engine, config.max_position_embeddings, STEP_DEFAULTS["cuda"])
@@ -97,6 +98,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     # No position beyond max_model_len is ever asked for.
     config = dataclasses.replace(config, max_position_embeddings=limits.max_model_len)
     windows, cache_dtypes = short_windows(config, limits.max_model_len), layer_dtypes(engine, dtype, config)
+    use_device(DEVICE, cache_dtypes)
     on_host = torch.device("cpu")
     buffers = StepBuffers(bucket, limits, on_host, windows, BlockTables(limits, on_host, len(windows)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
