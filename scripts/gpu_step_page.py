@@ -226,11 +226,11 @@ def worst(lines: Lines, read: list[Read], at_most: bool) -> float | None:
 def _goal_list() -> list[tuple[str, float, bool, list[Read]]]:
     """Title, limit, whether it is the most that may be, and the values of which the worst counts."""
 
-    def launches(model: str) -> list[Read]:
+    def launches(model: str, buckets: Sequence[str]) -> list[Read]:
         def read(bucket: str, kv: str) -> Read:
             return lambda lines: one["launches_per_layer"] if (one := find(lines, model, bucket, kv)) else None
 
-        return [read(bucket, kv) for bucket in _DECODES for kv in KV_DTYPES]
+        return [read(bucket, kv) for bucket in buckets for kv in KV_DTYPES]
 
     def share(model: str, gpu: str, place: int) -> Read:
         def read(lines: Lines) -> float | None:
@@ -243,7 +243,9 @@ def _goal_list() -> list[tuple[str, float, bool, list[Read]]]:
         return [lambda lines, b=bucket: to_bf16(lines, model, b, kv, gpu) for bucket in _DECODES]  # type: ignore[misc]
 
     goals: list[tuple[str, float, bool, list[Read]]] = [
-        (f"{title}: launches a layer in decodes", 7, True, launches(model)) for model, title in MODELS.items()
+        (f"{title}: launches a layer in decodes {of}", 7, True, launches(model, buckets))
+        for model, title in MODELS.items()
+        for of, buckets in (("of 1 to 32", _DECODES[:-1]), ("of 256", _DECODES[-1:]))
     ]
     for model, limit in (("llama-3.1-8b", 0.85), ("qwen3-0.6b", 0.6)):
         for place, context in enumerate(("1k", "8k", "32k")):

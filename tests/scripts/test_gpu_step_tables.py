@@ -60,7 +60,7 @@ def test_before_and_now_in_one_cell(page: Any) -> None:
     text = page.page(now, before)
     assert "| Qwen3-0.6B | decode, 1 | 14 → 7 | 140 → 70 |" in text
     assert "| decode, 1 | 1k | 1 | 90% |" in text
-    assert "| Qwen3-0.6B: launches a layer in decodes | at most 7 | 14 → 7 | yes |" in text
+    assert "| Qwen3-0.6B: launches a layer in decodes of 1 to 32 | at most 7 | 14 → 7 | yes |" in text
     alone = page.page(now, [])
     assert "| Qwen3-0.6B | decode, 1 | 7 | 70 |" in alone
 
@@ -77,7 +77,9 @@ def test_the_worst_case_decides_whether_a_goal_is_reached(page: Any) -> None:
     assert f"| {title} | at most 0.58 | 0.61 | no |" in page.page(lines(0.0061), [])
     assert "one request of 8k, bf16: bandwidth | at least 85% | 90% | yes |" in page.page(lines(0.0061), [])
     # Nothing is said of what was not estimated.
-    assert "| Qwen3-0.6B: launches a layer in decodes | at most 7 |  | not estimated |" in page.page(lines(0.0061), [])
+    assert "| Qwen3-0.6B: launches a layer in decodes of 1 to 32 | at most 7 |  | not estimated |" in page.page(
+        lines(0.0061), []
+    )
 
 
 def test_what_does_not_fit_and_caches_that_differ_are_said(page: Any) -> None:
