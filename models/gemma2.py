@@ -6,21 +6,20 @@ Windows in some layers, soft caps of scores and logits, norms by ``1 + w`` befor
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from compiled_llm.models import llama
 from compiled_llm.models.config import WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention, windowed_layers
-from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
-from compiled_llm.models.layers.norm import add_rms_norm
+from compiled_llm.models.layers.attention import AttentionSpec, windowed_layers
+from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.models.llama import Weights
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import rms_norm, soft_cap
+from compiled_llm.ops import soft_cap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +39,8 @@ class Gemma2Config(WindowedConfig):
                 raise ValueError(f"config.json: {name} must be a positive number, given {value}")
 
 
-class LayerWeights(NamedTuple):
-    input_norm: Tensor  # [D] float32, as all norms here
-    attention: AttentionWeights
-    attention_norm: Tensor  # [D], of what attention gave
-    mlp_norm: Tensor  # [D]
-    mlp: MlpWeights
-    output_norm: Tensor  # [D], of what the MLP gave
-
-
-class Weights(NamedTuple):
-    embedding: Linear  # [V, D]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [D] float32
-    head: Linear  # [V, D]
-    ropes: tuple[Tensor, ...]  # [max_position_embeddings, H] float32; where there are two, the last is the windows'
-
-
 def take_layer(config: Gemma2Config, source: Source, name: str) -> LayerWeights:
-    """The layer whose tensors' names begin with ``name``."""
+    """The layer whose tensors' names begin with ``name``. All norms are in float32."""
     d = config.hidden_size
     return LayerWeights(
         input_norm=source.norm_plus_one(f"{name}.input_layernorm", d),
@@ -76,16 +58,7 @@ def take(
     take_layer: Callable[[Gemma2Config, Source, str], LayerWeights] = take_layer,
 ) -> Weights:
     """The weights. A family that differs in its layers' tensors alone passes its own ``take_layer``."""
-    embedding, head = source.embedding_and_head(
-        "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
-    )
-    return Weights(
-        embedding=embedding,
-        layers=tuple(take_layer(config, source, f"model.layers.{i}") for i in range(config.num_layers)),
-        final_norm=source.norm_plus_one("model.norm", config.hidden_size),
-        head=head,
-        ropes=tuple(source.rope(rope, config.head_dim, config.max_position_embeddings) for rope in config.ropes),
-    )
+    return llama.take(config, source, take_layer, Source.norm_plus_one)
 
 
 def layers(config: Gemma2Config) -> Layers:
@@ -110,25 +83,18 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: Gemma2Config, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    eps = config.rms_norm_eps
     x = weights.embedding.rows(step.input_ids)
-    x = x * rounded(config.hidden_size**0.5, x.dtype)
-    delta: Tensor | None = None
-    angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]
-    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
-        cos_sin = angles[-1 if spec.window else 0]
-        x, normed = add_rms_norm(x, delta, w.input_norm, eps)
-        attended = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
-        x, normed = add_rms_norm(x, rms_norm(attended, w.attention_norm, eps), w.mlp_norm, eps)
-        delta = rms_norm(gated_mlp(normed, w.mlp, "gelu_tanh"), w.output_norm, eps)
-    assert delta is not None
-    return x + delta
+    return decoder_layers(
+        x * rounded(config.hidden_size**0.5, x.dtype), weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        angles=[rope_cos_sin(step.positions, table) for table in weights.ropes],
+        activation="gelu_tanh",
+    )  # fmt: skip
 
 
 def head(weights: Weights, rows: Tensor, config: Gemma2Config) -> Tensor:
     """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
-    logits = weights.head.apply(rms_norm(rows, weights.final_norm, config.rms_norm_eps))
-    cap = config.final_logit_softcapping
+    logits, cap = llama.head(weights, rows, config), config.final_logit_softcapping
     return logits if cap is None else soft_cap(logits, cap)
 
 

@@ -19,12 +19,11 @@ from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attend
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
 from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
-from compiled_llm.models.layers.norm import add_rms_norm
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import gated_activation, rms_norm, rope, scaled_sum, soft_cap
+from compiled_llm.ops import add_rms_norm, gated_activation, rms_norm, rope, scaled_sum, soft_cap
 
 _ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},

@@ -9,9 +9,10 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
-from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_mlp
-from compiled_llm.models.layers.norm import LayerNorm, add_layer_norm
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
+from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
+from compiled_llm.models.layers.mlp import PlainMlpWeights
+from compiled_llm.models.layers.norm import LayerNorm
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.models.weights import Source
@@ -22,13 +23,6 @@ class GPT2Config(ModelConfig):
     n_positions: int  # of the checkpoint; max_position_embeddings may be set to fewer
     scale_attn_weights: bool
     scale_attn_by_inverse_layer_idx: bool
-
-
-class LayerWeights(NamedTuple):
-    attention_norm: LayerNorm
-    attention: AttentionWeights
-    mlp_norm: LayerNorm
-    mlp: PlainMlpWeights
 
 
 class Weights(NamedTuple):
@@ -47,7 +41,7 @@ def _take_layer(config: GPT2Config, source: Source, name: str) -> LayerWeights:
         return source.linear(Part(f"{name}.{part}", out_features, in_features, bias=True, transposed=True))
 
     return LayerWeights(
-        attention_norm=source.layer_norm(f"{name}.ln_1", d),
+        input_norm=source.layer_norm(f"{name}.ln_1", d),
         attention=AttentionWeights(linear("attn.c_attn", 3 * d, d), linear("attn.c_proj", d, d)),
         mlp_norm=source.layer_norm(f"{name}.ln_2", d),
         mlp=PlainMlpWeights(linear("mlp.c_fc", intermediate, d), linear("mlp.c_proj", d, intermediate)),
@@ -82,15 +76,13 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: GPT2Config, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    eps = config.rms_norm_eps
-    x = weights.embedding.rows(step.input_ids) + F.embedding(step.positions, weights.positions)
-    delta: Tensor | None = None
-    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
-        x, normed = add_layer_norm(x, delta, w.attention_norm, eps)
-        attended = attention(normed, w.attention, None, cache, step, spec, eps, max_query_len)
-        x, normed = add_layer_norm(x, attended, w.mlp_norm, eps)
-        delta = plain_mlp(normed, w.mlp, "gelu_tanh")
-    return add_layer_norm(x, delta, weights.final_norm, eps)[1]
+    return decoder_layers(
+        weights.embedding.rows(step.input_ids) + F.embedding(step.positions, weights.positions),
+        weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        activation="gelu_tanh",
+        final_norm=weights.final_norm,
+    )  # fmt: skip
 
 
 def head(weights: Weights, rows: Tensor, config: GPT2Config) -> Tensor:

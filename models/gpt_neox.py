@@ -4,7 +4,7 @@ Layer norms, biases, a plain MLP beside attention, both on the same residual, an
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +12,14 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
-from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_activation, plain_mlp
-from compiled_llm.models.layers.norm import LayerNorm, add_layer_norm
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
+from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
+from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_activation
 from compiled_llm.models.layers.rope import head_arrangement, rope_cos_sin
-from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.llama import Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import layer_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,21 +31,6 @@ class GPTNeoXConfig(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         plain_activation(self.hidden_act)
-
-
-class LayerWeights(NamedTuple):
-    input_norm: LayerNorm
-    attention: AttentionWeights
-    mlp_norm: LayerNorm
-    mlp: PlainMlpWeights
-
-
-class Weights(NamedTuple):
-    embedding: Linear  # [V, D]
-    layers: tuple[LayerWeights, ...]
-    final_norm: LayerNorm
-    head: Linear  # [V, D]
-    ropes: tuple[Tensor]  # [max_position_embeddings, H] float32
 
 
 def _take_attention(config: GPTNeoXConfig, source: Source, name: str) -> AttentionWeights:
@@ -96,24 +81,18 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: GPTNeoXConfig, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    eps, activation = config.rms_norm_eps, plain_activation(config.hidden_act)
-    x = weights.embedding.rows(step.input_ids)
-    delta: Tensor | None = None
-    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
-    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
-        x, normed = add_layer_norm(x, delta, w.input_norm, eps)
-        attended = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
-        if config.use_parallel_residual:
-            normed = layer_norm(x, w.mlp_norm.weight, w.mlp_norm.bias, eps)
-            delta = plain_mlp(normed, w.mlp, activation) + attended
-        else:
-            x, normed = add_layer_norm(x, attended, w.mlp_norm, eps)
-            delta = plain_mlp(normed, w.mlp, activation)
-    # Two additions in a row would be rounded once where they are compiled; the norm's is an op of its own.
-    return add_layer_norm(x, delta, weights.final_norm, eps)[1]
+    return decoder_layers(
+        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
+        activation=plain_activation(config.hidden_act),
+        parallel=config.use_parallel_residual,
+        # Two additions in a row would be rounded once where they are compiled; the norm's is an op of its own.
+        final_norm=weights.final_norm,
+    )  # fmt: skip
 
 
-def head(weights: Weights, rows: Tensor, config: GPTNeoXConfig) -> Tensor:
+def head(weights: Weights, rows: Tensor, config: ModelConfig) -> Tensor:
     """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
     return weights.head.apply(rows)
 

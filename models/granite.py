@@ -10,11 +10,9 @@ from torch import Tensor
 from compiled_llm.models import llama
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import attention
-from compiled_llm.models.layers.mlp import gated_mlp
+from compiled_llm.models.layers.decoder import decoder_layers
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.llama import LlamaConfig, Weights
-from compiled_llm.ops import add_rms_norm, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +39,15 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: GraniteConfig, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``, normalised; the step's keys and values go to ``kv_cache``."""
-    eps, multiplier = config.rms_norm_eps, config.residual_multiplier
-    x = weights.embedding.rows(step.input_ids) * config.embedding_multiplier
-    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
-    normed = rms_norm(x, weights.layers[0].input_norm, eps)
-    next_norms = [w.input_norm for w in weights.layers[1:]] + [weights.final_norm]
-    for w, next_norm, cache, spec in zip(weights.layers, next_norms, kv_cache, layers, strict=True):
-        delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
-        x, normed = add_rms_norm(x, delta * multiplier, w.mlp_norm, eps)
-        delta = gated_mlp(normed, w.mlp)
-        # The final norm, too, is taken here: the op rounds the product before it adds it, in compiled code as well.
-        x, normed = add_rms_norm(x, delta * multiplier, next_norm, eps)
-    return normed
+    return decoder_layers(
+        weights.embedding.rows(step.input_ids) * config.embedding_multiplier,
+        weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
+        multiplier=config.residual_multiplier,
+        # Taken here: the op rounds what was multiplied before it adds it, in compiled code as well.
+        final_norm=weights.final_norm,
+    )  # fmt: skip
 
 
 def head(weights: Weights, rows: Tensor, config: GraniteConfig) -> Tensor:

@@ -13,14 +13,14 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attended
-from compiled_llm.models.layers.mlp import MlpWeights, gated_block
-from compiled_llm.models.layers.norm import add_rms_norm
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
+from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.norm import Norm
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.fused import added_linear, normed_linear
+from compiled_llm.models.linears.fused import normed_linear
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,21 +29,14 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool = False
 
 
-class LayerWeights(NamedTuple):
-    input_norm: Tensor  # [D]
-    attention: AttentionWeights
-    mlp_norm: Tensor  # [D]
-    mlp: Any  # MlpWeights; in families with experts also MoeWeights
-
-
 class Weights(NamedTuple):
     embedding: Linear  # [V, D]
     layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [D]
+    final_norm: Norm  # [D]
     head: Linear  # [V, D]
-    ropes: tuple[
-        Tensor, ...
-    ]  # [max_position_embeddings, H] float32; a second one [max_position_embeddings, 1] scales queries
+    # [max_position_embeddings, H] float32 each. Of two, the last is that of layers with a window, or of Ministral 3
+    # [max_position_embeddings, 1], which scales queries.
+    ropes: tuple[Tensor, ...]
 
 
 TakeMlp = Callable[[Any, Source, str], Any]
@@ -66,20 +59,21 @@ def take_layer(config: LlamaConfig, source: Source, name: str, take_mlp: TakeMlp
 
 
 def take(
-    config: LlamaConfig,
+    config: Any,
     source: Source,
-    take_layer: Callable[[LlamaConfig, Source, str], LayerWeights] = take_layer,
+    take_layer: Callable[[Any, Source, str], LayerWeights] = take_layer,
+    take_norm: Callable[[Source, str, int], Norm] = Source.norm,
 ) -> Weights:
-    """The weights. A family that differs in its layers' tensors alone passes its own ``take_layer``."""
+    """The weights. A family with other layers passes its own ``take_layer``, or what takes the final norm."""
     embedding, head = source.embedding_and_head(
         "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
     return Weights(
         embedding=embedding,
         layers=tuple(take_layer(config, source, f"model.layers.{i}") for i in range(config.num_layers)),
-        final_norm=source.norm("model.norm", config.hidden_size),
+        final_norm=take_norm(source, "model.norm", config.hidden_size),
         head=head,
-        ropes=(source.rope(config.ropes[0], config.head_dim, config.max_position_embeddings),),
+        ropes=tuple(source.rope(rope, config.head_dim, config.max_position_embeddings) for rope in config.ropes),
     )
 
 
@@ -102,27 +96,18 @@ def forward(
 
     A family with experts passes what computes a layer that has some.
     """
-    eps = config.rms_norm_eps
-    x = weights.embedding.rows(step.input_ids)
-    delta: Tensor | None = None  # what is still to be added to x
-    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
-    query_scale = F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None
-    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
-        x, qkv = normed_linear(x, delta, w.input_norm, eps, w.attention.qkv)
-        out = attended(qkv, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
-        x, delta = added_linear(x, w.attention.o, out)
-        if isinstance(w.mlp, MlpWeights):
-            x, delta = gated_block(x, delta, w.mlp_norm, eps, w.mlp)
-        else:
-            assert experts is not None
-            x, normed = add_rms_norm(x, delta, w.mlp_norm, eps)
-            delta = experts(normed, w.mlp, step, config)
-    return x if delta is None else x + delta
+    return decoder_layers(
+        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
+        query_scale=F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None,
+        experts=None if experts is None else lambda normed, mlp: experts(normed, mlp, step, config),
+    )  # fmt: skip
 
 
-def head(weights: Weights, rows: Tensor, config: LlamaConfig) -> Tensor:
+def head(weights: Weights, rows: Tensor, config: ModelConfig) -> Tensor:
     """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
-    return weights.head.apply(rms_norm(rows, weights.final_norm, config.rms_norm_eps))
+    return normed_linear(rows, None, weights.final_norm, config.rms_norm_eps, weights.head)[1]
 
 
 FAMILY = Family("LlamaConfig", LlamaConfig, take, layers, forward, head, requires={"hidden_act": ("silu", "swish")})

@@ -6,6 +6,8 @@ The scale keeps attention sharp in long texts (Nakanishi, 2025, arXiv:2501.19399
 import dataclasses
 from typing import Any
 
+from torch import Tensor
+
 from compiled_llm.models import llama, mistral
 from compiled_llm.models.family import Family
 from compiled_llm.models.layers.rope import query_scale_table
@@ -18,6 +20,7 @@ from compiled_llm.models.weights import Source
 def take(config: MistralConfig, source: Source) -> Weights:
     """The weights, with the table of the queries' scales as the second of ``ropes``."""
     weights = llama.take(config, source)
+    assert isinstance(weights.final_norm, Tensor)
     scales = query_scale_table(config.ropes[0], config.max_position_embeddings, weights.final_norm)
     return weights._replace(ropes=(*weights.ropes, scales))
 

@@ -5,39 +5,23 @@ and the keys likewise.
 """
 
 import dataclasses
-from typing import NamedTuple
 
 from torch import Tensor
 
+from compiled_llm.models import llama
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attention
-from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.models.llama import Weights
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
 class Olmo2Config(ModelConfig):
     attention_bias: bool
-
-
-class LayerWeights(NamedTuple):
-    attention: AttentionWeights
-    attention_norm: Tensor  # [D] float32, as all norms here; of what attention gave
-    mlp: MlpWeights
-    mlp_norm: Tensor  # [D], of what the MLP gave
-
-
-class Weights(NamedTuple):
-    embedding: Linear  # [V, D]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [D] float32
-    head: Linear  # [V, D]
-    ropes: tuple[Tensor, ...]  # [max_position_embeddings, H] float32; where there are two, the last is the windows'
 
 
 def _norm(source: Source, name: str, size: int) -> Tensor:
@@ -47,28 +31,21 @@ def _norm(source: Source, name: str, size: int) -> Tensor:
 def _take_layer(config: Olmo2Config, source: Source, name: str) -> LayerWeights:
     d, h = config.hidden_size, config.head_dim
     return LayerWeights(
+        input_norm=None,
         attention=source.attention(f"{name}.self_attn", config, bias=config.attention_bias)._replace(
             q_norm=_norm(source, f"{name}.self_attn.q_norm", config.num_heads * h),
             k_norm=_norm(source, f"{name}.self_attn.k_norm", config.num_kv_heads * h),
         ),
         attention_norm=_norm(source, f"{name}.post_attention_layernorm", d),
+        mlp_norm=None,
         mlp=source.mlp(f"{name}.mlp", config),
-        mlp_norm=_norm(source, f"{name}.post_feedforward_layernorm", d),
+        output_norm=_norm(source, f"{name}.post_feedforward_layernorm", d),
     )
 
 
 def take(config: Olmo2Config, source: Source) -> Weights:
-    """The weights."""
-    embedding, head = source.embedding_and_head(
-        "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
-    )
-    return Weights(
-        embedding=embedding,
-        layers=tuple(_take_layer(config, source, f"model.layers.{i}") for i in range(config.num_layers)),
-        final_norm=_norm(source, "model.norm", config.hidden_size),
-        head=head,
-        ropes=tuple(source.rope(rope, config.head_dim, config.max_position_embeddings) for rope in config.ropes),
-    )
+    """The weights. All norms are in float32."""
+    return llama.take(config, source, _take_layer, _norm)
 
 
 def layers(config: Olmo2Config) -> Layers:
@@ -81,20 +58,11 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: Olmo2Config, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    eps = config.rms_norm_eps
-    x = weights.embedding.rows(step.input_ids)
-    angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]
-    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
-        cos_sin = angles[-1 if spec.window else 0]
-        attended = attention(x, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
-        x = x + rms_norm(attended, w.attention_norm, eps)
-        x = x + rms_norm(gated_mlp(x, w.mlp), w.mlp_norm, eps)
-    return x
-
-
-def head(weights: Weights, rows: Tensor, config: Olmo2Config) -> Tensor:
-    """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
-    return weights.head.apply(rms_norm(rows, weights.final_norm, config.rms_norm_eps))
+    return decoder_layers(
+        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        angles=[rope_cos_sin(step.positions, table) for table in weights.ropes],
+    )  # fmt: skip
 
 
 FAMILY = Family(
@@ -103,7 +71,7 @@ FAMILY = Family(
     take,
     layers,
     forward,
-    head,
+    llama.head,
     requires={"hidden_act": ("silu", "swish")},
     old_fields=("head_dim",),
 )

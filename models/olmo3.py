@@ -6,7 +6,7 @@ The rotary embedding of the others alone is scaled to longer texts.
 import dataclasses
 from typing import Any
 
-from compiled_llm.models import olmo2
+from compiled_llm.models import llama, olmo2
 from compiled_llm.models.config import FULL, SLIDING, WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.layers.attention import windowed_layers
@@ -37,7 +37,7 @@ FAMILY = Family(
     olmo2.take,
     layers,
     olmo2.forward,
-    olmo2.head,
+    llama.head,
     requires=olmo2.FAMILY.requires,
     read_ropes=read_ropes,
     old_fields=olmo2.FAMILY.old_fields,

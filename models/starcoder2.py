@@ -5,17 +5,17 @@ from typing import Any
 
 from torch import Tensor
 
+from compiled_llm.models import llama
 from compiled_llm.models.config import ModelConfig, check_window
 from compiled_llm.models.family import Family, Layers
-from compiled_llm.models.gpt_neox import LayerWeights, Weights
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, attention
-from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_activation, plain_mlp
-from compiled_llm.models.layers.norm import add_layer_norm
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
+from compiled_llm.models.layers.mlp import PlainMlpWeights, plain_activation
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.llama import Weights
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import layer_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +46,7 @@ def _take_layer(config: Starcoder2Config, source: Source, name: str) -> LayerWei
 
 def take(config: Starcoder2Config, source: Source) -> Weights:
     """The weights."""
-    embedding, head = source.embedding_and_head(
-        "model.embed_tokens", "lm_head", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
-    )
-    return Weights(
-        embedding=embedding,
-        layers=tuple(_take_layer(config, source, f"model.layers.{i}") for i in range(config.num_layers)),
-        final_norm=source.layer_norm("model.norm", config.hidden_size),
-        head=head,
-        ropes=(source.rope(config.ropes[0], config.head_dim, config.max_position_embeddings),),
-    )
+    return llama.take(config, source, _take_layer, Source.layer_norm)
 
 
 def layers(config: Starcoder2Config) -> Layers:
@@ -68,23 +59,12 @@ def forward(
     weights: Weights, step: StepInput, kv_cache: KVCache, config: Starcoder2Config, layers: Layers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
-    eps, activation = config.rms_norm_eps, plain_activation(config.hidden_act)
-    x = weights.embedding.rows(step.input_ids)
-    delta: Tensor | None = None  # what the last block adds to x
-    cos_sin = rope_cos_sin(step.positions, weights.ropes[0])
-    for w, cache, spec in zip(weights.layers, kv_cache, layers, strict=True):
-        x, normed = add_layer_norm(x, delta, w.input_norm, eps)
-        delta = attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len)
-        x, normed = add_layer_norm(x, delta, w.mlp_norm, eps)
-        delta = plain_mlp(normed, w.mlp, activation)
-    assert delta is not None
-    return x + delta
-
-
-def head(weights: Weights, rows: Tensor, config: Starcoder2Config) -> Tensor:
-    """Logits ``[R, V]`` of rows ``[R, D]`` of what ``forward`` gave."""
-    norm = weights.final_norm
-    return weights.head.apply(layer_norm(rows, norm.weight, norm.bias, config.rms_norm_eps))
+    return decoder_layers(
+        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
+        activation=plain_activation(config.hidden_act),
+    )  # fmt: skip
 
 
 def sizes(config: Any) -> dict[str, Any]:
@@ -98,7 +78,7 @@ FAMILY = Family(
     take,
     layers,
     forward,
-    head,
+    llama.head,
     old_fields=("head_dim", "norm_epsilon"),
     sizes=sizes,
 )

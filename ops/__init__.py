@@ -8,7 +8,7 @@ when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.linear.exact_linear import exact_linear
-from compiled_llm.ops.linear.fused_linear import fused_linear
+from compiled_llm.ops.linear.fused_linear import add_fused_linear, fused_linear
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8, quantized_linear_a8
@@ -32,6 +32,7 @@ from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_token
 __all__ = [
     "TILE",
     "activation",
+    "add_fused_linear",
     "add_layer_norm",
     "add_rms_norm",
     "clamped_swiglu",

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_llm.models.linears.fused import added_linear, gated_linear, normed_linear
+from compiled_llm.models.layers.norm import Norm
+from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import activation
 
 
 class MlpWeights(NamedTuple):
@@ -14,17 +14,38 @@ class MlpWeights(NamedTuple):
     down: Linear  # [D, intermediate]
 
 
+class PlainMlpWeights(NamedTuple):
+    up: Linear  # [intermediate, D]
+    down: Linear  # [D, intermediate]
+
+
 def gated_mlp(x: Tensor, w: MlpWeights, activation: str = "silu") -> Tensor:
     """``down(activation(gate(x)) * up(x))`` on ``x`` ``[T, D]``; SwiGLU by default. See ``ops.gated_activation``."""
-    return w.down.apply(gated_linear(x, w.gate_up, activation))
+    return w.down.apply(activated_linear(x, w.gate_up, activation))
 
 
-def gated_block(
-    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MlpWeights
+def mlp_block(
+    x: Tensor,
+    delta: Tensor | None,
+    norm: Norm | None,
+    eps: float,
+    w: MlpWeights | PlainMlpWeights,
+    activation: str,
+    *,
+    delta_norm: Tensor | None = None,
+    output_norm: Tensor | None = None,
+    multiplier: float = 1.0,
+    beside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``x + delta`` plus SwiGLU of its norm; takes what ``normed_linear`` takes, gives what ``added_linear`` gives."""
-    x, hidden = normed_linear(x, delta, norm, eps, w.gate_up, "silu")
-    return added_linear(x, w.down, hidden)
+    """A residual stream plus the MLP of its norm; ``activation`` is that of ``ops.activation``.
+
+    The first arguments and ``delta_norm`` are those of ``normed_linear``; the others, where ``output_norm`` is the
+    ``delta_norm``, and the result are those of ``added_linear``.
+    """
+    gated = isinstance(w, MlpWeights)
+    first = w.gate_up if isinstance(w, MlpWeights) else w.up
+    x, hidden = normed_linear(x, delta, norm, eps, first, activation, gated, delta_norm)
+    return added_linear(x, w.down, hidden, output_norm, multiplier, beside)
 
 
 # hidden_act -> name of the ops.activation that computes it; the last three are one function.
@@ -43,13 +64,3 @@ def plain_activation(hidden_act: str) -> str:
             f"config.json: hidden_act must be {' or '.join(_PLAIN_ACTIVATIONS)}, given {hidden_act!r:.100}"
         )
     return _PLAIN_ACTIVATIONS[hidden_act]
-
-
-class PlainMlpWeights(NamedTuple):
-    up: Linear  # [intermediate, D]
-    down: Linear  # [D, intermediate]
-
-
-def plain_mlp(x: Tensor, w: PlainMlpWeights, name: str) -> Tensor:
-    """``down(activation(up(x)))`` on ``x`` ``[T, D]``; ``name`` is that of an ``ops.activation``."""
-    return w.down.apply(activation(w.up.apply(x), name))

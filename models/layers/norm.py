@@ -7,11 +7,6 @@ from torch import Tensor
 from compiled_llm import ops
 
 
-def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``x + delta`` and its norm, two ``[T, D]``; a ``delta`` of None adds nothing. See ``ops.rms_norm``."""
-    return (x, ops.rms_norm(x, weight, eps)) if delta is None else ops.add_rms_norm(x, delta, weight, eps)
-
-
 class LayerNorm(NamedTuple):
     """The weights of a layer norm, in the model's dtype."""
 
@@ -19,8 +14,32 @@ class LayerNorm(NamedTuple):
     bias: Tensor  # [D]
 
 
-def add_layer_norm(x: Tensor, delta: Tensor | None, w: LayerNorm, eps: float) -> tuple[Tensor, Tensor]:
-    """``x + delta`` and its norm, two ``[T, D]``; a ``delta`` of None adds nothing. See ``ops.layer_norm``."""
+Norm = Tensor | LayerNorm  # a Tensor [D] is the weight of an RMS norm
+
+
+def normed(x: Tensor, norm: Norm, eps: float) -> Tensor:
+    """The norm of ``x`` ``[T, D]``. See ``ops.rms_norm`` and ``ops.layer_norm``."""
+    if isinstance(norm, LayerNorm):
+        return ops.layer_norm(x, norm.weight, norm.bias, eps)
+    return ops.rms_norm(x, norm, eps)
+
+
+def added(x: Tensor, delta: Tensor | None, eps: float, delta_norm: Tensor | None = None) -> Tensor:
+    """``x + delta``, ``[T, D]``; None adds nothing, and with ``delta_norm`` it is the RMS norm of ``delta``."""
     if delta is None:
-        return x, ops.layer_norm(x, w.weight, w.bias, eps)
-    return ops.add_layer_norm(x, delta, w.weight, w.bias, eps)
+        return x
+    return x + (delta if delta_norm is None else ops.rms_norm(delta, delta_norm, eps))
+
+
+def add_norm(
+    x: Tensor, delta: Tensor | None, norm: Norm | None, eps: float, delta_norm: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``added`` and its norm, two ``[T, D]``; without a ``norm`` twice the same."""
+    if delta is None or norm is None:
+        x = added(x, delta, eps, delta_norm)
+        return x, x if norm is None else normed(x, norm, eps)
+    if delta_norm is not None:
+        delta = ops.rms_norm(delta, delta_norm, eps)
+    if isinstance(norm, LayerNorm):
+        return ops.add_layer_norm(x, delta, norm.weight, norm.bias, eps)
+    return ops.add_rms_norm(x, delta, norm, eps)

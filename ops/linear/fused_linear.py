@@ -9,17 +9,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import LIBRARY
-from compiled_llm.ops.rowwise.reference import ACTIVATIONS, gated_activation_reference, rms_norm_reference
+from compiled_llm.ops.rowwise.reference import (
+    ACTIVATIONS,
+    activation_reference,
+    gated_activation_reference,
+    layer_norm_reference,
+    rms_norm_reference,
+)
 
 MAX_ROWS = 32
 """Most rows that the op is meant for, though it takes any: weights are read once for each 16 of them."""
 
 MAX_GATED_ROWS = 256
-"""The same with an activation and no norm: a row's bits are others then than up to ``MAX_ROWS``."""
+"""The same with a gated activation and no norm: a row's bits are others then than up to ``MAX_ROWS``."""
 
 LIBRARY.define(
-    "fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, str activation, Tensor? residual)"
-    " -> Tensor"
+    "fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor? norm_bias, float eps, str activation,"
+    " bool gated, float multiplier, Tensor? beside, Tensor? residual) -> Tensor"
+)
+LIBRARY.define(
+    "add_fused_linear(Tensor x, Tensor delta, Tensor? delta_norm, Tensor weight, Tensor? bias, Tensor? norm,"
+    " Tensor? norm_bias, float eps, str activation, bool gated) -> (Tensor, Tensor)"
 )
 
 
@@ -29,45 +39,107 @@ def fused_linear(
     bias: Tensor | None = None,
     *,
     norm: Tensor | None = None,
+    norm_bias: Tensor | None = None,
     eps: float = 0.0,
     activation: str = "",
+    gated: bool = True,
+    multiplier: float = 1.0,
+    beside: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """``y = rms_norm(x) @ weight.T + bias``, then ``activation(y's first half) * second half``, then ``+ residual``.
+    """``y = norm(x) @ weight.T + bias``, its activation, ``* multiplier``, ``+ beside``, ``+ residual``, in this order.
 
-    Each of the three around the product is left out where it is not given. All is rounded where the ops on their own
-    round. Up to ``MAX_ROWS`` rows, a row's bits depend on nothing but the row.
+    What is not given is left out. All is rounded where the ops on their own round. Up to ``MAX_ROWS`` rows, a row's
+    bits depend on nothing but the row.
 
     Args:
         x: ``[T, K]``; bfloat16 or float16; rows may be strided, the last stride is 1.
         weight: ``[N, K]`` contiguous, bias: ``[N]`` or None; dtype of ``x``.
-        norm, eps: those of ``rms_norm``, ``[K]``.
+        norm, norm_bias, eps: of ``layer_norm`` if there is a ``norm_bias``, else of ``rms_norm``; ``[K]``.
         activation: one of ``gated_activation``, or "" for none.
-        residual: as the result.
+        gated: the activation is that of the first half of the outputs, and multiplies the second.
+        beside, residual: as the result.
 
     Returns:
-        ``[T, N]``, with an activation ``[T, N / 2]``; contiguous, dtype of ``x``.
+        ``[T, N]``, with a gated activation ``[T, N / 2]``; contiguous, dtype of ``x``.
     """
     assert activation in ("", *ACTIVATIONS)
-    return torch.ops.compiled_llm.fused_linear(x, weight, bias, norm, eps, activation, residual)
+    return torch.ops.compiled_llm.fused_linear(
+        x, weight, bias, norm, norm_bias, eps, activation, gated, multiplier, beside, residual
+    )
+
+
+def add_fused_linear(
+    x: Tensor,
+    delta: Tensor,
+    delta_norm: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 0.0,
+    activation: str = "",
+    gated: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """``x + delta``, rounded to their dtype, and ``fused_linear`` of it.
+
+    Args:
+        delta: as ``x``.
+        delta_norm: ``[K]``; with it ``rms_norm`` of ``delta`` is added.
+
+    The others are those of ``fused_linear``.
+
+    Returns:
+        ``[T, K]`` and ``[T, N]``, or ``[T, N / 2]``.
+    """
+    assert activation in ("", *ACTIVATIONS)
+    return torch.ops.compiled_llm.add_fused_linear(
+        x, delta, delta_norm, weight, bias, norm, norm_bias, eps, activation, gated
+    )
 
 
 def fused_linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, activation: str,
-    residual: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, norm_bias: Tensor | None, eps: float,
+    activation: str, gated: bool, multiplier: float, beside: Tensor | None, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The op in plain torch: its numbers, not the order of its sums."""
     if norm is not None:
-        x = rms_norm_reference(x, norm, eps)
+        x = rms_norm_reference(x, norm, eps) if norm_bias is None else layer_norm_reference(x, norm, norm_bias, eps)
     y = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
     if activation:
-        y = gated_activation_reference(y, activation)
+        y = gated_activation_reference(y, activation) if gated else activation_reference(y, activation)
+    y = y * multiplier
+    if beside is not None:
+        y = y + beside
     return y if residual is None else residual + y
 
 
+def add_fused_linear_reference(
+    x: Tensor, delta: Tensor, delta_norm: Tensor | None, weight: Tensor, bias: Tensor | None, norm: Tensor | None,
+    norm_bias: Tensor | None, eps: float, activation: str, gated: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op in plain torch."""
+    total = x + (delta if delta_norm is None else rms_norm_reference(delta, delta_norm, eps))
+    return total, fused_linear_reference(
+        total, weight, bias, norm, norm_bias, eps, activation, gated, 1.0, None, None
+    )  # fmt: skip
+
+
+def _outputs(x: Tensor, weight: Tensor, activation: str, gated: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0] // (2 if activation and gated else 1))
+
+
 @torch.library.register_fake("compiled_llm::fused_linear", lib=LIBRARY)
-def _fake(x: Tensor, weight: Tensor, bias, norm, eps: float, activation: str, residual) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] // (2 if activation else 1))
+def _fake(x: Tensor, weight: Tensor, bias, norm, norm_bias, eps: float, activation: str, gated: bool, *args) -> Tensor:
+    return _outputs(x, weight, activation, gated)
+
+
+@torch.library.register_fake("compiled_llm::add_fused_linear", lib=LIBRARY)
+def _fake_add(
+    x: Tensor, delta, delta_norm, weight: Tensor, bias, norm, norm_bias, eps: float, activation: str, gated: bool
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _outputs(x, weight, activation, gated)
 
 
 def _cuda(*args) -> Tensor:
@@ -76,5 +148,13 @@ def _cuda(*args) -> Tensor:
     return triton_fused_linear.fused_linear(*args)
 
 
+def _add_cuda(*args) -> tuple[Tensor, Tensor]:
+    from compiled_llm.ops.linear import triton_fused_linear
+
+    return triton_fused_linear.add_fused_linear(*args)
+
+
 LIBRARY.impl("fused_linear", fused_linear_reference, "CompositeExplicitAutograd")
 LIBRARY.impl("fused_linear", _cuda, "CUDA")
+LIBRARY.impl("add_fused_linear", add_fused_linear_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("add_fused_linear", _add_cuda, "CUDA")

@@ -1,11 +1,12 @@
 """The linear layer with norm, activation and residual on the GPU: its Triton kernel, and the launch.
 
-``fused_linear.py`` says what it computes. A program has some rows and outputs, with an activation the gates and ups of
-the same outputs. It computes the norms of its rows by itself: they are small, and in the cache after the first one.
+``fused_linear.py`` says what it computes. A program has some rows and outputs, with a gated activation the gates
+and ups of the same outputs. It computes the norms of its rows by itself: they are small, and in the cache after the
+first one. So it does with what is still to be added to them; the programs of the first outputs store the sums.
 
-Why a row's bits do not depend on how many rows there are, up to 32: a program has 16 rows and adds up the
-inputs, ``BLOCK_K`` at a time, from the first to the last by ``mma.sync``, and the squares of a row by place in the
-block and then all places. How many outputs it has follows from the layer alone.
+Why a row's bits do not depend on how many rows there are, up to 32: a program has 16 rows and adds up the inputs,
+``BLOCK_K`` at a time, from the first to the last by ``mma.sync``, and what the norms of a row need block by block. How
+many outputs it has follows from the layer alone.
 """
 
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
+_NORMED_AT_ONCE = 512  # inputs of a row: 64 registers a thread, and 16 KB in flight
 
 
 class FusedTile(NamedTuple):
@@ -51,15 +53,54 @@ def tile_for(rows: int, outputs: int, gated: bool) -> FusedTile:
 
 
 @triton.jit
-def _inverse_rms_of_rows(x_rows, inside_rows, eps, IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Of the rows at ``x_rows`` ``[BLOCK_M, 1]``."""
-    inner = tl.arange(0, BLOCK_K)
-    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    for k in range(0, IN, BLOCK_K):
-        inside = inside_rows & (inner < IN - k)[None, :]
-        y = tl.load(x_rows + k + inner[None, :], mask=inside, other=0.0).to(tl.float32)
-        squares += y * y
+def _inputs(
+    x_rows, delta_rows, delta_scale, delta_norm, k, inner, inside_rows, dtype: tl.constexpr, IN: tl.constexpr
+):  # fmt: skip
+    """The inputs ``k + inner`` of some rows, with what is added to them, as float32 of ``dtype``'s precision."""
+    places = k + inner[None, :]
+    inside = inside_rows & (inner < IN - k)[None, :]
+    y = tl.load(x_rows + places, mask=inside, other=0.0).to(tl.float32)
+    if delta_rows is not None:
+        delta = tl.load(delta_rows + places, mask=inside, other=0.0).to(tl.float32)
+        if delta_norm is not None:
+            weights = tl.load(delta_norm + k + inner, mask=inner < IN - k, other=0.0)[None, :]
+            delta = weighted(delta * delta_scale, weights, dtype).to(tl.float32)
+        y = rounded(y + delta, dtype)
+    return y
+
+
+@triton.jit
+def _inverse_rms_of_rows(
+    x_rows, delta_rows, delta_scale, delta_norm, inside_rows, eps, dtype: tl.constexpr,
+    IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of rows of ``_inputs``, ``[BLOCK_M, 1]``."""
+    squares = tl.zeros([BLOCK_M, 1], tl.float32)
+    for k in range(0, IN, BLOCK):
+        y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, k, tl.arange(0, BLOCK), inside_rows, dtype, IN)
+        squares += tl.sum(y * y, 1)[:, None]
     return inverse_rms(squares, eps, IN)[:, None]
+
+
+@triton.jit
+def _mean_and_inverse_deviation(
+    x_rows, delta_rows, delta_scale, delta_norm, inside_rows, eps, dtype: tl.constexpr,
+    IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of rows of ``_inputs``, ``[BLOCK_M, 1]`` each. Those of blocks are joined (Chan et al., 1979): one pass."""
+    inner = tl.arange(0, BLOCK)
+    mean = tl.zeros([BLOCK_M, 1], tl.float32)
+    squares = tl.zeros([BLOCK_M, 1], tl.float32)
+    for k in range(0, IN, BLOCK):
+        y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, k, inner, inside_rows, dtype, IN)
+        count = tl.sum((inner < IN - k).to(tl.float32), 0)
+        block_mean = tl.sum(y, 1)[:, None] / count
+        centred = tl.where((inner < IN - k)[None, :], y - block_mean, 0.0)
+        shift = block_mean - mean
+        share = count / (k + count)
+        squares += tl.sum(centred * centred, 1)[:, None] + shift * shift * (k * share)
+        mean += shift * share
+    return mean, inverse_rms(squares, eps, IN)[:, None]
 
 
 @triton.jit
@@ -72,9 +113,10 @@ def _with_bias(acc, bias, columns, inside, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def fused_linear_kernel(
-    x, weight, bias, norm, residual, out, num_rows, x_stride, residual_stride, eps,
-    OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, delta, delta_norm, total, weight, bias, norm, norm_bias, beside, residual, out,
+    num_rows, x_stride, delta_stride, beside_stride, residual_stride, eps,
+    OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_NORM: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -83,30 +125,58 @@ def fused_linear_kernel(
     columns = (tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inner = tl.arange(0, BLOCK_K)
     inside_rows, inside_columns = rows < num_rows, columns < OUT
-    x_rows = x + rows * x_stride
-    if norm is not None:
-        scale = _inverse_rms_of_rows(x_rows, inside_rows, eps, IN, BLOCK_M, BLOCK_K)
-    x_tile = x_rows + inner[None, :]
+    x_rows, delta_rows, delta_scale = x + rows * x_stride, delta, 1.0
+    if delta is not None:
+        delta_rows = delta + rows * delta_stride
+        if delta_norm is not None:
+            delta_scale = _inverse_rms_of_rows(
+                delta_rows, None, 1.0, None, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
+            )  # fmt: skip
+    if norm_bias is not None:
+        mean, scale = _mean_and_inverse_deviation(
+            x_rows, delta_rows, delta_scale, delta_norm, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
+        )  # fmt: skip
+    elif norm is not None:
+        scale = _inverse_rms_of_rows(
+            x_rows, delta_rows, delta_scale, delta_norm, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
+        )  # fmt: skip
+    stored_rows = tl.where(tl.program_id(0) < num_m, num_rows, 0)  # of the sums: by the programs of the first outputs
     w_tile = weight + columns[:, None] * IN + inner[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, IN, BLOCK_K):
         inside = inner < IN - k
         inside_weight = inside_columns[:, None] & inside[None, :]
-        a = tl.load(x_tile + k, mask=inside_rows & inside[None, :], other=0.0)
-        if norm is not None:
-            weights = tl.load(norm + k + inner, mask=inside, other=0.0)[None, :]
-            a = weighted(a.to(tl.float32) * scale, weights, dtype)
+        if norm is None and delta is None:
+            a = tl.load(x_rows + (k + inner)[None, :], mask=inside_rows & inside[None, :], other=0.0)
+        else:
+            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, k, inner, inside_rows, dtype, IN)
+            a = cast(y, dtype)
+            if total is not None:
+                tl.store(total + rows * IN + (k + inner)[None, :], a, mask=(rows < stored_rows) & inside[None, :])
+            if norm is not None:
+                weights = tl.load(norm + k + inner, mask=inside, other=0.0)[None, :]
+                if norm_bias is not None:
+                    shifts = tl.load(norm_bias + k + inner, mask=inside, other=0.0).to(tl.float32)[None, :]
+                    a = cast((y - mean) * scale * weights.to(tl.float32) + shifts, dtype)
+                else:
+                    a = weighted(y * scale, weights, dtype)
         b = tl.load(w_tile + k, mask=inside_weight, other=0.0)
         acc = multiply_add(a, tl.trans(b), acc)
-        if ACTIVATION != "":
+        if GATED:
             b = tl.load(w_tile + OUT * IN + k, mask=inside_weight, other=0.0)
             up = multiply_add(a, tl.trans(b), up)
     y = _with_bias(acc, bias, columns, inside_columns, dtype)
     if ACTIVATION != "":
         y = rounded(activated(y, ACTIVATION), dtype)
-        y = rounded(y * _with_bias(up, bias, OUT + columns, inside_columns, dtype), dtype)
+        if GATED:
+            y = rounded(y * _with_bias(up, bias, OUT + columns, inside_columns, dtype), dtype)
+    if MULTIPLIER != 1.0:
+        y = rounded(y * MULTIPLIER, dtype)
     inside = inside_rows & inside_columns[None, :]
+    if beside is not None:
+        places = beside + rows * beside_stride + columns[None, :]
+        y = rounded(y + tl.load(places, mask=inside, other=0.0).to(tl.float32), dtype)
     if residual is not None:
         places = residual + rows * residual_stride + columns[None, :]
         y += tl.load(places, mask=inside, other=0.0).to(tl.float32)
@@ -114,58 +184,105 @@ def fused_linear_kernel(
 
 
 def fused_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, activation: str,
-    residual: Tensor | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, norm_bias: Tensor | None, eps: float,
+    activation: str, gated: bool, multiplier: float, beside: Tensor | None, residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; an unknown activation.
     """
-    x, x_stride = aligned_rows(x, "fused_linear", "x", _DTYPES)
-    _check(x, weight, bias, norm, activation)
-    (rows, in_features), out_features = x.shape, weight.shape[0] // (2 if activation else 1)
-    out, residual_stride = x.new_empty(rows, out_features), out_features
-    if residual is not None:
-        if (residual.shape, residual.dtype, residual.device) != (out.shape, x.dtype, x.device):
-            raise ValueError(
-                f"fused_linear: residual must be like the result, {list(out.shape)} of {x.dtype} on {x.device}, got "
-                f"{list(residual.shape)} of {residual.dtype} on {residual.device}"
-            )
-        residual, residual_stride = aligned_rows(residual, "fused_linear", "residual", _DTYPES)
+    return _launch(
+        "fused_linear", x, None, None, weight, bias, norm, norm_bias, eps, activation, gated, multiplier, beside,
+        residual,
+    )[1]  # fmt: skip
+
+
+def add_fused_linear(
+    x: Tensor, delta: Tensor, delta_norm: Tensor | None, weight: Tensor, bias: Tensor | None, norm: Tensor | None,
+    norm_bias: Tensor | None, eps: float, activation: str, gated: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Likewise."""
+    total, out = _launch(
+        "add_fused_linear", x, delta, delta_norm, weight, bias, norm, norm_bias, eps, activation, gated, 1.0, None, None
+    )
+    assert total is not None
+    return total, out
+
+
+def _launch(
+    op: str, x: Tensor, delta: Tensor | None, delta_norm: Tensor | None, weight: Tensor, bias: Tensor | None,
+    norm: Tensor | None, norm_bias: Tensor | None, eps: float, activation: str, gated: bool, multiplier: float,
+    beside: Tensor | None, residual: Tensor | None,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    gated = gated and activation != ""
+    x, x_stride = aligned_rows(x, op, "x", _DTYPES)
+    _check(op, x, weight, activation, gated)
+    size = x.shape[1]
+    _check_vectors(
+        op, x, {"weight": (weight, weight.shape), "bias": (bias, weight.shape[:1]), "delta_norm": (delta_norm, (size,)),
+                "norm": (norm, (size,)), "norm_bias": (norm_bias, (size,))},
+    )  # fmt: skip
+    (rows, in_features), out_features = x.shape, weight.shape[0] // (2 if gated else 1)
+    out = x.new_empty(rows, out_features)
+    delta, delta_stride = _rows_like(delta, op, "delta", x)
+    beside, beside_stride = _rows_like(beside, op, "beside", out)
+    residual, residual_stride = _rows_like(residual, op, "residual", out)
+    total = None if delta is None else x.new_empty(x.shape)
     if not out.numel():
-        return out
-    tile = tile_for(rows, out_features, bool(activation))
+        return total, out
+    tile = tile_for(rows, out_features, gated)
     with torch.cuda.device_of(x):
         fused_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
-            x, weight, bias, norm, residual, out, rows, x_stride, residual_stride, eps,
-            OUT=out_features, IN=in_features, ACTIVATION=activation,
+            x, delta, delta_norm, total, weight, bias, norm, norm_bias, beside, residual, out,
+            rows, x_stride, delta_stride, beside_stride, residual_stride, eps,
+            OUT=out_features, IN=in_features, ACTIVATION=activation, GATED=gated, MULTIPLIER=multiplier,
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            BLOCK_NORM=max(16, min(_NORMED_AT_ONCE, triton.next_power_of_2(in_features))),
+            num_warps=tile.warps,
+            num_stages=tile.stages - (delta is not None),  # of which each then has a tile of deltas besides
+            enable_fp_fusion=False,
         )  # fmt: skip
-    return out
+    return total, out
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, activation: str) -> None:
+def _check(op: str, x: Tensor, weight: Tensor, activation: str, gated: bool) -> None:
     size = x.shape[1]
     if activation and activation not in reference.ACTIVATIONS:
-        raise ValueError(f"fused_linear: activation must be {' or '.join(reference.ACTIVATIONS)}, got {activation}")
+        raise ValueError(f"{op}: activation must be {' or '.join(reference.ACTIVATIONS)}, got {activation}")
     if weight.dim() != 2 or weight.shape[1] != size or not weight.is_contiguous() or size == 0:
-        raise ValueError(f"fused_linear: weight must be a contiguous [N, {size}], got {list(weight.shape)}")
-    if activation and weight.shape[0] % 2:
-        raise ValueError(f"fused_linear: with an activation N must be even, got {weight.shape[0]}")
-    known: dict[str, tuple[Tensor | None, torch.Size, tuple[torch.dtype, ...]]] = {
-        "weight": (weight, weight.shape, (x.dtype,)),
-        "bias": (bias, weight.shape[:1], (x.dtype,)),
-        "norm": (norm, x.shape[1:], (x.dtype, torch.float32)),
-    }
-    for name, (tensor, shape, dtypes) in known.items():
+        raise ValueError(f"{op}: weight must be a contiguous [N, {size}], got {list(weight.shape)}")
+    if gated and weight.shape[0] % 2:
+        raise ValueError(f"{op}: with a gated activation N must be even, got {weight.shape[0]}")
+
+
+def _check_vectors(op: str, x: Tensor, known: dict[str, tuple[Tensor | None, tuple[int, ...]]]) -> None:
+    """Each tensor's shape; norms of their own dtype are RMS norms' alone."""
+    is_layer_norm = known["norm_bias"][0] is not None
+    for name, (tensor, shape) in known.items():
         if tensor is None:
             continue
+        may_be_float32 = name == "delta_norm" or (name == "norm" and not is_layer_norm)
+        dtypes = (x.dtype, torch.float32) if may_be_float32 else (x.dtype,)
         fits = tensor.shape == shape and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0
         if not fits or tensor.dtype not in dtypes or tensor.device != x.device:
             raise ValueError(
-                f"fused_linear: {name} must be a contiguous {list(shape)} of {' or '.join(map(str, dtypes))} on "
+                f"{op}: {name} must be a contiguous {list(shape)} of {' or '.join(map(str, dtypes))} on "
                 f"{x.device}, aligned to {_ALIGNMENT} bytes; got {list(tensor.shape)} of {tensor.dtype} on "
                 f"{tensor.device}"
             )
+    if is_layer_norm and known["norm"][0] is None:
+        raise ValueError(f"{op}: norm_bias is that of a layer norm, which needs norm, got None")
+
+
+def _rows_like(tensor: Tensor | None, op: str, name: str, like: Tensor) -> tuple[Tensor | None, int]:
+    """``tensor``, if it is given, and the distance of its rows."""
+    if tensor is None:
+        return None, 0
+    if (tensor.shape, tensor.dtype, tensor.device) != (like.shape, like.dtype, like.device):
+        what = "x" if name == "delta" else "the result"
+        raise ValueError(
+            f"{op}: {name} must be like {what}, {list(like.shape)} of {like.dtype} on {like.device}, got "
+            f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
+        )
+    return aligned_rows(tensor, op, name, _DTYPES)

@@ -262,12 +262,20 @@ def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
 
 
 def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """With gates and ups, a tile has the weights of both; with a norm, rows are read before the main loop too."""
+    """With gates and ups, a tile has the weights of both; with a norm, rows are read before the main loop too.
+
+    What its programs read again is in the cache.
+    """
     work = _linear(a, kernel, contexts)
-    factor = 2 if a["ACTIVATION"] else 1
-    besides = sum(a[name].nbytes for name in ("norm", "residual") if a[name] is not None)
+    factor = 2 if a["GATED"] else 1
+    read = ("delta", "delta_norm", "norm", "norm_bias", "beside", "residual")
+    besides = sum(a[name].nbytes for name in read if a[name] is not None)
     return dataclasses.replace(
-        work, read=work.read + besides, flops=work.flops * factor, padded_flops=work.padded_flops * factor
+        work,
+        read=work.read + besides,
+        written=work.written + (0 if a["total"] is None else a["total"].nbytes),
+        flops=work.flops * factor,
+        padded_flops=work.padded_flops * factor,
     )
 
 

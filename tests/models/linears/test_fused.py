@@ -4,12 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_llm.models.layers.norm import LayerNorm
 from compiled_llm.models.linears import fused
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
-from compiled_llm.models.linears.fused import added_linear, gated_linear, normed_linear
+from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import add_rms_norm, gated_activation, rms_norm
+from compiled_llm.ops import activation, add_layer_norm, add_rms_norm, gated_activation, rms_norm
 from compiled_llm.ops.linear.fused_linear import MAX_ROWS
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode
 
@@ -38,7 +39,31 @@ def test_computes_what_the_single_ops_compute(is_fused: bool, monkeypatch: pytes
     same, plain = normed_linear(X, None, NORM, EPS, GATE_UP)
     assert same is X
     torch.testing.assert_close(plain, GATE_UP.apply(rms_norm(X, NORM, EPS)))
-    torch.testing.assert_close(gated_linear(X, GATE_UP, "gelu"), gated_activation(GATE_UP.apply(X), "gelu"))
+    torch.testing.assert_close(activated_linear(X, GATE_UP, "gelu"), gated_activation(GATE_UP.apply(X), "gelu"))
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_computes_what_the_single_ops_of_other_families_compute(
+    is_fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused, "_is_fused", lambda linear, x, most=MAX_ROWS: is_fused)
+    layer_norm = LayerNorm(NORM, DELTA[0])
+    total, normed = add_layer_norm(X, DELTA, *layer_norm, EPS)
+    x, hidden = normed_linear(X, DELTA, layer_norm, EPS, GATE_UP, "gelu", gated=False)
+    torch.testing.assert_close(x, total)
+    torch.testing.assert_close(hidden, activation(GATE_UP.apply(normed), "gelu"))
+    # Norms of what is added: left to the next linear layer.
+    x, delta = added_linear(X, DOWN, hidden[:, :12], delta_norm=NORM)
+    assert x is X
+    total = X + rms_norm(DOWN.apply(hidden[:, :12]), NORM, EPS)
+    for norm, inputs in ((None, total), (NORM, rms_norm(total, NORM, EPS))):
+        x, y = normed_linear(X, delta, norm, EPS, GATE_UP, delta_norm=NORM)
+        torch.testing.assert_close(x, total)
+        torch.testing.assert_close(y, GATE_UP.apply(inputs))
+    x, delta = added_linear(X, DOWN, hidden[:, :12], multiplier=0.5, beside=DELTA)
+    assert (delta is None) == is_fused
+    want = X + (DOWN.apply(hidden[:, :12]) * 0.5 + DELTA)
+    torch.testing.assert_close(x if delta is None else x + delta, want)
 
 
 @pytest.mark.parametrize(

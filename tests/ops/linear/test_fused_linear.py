@@ -15,7 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.linear.fused_linear import MAX_ROWS, fused_linear, fused_linear_reference
+from compiled_llm.ops.linear.fused_linear import (
+    MAX_ROWS,
+    add_fused_linear,
+    add_fused_linear_reference,
+    fused_linear,
+    fused_linear_reference,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -29,7 +35,8 @@ EPS = 1e-5
 
 def arguments(
     rows: int, outputs: int, inputs: int, dtype: torch.dtype, *, bias: bool = False, norm: torch.dtype | None = None,
-    activation: str = "", residual: bool = False, device: str = "cpu",
+    norm_bias: bool = False, activation: str = "", gated: bool = True, multiplier: float = 1.0, beside: bool = False,
+    residual: bool = False, device: str = "cpu",
 ) -> dict[str, Any]:  # fmt: skip
     """``outputs``: of the result."""
     generator = torch.Generator().manual_seed(outputs * inputs)
@@ -37,21 +44,35 @@ def arguments(
     def drawn(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*shape, generator=generator).to(dtype).to(device)
 
-    wide = outputs * (2 if activation else 1)
+    wide = outputs * (2 if activation and gated else 1)
     return {
         "x": drawn(rows, inputs),
         "weight": (torch.randn(wide, inputs, generator=generator) / inputs**0.5).to(dtype).to(device),
         "bias": drawn(wide) if bias else None,
         "norm": None if norm is None else drawn(inputs, dtype=norm),
+        "norm_bias": drawn(inputs) if norm_bias else None,
         "eps": EPS,
         "activation": activation,
+        "gated": gated,
+        "multiplier": multiplier,
+        "beside": drawn(rows, outputs) if beside else None,
         "residual": drawn(rows, outputs) if residual else None,
     }
 
 
 def of_rows(given: dict[str, Any], rows: slice) -> dict[str, Any]:
-    residual = given["residual"]
-    return {**given, "x": given["x"][rows], "residual": None if residual is None else residual[rows]}
+    names = [name for name in ("x", "delta", "beside", "residual") if given.get(name) is not None]
+    return {**given, **{name: given[name][rows] for name in names}}
+
+
+def with_delta(given: dict[str, Any], norm: torch.dtype | None) -> dict[str, Any]:
+    """The arguments of ``add_fused_linear``, those of ``fused_linear`` given."""
+    generator = torch.Generator().manual_seed(1)
+    x = given["x"]
+    delta = torch.randn(x.shape, generator=generator).to(x)
+    delta_norm = None if norm is None else torch.randn(x.shape[1], generator=generator).to(x.device, norm)
+    rest = {name: given[name] for name in given if name not in ("x", "multiplier", "beside", "residual")}
+    return {"x": x, "delta": delta, "delta_norm": delta_norm, **rest}
 
 
 SURROUNDINGS: dict[str, dict[str, Any]] = {
@@ -61,7 +82,19 @@ SURROUNDINGS: dict[str, dict[str, Any]] = {
     "gated": {"activation": "silu", "bias": True},
     "gelu": {"activation": "gelu_tanh"},
     "residual": {"residual": True},
-    "all": {"norm": torch.bfloat16, "activation": "silu", "residual": True, "bias": True},
+    "gelu-not-gated": {"activation": "gelu", "gated": False, "bias": True},
+    "layer-norm": {"norm": torch.bfloat16, "norm_bias": True, "bias": True},
+    "multiplier": {"multiplier": 0.22, "residual": True},
+    "beside": {"beside": True, "residual": True, "bias": True},
+    "all": {
+        "norm": torch.bfloat16,
+        "norm_bias": True,
+        "activation": "silu",
+        "bias": True,
+        "multiplier": 3.0,
+        "beside": True,
+        "residual": True,
+    },
 }
 
 
@@ -77,13 +110,41 @@ def agrees_with_the_reference(dtype: torch.dtype, around: str, device: str = "cp
         got, want = triton_fused_linear.fused_linear(**given), fused_linear_reference(**given)
         assert got.dtype == dtype
         torch.testing.assert_close(got, want, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    if "norm" in surroundings:  # normed inputs as they are: rounded at the same places, but for the sum of squares
+    if (
+        "norm" in surroundings and "norm_bias" not in surroundings
+    ):  # normed inputs as they are: rounded at the same places, but for the sum of squares
         ones = torch.eye(given["x"].shape[1], dtype=dtype, device=device)[:24].contiguous()
-        part = {**given, "weight": ones, "bias": None, "activation": "", "residual": None}
+        rest = {"bias": None, "activation": "", "multiplier": 1.0, "beside": None, "residual": None}
+        part = {**given, "weight": ones, **rest}
         got, want = triton_fused_linear.fused_linear(**part), fused_linear_reference(**part)
         torch.testing.assert_close(got, want, atol=1e-6, rtol=TOLERANCE[dtype])
         assert (got != want).float().mean() < 0.02
     assert triton_fused_linear.fused_linear(**of_rows(given, slice(0, 0))).shape == (0, 24)
+
+
+def adds_before(dtype: torch.dtype, norm: torch.dtype | None, device: str = "cpu") -> None:
+    """``add_fused_linear``: the sums are the reference's to the bit, but for those whose norm rounds otherwise."""
+    for around in ({}, {"norm": torch.float32, "activation": "gelu_tanh"}, {"norm": dtype, "norm_bias": True}):
+        for rows, outputs, inputs in ((1, 40, 100), (17, 33, 600)):
+            given = with_delta(arguments(rows, outputs, inputs, dtype, **around, device=device), norm)
+            total, out = triton_fused_linear.add_fused_linear(**given)
+            wanted, want = add_fused_linear_reference(**given)
+            torch.testing.assert_close(total, wanted, atol=1e-6, rtol=TOLERANCE[dtype])
+            assert (total != wanted).float().mean() < (0.0 if norm is None else 0.02) + 1e-9
+            torch.testing.assert_close(out, want, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+            part = slice(rows // 2, rows)
+            for of_all, alone in zip(
+                (total, out), triton_fused_linear.add_fused_linear(**of_rows(given, part)), strict=True
+            ):
+                assert torch.equal(of_all[part], alone)
+
+
+def layer_norms_of_far_rows(dtype: torch.dtype) -> None:
+    """Rows far from zero: means and squares of blocks are joined without loss."""
+    given = arguments(3, 24, 1300, dtype, norm=dtype, norm_bias=True)
+    given["x"] = given["x"] / 4 + torch.tensor([[100.0], [-30.0], [0.0]], dtype=dtype)
+    got, want = triton_fused_linear.fused_linear(**given), fused_linear_reference(**given)
+    torch.testing.assert_close(got, want, atol=4 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 def more_rows_agree_with_the_reference(dtype: torch.dtype, device: str = "cpu") -> None:
@@ -116,6 +177,16 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
         for around in SURROUNDINGS
         if (dtype == torch.bfloat16) != (around == "all")
     },
+    **{
+        f"adds-{str(dtype)[6:]}-{norm}": (adds_before, (dtype, norm))
+        for dtype, norm in (
+            (torch.bfloat16, None),
+            (torch.bfloat16, torch.bfloat16),
+            (torch.bfloat16, torch.float32),
+            (torch.float16, torch.float16),
+        )
+    },
+    "layer norms of far rows": (layer_norms_of_far_rows, (torch.float16,)),
     **{f"more-rows-{str(dtype)[6:]}": (more_rows_agree_with_the_reference, (dtype,)) for dtype in DTYPES},
     **{f"rows-{str(dtype)[6:]}": (a_row_has_the_same_bits_in_every_batch, (dtype,)) for dtype in DTYPES},
 }
@@ -138,37 +209,58 @@ LAYERS: dict[str, tuple[int, int, dict[str, Any]]] = {  # outputs, inputs, surro
     "gate_up of many": (14336, 4096, {"norm": torch.bfloat16, "activation": "silu"}),
     "gate_up, 64 rows": (3072, 1024, {"activation": "silu"}),
     "gate_up, 256 rows": (14336, 4096, {"activation": "silu", "bias": True}),
+    "up": (3072, 1024, {"norm": torch.bfloat16, "norm_bias": True, "activation": "gelu", "gated": False, "bias": True}),
+    "down beside": (1024, 4096, {"beside": True, "residual": True, "bias": True}),
+    "o scaled": (1024, 2048, {"multiplier": 0.22, "residual": True}),
 }
 MORE_ROWS = {"gate_up, 64 rows": 64, "gate_up, 256 rows": 256}
 MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
 INSTRUCTIONS = {(8, 0): MMA, (9, 0): "wgmma", (10, 0): "tcgen05"}  # of tiles of 64 rows or more
+ADDING: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "qkv without norm": (4096, 2048, {}),
+    "qkv": (4096, 2560, {"norm": torch.float32}),
+    "gate_up of few": (8192, 2560, {"norm": torch.float32, "activation": "gelu_tanh"}),
+    "gate_up of many": (14336, 3584, {"norm": torch.float32, "activation": "gelu_tanh"}),
+    "up": (
+        16384,
+        4096,
+        {"norm": torch.bfloat16, "norm_bias": True, "activation": "gelu", "gated": False, "bias": True},
+    ),
+}
+
+
+ALL = [*((name, False) for name in LAYERS), *((name, True) for name in ADDING)]
 
 
 @pytest.mark.parametrize(
-    ("capability", "name"),
+    ("capability", "name", "adds"),
     [
-        pytest.param(capability, name, marks=() if name.startswith("gate_up of") else pytest.mark.battery)
+        pytest.param(capability, *case, marks=() if case == ("gate_up of many", True) else pytest.mark.battery)
         for capability in CAPABILITIES
-        for name in LAYERS
+        for case in ALL
     ],
     ids=str,
 )
 def test_nothing_spills_and_few_rows_are_mma_sync(
-    capability: tuple[int, int], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, child: subprocess.Popen
-) -> None:
+    capability: tuple[int, int], name: str, adds: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    child: subprocess.Popen,
+) -> None:  # fmt: skip
     recorded: list = []
     recorder = ahead_of_time.Recorder(triton_fused_linear.fused_linear_kernel, recorded)
     monkeypatch.setattr(triton_fused_linear, "fused_linear_kernel", recorder)
-    outputs, inputs, surroundings = LAYERS[name]
+    outputs, inputs, surroundings = (ADDING if adds else LAYERS)[name]
     rows = MORE_ROWS.get(name, 16)
     given = arguments(16, 16, 16, torch.bfloat16, **surroundings)
-    wide = outputs * (2 if given["activation"] else 1)
-    shapes = {"x": (rows, inputs), "weight": (wide, inputs), "bias": (wide,), "norm": (inputs,)}
-    shapes["residual"] = rows, outputs
+    if adds:
+        given = with_delta(given, given["norm"].dtype if given["norm"] is not None else torch.float32)
+    wide = outputs * (2 if given["activation"] and given["gated"] else 1)
+    shapes = {"weight": (wide, inputs), "bias": (wide,)}
+    shapes |= dict.fromkeys(("x", "delta"), (rows, inputs)) | dict.fromkeys(("beside", "residual"), (rows, outputs))
+    shapes |= dict.fromkeys(("norm", "norm_bias", "delta_norm"), (inputs,))
     for tensor, shape in shapes.items():
-        if given[tensor] is not None:
-            given[tensor] = torch.empty(*shape, dtype=torch.bfloat16, device="meta")
-    triton_fused_linear.fused_linear(**given)
+        if given.get(tensor) is not None:
+            given[tensor] = torch.empty(*shape, dtype=given[tensor].dtype, device="meta")
+    (triton_fused_linear.add_fused_linear if adds else triton_fused_linear.fused_linear)(**given)
     ((kernel, args, kwargs),) = recorded
     binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
     usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
@@ -191,6 +283,17 @@ def test_the_op_is_registered_as_torch_expects(around: str) -> None:
     assert torch.equal(fused_linear(given.pop("x"), given.pop("weight"), **given), _by_ops(around))
 
 
+def test_the_adding_op_is_registered_as_torch_expects() -> None:
+    given = with_delta(arguments(3, 6, 8, torch.bfloat16, norm=torch.float32, activation="silu"), torch.float32)
+    torch.library.opcheck(
+        torch.ops.compiled_llm.add_fused_linear, tuple(given.values()), test_utils=("test_schema", "test_faketensor")
+    )
+    want = add_fused_linear_reference(**given)
+    positional = [given.pop(name) for name in ("x", "delta", "delta_norm", "weight")]
+    got = add_fused_linear(*positional, **given)
+    assert all(map(torch.equal, got, want))
+
+
 def _by_ops(around: str) -> Tensor:
     return fused_linear_reference(**arguments(3, 6, 8, torch.bfloat16, **SURROUNDINGS[around]))
 
@@ -207,7 +310,11 @@ GIVEN = arguments(2, 4, 16, torch.bfloat16, **SURROUNDINGS["all"])
         ({"weight": GIVEN["weight"].half()}, r"weight must be a contiguous \[8, 16\] of torch.bfloat16 on cpu"),
         ({"weight": GIVEN["weight"][:7]}, "N must be even, got 7"),
         ({"bias": GIVEN["bias"][:4]}, r"bias must be a contiguous \[8\]"),
-        ({"norm": GIVEN["norm"].double()}, "norm must be .* of torch.bfloat16 or torch.float32"),
+        ({"norm_bias": None, "norm": GIVEN["norm"].double()}, "norm must be .* of torch.bfloat16 or torch.float32"),
+        ({"norm": GIVEN["norm"].float()}, r"norm must be .* of torch.bfloat16 on cpu"),
+        ({"norm": None}, "norm_bias is that of a layer norm"),
+        ({"norm_bias": GIVEN["norm_bias"][:8]}, r"norm_bias must be a contiguous \[16\]"),
+        ({"beside": GIVEN["beside"][:, :2]}, r"beside must be like the result, \[2, 4\]"),
         ({"activation": "relu"}, "activation must be silu or"),
         ({"residual": GIVEN["residual"][:1]}, r"residual must be like the result, \[2, 4\]"),
     ],
@@ -218,6 +325,16 @@ def test_refuses_by_name(changed: dict[str, Any], message: str) -> None:
 
 
 # ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
+
+
+def test_the_adding_op_refuses_by_name() -> None:
+    given = with_delta(arguments(2, 4, 16, torch.bfloat16), torch.float32)
+    for changed, message in (
+        ({"delta": given["delta"].half()}, r"add_fused_linear: delta must be like x, \[2, 16\] of torch.bfloat16"),
+        ({"delta_norm": given["delta_norm"][:8]}, r"delta_norm must be a contiguous \[16\] of torch.bfloat16 or"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            triton_fused_linear.add_fused_linear(**{**given, **changed})
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
