@@ -5,8 +5,8 @@
 Three models, decodes of 1 to 256 requests and a chunk of a prompt, three contexts, three kinds of KV cache, two GPUs.
 The code of each (model, bucket, kind of cache) is generated once, for the first layers of the model; GPUs that run the
 same code and all contexts are estimated from it. Results go to docs/results/gpu-estimates/NAME.jsonl, a line each, and
-the page is written from them. Lines that this code has made before are kept: a run that was cut off goes on, and one
-after a change of a kernel makes all of them anew.
+the page is written from them. Lines that this very code has made are kept: a run that was cut off goes on, and one
+after a change of a kernel makes all of them anew, each with the commit that it was made at.
 """
 
 import argparse
@@ -171,11 +171,13 @@ def write_lines(path: Path, lines: Iterable[dict[str, Any]]) -> None:
 
 
 def make(path: Path, cases: list[Case], processes: int) -> list[str]:
-    """Write the lines of ``cases`` to ``path``, those that are there already left as they are; errors."""
+    """Write the lines of ``cases`` to ``path``, those that this code has made left as they are; errors.
+
+    A line of other code stays until it is made anew.
+    """
     made_by = {"source": digest(), "commit": commit()}
-    kept = [line for line in read_lines(path) if line["source"] == made_by["source"]]
-    lines = {Case(*(line[field] for field in Case._fields)): line for line in kept}
-    missing = [case for case in cases if case not in lines]
+    lines = {Case(*(line[field] for field in Case._fields)): line for line in read_lines(path)}
+    missing = [case for case in cases if case not in lines or lines[case]["source"] != made_by["source"]]
     errors: list[str] = []
     with tqdm(total=len(missing), disable=None, leave=False) as progress:
         for case, values in run(missing, processes):

@@ -109,8 +109,12 @@ def test_lines_of_this_code_are_kept_and_others_made_anew(
     assert tables.make(path, cases, 1) == []
     assert asked[1] == [cases[2]]
     monkeypatch.setattr(tables, "digest", lambda: "another")
+    assert tables.make(path, cases[:1], 1) == []
+    assert asked[2] == cases[:1]
+    sources = [one["source"] for one in map(json.loads, path.read_text().splitlines())]
+    assert [source == "another" for source in sources] == [False, True, False]
     assert tables.make(path, cases, 1) == []
-    assert asked[2] == cases
+    assert asked[3] == [cases[1], cases[2]]
     assert {one["source"] for one in map(json.loads, path.read_text().splitlines())} == {"another"}
 
 
