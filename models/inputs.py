@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from compiled_llm.ops import DecodePlan
+
 
 class BlockTable(NamedTuple):
     """Where layers find the keys of a step's requests. Letters as in ``StepInput``; int32."""
@@ -29,6 +31,7 @@ class StepInput(NamedTuple):
     block_table: Tensor  # [R, M]; on a GPU, to the step: of all requests
     windows: tuple[BlockTable, ...] = ()  # of layers with a window of keys, whose caches hold little more than that
     table_rows: Tensor | None = None  # [R] on a GPU: where the tables of all requests have those of this step's
+    plans: tuple[DecodePlan, ...] = ()  # of a decode on a GPU, for ``AttentionSpec.plan``; the step makes them
 
 
 class LayerCache(NamedTuple):

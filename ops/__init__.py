@@ -5,6 +5,8 @@ Only torch is needed to import it. Triton is imported when a kernel first runs o
 when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 """
 
+from compiled_llm.ops.attention.decode_attention import decode_attention
+from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.linear.exact_linear import exact_linear
@@ -31,11 +33,14 @@ from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_token
 
 __all__ = [
     "TILE",
+    "DecodePlan",
     "activation",
     "add_fused_linear",
     "add_layer_norm",
     "add_rms_norm",
     "clamped_swiglu",
+    "decode_attention",
+    "decode_plan",
     "empty_packed",
     "exact_linear",
     "expert_rows",

@@ -40,12 +40,18 @@ KV_DTYPES = {"auto": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m
 # tokens before the query).
 KINDS: dict[str, dict[str, Sequence[int]]] = {
     "decode tiles": {
+        "decode_block_n": (16, 32, 64, 128),
+        "decode_warps": (1, 2, 4, 8),
+        "decode_stages": (2, 3, 4, 5),
+    },
+    "decode programs": {"decode_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
+    "decode splits": {"split_tokens": (64, 128, 256)},
+    "short tiles": {
         "split_block_n": (16, 32, 64, 128),
         "split_warps": (2, 4, 8),
         "split_stages": (2, 3, 4, 5),
     },
-    "decode programs": {"split_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
-    "decode splits": {"split_tokens": (64, 128, 256)},
+    "short programs": {"split_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
     "short rows": {"short_block_m": (16, 32, 64, 128)},
     "prefill tiles": {
         "prefill_block_m": (64, 128),
@@ -69,8 +75,8 @@ def candidates(start: TileConfig, kind: str, head_dim: int, cache_bytes: int, sh
     found = []
     for values in itertools.product(*choices.values()):
         changes = dict(zip(choices, values, strict=True))
-        block_n = changes.get("split_block_n", changes.get("prefill_block_n", 0))
-        stages = changes.get("split_stages", changes.get("prefill_stages", 1))
+        block_n = next((value for name, value in changes.items() if name.endswith("block_n")), 0)
+        stages = next((value for name, value in changes.items() if name.endswith("stages")), 1)
         loads = 2 * (stages - 1) * block_n * head_dim * cache_bytes  # keys and values on their way
         if loads <= shared_memory and replace(start, **changes) != start:
             found.append((sum(getattr(start, name) != value for name, value in changes.items()), changes))
@@ -124,7 +130,11 @@ class Step:
             torch.arange(num_requests + 1, dtype=torch.int32, **cuda) * query_len,
             torch.full((num_requests,), seq_len, dtype=torch.int32, **cuda),
         )
-        self.options = (None, head_dim**-0.5, query_len, 0, 0.0)
+        self.query_len, self.scores = query_len, (None, head_dim**-0.5)
+        # Of a decode: what its heads are turned with, and the plan of the tiles that are tried.
+        norm = torch.ones(head_dim, dtype=torch.bfloat16, **cuda)
+        self.turn = torch.ones(tokens, head_dim, **cuda), norm, norm, None
+        self.plan: tuple[Tensor, Tensor] | None = None
         shape = (num_blocks, NUM_KV_HEADS, BLOCK_SIZE, head_dim)
         self.caches = [self._cache(shape, kv_dtype) for _ in range(max(1, -(-CACHE_BYTES // layer_bytes)))]
         self.expected: Tensor | None = None
@@ -138,15 +148,34 @@ class Step:
         return k, v, k_scale, v_scale
 
     def run(self, layer: int, tiles: TileConfig) -> Tensor:
-        from compiled_llm.ops.attention import triton_attention
+        from compiled_llm.ops.attention import triton_attention, triton_decode
 
-        inputs = *self.inputs, *self.caches[layer], *self.lengths, *self.options
-        return triton_attention.paged_attention(*inputs, tiles=tiles)
+        caches, (sinks, scale) = self.caches[layer], self.scores
+        if self.plan is None:
+            inputs = *self.inputs, *caches, *self.lengths, sinks, scale, self.query_len, 0, 0.0
+            return triton_attention.paged_attention(*inputs, tiles=tiles)
+        rest = sinks, 1e-6, scale, 0, 0.0
+        return triton_decode.decode_attention(
+            *self.inputs, *self.turn, *caches, self.lengths[1], *self.plan, *rest, tiles=tiles
+        )  # fmt: skip
+
+    def make_plan(self, tiles: TileConfig) -> None:
+        """Which a step makes once for all layers."""
+        from compiled_llm.ops.attention import triton_decode
+
+        slots, table, starts, seq_lens = self.lengths
+        cache = self.caches[0][0]
+        assert cache is not None
+        _, num_kv_heads, _, head_dim = cache.shape
+        sizes = table.shape[1] * BLOCK_SIZE, 0, num_kv_heads, head_dim, 2, cache.itemsize
+        self.plan = triton_decode.decode_plan(slots, None, starts, seq_lens, *sizes, tiles=tiles)
 
     def seconds(self, tiles: TileConfig) -> float:
         """Median time of one call; infinite if the tiles do not fit, or give another output than the first ones did."""
         from triton.runtime.errors import OutOfResources
 
+        if self.query_len == 1:
+            self.make_plan(tiles)
         try:
             out = self.run(0, tiles)
         except OutOfResources:

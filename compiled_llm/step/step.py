@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import with_window_tables
+from compiled_llm.models.layers.attention import make_plans, with_plans, with_window_tables
 from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops import greedy_tokens
 from compiled_llm.step.logits import LogitsInput, process_logits
@@ -42,10 +42,16 @@ def step_function(
     forward, head = model.forward, model.head
     layers = with_window_tables(layers_of(model_config), windows)
     layers = tuple(dataclasses.replace(spec, exact=exact) for spec in layers)
+    planned = with_plans(layers) if max_query_len == 1 and not exact else None
 
     def step(weights: Any, step_input: StepInput, kv_cache: KVCache, feedback: Feedback) -> Tensor:
-        step_input = _with_own_tables(_fed_back(step_input, feedback))
-        hidden = forward(weights, step_input, kv_cache, model_config, layers, max_query_len)
+        step_input = _fed_back(step_input, feedback)
+        own = _with_own_tables(step_input)
+        if planned is None or not step_input.seq_lens.is_cuda:
+            hidden = forward(weights, own, kv_cache, model_config, layers, max_query_len)
+        else:
+            plans = make_plans(planned, step_input, kv_cache, feedback.hidden.element_size())
+            hidden = forward(weights, own._replace(plans=plans), kv_cache, model_config, planned, max_query_len)
         feedback.hidden[: hidden.shape[0]] = hidden
         logits = head(weights, torch.index_select(hidden, 0, step_input.logits_indices), model_config)
         feedback.last_tokens[: logits.shape[0]] = greedy_tokens(logits)

@@ -117,7 +117,7 @@ class StepBuffers:
             names = ("block_table", *(name for _, name in self._window_fields))
             views = dict(zip(names, tables.tensors, strict=True)) | views
         self.step_input = StepInput(
-            **{name: views.get(name) for name in StepInput._fields if name != "windows"},  # type: ignore[arg-type]
+            **{name: views.get(name) for name in StepInput._fields if name not in ("windows", "plans")},  # type: ignore[arg-type]
             windows=tuple(
                 BlockTable(views[slots], views[table], views.get(seq_lens))
                 for (slots, table), (seq_lens, _) in zip(self._window_fields, self._stream_fields, strict=True)

@@ -8,9 +8,16 @@ import torch
 from torch import Tensor
 
 from compiled_llm.models.config import SLIDING, WindowedConfig
-from compiled_llm.models.inputs import LayerCache, StepInput
+from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import paged_attention, rms_norm, rotary_attention
+from compiled_llm.ops import (
+    DecodePlan,
+    decode_attention,
+    decode_plan,
+    paged_attention,
+    rms_norm,
+    rotary_attention,
+)
 from compiled_llm.ops.attention import kv_quant
 
 
@@ -31,6 +38,7 @@ class AttentionSpec:
         window_table: which of the step's ``windows`` says where the layer's keys are; None: the step's own table does.
             Set by the engine.
         exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
+        plan: which of the step's ``plans`` a decode has; None: it has none. Set by the engine.
     """
 
     num_heads: int
@@ -44,6 +52,12 @@ class AttentionSpec:
     rotary: bool = True
     window_table: int | None = None
     exact: bool = False
+    plan: int | None = None
+
+    @property
+    def masked_window(self) -> int:
+        """The op's ``window``: a stream's table has no keys but those that are seen."""
+        return 0 if self.sink_tokens else self.window
 
     def cache_tensors(
         self, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -77,6 +91,41 @@ def with_window_tables(layers: Sequence[AttentionSpec], windows: Sequence[int]) 
     """``layers``, where those with one of ``windows`` have their keys by the table of that window."""
     numbers = {window: number for number, window in enumerate(windows)}
     return tuple(dataclasses.replace(spec, window_table=numbers.get(spec.window)) for spec in layers)
+
+
+def with_plans(layers: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+    """``layers``, where those whose decodes can have the same plan have its number."""
+    numbers: dict[tuple[Any, ...], int] = {}
+
+    def number(spec: AttentionSpec) -> int:
+        return numbers.setdefault((spec.window_table, spec.masked_window, spec.head_dim), len(numbers))
+
+    return tuple(dataclasses.replace(spec, plan=number(spec)) for spec in layers)
+
+
+def make_plans(
+    layers: Sequence[AttentionSpec], step: StepInput, kv_cache: KVCache, q_bytes: int
+) -> tuple[DecodePlan, ...]:
+    """The plans of ``with_plans``, for a step of no more than one query a request.
+
+    Their tables are those of all requests, where ``step`` has these. ``q_bytes``: of an element of the queries.
+    """
+    plans = []
+    for number in range(max(spec.plan for spec in layers if spec.plan is not None) + 1):
+        places = [place for place, spec in enumerate(layers) if spec.plan == number]
+        spec, cache = layers[places[0]], kv_cache[places[0]]
+        table = step if spec.window_table is None else step.windows[spec.window_table]
+        of_all = isinstance(table, StepInput) or table.seq_lens is None
+        plans.append(
+            decode_plan(
+                table.slot_mapping, table.block_table, step.table_rows if of_all else None, step.query_start_loc,
+                step.seq_lens if table.seq_lens is None else table.seq_lens,
+                block_size=cache.k.shape[2], window=spec.masked_window, head_dim=spec.head_dim,
+                num_kv_heads=max(layers[place].num_kv_heads for place in places),
+                q_bytes=q_bytes, cache_bytes=cache.k.element_size(),
+            )
+        )  # fmt: skip
+    return tuple(plans)
 
 
 class AttentionWeights(NamedTuple):
@@ -139,6 +188,14 @@ def attended(
             q = q * query_scale[:, None]
         return attend(q, k, v, cache, step, spec, max_query_len, w.sinks)
     assert cos_sin is not None
+    if spec.plan is not None:
+        heads = qkv.unflatten(-1, (-1, spec.head_dim))
+        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        out = decode_attention(
+            q, k, v, cos_sin, q_norm, k_norm, query_scale, *cache, step.plans[spec.plan], eps=eps,
+            **_scores(spec, w.sinks),
+        )  # fmt: skip
+        return out.flatten(1)
     out = rotary_attention(
         qkv, cos_sin, q_norm, k_norm, query_scale, *_where(cache, step, spec),
         num_heads=spec.num_heads, eps=eps, **_how(spec, max_query_len, w.sinks),
@@ -157,6 +214,11 @@ def attend(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """What queries ``[T, N, H]`` see of the cache, ``[T, N * H]``, after keys and values ``[T, K, H]`` went there."""
+    if spec.plan is not None:
+        out = decode_attention(
+            q, k, v, None, None, None, None, *cache, step.plans[spec.plan], eps=0.0, **_scores(spec, sinks)
+        )  # fmt: skip
+        return out.flatten(1)
     return paged_attention(q, k, v, *_where(cache, step, spec), **_how(spec, max_query_len, sinks)).flatten(1)
 
 
@@ -169,11 +231,8 @@ def _where(cache: LayerCache, step: StepInput, spec: AttentionSpec) -> tuple[Any
 
 def _how(spec: AttentionSpec, max_query_len: int, sinks: Tensor | None) -> dict[str, Any]:
     """The other arguments of the ops."""
-    return {
-        "sinks": sinks,
-        "sm_scale": spec.scale,
-        "max_query_len": max_query_len,
-        "window": 0 if spec.sink_tokens else spec.window,
-        "soft_cap": spec.soft_cap,
-        "exact": spec.exact,
-    }
+    return {**_scores(spec, sinks), "max_query_len": max_query_len, "exact": spec.exact}
+
+
+def _scores(spec: AttentionSpec, sinks: Tensor | None) -> dict[str, Any]:
+    return {"sinks": sinks, "sm_scale": spec.scale, "window": spec.masked_window, "soft_cap": spec.soft_cap}

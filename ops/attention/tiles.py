@@ -20,8 +20,9 @@ MAX_HEAD_DIM = 512
 class TileConfig:
     """Tile sizes of the attention kernels. ``n`` counts keys, ``m`` rows: tokens times the heads of a KV head.
 
-    The split kernel's tiles have as few rows as possible (``triton_attention.py``). Only queries of several tokens have
-    larger ones, up to ``short_block_m``, and share the keys that they load. ``split_programs_per_sm`` should be no more
+    ``decode`` are those of a step of decodes alone (``triton_decode.py``), ``split`` those of other steps' decodes and
+    short queries. The split kernel's tiles have as few rows as possible (``triton_attention.py``). Only queries of several tokens have
+    larger ones, up to ``short_block_m``, and share the keys that they load. The ``programs_per_sm`` should be no more
     than can run at once: programs share the work evenly, so any that start late end late. ``split_tokens``, a multiple
     of 64, are the keys of one split at least: few for more programs at short contexts, many for fewer partial results.
     A request's bits follow from them, so they are the same for every bucket.
@@ -37,6 +38,20 @@ class TileConfig:
     prefill_warps: int
     prefill_stages: int
     split_tokens: int = 128
+    decode_block_n: int = 64
+    decode_warps: int = 2
+    decode_stages: int = 3
+    decode_programs_per_sm: int = 3
+
+
+class Splits(NamedTuple):
+    """How a decode's keys are cut: in splits of ``tokens`` keys, or of more where they would be more than ``most``."""
+
+    tokens: int
+    most: int
+
+    GRAIN = 64  # of which a split's keys are a multiple
+    MOST = 64
 
 
 class ExactTile(NamedTuple):
@@ -145,6 +160,17 @@ def exact_tile(head_dim: int, q_bytes: int, cache_bytes: int) -> ExactTile:
     _check_head_dim(head_dim)
     tiles = EXACT_FLOAT32 if q_bytes == 4 else EXACT if cache_bytes == q_bytes else EXACT_QUANTISED
     return tiles[padded_head_dim(head_dim)]
+
+
+def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_sms: int) -> Splits:
+    """The splits of a step of so many requests: functions of its size, so they are not another request's affair.
+
+    A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than run at once.
+    """
+    if num_requests > 1:
+        return Splits(tiles.split_tokens, Splits.MOST)
+    at_once = num_sms * tiles.decode_programs_per_sm // num_kv_heads
+    return Splits(Splits.GRAIN, min(Splits.MOST, max(8, at_once)))
 
 
 def default_config(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> TileConfig:

@@ -54,10 +54,10 @@ from compiled_llm.ops.attention.triton_kernels import (
 from compiled_llm.ops.attention.triton_write import write_kernel
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
-# Given explicitly: Triton 3.10 will no longer fuse multiplications and additions by default.
-OPTIONS = {"enable_fp_fusion": True}
+# What is fused is written as tl.fma: what turns queries and quantises keys rounds after each operation.
+OPTIONS = {"enable_fp_fusion": False}
 _TURNED_AT_ONCE = 1024  # elements of a program of the write kernel
-_MERGED_AT_ONCE = 1024  # elements of partial results that a warp joins at once: 32 registers a thread
+MERGED_AT_ONCE = 1024  # elements of partial results that a warp joins at once: 32 registers a thread
 
 
 class Device(NamedTuple):
@@ -218,8 +218,8 @@ def _split(
     parts = (num_requests, num_heads, partial_rows)
     partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
     partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
-    inputs = (q, *_pairs(q, *inputs[1:3]), *inputs[3:])
-    merge_splits = max(1, min(MAX_SPLITS.value, _MERGED_AT_ONCE * tiles.split_warps // block_h))
+    inputs = (q, *pairs_of_codes(q, *inputs[1:3]), *inputs[3:])
+    merge_splits = max(1, min(MAX_SPLITS.value, MERGED_AT_ONCE * tiles.split_warps // block_h))
     for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, SHORT_QUERY.value, wide_m)):
         if min_query > min(max_query, max_query_len):
             continue
@@ -237,7 +237,7 @@ def _split(
         )  # fmt: skip
 
 
-def _pairs(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
+def pairs_of_codes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor]:
     """The caches as ``triton_codes.py`` reads them, pairs of codes, if it does."""
     if not kv_quant.is_quantised(k_cache.dtype) or q.dtype == torch.float32 or q.shape[2] % 2:
         return k_cache, v_cache

@@ -119,14 +119,16 @@ def attend_codes(
         scores *= unit[:, None] * tl.load(k_scale + slots, mask=inside, other=0.0)[None, :]
         if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
-        seen = positions[None, :] < visible[:, None]
-        if WINDOW > 0:
-            seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
+        seen = inside[None, :]
+        if visible is not None:
+            seen = positions[None, :] < visible[:, None]
+            if WINDOW > 0:
+                seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
         scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         probs = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
         decay = tl.exp2(row_max - new_max)
-        row_sum = row_sum * decay + tl.sum(probs, 1)
+        row_sum = tl.fma(row_sum, decay, tl.sum(probs, 1))
         row_max = new_max
 
         value_pairs = tl.load(v_pairs + offsets, mask=mask, other=0)

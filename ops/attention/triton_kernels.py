@@ -81,8 +81,9 @@ def attend(
 ):  # fmt: skip
     """Online softmax of rows ``q`` over keys ``begin`` to ``end``; row i sees the keys before ``visible[i]``.
 
-    With a window only the last ``WINDOW`` of them, and no key before ``oldest`` is loaded. Not MASKED promises that
-    every row sees every key, in whole tiles. EXACT promises that no row's bits depend on keys that it does not see.
+    With a window only the last ``WINDOW`` of them, and no key before ``oldest`` is loaded. ``visible`` None says that
+    every row sees all that are loaded; not MASKED that these are whole tiles besides. EXACT promises that no row's bits
+    depend on keys that it does not see.
     """
     dims = tl.arange(0, acc.shape[1])
     positions = begin + tl.arange(0, BLOCK_N)
@@ -117,15 +118,17 @@ def attend(
         if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
         if MASKED:
-            seen = positions[None, :] < visible[:, None]
-            if WINDOW > 0:
-                seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
+            seen = inside[None, :]
+            if visible is not None:
+                seen = positions[None, :] < visible[:, None]
+                if WINDOW > 0:
+                    seen = seen & (positions[None, :] >= visible[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         # Maxima are kept scaled, which takes a positive factor and leaves one fused operation a score.
         new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
         probs = tl.exp2(tl.fma(scores, factor, -new_max[:, None]))
         decay = tl.exp2(row_max - new_max)
-        row_sum = row_sum * decay + tl.sum(probs, 1)
+        row_sum = tl.fma(row_sum, decay, tl.sum(probs, 1))
         row_max = new_max
 
         values = load_rows(v_cache + offsets, inside, dims, MASKED, HEAD_DIM)
@@ -168,7 +171,7 @@ def normalised(acc, row_sum):
 
 
 @triton.jit
-def _merge(
+def merge(
     sinks, out, partial, partial_max, partial_sum, request, kv_head, first_row, first_token, num_rows, num_splits,
     partial_rows,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -308,7 +311,7 @@ def split_kernel(
             counter = counters + (request * NUM_KV_HEADS + kv_head) * counter_rows + index % num_tiles
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 num_rows = tl.minimum(BLOCK_Q, query_len - first_token) * GROUP
-                _merge(
+                merge(
                     sinks, out, partial, partial_max, partial_sum, request, kv_head, first_row, first_token, num_rows,
                     num_splits, partial_rows, GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_SPLITS, BLOCK_H,
                 )  # fmt: skip

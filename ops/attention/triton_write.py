@@ -54,23 +54,24 @@ def _codes(x, inverse, is_bad, CODE_MAX: tl.constexpr):
 
 
 @triton.jit
-def _slots(slot, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the rows of all KV heads of a token lie in a cache."""
-    heads = tl.arange(0, BLOCK_K)
+def _slots(slot, first_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Where the rows of ``BLOCK_K`` KV heads of a token lie in a cache."""
+    heads = first_head + tl.arange(0, BLOCK_K)
     return (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE, heads < NUM_KV_HEADS
 
 
 @triton.jit
-def _write_rows(
-    new, cache, scale, slot, stride_h,
+def write_rows(
+    new, cache, scale, slot, stride_h, first_head,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """One token's keys, or values, of all KV heads to its slot."""
+    """One token's keys, or values, of ``BLOCK_K`` KV heads to its slot."""
     dims = tl.arange(0, BLOCK_H)
-    slots, known = _slots(slot, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_K)
+    slots, known = _slots(slot, first_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_K)
     inside = known[:, None] & (dims < HEAD_DIM)[None, :]
-    rows = tl.load(new + tl.arange(0, BLOCK_K)[:, None] * stride_h + dims[None, :], mask=inside, other=0.0)
+    heads = first_head + tl.arange(0, BLOCK_K)
+    rows = tl.load(new + heads[:, None] * stride_h + dims[None, :], mask=inside, other=0.0)
     target = cache + slots[:, None] * HEAD_DIM + dims[None, :]
     if scale is None:
         tl.store(target, rows, mask=inside)
@@ -83,8 +84,8 @@ def _write_rows(
 
 
 @triton.jit
-def _write_turned_keys(
-    new, cosines, norm, eps, cache, scale, slot,
+def write_turned_keys(
+    new, cosines, norm, eps, cache, scale, slot, first_head,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -92,9 +93,9 @@ def _write_turned_keys(
     HALF: tl.constexpr = HEAD_DIM // 2
     dtype: tl.constexpr = new.dtype.element_ty
     first, second, _, inside = turned_heads(
-        new, cosines, norm, eps, 0, dtype, NUM_KV_HEADS, HALF, BLOCK_K, BLOCK_H // 2
+        new, cosines, norm, eps, first_head, dtype, NUM_KV_HEADS, HALF, BLOCK_K, BLOCK_H // 2
     )
-    slots, known = _slots(slot, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_K)
+    slots, known = _slots(slot, first_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_K)
     target = cache + slots[:, None] * HEAD_DIM + tl.arange(0, BLOCK_H // 2)[None, :]
     if scale is None:
         tl.store(target, first, mask=inside)
@@ -147,8 +148,8 @@ def write_kernel(
     tile = tl.program_id(1)
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if tile == 0:
-        _write_rows(
-            v + token * v_stride_t, v_cache, v_scale, slot, v_stride_h,
+        write_rows(
+            v + token * v_stride_t, v_cache, v_scale, slot, v_stride_h, 0,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_K, BLOCK_H,
         )  # fmt: skip
         if counters is not None:
@@ -159,13 +160,13 @@ def write_kernel(
             zeros = tl.zeros([BLOCK_OUT], out.dtype.element_ty)
             tl.store(out + token * (NUM_HEADS * HEAD_DIM) + i, zeros, mask=i < NUM_HEADS * HEAD_DIM)
     elif cos_sin is None:
-        _write_rows(
-            k + token * k_stride_t, k_cache, k_scale, slot, k_stride_h,
+        write_rows(
+            k + token * k_stride_t, k_cache, k_scale, slot, k_stride_h, 0,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_K, BLOCK_H,
         )  # fmt: skip
     elif tile == 1:
-        _write_turned_keys(
-            k + token * k_stride_t, cos_sin + token * cos_sin_stride, k_norm, eps, k_cache, k_scale, slot,
+        write_turned_keys(
+            k + token * k_stride_t, cos_sin + token * cos_sin_stride, k_norm, eps, k_cache, k_scale, slot, 0,
             NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_K, BLOCK_H,
         )  # fmt: skip
     else:

@@ -1,0 +1,112 @@
+"""What the programs of a decode's attention on a GPU work on: reference, schema, registration.
+
+A decode has one query a request. Which request and which of its keys a program takes follows from lengths that only the
+device knows, and is the same in all layers of a kind: so it is found once a step, by one launch before the layers.
+
+The result is ``tasks``, int32 ``[1 + R * most, COLUMNS]``, and ``counters``, int32 ``[R * K]``, zeros. The first row of
+``tasks`` begins with the number of tasks, which follow:
+
+    row, table row, begin, end, split, number of splits, slot
+
+That is: attend with query ``row`` over the keys from ``begin`` to ``end`` of the request whose blocks are in
+``table_row`` of the block table; they are one of the splits of its keys. ``slot`` is where the new key and value go
+if these are among them, else -1. Rows without a request have one task without keys: their output is zero.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.attention.tiles import Splits, decode_splits, tile_config
+from compiled_llm.ops.library import LIBRARY
+
+COLUMNS = 8  # 32 bytes, which memory gives at once
+
+LIBRARY.define(
+    "decode_plan(Tensor slot_mapping, Tensor? table_rows, Tensor query_start_loc, Tensor seq_lens, int table_tokens, "
+    "int window, int num_kv_heads, int head_dim, int q_bytes, int cache_bytes) -> (Tensor, Tensor)"
+)
+
+
+class DecodePlan(NamedTuple):
+    """Of the layers that have the same window and block table."""
+
+    block_table: Tensor  # [A, M] int32: of all requests, or of those of the step
+    tasks: Tensor
+    counters: Tensor  # attention counts in them, and leaves zeros
+
+
+def decode_plan(
+    slot_mapping: Tensor, block_table: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, *,
+    block_size: int, window: int, num_kv_heads: int, head_dim: int, q_bytes: int, cache_bytes: int,
+) -> DecodePlan:  # fmt: skip
+    """Letters as in ``paged_attention``; T is R, and no request has more than one row.
+
+    Args:
+        block_table: ``[A, M]`` int32, contiguous.
+        table_rows: ``[R]`` int32, where the requests' rows of ``block_table`` are; None: in their order.
+        num_kv_heads: the most that a layer has.
+        head_dim, q_bytes, cache_bytes: of the layers (of an element, the last two); by them splits are chosen.
+    """
+    tasks, counters = torch.ops.compiled_llm.decode_plan(
+        slot_mapping, table_rows, query_start_loc, seq_lens, block_table.shape[1] * block_size,
+        window, num_kv_heads, head_dim, q_bytes, cache_bytes,
+    )  # fmt: skip
+    return DecodePlan(block_table, tasks, counters)
+
+
+def most_splits(table_tokens: int) -> int:
+    """Of a request, whatever the tiles are."""
+    return max(1, min(Splits.MOST, -(-table_tokens // Splits.GRAIN)))
+
+
+def splits_of(keys: int, splits: Splits) -> tuple[int, int]:
+    """Keys of a split, and their number, for a request with so many visible keys."""
+    tokens = max(splits.tokens, -(-keys // (splits.most * Splits.GRAIN)) * Splits.GRAIN)
+    return tokens, max(1, -(-keys // tokens))
+
+
+def decode_plan_reference(
+    slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
+    window: int, num_kv_heads: int, head_dim: int, q_bytes: int, cache_bytes: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op in plain torch, with the splits of a GPU with one SM."""
+    num_requests = len(seq_lens)
+    splits = decode_splits(tile_config(head_dim, q_bytes, cache_bytes, (9, 0)), num_requests, num_kv_heads, num_sms=1)
+    starts, lengths, slots = query_start_loc.tolist(), seq_lens.tolist(), slot_mapping.tolist()
+    places = list(range(num_requests)) if table_rows is None else table_rows.tolist()
+    tasks, without_row = [], starts[-1]
+    for request, (start, end) in enumerate(itertools.pairwise(starts)):
+        row, seq_len = start, lengths[request]
+        if start == end:
+            row, seq_len, without_row = without_row, 0, without_row + 1
+        first = max(seq_len - window, 0) if window else 0
+        size, count = splits_of(seq_len - first, splits)
+        for split in range(count):
+            begin = first + split * size
+            slot = slots[row] if seq_len and split == count - 1 else -1
+            tasks.append([row, places[request], begin, min(begin + size, seq_len), split, count, slot, 0])
+    filled = torch.zeros(1 + num_requests * most_splits(table_tokens), COLUMNS, dtype=torch.int32)
+    filled[0, 0] = len(tasks)
+    filled[1 : 1 + len(tasks)] = torch.tensor(tasks, dtype=torch.int32)
+    return filled.to(seq_lens.device), seq_lens.new_zeros(num_requests * num_kv_heads)
+
+
+@torch.library.register_fake("compiled_llm::decode_plan", lib=LIBRARY)
+def _fake(
+    slot_mapping, table_rows, query_start_loc, seq_lens: Tensor, table_tokens: int, window, num_kv_heads: int, *_
+):
+    rows = 1 + len(seq_lens) * most_splits(table_tokens)
+    return seq_lens.new_empty(rows, COLUMNS), seq_lens.new_empty(len(seq_lens) * num_kv_heads)
+
+
+def _cuda(*args) -> tuple[Tensor, Tensor]:
+    from compiled_llm.ops.attention import triton_decode  # the first call on a GPU loads Triton, not the import
+
+    return triton_decode.decode_plan(*args)
+
+
+LIBRARY.impl("decode_plan", decode_plan_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("decode_plan", _cuda, "CUDA")

@@ -1,0 +1,304 @@
+"""Attention of a decode on the GPU: the plan's kernel, the one of each layer, and their launches.
+
+``decode_plan.py`` and ``decode_attention.py`` say what they compute. The kernel of a layer is the split kernel of
+``triton_kernels.py`` for one query a request, with these differences:
+
+- It takes its tasks from the plan, where that one finds them by a scan of all lengths.
+- Each program turns its own queries. That is done in every split of a request again, from the L2 cache.
+- The program of the split that the new key is in makes the key and the value (normalised, turned, quantised) and writes
+  them to the cache before it reads that split. All its threads wait in between; no other program reads that slot, as
+  blocks that requests share are full. So the keys that it sees are to the bit those that later steps read.
+- The last program to finish a split of a request sets its counter back to zero for the next layer. The plan has zeroed
+  it at the beginning of the step, so nothing is left over from a step that failed.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention.decode_plan import COLUMNS, most_splits
+from compiled_llm.ops.attention.tiles import Splits, TileConfig, decode_splits, tile_config
+from compiled_llm.ops.attention.triton_attention import MERGED_AT_ONCE, OPTIONS, device_facts, pairs_of_codes
+from compiled_llm.ops.attention.triton_codes import attend_codes
+from compiled_llm.ops.attention.triton_kernels import (
+    LOWEST,
+    add_sinks,
+    attend,
+    load_rows,
+    merge,
+    normalised,
+)
+from compiled_llm.ops.attention.triton_write import write_rows, write_turned_keys
+from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
+from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
+
+GRAIN = tl.constexpr(Splits.GRAIN)
+TASK = tl.constexpr(COLUMNS)
+
+
+@triton.jit
+def plan_kernel(
+    slot_mapping, table_rows, query_start_loc, seq_lens, tasks, counters, num_requests,
+    WINDOW: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program a request: its tasks come after those of all requests before it."""
+    request = tl.program_id(0)
+    requests = tl.arange(0, BLOCK_R)
+    known = requests < num_requests
+    starts = tl.load(query_start_loc + requests, mask=known, other=0)
+    has_row = tl.load(query_start_loc + requests + 1, mask=known, other=0) > starts
+    lengths = tl.where(has_row, tl.load(seq_lens + requests, mask=known, other=0), 0)
+    first_keys = tl.zeros([BLOCK_R], tl.int32)
+    if WINDOW > 0:
+        first_keys = tl.maximum(lengths - WINDOW, 0)
+    keys = lengths - first_keys
+    sizes = tl.maximum(SPLIT_TOKENS, tl.cdiv(keys, MOST_SPLITS * GRAIN) * GRAIN)
+    counts = tl.where(known, tl.maximum(1, tl.cdiv(keys, sizes)), 0)
+    is_mine = requests == request
+    first_task = tl.sum(tl.where(requests < request, counts, 0), 0)
+    seq_len = tl.sum(tl.where(is_mine, lengths, 0), 0)
+    first_key = tl.sum(tl.where(is_mine, first_keys, 0), 0)
+    size = tl.sum(tl.where(is_mine, sizes, 0), 0)
+    count = tl.sum(tl.where(is_mine, counts, 0), 0)
+    # Rows after those of requests go to the requests without one, in their order.
+    num_rows = tl.load(query_start_loc + num_requests)
+    before = tl.sum(tl.where(known & (requests < request) & (has_row == 0), 1, 0), 0)
+    mine_has_row = tl.sum(tl.where(is_mine & has_row, 1, 0), 0)
+    row = tl.where(mine_has_row > 0, tl.sum(tl.where(is_mine, starts, 0), 0), num_rows + before)
+    table_row = request
+    if table_rows is not None:
+        table_row = tl.load(table_rows + request)
+
+    splits = tl.arange(0, BLOCK_S)
+    mine = splits < count
+    begins = first_key + splits * size
+    target = tasks + (1 + first_task + splits) * TASK
+    slot = tl.load(slot_mapping + row)
+    zeros = tl.zeros([BLOCK_S], tl.int32)
+    tl.store(target, zeros + row, mask=mine)
+    tl.store(target + 1, zeros + table_row, mask=mine)
+    tl.store(target + 2, begins, mask=mine)
+    tl.store(target + 3, tl.minimum(begins + size, seq_len), mask=mine)
+    tl.store(target + 4, splits, mask=mine)
+    tl.store(target + 5, zeros + count, mask=mine)
+    tl.store(target + 6, tl.where((splits == count - 1) & (seq_len > 0), slot, -1), mask=mine)
+    if request == 0:
+        tl.store(tasks, tl.sum(counts, 0))
+    heads = tl.arange(0, BLOCK_K)
+    tl.store(
+        counters + request * NUM_KV_HEADS + heads, tl.zeros([BLOCK_K], tl.int32), mask=heads < NUM_KV_HEADS
+    )  # fmt: skip
+
+
+@triton.jit
+def _turned_queries(queries, heads, row_mask, dims, cosines, norm, eps, query_scale, HEAD_DIM: tl.constexpr):
+    """Heads of one token, turned; each element is loaded with the one that it is turned with."""
+    HALF: tl.constexpr = HEAD_DIM // 2
+    dtype: tl.constexpr = queries.dtype.element_ty
+    known = dims < HEAD_DIM
+    is_first = dims < HALF
+    others = tl.where(is_first, dims + HALF, dims - HALF)
+    pairs = tl.where(is_first, dims, dims - HALF)
+    inside = row_mask[:, None] & known[None, :]
+    rows = queries + heads[:, None] * HEAD_DIM
+    x = tl.load(rows + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(rows + others[None, :], mask=inside, other=0.0).to(tl.float32)
+    if norm is not None:
+        scale = inverse_rms(x * x, eps, HEAD_DIM)[:, None]
+        weights = tl.load(norm + dims, mask=known, other=0.0)
+        x = weighted(x * scale, weights[None, :], dtype).to(tl.float32)
+        weights = tl.load(norm + others, mask=known, other=0.0)
+        y = weighted(y * scale, weights[None, :], dtype).to(tl.float32)
+    cos = tl.load(cosines + pairs, mask=known, other=0.0)
+    sin = tl.load(cosines + HALF + pairs, mask=known, other=0.0)
+    sin = tl.where(is_first, -sin, sin)
+    turned = cast(x * cos[None, :] + y * sin[None, :], dtype)
+    if query_scale is not None:
+        turned = cast(turned.to(tl.float32) * tl.load(query_scale).to(tl.float32), dtype)
+    return turned
+
+
+@triton.jit
+def _write_new(
+    k, v, cosines, norm, eps, k_cache, v_cache, k_scale, v_scale, slot, kv_head, k_stride_h, v_stride_h,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A token's key and value of one head to its slot."""
+    if CODE_MAX == 127:
+        k_cache = k_cache.to(tl.pointer_type(tl.int8), bitcast=True)
+        v_cache = v_cache.to(tl.pointer_type(tl.int8), bitcast=True)
+    if CODE_MAX == 448:
+        k_cache = k_cache.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+        v_cache = v_cache.to(tl.pointer_type(tl.float8e4nv), bitcast=True)
+    if cosines is None:
+        write_rows(
+            k, k_cache, k_scale, slot, k_stride_h, kv_head,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_H,
+        )  # fmt: skip
+    else:
+        write_turned_keys(
+            k, cosines, norm, eps, k_cache, k_scale, slot, kv_head,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_H,
+        )  # fmt: skip
+    write_rows(
+        v, v_cache, v_scale, slot, v_stride_h, kv_head,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_H,
+    )  # fmt: skip
+
+
+@triton.jit
+def decode_kernel(
+    q, k, v, cos_sin, q_norm, k_norm, query_scale, k_cache, v_cache, k_scale, v_scale, block_table, tasks, counters,
+    sinks, out, partial, partial_max, partial_sum,
+    eps, scale, partial_rows, table_stride, cos_sin_stride,
+    q_stride_t, q_stride_n, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CODE_MAX: tl.constexpr, SOFT_CAP: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """A task is one of the plan's for one KV head; programs take turns.
+
+    Tasks over the same keys follow each other. Whichever program finishes the last split of a request and KV head joins
+    them all, in their order.
+
+    Where queries are of 16 bits, a quantised cache comes as int16, two codes each; ``CODE_MAX`` tells the kind.
+    """
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    m = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_H)
+    num_tasks = tl.load(tasks) * NUM_KV_HEADS
+    for number in range(tl.program_id(0), num_tasks, tl.num_programs(0)):
+        kv_head = number % NUM_KV_HEADS
+        task = tasks + (1 + number // NUM_KV_HEADS) * TASK
+        row = tl.load(task).to(tl.int64)
+        table_row = block_table + tl.load(task + 1).to(tl.int64) * table_stride
+        begin, end = tl.load(task + 2), tl.load(task + 3)
+        split, num_splits = tl.load(task + 4), tl.load(task + 5)
+        slot = tl.load(task + 6).to(tl.int64)
+        cosines = None
+        if cos_sin is not None:
+            cosines = cos_sin + row * cos_sin_stride
+        if slot >= 0:
+            _write_new(
+                k + row * k_stride_t, v + row * v_stride_t, cosines, k_norm, eps, k_cache, v_cache, k_scale, v_scale,
+                slot, kv_head, k_stride_h, v_stride_h, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_H,
+            )  # fmt: skip
+            tl.debug_barrier()  # all threads have stored before one of them reads
+
+        heads = kv_head * GROUP + m
+        row_mask = m < GROUP
+        if cos_sin is None:
+            q_rows = q + (row * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
+            q_tile = load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
+        else:
+            row_scale = query_scale
+            if query_scale is not None:
+                row_scale = query_scale + row
+            q_tile = _turned_queries(
+                q + row * q_stride_t, heads, row_mask, dims, cosines, q_norm, eps, row_scale, HEAD_DIM
+            )  # fmt: skip
+
+        if k_cache.dtype.element_ty == tl.int16:
+            acc, row_max, row_sum = attend_codes(
+                q_tile, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, begin, end, scale,
+                LOWEST, CODE_MAX == 448, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N,
+            )  # fmt: skip
+        else:
+            acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+            row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            acc, row_max, row_sum = attend(
+                acc, row_max, row_sum, q_tile, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
+                begin, begin, end, scale, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N,
+            )  # fmt: skip
+        store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+        if num_splits == 1:
+            row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
+            target = out + (row * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+            tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)
+        else:
+            part = (row * NUM_HEADS + heads) * partial_rows + split
+            tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=store_mask)
+            tl.store(partial_max + part, row_max, mask=row_mask)
+            tl.store(partial_sum + part, row_sum, mask=row_mask)
+            # All threads have stored before one of them counts, with a release of what was stored and an acquire of
+            # what others released; and all threads wait for its answer.
+            tl.debug_barrier()
+            counter = counters + row * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                tl.store(counter, 0)
+                merge(
+                    sinks, out, partial, partial_max, partial_sum, row, kv_head, row, 0, GROUP, num_splits,
+                    partial_rows, GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_SPLITS, BLOCK_H,
+                )  # fmt: skip
+
+
+def decode_plan(
+    slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
+    window: int, num_kv_heads: int, head_dim: int, q_bytes: int, cache_bytes: int, tiles: TileConfig | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op on CUDA tensors, ``tiles`` as below. Never synchronises."""
+    num_requests, device = len(seq_lens), seq_lens.device
+    gpu, capability, num_sms = device_facts(device)
+    tiles = tiles or tile_config(head_dim, q_bytes, cache_bytes, capability, gpu)
+    splits = decode_splits(tiles, num_requests, num_kv_heads, num_sms)
+    most = most_splits(table_tokens)
+    tasks = torch.empty(1 + num_requests * most, COLUMNS, dtype=torch.int32, device=device)
+    counters = torch.empty(num_requests * num_kv_heads, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(seq_lens):
+        plan_kernel[(num_requests,)](
+            slot_mapping, table_rows, query_start_loc, seq_lens, tasks, counters, num_requests,
+            WINDOW=window, SPLIT_TOKENS=splits.tokens, MOST_SPLITS=splits.most, NUM_KV_HEADS=num_kv_heads,
+            BLOCK_R=max(16, triton.next_power_of_2(num_requests)), BLOCK_S=triton.next_power_of_2(most),
+            BLOCK_K=triton.next_power_of_2(num_kv_heads), num_warps=1,
+        )  # fmt: skip
+    return tasks, counters
+
+
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
+    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    block_table: Tensor, tasks: Tensor, counters: Tensor, sinks: Tensor | None, eps: float, sm_scale: float,
+    window: int, soft_cap: float, tiles: TileConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+
+    The plan knows the ``window``. ``tiles`` replaces this GPU's configuration: ``scripts/tune_attention.py`` looks for
+    a better one.
+    """
+    (num_tokens, num_heads, head_dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
+    gpu, capability, num_sms = device_facts(q.device)
+    kv_quant.check_capability(k_cache.dtype, capability)
+    tiles = tiles or tile_config(head_dim, q.element_size(), k_cache.element_size(), capability, gpu)
+    assert sm_scale > 0
+    assert (k_scale is not None) == (v_scale is not None) == kv_quant.is_quantised(k_cache.dtype)
+    group = num_heads // num_kv_heads
+    block_h = max(16, triton.next_power_of_2(head_dim))
+    if cos_sin is not None:
+        cos_sin, _ = aligned_rows(cos_sin, "decode_attention", "cos_sin", (torch.float32,))
+        assert q.stride(1) == k.stride(1) == head_dim
+        assert head_dim % 2 == 0
+        assert (q_norm is None) == (k_norm is None)
+    most = (len(tasks) - 1) // num_tokens
+    parts = (num_tokens, num_heads, most)
+    with torch.cuda.device_of(q):
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
+        partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
+        programs = min(num_tokens * most * num_kv_heads, num_sms * tiles.decode_programs_per_sm)
+        decode_kernel[(programs,)](
+            q, k, v, cos_sin, q_norm, k_norm, query_scale, *pairs_of_codes(q, k_cache, v_cache), k_scale, v_scale,
+            block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
+            eps, sm_scale, most, block_table.stride(0), 0 if cos_sin is None else cos_sin.stride(0),
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+            GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+            CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), SOFT_CAP=soft_cap,
+            MERGE_SPLITS=max(1, min(Splits.MOST, MERGED_AT_ONCE * tiles.decode_warps // block_h)),
+            BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=tiles.decode_block_n, BLOCK_H=block_h,
+            num_warps=tiles.decode_warps, num_stages=tiles.decode_stages, **OPTIONS,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,272 @@
+"""Attention of a decode in one launch: its plan and its kernel, interpreted and compiled ahead of time.
+
+As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
+TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
+or an empty string.
+"""
+
+import functools
+import subprocess
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.attention.decode_attention import decode_attention_reference
+from compiled_llm.ops.attention.decode_plan import COLUMNS, decode_plan_reference
+from compiled_llm.ops.attention.tiles import Splits, TileConfig, decode_splits, default_config
+from tests.drawn import cases, parts_of
+from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, check, make_case
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.attention import triton_attention, triton_decode  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from tests.ops.attention.test_rotary_attention import EPS, turning  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT8, FP8 = KV_DTYPES["int8"], KV_DTYPES["fp8"]
+
+
+def decode_case(context_lens: list[int], *, without_row: int = 0, **kwargs) -> AttentionCase:
+    """One query a request, and requests without one, whose rows come last."""
+    empty = {"padding_query_lens": [0] * without_row, "trailing_rows": without_row}
+    return make_case([1] * len(context_lens), context_lens, **empty, **kwargs)
+
+
+def plan_of(case: AttentionCase, table_rows: Tensor | None = None, op=triton_decode.decode_plan) -> tuple:
+    table_tokens = case.block_table.shape[1] * case.k_cache.shape[2]
+    shape = case.k.shape[1], case.q.shape[2], case.q.element_size(), case.k_cache.element_size()
+    return op(case.slot_mapping, table_rows, case.query_start_loc, case.seq_lens, table_tokens, case.window, *shape)
+
+
+def values_of(case: AttentionCase) -> dict:
+    return dict(zip((field.name for field in fields(case)), case.args(), strict=True))
+
+
+def attended(op, case: AttentionCase, plan: tuple, turn: tuple | None = None, table: Tensor | None = None, **kwargs):
+    """The output of a decode op, and its caches."""
+    values = values_of(case)
+    q, k, v = values["q"], values["k"], values["v"]
+    turning_arguments: tuple = (None, None, None, None)
+    if turn is not None:
+        qkv, *turning_arguments = turn
+        sizes = [case.q.shape[1], case.k.shape[1], case.k.shape[1]]
+        q, k, v = qkv.unflatten(-1, (-1, case.q.shape[2])).split(sizes, dim=1)
+    caches = {name: values[name] for name in CACHES}
+    table = case.block_table if table is None else table
+    scores = (case.sinks, EPS, case.sm_scale, case.window, case.soft_cap)
+    return op(q, k, v, *turning_arguments, *caches.values(), table, *plan, *scores, **kwargs), caches
+
+
+def same_plan(case: AttentionCase, table_rows: Tensor | None = None) -> tuple:
+    """The kernel's plan, which is the reference's."""
+    (tasks, counters), (expected, zeros) = plan_of(case, table_rows), plan_of(case, table_rows, decode_plan_reference)
+    count = int(expected[0, 0])
+    assert int(tasks[0, 0]) == count
+    assert torch.equal(tasks[1 : 1 + count, :7], expected[1 : 1 + count, :7])
+    assert tasks.shape == expected.shape
+    assert torch.equal(counters, zeros)
+    return tasks, counters
+
+
+def plain(context_lens: list[int], **kwargs) -> None:
+    """Heads that are as they are: against the reference, caches to the bit."""
+    case = decode_case(context_lens, **kwargs)
+    plan = same_plan(case)
+
+    def op(*args) -> Tensor:
+        given = dict(zip((field.name for field in fields(case)), args, strict=True))
+        caches, scores = (given[name] for name in CACHES), (case.sinks, 0.0, case.sm_scale, case.window, case.soft_cap)
+        return triton_decode.decode_attention(
+            given["q"], given["k"], given["v"], None, None, None, None, *caches, case.block_table, *plan, *scores
+        )
+
+    check(case, op)
+    assert not plan[1].any(), "the next layer finds counters that are zero"
+
+
+def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, **kwargs) -> None:
+    """As what two launches give, to the bit but for norms of queries; by the tables of more requests."""
+    case = decode_case(context_lens, fused_qkv=True, **kwargs)
+    turn = turning(case, norm_dtype, scaled)
+    requests = len(case.seq_lens)
+    rows = torch.randperm(requests + 3)[:requests].int()
+    table = torch.full((requests + 3, case.block_table.shape[1]), 2**30, dtype=torch.int32)
+    table[rows.long()] = case.block_table
+    plan = same_plan(case, rows)
+    out, caches = attended(triton_decode.decode_attention, case, plan, turn, table)
+    assert not plan[1].any(), "the next layer finds counters that are zero"
+    values = values_of(case)
+    expected = triton_attention.rotary_attention(
+        *turn, *(values[name] for name in (*CACHES, "slot_mapping", "block_table", "query_start_loc", "seq_lens")),
+        case.sinks, case.q.shape[1], EPS, case.sm_scale, 1, case.window, case.soft_cap,
+    )  # fmt: skip
+    if requests > 1 and norm_dtype is None:  # a request alone is cut otherwise
+        assert torch.equal(out, expected)
+    torch.testing.assert_close(out, expected, atol=case.tolerance, rtol=case.tolerance)
+    for name, cache in caches.items():
+        if cache is not None:
+            assert torch.equal(cache[1:].view(torch.uint8), values[name][1:].view(torch.uint8)), name
+
+
+def any_program_may_be_the_last() -> None:
+    case = decode_case([600, 300, 1500], dtype=BF16, num_heads=12, fused_qkv=True)
+    plan, turn, tiles = plan_of(case), turning(case, BF16, False), default_config(64, 2, 2, (9, 0))
+    outs = [
+        attended(
+            triton_decode.decode_attention, case, plan, turn, tiles=replace(tiles, decode_programs_per_sm=count)
+        )[0]
+        for count in (1, 3, 5)
+    ]  # fmt: skip
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def a_bad_key_is_its_own_requests_affair(kv_dtype) -> None:
+    clean = decode_case([30, 200, 40], dtype=BF16, kv_dtype=kv_dtype, num_heads=4, num_kv_heads=2)
+    plan = plan_of(clean)
+    bad_key = clean.k.clone()
+    bad_key[1, 1, 3] = float("nan")
+    (out, _), (expected, _) = (
+        attended(triton_decode.decode_attention, one, plan) for one in (replace(clean, k=bad_key), clean)
+    )
+    assert not torch.isfinite(out[1, 2:]).any(), "heads 2 and 3 belong to KV head 1"
+    assert torch.equal(out[[0, 2]], expected[[0, 2]])
+    assert torch.equal(out[1, :2], expected[1, :2])
+
+
+LENGTHS = [0, 33, 130, 700]
+CASES = {
+    **{
+        f"plain-h{head_dim}-gqa{group}-{name}": functools.partial(
+            plain, [130, 0, 300], head_dim=head_dim, num_heads=2 * group, dtype=BF16, kv_dtype=kv_dtype
+        )
+        for head_dim, group in ((64, 1), (80, 4), (96, 5), (128, 8), (256, 2), (512, 4))
+        for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
+    },
+    **{
+        f"turned-h{head_dim}-gqa{group}-{name}": functools.partial(
+            turned, LENGTHS, head_dim=head_dim, num_heads=2 * group, dtype=BF16, kv_dtype=kv_dtype, norm_dtype=BF16
+        )
+        for head_dim, group in ((64, 2), (64, 7), (80, 4), (96, 16), (128, 1), (256, 4), (512, 2))
+        for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
+    },
+    "turned-scaled-float16": functools.partial(turned, LENGTHS, dtype=FP16, norm_dtype=FP32, scaled=True),
+    "turned-float32-int8": functools.partial(turned, [0, 200], dtype=FP32, kv_dtype=INT8),
+    "turned-without-norms": functools.partial(turned, LENGTHS, dtype=BF16, without_row=3),
+    "turned-alone": functools.partial(turned, [1200], dtype=BF16, norm_dtype=BF16, num_heads=8),
+    "turned-many": functools.partial(turned, [*range(1, 340, 17)], dtype=BF16, without_row=12, head_dim=16),
+    "turned-window": functools.partial(turned, [600, 290, 100, 20], dtype=BF16, window=70, sinks=True, without_row=1),
+    "turned-window-int8": functools.partial(turned, [600, 290], dtype=BF16, window=300, soft_cap=3.0, kv_dtype=INT8),
+    "turned-more-than-64-splits": functools.partial(
+        turned, [16500, 8200], dtype=BF16, num_heads=1, num_kv_heads=1, head_dim=16
+    ),
+    "plain-alone-int8-soft-cap": functools.partial(plain, [1500], dtype=BF16, kv_dtype=INT8, soft_cap=2.0),
+    "plain-window-of-one": functools.partial(plain, [530, 30], dtype=BF16, window=1),
+    "plain-only-padding": functools.partial(plain, [], dtype=BF16, without_row=3, sinks=True),
+    "plain-blocks-of-one": functools.partial(plain, [1, 15, 200], dtype=BF16, block_size=1),
+    "any-program-last": any_program_may_be_the_last,
+    "bad-key": functools.partial(a_bad_key_is_its_own_requests_affair, None),
+    "bad-key-fp8": functools.partial(a_bad_key_is_its_own_requests_affair, FP8),
+}
+
+
+@pytest.mark.parametrize("name", cases(parts_of(CASES), 16, {name: (name,) for name in CASES}))
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+
+def launch(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    head_dim: int,
+    group: int,
+    kv_dtype: torch.dtype | None,
+) -> tuple:
+    """What a decode of 8 requests launches, from tensors without storage."""
+    recorded: list = []
+    monkeypatch.setattr(triton_decode, "decode_kernel", ahead_of_time.Recorder(triton_decode.decode_kernel, recorded))
+    monkeypatch.setattr(triton_decode, "device_facts", lambda device: triton_attention.Device("", capability, 132))
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    sizes = [8 * group, 8, 8]
+    q, k, v = empty(8, sum(sizes), head_dim, dtype=BF16).split(sizes, dim=1)
+    caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
+    scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
+    turn = empty(8, head_dim, dtype=FP32), empty(head_dim, dtype=BF16), empty(head_dim, dtype=BF16)
+    plan = empty(1 + 8 * Splits.MOST, COLUMNS), empty(64)
+    triton_decode.decode_attention(
+        q, k, v, *turn, None, *caches, *scales, empty(64, 2048), *plan, None, EPS, head_dim**-0.5, 0, 0.0
+    )
+    monkeypatch.undo()
+    return recorded[0]
+
+
+SHARED_MEMORY = {(8, 0): 164 * 1024, (9, 0): 228 * 1024, (10, 0): 228 * 1024}
+DECODES = {
+    f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}": (capability, head_dim, group, kv_dtype)
+    for capability in SHARED_MEMORY
+    for head_dim in (64, 96, 128, 256, 512)
+    for group in ((1, 2, 4, 5, 7, 8, 16) if head_dim < 512 else (2, 4, 8))
+    for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
+    if kv_dtype != FP8 or capability != (8, 0)
+}
+
+
+@pytest.mark.parametrize(("capability", "head_dim", "group", "kv_dtype"), cases(parts_of(DECODES), 8, DECODES))
+def test_decodes_compile_without_spills(
+    capability: tuple[int, int],
+    head_dim: int,
+    group: int,
+    kv_dtype: torch.dtype | None,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """And all programs of the grid run at once."""
+    kernel, args, kwargs = launch(monkeypatch, capability, head_dim, group, kv_dtype)
+    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+    usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).decode_programs_per_sm
+    assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
+    assert programs * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS
+
+
+# ---- on the CPU -----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_alone_is_cut_into_as_many_splits_as_run_at_once() -> None:
+    tiles: TileConfig = default_config(128, 2, 2, (9, 0))
+    assert decode_splits(tiles, 1, 8, 132) == Splits(64, 132 * 3 // 8)
+    assert decode_splits(tiles, 2, 8, 132) == Splits(tiles.split_tokens, 64)
+
+
+@pytest.mark.parametrize("rotary", [False, True])
+def test_the_reference_is_the_two_ops(rotary: bool) -> None:
+    """The ops that a CPU has, from lengths that are in the plan alone."""
+    case = decode_case([0, 0, 0], without_row=1, dtype=BF16, fused_qkv=True)
+    plan = plan_of(case, None, decode_plan_reference)
+    turn = turning(case, BF16, True) if rotary else None
+    out, caches = attended(decode_attention_reference, case, plan, turn)
+    values = values_of(case)
+    if turn is not None:
+        qkv, cos_sin, q_norm, k_norm, scale = turn
+        q, values["k"] = torch.ops.compiled_llm.rope(qkv, cos_sin, q_norm, k_norm, 4, 2, EPS)
+        values["q"] = q * scale[:, None]
+    expected = torch.ops.compiled_llm.paged_attention(*values.values())
+    assert torch.equal(out[:3], expected[:3])
+    assert not out[3:].any()
+    assert torch.equal(caches["k_cache"][1:].view(torch.int16), values["k_cache"][1:].view(torch.int16))
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    interpreted.run(CASES)
