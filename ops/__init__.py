@@ -5,7 +5,7 @@ Only torch is needed to import it. Triton is imported when a kernel first runs o
 when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 """
 
-from compiled_llm.ops.attention.decode_attention import decode_attention
+from compiled_llm.ops.attention.decode_attention import decode_attention, rotary_decode_attention
 from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
@@ -63,6 +63,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rotary_attention",
+    "rotary_decode_attention",
     "route",
     "routed_rows",
     "sample_tokens",

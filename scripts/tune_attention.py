@@ -154,9 +154,9 @@ class Step:
         if self.plan is None:
             inputs = *self.inputs, *caches, *self.lengths, sinks, scale, self.query_len, 0, 0.0
             return triton_attention.paged_attention(*inputs, tiles=tiles)
-        rest = sinks, 1e-6, scale, 0, 0.0
+        turning = triton_decode.Turning(*self.turn)
         return triton_decode.decode_attention(
-            *self.inputs, *self.turn, *caches, self.lengths[1], *self.plan, *rest, tiles=tiles
+            *self.inputs, turning, 1e-6, *caches, self.lengths[1], *self.plan, sinks, scale, 0, 0.0, tiles=tiles
         )  # fmt: skip
 
     def make_plan(self, tiles: TileConfig) -> None:

@@ -17,6 +17,7 @@ from compiled_llm.ops import (
     paged_attention,
     rms_norm,
     rotary_attention,
+    rotary_decode_attention,
 )
 from compiled_llm.ops.attention import kv_quant
 
@@ -189,11 +190,9 @@ def attended(
         return attend(q, k, v, cache, step, spec, max_query_len, w.sinks)
     assert cos_sin is not None
     if spec.plan is not None:
-        heads = qkv.unflatten(-1, (-1, spec.head_dim))
-        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        out = decode_attention(
-            q, k, v, cos_sin, q_norm, k_norm, query_scale, *cache, step.plans[spec.plan], eps=eps,
-            **_scores(spec, w.sinks),
+        out = rotary_decode_attention(
+            qkv, cos_sin, q_norm, k_norm, query_scale, *cache, step.plans[spec.plan],
+            num_heads=spec.num_heads, eps=eps, **_scores(spec, w.sinks),
         )  # fmt: skip
         return out.flatten(1)
     out = rotary_attention(
@@ -215,10 +214,7 @@ def attend(
 ) -> Tensor:
     """What queries ``[T, N, H]`` see of the cache, ``[T, N * H]``, after keys and values ``[T, K, H]`` went there."""
     if spec.plan is not None:
-        out = decode_attention(
-            q, k, v, None, None, None, None, *cache, step.plans[spec.plan], eps=0.0, **_scores(spec, sinks)
-        )  # fmt: skip
-        return out.flatten(1)
+        return decode_attention(q, k, v, *cache, step.plans[spec.plan], **_scores(spec, sinks)).flatten(1)
     return paged_attention(q, k, v, *_where(cache, step, spec), **_how(spec, max_query_len, sinks)).flatten(1)
 
 

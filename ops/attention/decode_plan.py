@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.attention.tiles import Splits, decode_splits, tile_config
+from compiled_llm.ops.attention.tiles import MOST_SPLITS, SPLIT_GRAIN, Splits, decode_splits, tile_config
 from compiled_llm.ops.library import LIBRARY
 
 COLUMNS = 8  # 32 bytes, which memory gives at once
@@ -59,12 +59,12 @@ def decode_plan(
 
 def most_splits(table_tokens: int) -> int:
     """Of a request, whatever the tiles are."""
-    return max(1, min(Splits.MOST, -(-table_tokens // Splits.GRAIN)))
+    return max(1, min(MOST_SPLITS, -(-table_tokens // SPLIT_GRAIN)))
 
 
 def splits_of(keys: int, splits: Splits) -> tuple[int, int]:
     """Keys of a split, and their number, for a request with so many visible keys."""
-    tokens = max(splits.tokens, -(-keys // (splits.most * Splits.GRAIN)) * Splits.GRAIN)
+    tokens = max(splits.tokens, -(-keys // (splits.most * SPLIT_GRAIN)) * SPLIT_GRAIN)
     return tokens, max(1, -(-keys // tokens))
 
 

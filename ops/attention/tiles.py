@@ -14,17 +14,19 @@ from typing import NamedTuple
 
 FOLDER = Path(__file__).parents[1] / "tiles"
 MAX_HEAD_DIM = 512
+SPLIT_GRAIN = 64  # keys
+MOST_SPLITS = 64
 
 
 @dataclass(frozen=True)
 class TileConfig:
     """Tile sizes of the attention kernels. ``n`` counts keys, ``m`` rows: tokens times the heads of a KV head.
 
-    ``decode`` are those of a step of decodes alone (``triton_decode.py``), ``split`` those of other steps' decodes and
-    short queries. The split kernel's tiles have as few rows as possible (``triton_attention.py``). Only queries of several tokens have
-    larger ones, up to ``short_block_m``, and share the keys that they load. The ``programs_per_sm`` should be no more
-    than can run at once: programs share the work evenly, so any that start late end late. ``split_tokens``, a multiple
-    of 64, are the keys of one split at least: few for more programs at short contexts, many for fewer partial results.
+    ``decode`` are those of steps of decodes alone (``triton_decode.py``), ``split`` of decodes and short queries in
+    others. The split kernel's tiles have as few rows as possible (``triton_attention.py``). Only queries of several
+    tokens have larger ones, up to ``short_block_m``, and share their keys. ``programs_per_sm`` should be no more than
+    can run at once: programs share the work evenly, so any that start late end late. ``split_tokens``, a multiple of
+    64, are the keys of one split at least: few for more programs at short contexts, many for fewer partial results.
     A request's bits follow from them, so they are the same for every bucket.
     """
 
@@ -37,21 +39,18 @@ class TileConfig:
     prefill_block_n: int
     prefill_warps: int
     prefill_stages: int
+    decode_block_n: int
+    decode_warps: int
+    decode_stages: int
+    decode_programs_per_sm: int
     split_tokens: int = 128
-    decode_block_n: int = 64
-    decode_warps: int = 2
-    decode_stages: int = 3
-    decode_programs_per_sm: int = 3
 
 
 class Splits(NamedTuple):
     """How a decode's keys are cut: in splits of ``tokens`` keys, or of more where they would be more than ``most``."""
 
-    tokens: int
+    tokens: int  # a multiple of SPLIT_GRAIN
     most: int
-
-    GRAIN = 64  # of which a split's keys are a multiple
-    MOST = 64
 
 
 class ExactTile(NamedTuple):
@@ -66,35 +65,38 @@ class ExactTile(NamedTuple):
 
 # By padded head_dim. Chosen so that no registers spill and all programs of the split kernel run at once; the test that
 # compiles them ahead of time asserts both.
-# In the order of the fields: split n, warps, stages, programs per SM; short m; prefill m, n, warps, stages.
+# In the order of the fields: split n, warps, stages, programs per SM; short m; prefill m, n, warps, stages; decode n,
+# warps, stages, programs per SM. Decodes have two warps where the registers do: twice the keys in a tile, and half the
+# instructions of all that a warp does for itself.
 HOPPER = {
-    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3),
-    128: TileConfig(32, 4, 4, 3, 64, 128, 64, 8, 3),
-    256: TileConfig(32, 4, 3, 2, 32, 128, 32, 8, 3),
-    512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 64, 2, 3, 6),
+    128: TileConfig(32, 4, 4, 3, 64, 128, 64, 8, 3, 64, 2, 3, 3),
+    256: TileConfig(32, 4, 3, 2, 32, 128, 32, 8, 3, 32, 4, 3, 2),
+    512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2, 32, 8, 3, 1),
 }
 HOPPER_QUANTISED = {  # converting codes takes registers
-    **HOPPER,
-    128: TileConfig(64, 4, 3, 3, 32, 128, 64, 8, 2),
-    512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 64, 2, 3, 5),
+    128: TileConfig(64, 4, 3, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4),
+    256: HOPPER[256],
+    512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2, 32, 8, 3, 1),
 }
 OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 99
-    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3),
-    128: TileConfig(32, 4, 3, 3, 64, 128, 32, 8, 3),
-    256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2),
-    512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 64, 2, 3, 4),
+    128: TileConfig(32, 4, 3, 3, 64, 128, 32, 8, 3, 32, 2, 4, 3),
+    256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2, 32, 4, 3, 2),
+    512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2, 16, 4, 2, 2),
 }
 OTHERS_QUANTISED = {
-    64: TileConfig(64, 4, 3, 3, 64, 128, 32, 8, 3),
-    128: TileConfig(32, 4, 3, 3, 32, 64, 32, 4, 3),
-    256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2),
-    512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 32, 8, 3, 64, 2, 3, 5),
+    128: TileConfig(32, 4, 3, 3, 32, 64, 32, 4, 3, 32, 2, 4, 4),
+    256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2, 32, 4, 3, 2),
+    512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2, 16, 4, 2, 2),
 }
 FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in registers
-    64: TileConfig(32, 4, 2, 4, 16, 32, 32, 8, 1),
-    128: TileConfig(32, 4, 2, 4, 16, 32, 16, 8, 1),
-    256: TileConfig(32, 8, 2, 2, 16, 16, 32, 8, 1),
-    512: TileConfig(16, 8, 1, 1, 16, 16, 16, 8, 1),
+    64: TileConfig(32, 4, 2, 4, 16, 32, 32, 8, 1, 32, 4, 2, 4),
+    128: TileConfig(32, 4, 2, 4, 16, 32, 16, 8, 1, 32, 4, 2, 4),
+    256: TileConfig(32, 8, 2, 2, 16, 16, 32, 8, 1, 32, 8, 2, 2),
+    512: TileConfig(16, 8, 1, 1, 16, 16, 16, 8, 1, 16, 8, 1, 1),
 }
 # Few registers and little shared memory, for all GPUs. 64 rows: fewer have other instructions on Hopper, which heads of
 # 512 have in all launches.
@@ -168,9 +170,9 @@ def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_s
     A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than run at once.
     """
     if num_requests > 1:
-        return Splits(tiles.split_tokens, Splits.MOST)
+        return Splits(tiles.split_tokens, MOST_SPLITS)
     at_once = num_sms * tiles.decode_programs_per_sm // num_kv_heads
-    return Splits(Splits.GRAIN, min(Splits.MOST, max(8, at_once)))
+    return Splits(SPLIT_GRAIN, min(MOST_SPLITS, max(8, at_once)))
 
 
 def default_config(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> TileConfig:

@@ -54,8 +54,8 @@ from compiled_llm.ops.attention.triton_kernels import (
 from compiled_llm.ops.attention.triton_write import write_kernel
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
-# What is fused is written as tl.fma: what turns queries and quantises keys rounds after each operation.
-OPTIONS = {"enable_fp_fusion": False}
+# Given explicitly: Triton 3.10 will no longer fuse multiplications and additions by default.
+OPTIONS = {"enable_fp_fusion": True}
 _TURNED_AT_ONCE = 1024  # elements of a program of the write kernel
 MERGED_AT_ONCE = 1024  # elements of partial results that a warp joins at once: 32 registers a thread
 

@@ -12,6 +12,8 @@
   it at the beginning of the step, so nothing is left over from a step that failed.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,8 +21,8 @@ from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.decode_plan import COLUMNS, most_splits
-from compiled_llm.ops.attention.tiles import Splits, TileConfig, decode_splits, tile_config
-from compiled_llm.ops.attention.triton_attention import MERGED_AT_ONCE, OPTIONS, device_facts, pairs_of_codes
+from compiled_llm.ops.attention.tiles import MOST_SPLITS, SPLIT_GRAIN, TileConfig, decode_splits, tile_config
+from compiled_llm.ops.attention.triton_attention import MERGED_AT_ONCE, device_facts, pairs_of_codes
 from compiled_llm.ops.attention.triton_codes import attend_codes
 from compiled_llm.ops.attention.triton_kernels import (
     LOWEST,
@@ -34,7 +36,7 @@ from compiled_llm.ops.attention.triton_write import write_rows, write_turned_key
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
-GRAIN = tl.constexpr(Splits.GRAIN)
+GRAIN = tl.constexpr(SPLIT_GRAIN)
 TASK = tl.constexpr(COLUMNS)
 
 
@@ -157,7 +159,7 @@ def decode_kernel(
     eps, scale, partial_rows, table_stride, cos_sin_stride,
     q_stride_t, q_stride_n, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CODE_MAX: tl.constexpr, SOFT_CAP: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    CODE_MAX: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MERGE_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A task is one of the plan's for one KV head; programs take turns.
@@ -168,6 +170,7 @@ def decode_kernel(
     Where queries are of 16 bits, a quantised cache comes as int16, two codes each; ``CODE_MAX`` tells the kind.
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    tl.static_assert(WINDOW >= 0)  # no task has a key before it
     m = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_H)
     num_tasks = tl.load(tasks) * NUM_KV_HEADS
@@ -259,13 +262,22 @@ def decode_plan(
     return tasks, counters
 
 
+class Turning(NamedTuple):
+    """What turns queries and keys, see ``rotary_attention.py``."""
+
+    cos_sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    query_scale: Tensor | None
+
+
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, cos_sin: Tensor | None, q_norm: Tensor | None, k_norm: Tensor | None,
-    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    block_table: Tensor, tasks: Tensor, counters: Tensor, sinks: Tensor | None, eps: float, sm_scale: float,
+    q: Tensor, k: Tensor, v: Tensor, turning: Turning | None, eps: float,
+    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    block_table: Tensor, tasks: Tensor, counters: Tensor, sinks: Tensor | None, sm_scale: float,
     window: int, soft_cap: float, tiles: TileConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """Both ops on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
     The plan knows the ``window``. ``tiles`` replaces this GPU's configuration: ``scripts/tune_attention.py`` looks for
     a better one.
@@ -276,29 +288,30 @@ def decode_attention(
     tiles = tiles or tile_config(head_dim, q.element_size(), k_cache.element_size(), capability, gpu)
     assert sm_scale > 0
     assert (k_scale is not None) == (v_scale is not None) == kv_quant.is_quantised(k_cache.dtype)
-    group = num_heads // num_kv_heads
-    block_h = max(16, triton.next_power_of_2(head_dim))
+    cos_sin, q_norm, k_norm, query_scale = turning or (None, None, None, None)
     if cos_sin is not None:
         cos_sin, _ = aligned_rows(cos_sin, "decode_attention", "cos_sin", (torch.float32,))
         assert q.stride(1) == k.stride(1) == head_dim
         assert head_dim % 2 == 0
         assert (q_norm is None) == (k_norm is None)
-    most = (len(tasks) - 1) // num_tokens
+    block_h, most = max(16, triton.next_power_of_2(head_dim)), (len(tasks) - 1) // num_tokens
     parts = (num_tokens, num_heads, most)
+    per_sm, warps = tiles.decode_programs_per_sm, tiles.decode_warps
     with torch.cuda.device_of(q):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
-        programs = min(num_tokens * most * num_kv_heads, num_sms * tiles.decode_programs_per_sm)
-        decode_kernel[(programs,)](
+        decode_kernel[(min(num_tokens * most * num_kv_heads, num_sms * per_sm),)](
             q, k, v, cos_sin, q_norm, k_norm, query_scale, *pairs_of_codes(q, k_cache, v_cache), k_scale, v_scale,
             block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
             eps, sm_scale, most, block_table.stride(0), 0 if cos_sin is None else cos_sin.stride(0),
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-            GROUP=group, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), SOFT_CAP=soft_cap,
-            MERGE_SPLITS=max(1, min(Splits.MOST, MERGED_AT_ONCE * tiles.decode_warps // block_h)),
-            BLOCK_M=max(16, triton.next_power_of_2(group)), BLOCK_N=tiles.decode_block_n, BLOCK_H=block_h,
-            num_warps=tiles.decode_warps, num_stages=tiles.decode_stages, **OPTIONS,
+            GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+            CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), WINDOW=window, SOFT_CAP=soft_cap,
+            MERGE_SPLITS=max(1, min(MOST_SPLITS, MERGED_AT_ONCE * warps // block_h)),
+            BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_N=tiles.decode_block_n,
+            BLOCK_H=block_h,
+            num_warps=warps, num_stages=tiles.decode_stages,
+            enable_fp_fusion=False,  # as the write kernel; in the main loop tl.fma says what is fused
         )  # fmt: skip
     return out

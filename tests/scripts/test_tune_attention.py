@@ -45,7 +45,7 @@ def test_candidates_are_new_fit_and_come_closest_first(script: ModuleType) -> No
             assert replace(config, **{name: getattr(start, name) for name in choices}) == start, "of this kind only"
     few = script.candidates(start, "decode tiles", 256, 2, 99 * 1024)
     assert 0 < len(few) < len(script.candidates(start, "decode tiles", 256, 1, 227 * 1024))
-    assert all(2 * (config.split_stages - 1) * config.split_block_n * 256 * 2 <= 99 * 1024 for config in few)
+    assert all(2 * (config.decode_stages - 1) * config.decode_block_n * 256 * 2 <= 99 * 1024 for config in few)
 
 
 def test_every_field_is_tuned(script: ModuleType) -> None:

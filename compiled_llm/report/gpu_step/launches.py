@@ -22,6 +22,7 @@ from compiled_llm.report.gpu_step.fake_step import FakeStep
 _PROJECT = "compiled_llm"
 _COPIES = ("copy_", "clone", "_to_copy", "constant_pad_nd")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_int_mm", "_scaled_mm", "_weight_int4pack_mm")
+_ATTENTION = ("paged_attention", "rotary_attention", "decode_attention", "rotary_decode_attention")
 _ALLOCATES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 
 
@@ -64,7 +65,7 @@ class Launch:
     @property
     def is_attention(self) -> bool:
         """Part of an attention op, with what it does besides: rope, norms, the write to the cache."""
-        return self.op.removesuffix("_exact") in ("paged_attention", "rotary_attention")
+        return self.op.removesuffix("_exact") in _ATTENTION
 
     @property
     def is_addmm_with_matrix(self) -> bool:

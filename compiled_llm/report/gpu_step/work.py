@@ -156,6 +156,31 @@ def _joining(a: Arguments, new: int, splits: int) -> int:
     return 1 + rows * -(-splits // a["MERGE_SPLITS"])
 
 
+def _decode(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Queries are turned in each split; keys and values are made once, and written."""
+    from compiled_llm.ops.attention.decode_plan import splits_of
+    from compiled_llm.ops.attention.tiles import decode_splits, tile_config
+    from compiled_llm.ops.attention.triton_decode import device_facts
+
+    r, keys, kv_heads = contexts.num_requests, contexts.keys(a["WINDOW"]), a["NUM_KV_HEADS"]
+    heads, head_dim = a["q"].shape[1:]
+    gpu, capability, num_sms = device_facts(a["q"].device)
+    cache_bytes = a["v_cache"].shape[-1] * a["v_cache"].itemsize // head_dim  # codes may come in pairs
+    tiles = tile_config(head_dim, a["q"].itemsize, cache_bytes, capability, gpu)
+    size, splits = splits_of(keys, decode_splits(tiles, r, kv_heads, num_sms))
+    partial = r * heads * splits * (head_dim + 2) * 4 if splits > 1 else 0  # written, and read by the last program
+    new = 2 * r * kv_heads * head_dim * a["q"].itemsize + (0 if a["cos_sin"] is None else a["cos_sin"].nbytes)
+    out = r * heads * head_dim * a["q"].itemsize
+    cached = r * kv_heads * _key_bytes(a)  # of a key and a value
+    blocks = r * kv_heads * sum(-(-min(size, keys - first) // a["BLOCK_N"]) for first in range(0, keys, size))
+    padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
+    read = out + new + cached * keys + r * -(-keys // a["BLOCK_SIZE"]) * 4 + partial
+    entries = max(kernel.programs, r * kv_heads * splits)
+    flops = 4 * contexts.pairs(a["WINDOW"]) * heads * head_dim
+    joining = 0 if splits == 1 else 1 + a["GROUP"] * -(-splits // a["MERGE_SPLITS"])
+    return Work(read, partial + out + cached, flops, padded, 8 * a["q"].itemsize, entries, blocks, joining)
+
+
 def num_splits(keys: int, rows: int, split_tokens: int) -> int:
     """As ``_splits`` of the attention kernels: of a request with so many keys and query rows."""
     from compiled_llm.ops.attention.triton_kernels import MAX_SPLITS, MIN_MAX_SPLITS
@@ -282,6 +307,7 @@ def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wor
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
+    "decode_kernel": _decode,
     "prefill_kernel": _prefill,
     "exact_attention_kernel": _exact_attention,
     "exact_merge_kernel": _exact_merge,

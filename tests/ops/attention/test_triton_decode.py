@@ -7,6 +7,7 @@ or an empty string.
 
 import functools
 import subprocess
+from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -14,10 +15,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.attention.decode_attention import decode_attention_reference
-from compiled_llm.ops.attention.decode_plan import COLUMNS, decode_plan_reference
-from compiled_llm.ops.attention.tiles import Splits, TileConfig, decode_splits, default_config
-from tests.drawn import cases, parts_of
+from compiled_llm.ops import decode_attention, rope, rotary_decode_attention
+from compiled_llm.ops.attention.decode_attention import heads_of
+from compiled_llm.ops.attention.decode_plan import COLUMNS, DecodePlan, decode_plan_reference
+from compiled_llm.ops.attention.tiles import MOST_SPLITS, Splits, TileConfig, decode_splits, default_config
 from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, check, make_case
 
 triton = pytest.importorskip("triton")
@@ -46,19 +47,19 @@ def values_of(case: AttentionCase) -> dict:
     return dict(zip((field.name for field in fields(case)), case.args(), strict=True))
 
 
-def attended(op, case: AttentionCase, plan: tuple, turn: tuple | None = None, table: Tensor | None = None, **kwargs):
-    """The output of a decode op, and its caches."""
+def attended(case: AttentionCase, plan: tuple, turn: tuple | None = None, table: Tensor | None = None, **kwargs):
+    """The kernel's output, and its caches."""
     values = values_of(case)
     q, k, v = values["q"], values["k"], values["v"]
-    turning_arguments: tuple = (None, None, None, None)
+    turning = None
     if turn is not None:
-        qkv, *turning_arguments = turn
-        sizes = [case.q.shape[1], case.k.shape[1], case.k.shape[1]]
-        q, k, v = qkv.unflatten(-1, (-1, case.q.shape[2])).split(sizes, dim=1)
+        turning = triton_decode.Turning(*turn[1:])
+        q, k, v = heads_of(turn[0], case.q.shape[1], case.k_cache)
     caches = {name: values[name] for name in CACHES}
     table = case.block_table if table is None else table
-    scores = (case.sinks, EPS, case.sm_scale, case.window, case.soft_cap)
-    return op(q, k, v, *turning_arguments, *caches.values(), table, *plan, *scores, **kwargs), caches
+    scores = (case.sinks, case.sm_scale, case.window, case.soft_cap)
+    out = triton_decode.decode_attention(q, k, v, turning, EPS, *caches.values(), table, *plan, *scores, **kwargs)
+    return out, caches
 
 
 def same_plan(case: AttentionCase, table_rows: Tensor | None = None) -> tuple:
@@ -79,9 +80,9 @@ def plain(context_lens: list[int], **kwargs) -> None:
 
     def op(*args) -> Tensor:
         given = dict(zip((field.name for field in fields(case)), args, strict=True))
-        caches, scores = (given[name] for name in CACHES), (case.sinks, 0.0, case.sm_scale, case.window, case.soft_cap)
+        caches, scores = (given[name] for name in CACHES), (case.sinks, case.sm_scale, case.window, case.soft_cap)
         return triton_decode.decode_attention(
-            given["q"], given["k"], given["v"], None, None, None, None, *caches, case.block_table, *plan, *scores
+            given["q"], given["k"], given["v"], None, 0.0, *caches, case.block_table, *plan, *scores
         )
 
     check(case, op)
@@ -97,7 +98,7 @@ def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, **kwa
     table = torch.full((requests + 3, case.block_table.shape[1]), 2**30, dtype=torch.int32)
     table[rows.long()] = case.block_table
     plan = same_plan(case, rows)
-    out, caches = attended(triton_decode.decode_attention, case, plan, turn, table)
+    out, caches = attended(case, plan, turn, table)
     assert not plan[1].any(), "the next layer finds counters that are zero"
     values = values_of(case)
     expected = triton_attention.rotary_attention(
@@ -116,8 +117,7 @@ def any_program_may_be_the_last() -> None:
     case = decode_case([600, 300, 1500], dtype=BF16, num_heads=12, fused_qkv=True)
     plan, turn, tiles = plan_of(case), turning(case, BF16, False), default_config(64, 2, 2, (9, 0))
     outs = [
-        attended(
-            triton_decode.decode_attention, case, plan, turn, tiles=replace(tiles, decode_programs_per_sm=count)
+        attended(case, plan, turn, tiles=replace(tiles, decode_programs_per_sm=count)
         )[0]
         for count in (1, 3, 5)
     ]  # fmt: skip
@@ -129,19 +129,17 @@ def a_bad_key_is_its_own_requests_affair(kv_dtype) -> None:
     plan = plan_of(clean)
     bad_key = clean.k.clone()
     bad_key[1, 1, 3] = float("nan")
-    (out, _), (expected, _) = (
-        attended(triton_decode.decode_attention, one, plan) for one in (replace(clean, k=bad_key), clean)
-    )
+    (out, _), (expected, _) = (attended(one, plan) for one in (replace(clean, k=bad_key), clean))
     assert not torch.isfinite(out[1, 2:]).any(), "heads 2 and 3 belong to KV head 1"
     assert torch.equal(out[[0, 2]], expected[[0, 2]])
     assert torch.equal(out[1, :2], expected[1, :2])
 
 
-LENGTHS = [0, 33, 130, 700]
+LENGTHS = [0, 33, 300]
 CASES = {
     **{
         f"plain-h{head_dim}-gqa{group}-{name}": functools.partial(
-            plain, [130, 0, 300], head_dim=head_dim, num_heads=2 * group, dtype=BF16, kv_dtype=kv_dtype
+            plain, [0, 300], head_dim=head_dim, num_heads=2 * group, dtype=BF16, kv_dtype=kv_dtype
         )
         for head_dim, group in ((64, 1), (80, 4), (96, 5), (128, 8), (256, 2), (512, 4))
         for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
@@ -173,7 +171,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", cases(parts_of(CASES), 16, {name: (name,) for name in CASES}))
+# The others: battery.
+ORDINARY = (
+    "plain-h80-gqa4-fp8", "plain-h128-gqa8-int8", "plain-only-padding", "turned-h64-gqa2-bf16", "turned-h128-gqa1-int8",
+    "turned-without-norms", "turned-window", "turned-alone", "bad-key",
+)  # fmt: skip
+
+
+def marked(values: Iterable[str], ordinary: Collection[str]) -> list:
+    return [pytest.param(name, marks=() if name in ordinary else pytest.mark.battery) for name in values]
+
+
+@pytest.mark.parametrize("name", marked(CASES, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
@@ -200,11 +209,12 @@ def launch(
     q, k, v = empty(8, sum(sizes), head_dim, dtype=BF16).split(sizes, dim=1)
     caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
     scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
-    turn = empty(8, head_dim, dtype=FP32), empty(head_dim, dtype=BF16), empty(head_dim, dtype=BF16)
-    plan = empty(1 + 8 * Splits.MOST, COLUMNS), empty(64)
-    triton_decode.decode_attention(
-        q, k, v, *turn, None, *caches, *scales, empty(64, 2048), *plan, None, EPS, head_dim**-0.5, 0, 0.0
+    turning = triton_decode.Turning(
+        empty(8, head_dim, dtype=FP32), empty(head_dim, dtype=BF16), empty(head_dim, dtype=BF16), None
     )
+    plan = empty(1 + 8 * MOST_SPLITS, COLUMNS), empty(64)
+    scores = None, head_dim**-0.5, 0, 0.0
+    triton_decode.decode_attention(q, k, v, turning, EPS, *caches, *scales, empty(64, 2048), *plan, *scores)
     monkeypatch.undo()
     return recorded[0]
 
@@ -220,17 +230,15 @@ DECODES = {
 }
 
 
-@pytest.mark.parametrize(("capability", "head_dim", "group", "kv_dtype"), cases(parts_of(DECODES), 8, DECODES))
+COMPILED = ("sm_90-h128-gqa2-bf16", "sm_90-h128-gqa4-int8", "sm_80-h96-gqa5-bf16")
+
+
+@pytest.mark.parametrize("name", marked(DECODES, COMPILED))
 def test_decodes_compile_without_spills(
-    capability: tuple[int, int],
-    head_dim: int,
-    group: int,
-    kv_dtype: torch.dtype | None,
-    child: subprocess.Popen,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    name: str, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And all programs of the grid run at once."""
+    capability, head_dim, group, kv_dtype = DECODES[name]
     kernel, args, kwargs = launch(monkeypatch, capability, head_dim, group, kv_dtype)
     binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
     usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
@@ -253,18 +261,22 @@ def test_a_request_alone_is_cut_into_as_many_splits_as_run_at_once() -> None:
 def test_the_reference_is_the_two_ops(rotary: bool) -> None:
     """The ops that a CPU has, from lengths that are in the plan alone."""
     case = decode_case([0, 0, 0], without_row=1, dtype=BF16, fused_qkv=True)
-    plan = plan_of(case, None, decode_plan_reference)
-    turn = turning(case, BF16, True) if rotary else None
-    out, caches = attended(decode_attention_reference, case, plan, turn)
-    values = values_of(case)
-    if turn is not None:
-        qkv, cos_sin, q_norm, k_norm, scale = turn
-        q, values["k"] = torch.ops.compiled_llm.rope(qkv, cos_sin, q_norm, k_norm, 4, 2, EPS)
+    plan = DecodePlan(case.block_table, *plan_of(case, None, decode_plan_reference))
+    values, own = values_of(case), [values_of(case)[name] for name in CACHES]
+    scores = {"sinks": None, "sm_scale": case.sm_scale, "window": 0, "soft_cap": 0.0}
+    if rotary:
+        qkv, cos_sin, q_norm, k_norm, scale = turning(case, BF16, True)
+        out = rotary_decode_attention(
+            qkv, cos_sin, q_norm, k_norm, scale, *own, plan, num_heads=4, eps=EPS, **scores
+        )  # fmt: skip
+        q, values["k"] = rope(qkv, cos_sin, q_norm, k_norm, 4, 2, EPS)
         values["q"] = q * scale[:, None]
+    else:
+        out = decode_attention(case.q, case.k, case.v, *own, plan, **scores)
     expected = torch.ops.compiled_llm.paged_attention(*values.values())
     assert torch.equal(out[:3], expected[:3])
     assert not out[3:].any()
-    assert torch.equal(caches["k_cache"][1:].view(torch.int16), values["k_cache"][1:].view(torch.int16))
+    assert torch.equal(own[0][1:].view(torch.int16), values["k_cache"][1:].view(torch.int16))
 
 
 if __name__ == "__main__":
