@@ -3,8 +3,8 @@
 A decode has one query a request. Which request and which of its keys a program takes follows from lengths that only the
 device knows, and is the same in all layers of a kind: so it is found once a step, by one launch before the layers.
 
-The result is ``tasks``, int32 ``[1 + R * most, COLUMNS]``, and ``counters``, int32 ``[R * K]``, zeros. The first row of
-``tasks`` begins with the number of tasks, which follow:
+The result is ``tasks``, int32 ``[1 + R * most_splits, TASK_COLUMNS]``, and ``counters``, int32 ``[R * K]``, zeros. The
+first row of ``tasks`` begins with the number of tasks, which follow:
 
     row, table row, begin, end, split, number of splits, slot
 
@@ -19,10 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.ops.attention.tiles import MOST_SPLITS, SPLIT_GRAIN, Splits, decode_splits, tile_config
+from compiled_llm.ops.attention.tiles import SPLIT_GRAIN, TASK_COLUMNS, Splits, decode_splits, most_splits, tile_config
 from compiled_llm.ops.library import LIBRARY
-
-COLUMNS = 8  # 32 bytes, which memory gives at once
 
 LIBRARY.define(
     "decode_plan(Tensor slot_mapping, Tensor? table_rows, Tensor query_start_loc, Tensor seq_lens, int table_tokens, "
@@ -57,11 +55,6 @@ def decode_plan(
     return DecodePlan(block_table, tasks, counters)
 
 
-def most_splits(table_tokens: int) -> int:
-    """Of a request, whatever the tiles are."""
-    return max(1, min(MOST_SPLITS, -(-table_tokens // SPLIT_GRAIN)))
-
-
 def splits_of(keys: int, splits: Splits) -> tuple[int, int]:
     """Keys of a split, and their number, for a request with so many visible keys."""
     tokens = max(splits.tokens, -(-keys // (splits.most * SPLIT_GRAIN)) * SPLIT_GRAIN)
@@ -88,7 +81,7 @@ def decode_plan_reference(
             begin = first + split * size
             slot = slots[row] if seq_len and split == count - 1 else -1
             tasks.append([row, places[request], begin, min(begin + size, seq_len), split, count, slot, 0])
-    filled = torch.zeros(1 + num_requests * most_splits(table_tokens), COLUMNS, dtype=torch.int32)
+    filled = torch.zeros(1 + num_requests * most_splits(table_tokens), TASK_COLUMNS, dtype=torch.int32)
     filled[0, 0] = len(tasks)
     filled[1 : 1 + len(tasks)] = torch.tensor(tasks, dtype=torch.int32)
     return filled.to(seq_lens.device), seq_lens.new_zeros(num_requests * num_kv_heads)
@@ -99,7 +92,7 @@ def _fake(
     slot_mapping, table_rows, query_start_loc, seq_lens: Tensor, table_tokens: int, window, num_kv_heads: int, *_
 ):
     rows = 1 + len(seq_lens) * most_splits(table_tokens)
-    return seq_lens.new_empty(rows, COLUMNS), seq_lens.new_empty(len(seq_lens) * num_kv_heads)
+    return seq_lens.new_empty(rows, TASK_COLUMNS), seq_lens.new_empty(len(seq_lens) * num_kv_heads)
 
 
 def _cuda(*args) -> tuple[Tensor, Tensor]:

@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parents[1] / "tiles"
 MAX_HEAD_DIM = 512
 SPLIT_GRAIN = 64  # keys
 MOST_SPLITS = 64
+TASK_COLUMNS = 8  # of a row of a decode's tasks: 32 bytes, which memory gives at once
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ HOPPER_QUANTISED = {  # converting codes takes registers
 }
 OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 99
     64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 64, 2, 3, 4),
-    128: TileConfig(32, 4, 3, 3, 64, 128, 32, 8, 3, 32, 2, 4, 3),
+    128: TileConfig(32, 4, 3, 3, 64, 128, 32, 8, 3, 32, 4, 4, 3),
     256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2, 32, 4, 3, 2),
     512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2, 16, 4, 2, 2),
 }
@@ -173,6 +174,11 @@ def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_s
         return Splits(tiles.split_tokens, MOST_SPLITS)
     at_once = num_sms * tiles.decode_programs_per_sm // num_kv_heads
     return Splits(SPLIT_GRAIN, min(MOST_SPLITS, max(8, at_once)))
+
+
+def most_splits(table_tokens: int) -> int:
+    """Of a decode's request, whatever the tiles are."""
+    return max(1, min(MOST_SPLITS, -(-table_tokens // SPLIT_GRAIN)))
 
 
 def default_config(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> TileConfig:

@@ -20,8 +20,15 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
-from compiled_llm.ops.attention.decode_plan import COLUMNS, most_splits
-from compiled_llm.ops.attention.tiles import MOST_SPLITS, SPLIT_GRAIN, TileConfig, decode_splits, tile_config
+from compiled_llm.ops.attention.tiles import (
+    MOST_SPLITS,
+    SPLIT_GRAIN,
+    TASK_COLUMNS,
+    TileConfig,
+    decode_splits,
+    most_splits,
+    tile_config,
+)
 from compiled_llm.ops.attention.triton_attention import MERGED_AT_ONCE, device_facts, pairs_of_codes
 from compiled_llm.ops.attention.triton_codes import attend_codes
 from compiled_llm.ops.attention.triton_kernels import (
@@ -37,7 +44,7 @@ from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
 GRAIN = tl.constexpr(SPLIT_GRAIN)
-TASK = tl.constexpr(COLUMNS)
+TASK = tl.constexpr(TASK_COLUMNS)
 
 
 @triton.jit
@@ -250,7 +257,7 @@ def decode_plan(
     tiles = tiles or tile_config(head_dim, q_bytes, cache_bytes, capability, gpu)
     splits = decode_splits(tiles, num_requests, num_kv_heads, num_sms)
     most = most_splits(table_tokens)
-    tasks = torch.empty(1 + num_requests * most, COLUMNS, dtype=torch.int32, device=device)
+    tasks = torch.empty(1 + num_requests * most, TASK_COLUMNS, dtype=torch.int32, device=device)
     counters = torch.empty(num_requests * num_kv_heads, dtype=torch.int32, device=device)
     with torch.cuda.device_of(seq_lens):
         plan_kernel[(num_requests,)](

@@ -17,8 +17,15 @@ from torch import Tensor
 
 from compiled_llm.ops import decode_attention, rope, rotary_decode_attention
 from compiled_llm.ops.attention.decode_attention import heads_of
-from compiled_llm.ops.attention.decode_plan import COLUMNS, DecodePlan, decode_plan_reference
-from compiled_llm.ops.attention.tiles import MOST_SPLITS, Splits, TileConfig, decode_splits, default_config
+from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan_reference
+from compiled_llm.ops.attention.tiles import (
+    MOST_SPLITS,
+    TASK_COLUMNS,
+    Splits,
+    TileConfig,
+    decode_splits,
+    default_config,
+)
 from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, check, make_case
 
 triton = pytest.importorskip("triton")
@@ -212,7 +219,7 @@ def launch(
     turning = triton_decode.Turning(
         empty(8, head_dim, dtype=FP32), empty(head_dim, dtype=BF16), empty(head_dim, dtype=BF16), None
     )
-    plan = empty(1 + 8 * MOST_SPLITS, COLUMNS), empty(64)
+    plan = empty(1 + 8 * MOST_SPLITS, TASK_COLUMNS), empty(64)
     scores = None, head_dim**-0.5, 0, 0.0
     triton_decode.decode_attention(q, k, v, turning, EPS, *caches, *scales, empty(64, 2048), *plan, *scores)
     monkeypatch.undo()
