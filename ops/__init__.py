@@ -11,6 +11,7 @@ from compiled_llm.ops.attention.paged_attention import paged_attention, paged_at
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.fused_linear import add_fused_linear, fused_linear
+from compiled_llm.ops.linear.fused_quantized_linear import fused_quantized_linear, fused_quantized_linear_a8
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8, quantized_linear_a8
@@ -45,6 +46,8 @@ __all__ = [
     "exact_linear",
     "expert_rows",
     "fused_linear",
+    "fused_quantized_linear",
+    "fused_quantized_linear_a8",
     "gated_activation",
     "greedy_tokens",
     "grouped_linear",

@@ -1,8 +1,10 @@
 """Linear layers and what surrounds them in a model: a sum and a norm before, an activation or a sum behind.
 
-On a GPU these are one launch where the rows are few and the weights plain (ops/linear/fused_linear.py), and a gated
-activation is the product's up to a few hundred rows. Elsewhere each is an op of its own, and a sum is left to the norm
-that follows, with which it is one op. Both round at the same places.
+On a GPU these are one launch where the rows are few. Products of plain weights take in all of it
+(``ops/linear/fused_linear.py``), and a gated activation up to a few hundred rows. Exact ones and those of quantised
+weights take in an RMS norm, a gated activation and a sum (``exact_linear.py``, ``fused_quantized_linear.py``).
+Elsewhere each is an op of its own, and a sum is left to the norm that follows, with which it is one op. Both round at
+the same places.
 """
 
 from typing import Any, TypeGuard
@@ -13,21 +15,57 @@ from torch import Tensor
 from compiled_llm import ops
 from compiled_llm.models.layers.norm import LayerNorm, Norm, add_norm
 from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import add_fused_linear, fused_linear, gated_activation
+from compiled_llm.models.linears.quantized import Quantized
+from compiled_llm.ops import (
+    add_fused_linear,
+    exact_linear,
+    fused_linear,
+    fused_quantized_linear,
+    fused_quantized_linear_a8,
+    gated_activation,
+)
 from compiled_llm.ops.linear.fused_linear import MAX_GATED_ROWS, MAX_ROWS
 
 
+def _are_few(x: Tensor, most: int = MAX_ROWS) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[0] <= most
+
+
 def _is_fused(linear: Linear, x: Tensor, most: int = MAX_ROWS) -> TypeGuard[Dense]:
-    """Whether the product with ``x`` takes in what surrounds it; ``most``: rows for which it does."""
-    few = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[0] <= most
-    return few and isinstance(linear, Dense)
+    """Whether the product with ``x`` takes in all that surrounds it; ``most``: rows for which it does."""
+    return _are_few(x, most) and isinstance(linear, Dense)
+
+
+def _is_surrounded(linear: Linear, x: Tensor) -> TypeGuard[Exact | Quantized]:
+    """Whether ``_surrounded`` has the product with ``x``."""
+    in_order = isinstance(linear, Exact) or (isinstance(linear, Quantized) and linear.order is None)
+    return in_order and _are_few(x)
+
+
+def _surrounded(
+    x: Tensor, linear: Exact | Quantized, norm: Tensor | None = None, eps: float = 0.0, activation: str = "",
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``linear`` of the RMS norm of ``x``, then the gated activation, then ``+ residual``, each if given: one op."""
+    around: dict[str, Any] = {"norm": norm, "eps": eps, "activation": activation, "residual": residual}
+    if isinstance(linear, Exact):
+        return exact_linear(x, linear.dense.weight, linear.dense.bias, **around)
+    form = linear.scheme.form
+    constants = form.element, form.group_size, linear.out_features
+    if linear.scheme.activations == "int8":
+        scale = linear.input_scale
+        return fused_quantized_linear_a8(x, *linear.weight, linear.bias, scale, *constants, **around)
+    return fused_quantized_linear(x, *linear.weight, linear.bias, *constants, **around)
 
 
 def activated_linear(x: Tensor, linear: Linear, activation: str = "", gated: bool = True) -> Tensor:
     """``ops.gated_activation`` of ``linear`` on ``x`` ``[T, D]``; if not ``gated``, ``ops.activation``; "" for none."""
     if _is_fused(linear, x, MAX_GATED_ROWS if activation and gated else MAX_ROWS):
         return fused_linear(x, linear.weight, linear.bias, activation=activation, gated=gated)
+    if activation and gated and _is_surrounded(linear, x):
+        return _surrounded(x, linear, activation=activation)
     y = linear.apply(x)
     if not activation:
         return y
@@ -48,6 +86,10 @@ def normed_linear(
 
     ``x`` and ``delta`` are ``[T, D]``.
     """
+    has_rms_norm = delta is None and isinstance(norm, Tensor)
+    if has_rms_norm and (gated or not activation) and _is_surrounded(linear, x):
+        assert isinstance(norm, Tensor)
+        return x, _surrounded(x, linear, norm, eps, activation)
     if not _is_fused(linear, x):
         x, y = add_norm(x, delta, norm, eps, delta_norm)
         return x, activated_linear(y, linear, activation, gated)
@@ -72,6 +114,8 @@ def added_linear(
     """
     if delta_norm is None and _is_fused(linear, y):
         return fused_linear(y, linear.weight, linear.bias, multiplier=multiplier, beside=beside, residual=x), None
+    if delta_norm is None and multiplier == 1.0 and beside is None and _is_surrounded(linear, y):
+        return _surrounded(y, linear, residual=x), None
     delta = activated_linear(y, linear)
     if multiplier != 1.0:
         delta = delta * multiplier

@@ -64,16 +64,16 @@ class Choice(NamedTuple):
 
 # Their ``m`` is the number of rows up to which they serve; the last serves any number. Chosen so that no registers
 # spill: the tests that compile them ahead of time assert it.
-WGMMA = (Tile(16, 64, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
-MMA = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
-MMA_GROUPS = (*MMA[:2], Tile(128, 64, 8, 2))  # decoded halves of bytes beside the sums of a group and of all groups
+WGMMA = (Tile(8, 64, 4, 8), Tile(16, 64, 4, 8), Tile(32, 64, 4, 6), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+MMA = (Tile(8, 64, 4, 6), Tile(16, 64, 4, 5), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
+MMA_GROUPS = (*MMA[:4], Tile(128, 64, 8, 2))  # decoded halves of bytes beside the sums of a group and of all groups
 FLOAT32 = (Tile(16, 32, 4, 2), Tile(32, 64, 8, 2))
-INT8 = (Tile(16, 64, 4, 4), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
-INT8_ZEROS = (*INT8[:2], Tile(128, 64, 8, 3))  # in groups, here and below
-INT8_ZEROS_MMA = (INT8[0], Tile(64, 128, 8, 3))  # without wgmma what is multiplied takes registers too
-INT8_EXPERTS = (INT8[0], Tile(64, 128, 8, 3))  # their rows' addresses take registers too
-INT8_EXPERTS_ZEROS = (INT8[0], Tile(32, 128, 8, 3))
-INT8_EXPERTS_ZEROS_MMA = (INT8[0], Tile(32, 64, 4, 3))
+INT8 = (Tile(8, 64, 4, 8), Tile(16, 64, 4, 6), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+INT8_ZEROS = (*INT8[:3], Tile(128, 64, 8, 3))  # in groups, here and below
+INT8_ZEROS_MMA = (*INT8[:2], Tile(64, 128, 8, 3))  # without wgmma what is multiplied takes registers too
+INT8_EXPERTS = (INT8[1], Tile(64, 128, 8, 3))  # their rows' addresses take registers too
+INT8_EXPERTS_ZEROS = (INT8[1], Tile(32, 128, 8, 3))
+INT8_EXPERTS_ZEROS_MMA = (INT8[1], Tile(32, 64, 4, 3))
 
 
 def default_tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:
@@ -131,12 +131,17 @@ def reason_against(layer: Layer, choices: tuple[Choice, ...], capability: tuple[
                 )
             if above < INT_MM_ROWS:
                 return f"int_mm takes more than {INT_MM_ROWS} rows: another choice must serve up to {INT_MM_ROWS}"
-        elif tile is None or any(size < 16 or size & (size - 1) for size in tile[:2]) or min(tile[2:]) < 1:
-            return f"triton needs a tile whose m and n are powers of two from 16 on, got {tile}"
+        elif tile is None or not _is_tile(tile):
+            return f"triton needs a tile whose m and n are powers of two, from 8 and 16 on, got {tile}"
         elif not keeps_instruction(layer, tile, capability):
             return f"on this GPU n must be 64 or more and warps a multiple of 4, got {tile}: else rows would lose bits"
         above = rows
     return "" if choices else "there must be one choice at least"
+
+
+def _is_tile(tile: Tile) -> bool:
+    powers = not any(size & (size - 1) for size in tile[:2])
+    return powers and tile.m >= 8 and tile.n >= 16 and min(tile[2:]) >= 1
 
 
 def keeps_instruction(layer: Layer, tile: Tile, capability: tuple[int, int]) -> bool:

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.rowwise.triton_kernels import cast
+
 _BLOCK_M, _BLOCK_N = 16, 128
 
 
@@ -23,12 +25,15 @@ def load_columns(tensor, offsets, inside):
 
 
 @triton.jit
-def scaled(sums, acc, scale, zero, x_sums, group, rows, inside_rows, COUNT: tl.constexpr):
-    """``acc`` and the integer ``sums`` ``[N, M]`` of a group: ``fma(fma(-zero, sum of xq, sums), scale, acc)``."""
+def scaled(sums, acc, scale, zero, of_x):
+    """``acc`` and the integer ``sums`` ``[N, M]`` of a group: ``fma(fma(-zero, of_x, sums), scale, acc)``.
+
+    ``of_x``: the sums of xq, ``[M]`` int32.
+    """
     found = sums.to(tl.float32)
     if zero is not None:
-        of_x = tl.load(x_sums + rows * COUNT + group, mask=inside_rows, other=0).to(tl.float32)
-        found = tl.fma(tl.broadcast_to(-zero[:, None], acc.shape), tl.broadcast_to(of_x[None, :], acc.shape), found)
+        of_x = tl.broadcast_to(of_x.to(tl.float32)[None, :], acc.shape)
+        found = tl.fma(tl.broadcast_to(-zero[:, None], acc.shape), of_x, found)
     return tl.fma(found, tl.broadcast_to(scale[:, None], acc.shape), acc)
 
 
@@ -54,12 +59,15 @@ def scale_kernel(
     both = inside[:, None] & inside_rows[None, :]
     places = rows[None, :] * OUT + columns[:, None]
     found = tl.load(sums + places, mask=both, other=0)
+    of_x = None
+    if zeros is not None:
+        of_x = tl.load(x_sums + rows, mask=inside_rows, other=0)
     acc = scaled(
         found, tl.zeros([BLOCK_N, BLOCK_M], tl.float32), load_columns(scales, columns, inside),
-        load_columns(zeros, columns, inside), x_sums, 0, rows, inside_rows, 1,
+        load_columns(zeros, columns, inside), of_x,
     )  # fmt: skip
     acc = finished(acc, tl.load(x_scales + rows, mask=inside_rows, other=0.0), load_columns(bias, columns, inside))
-    tl.store(out + places, acc.to(out.dtype.element_ty), mask=both)
+    tl.store(out + places, cast(acc, out.dtype.element_ty), mask=both)
 
 
 def scale_sums(

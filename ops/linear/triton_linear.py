@@ -2,13 +2,13 @@
 
 Why a row's bits do not depend on how many rows there are. An output is one float32 accumulator that one program carries
 over all K inputs, in steps of 16 from the first to the last: no split-K, and no partial sums to join. In 16 bits a step
-is one instruction of the tensor cores, and all tiles of a GPU use the same kind: on Hopper ``wgmma``, for which a tile
-needs 64 rows, so a single row is padded to 64; elsewhere ``mma.sync``, whose tiles need 16. The two kinds may add the
-16 products up in different ways, so they are never mixed. A tile's rows and columns say which outputs an instruction
-has, not how it adds up one of them. In float32 a step is one fused multiply-add of each input, in turn.
+is one instruction of the tensor cores, and all tiles of a GPU use the same kind: on Hopper ``wgmma``, elsewhere
+``mma.sync``. The two kinds may add the 16 products up in different ways, so they are never mixed. A tile's rows and
+columns say which outputs an instruction has, not how it adds up one of them. In float32 a step is one fused
+multiply-add of each input, in turn.
 
-So the tile may follow the number of rows, which costs least where memory is the limit: below about 200 rows on an H200
-(790 TFLOP/s over 4.3 TB/s). Padding to 64 rows takes 35% of the time that reading the weights takes, and hides in it.
+A tile is ``W x.T``: outputs fill the 64 rows that ``wgmma`` wants, and its other side holds as few as 8 rows of x. So
+the tile may follow the number of rows, and ``triton_surroundings.py`` brings norm, activation and residual in.
 """
 
 import functools
@@ -19,6 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear.quantized_tiles import Tile
+from compiled_llm.ops.linear.triton_surroundings import (
+    columns_of,
+    inverse_rms_of_rows,
+    normed,
+    outputs_of,
+    store_outputs,
+)
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,21 +34,27 @@ _ALIGNMENT = 16  # bytes
 
 _BLOCK_K = {2: 64, 4: 16}  # inputs that are loaded at a time, by the bytes of one: for every tile the same
 # The first whose rows suffice, else the last. Few rows: many narrow tiles, so that every SM reads weights.
-WGMMA = (Tile(64, 32, 4, 6), Tile(128, 64, 8, 4), Tile(128, 256, 8, 3))
+WGMMA = (Tile(8, 64, 4, 8), Tile(16, 64, 4, 8), Tile(32, 64, 4, 8), Tile(128, 64, 4, 4), Tile(128, 256, 8, 3))
+WGMMA_ROWS = (Tile(64, 32, 4, 6), Tile(128, 64, 8, 4), Tile(128, 256, 8, 3))  # for ``x W.T``, as experts have it
 MMA = (Tile(16, 32, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 FLOAT32 = (Tile(16, 32, 4, 4), Tile(64, 64, 8, 2))
 
 
-def tiles_of(itemsize: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
-    """All tiles of a GPU for elements of ``itemsize`` bytes: their instructions are of one kind."""
+def tiles_of(itemsize: int, capability: tuple[int, int], outputs_first: bool = False) -> tuple[Tile, ...]:
+    """All tiles of a GPU for elements of ``itemsize`` bytes: their instructions are of one kind.
+
+    ``outputs_first``: tiles are ``W x.T``, not ``x W.T``.
+    """
     if itemsize == 4:
         return FLOAT32
-    return WGMMA if capability[0] in (9, 10) else MMA
+    if capability[0] not in (9, 10):
+        return MMA
+    return WGMMA if outputs_first else WGMMA_ROWS
 
 
-def tile_for(rows: int, itemsize: int, capability: tuple[int, int]) -> Tile:
+def tile_for(rows: int, itemsize: int, capability: tuple[int, int], outputs_first: bool = False) -> Tile:
     """The tile for so many rows."""
-    tiles = tiles_of(itemsize, capability)
+    tiles = tiles_of(itemsize, capability, outputs_first)
     return next((tile for tile in tiles if rows <= tile.m), tiles[-1])
 
 
@@ -68,51 +81,61 @@ def multiply_add(a, b, acc):
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def linear_kernel(
-    x, weight, bias, out, num_rows, x_stride, OUT: tl.constexpr, IN: tl.constexpr,
+def exact_linear_kernel(
+    x, weight, bias, norm, residual, out, num_rows, x_stride, residual_stride, eps,
+    OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
     num_m = tl.cdiv(num_rows, BLOCK_M)
-    rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
-    columns = (tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    tile = tl.program_id(0) // num_m
+    columns = columns_of(tile, OUT, ACTIVATION, BLOCK_N)
+    inside_columns = columns < (OUT if ACTIVATION == "" else 2 * OUT)
     inner = tl.arange(0, BLOCK_K)
-    x_tile = x + rows * x_stride + inner[None, :]
-    w_tile = weight + columns[:, None] * IN + inner[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    inside_rows = rows < num_rows
+    x_rows = x + rows * x_stride
+    inverse = None
+    if norm is not None:
+        inverse = inverse_rms_of_rows(x_rows, inside_rows, eps, IN, BLOCK_M)
+    x_tile = x_rows[:, None] + inner[None, :]
+    w_tile = weight + columns.to(tl.int64)[:, None] * IN + inner[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, IN, BLOCK_K):
-        inside = (inner < IN - k)[None, :]
-        a = tl.load(x_tile + k, mask=(rows < num_rows) & inside, other=0.0)
-        b = tl.load(w_tile + k, mask=(columns < OUT)[:, None] & inside, other=0.0)
-        acc = multiply_add(a, tl.trans(b), acc)
-    if bias is not None:
-        acc += tl.load(bias + columns, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
-    tl.store(
-        out + rows * OUT + columns[None, :],
-        acc.to(out.dtype.element_ty),
-        mask=(rows < num_rows) & (columns < OUT)[None, :],
+        inside = inner < IN - k
+        a = tl.load(x_tile + k, mask=inside_rows[:, None] & inside[None, :], other=0.0)
+        b = tl.load(w_tile + k, mask=inside_columns[:, None] & inside[None, :], other=0.0)
+        acc = multiply_add(b, tl.trans(normed(a, inverse, norm, k + inner, IN)), acc)
+    store_outputs(
+        acc, bias, residual, out, tile, columns, rows, inside_rows, residual_stride, OUT, ACTIVATION, BLOCK_M, BLOCK_N
     )
 
 
-def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def exact_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None, eps: float = 0.0,
+    activation: str = "", residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device.
+        ValueError: a tensor of another shape, dtype, layout or device; those of ``outputs_of``.
     """
     _check(x, weight, bias)
-    (rows, in_features), out_features = x.shape, weight.shape[0]
+    rows, in_features = x.shape
     if x.data_ptr() % _ALIGNMENT or (rows > 1 and x.stride(0) * x.itemsize % _ALIGNMENT):
         x = x.clone(memory_format=torch.contiguous_format)
-    out = x.new_empty(rows, out_features)
+    out, residual, residual_stride = outputs_of(
+        "exact_linear", x, weight.shape[0], norm, activation, residual
+    )  # fmt: skip
     if not out.numel():
         return out
-    tile = tile_for(rows, x.itemsize, _capability(x.device))
+    tile = tile_for(rows, x.itemsize, _capability(x.device), outputs_first=True)
     with torch.cuda.device_of(x):
-        linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
-            x, weight, bias, out, rows, x.stride(0) if rows > 1 else in_features, OUT=out_features, IN=in_features,
+        exact_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(weight.shape[0], tile.n),)](
+            x, weight, bias, norm, residual, out, rows, x.stride(0) if rows > 1 else in_features, residual_stride, eps,
+            OUT=out.shape[1], IN=in_features, ACTIVATION=activation,
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=_BLOCK_K[x.itemsize],
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4,
         )  # fmt: skip
     return out
 

@@ -28,6 +28,13 @@ from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES, ZERO_DT
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.triton_int8_scaling import load_columns
 from compiled_llm.ops.linear.triton_linear import multiply_add
+from compiled_llm.ops.linear.triton_surroundings import (
+    columns_of,
+    inverse_rms_of_rows,
+    normed,
+    outputs_of,
+    store_outputs,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
@@ -65,12 +72,12 @@ def _part_sums(sums, x, codes, scale, zero, ELEMENT: tl.constexpr, SCALED: tl.co
 def tile_sums(
     x_rows, inside_rows, codes, scales, zeros, columns,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, norm=None, inverse=None,
 ):  # fmt: skip
     """``W x.T`` of a tile: ``[BLOCK_N, BLOCK_M]`` float32.
 
     ``x_rows`` ``[BLOCK_M]`` points to rows of x; ``codes``, ``scales`` and ``zeros`` to one matrix; ``columns`` are its
-    outputs.
+    outputs. ``norm``: the weight of the RMS norm of x, whose ``inverse`` is that of ``inverse_rms_of_rows``.
     """
     HALVES: tl.constexpr = 2 if ELEMENT == "int4" or ELEMENT == "fp4" else 1
     SCALED: tl.constexpr = GROUP == 32
@@ -87,6 +94,7 @@ def tile_sums(
         k = place * HALVES
         packed = tl.load(code_tile + place, mask=inside[:, None], other=0)
         x = tl.load(x_tile + k, mask=inside_rows[:, None] & (inner < IN - k)[None, :], other=0.0)
+        x = normed(x, inverse, norm, k + inner, IN)
         if GROUP == 0:
             scale = only_scale
             zero = only_zero
@@ -99,6 +107,7 @@ def tile_sums(
         if HALVES == 2:
             k += PART
             x = tl.load(x_tile + k, mask=inside_rows[:, None] & (inner < IN - k)[None, :], other=0.0)
+            x = normed(x, inverse, norm, k + inner, IN)
             if GROUP == PART:
                 if SUMMED:
                     acc = tl.fma(sums, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_M]), acc)
@@ -114,54 +123,59 @@ def tile_sums(
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def linear_kernel(
-    x, codes, scales, zeros, bias, out, num_rows, x_stride,
+def quantized_linear_kernel(
+    x, codes, scales, zeros, bias, norm, residual, out, num_rows, x_stride, residual_stride, eps,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
+    WIDE: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
     num_m = tl.cdiv(num_rows, BLOCK_M)
     rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    columns = tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tl.program_id(0) // num_m
+    columns = columns_of(tile, OUT, ACTIVATION, BLOCK_N)
+    x_rows, inside_rows = x + rows * x_stride, rows < num_rows
+    inverse = None
+    if norm is not None:
+        inverse = inverse_rms_of_rows(x_rows, inside_rows, eps, IN, BLOCK_M)
     acc = tile_sums(
-        x + rows * x_stride, rows < num_rows, codes, scales, zeros, columns, ELEMENT, GROUP, OUT, IN, ROW_BYTES,
-        PART, BLOCK_M, BLOCK_N,
+        x_rows, inside_rows, codes, scales, zeros, columns, ELEMENT, GROUP, WIDE, IN, ROW_BYTES, PART, BLOCK_M,
+        BLOCK_N, norm, inverse,
     )  # fmt: skip
-    if bias is not None:
-        acc += load_columns(bias, columns, columns < OUT)[:, None]
-    tl.store(
-        out + rows[:, None] * OUT + columns[None, :],
-        tl.trans(acc).to(out.dtype.element_ty),
-        mask=(rows < num_rows)[:, None] & (columns < OUT)[None, :],
+    store_outputs(
+        acc, bias, residual, out, tile, columns, rows, inside_rows, residual_stride, OUT, ACTIVATION, BLOCK_M, BLOCK_N
     )
 
 
 def quantized_linear(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-    element: str, group_size: int, out_features: int, choice: Choice | None = None,
+    element: str, group_size: int, out_features: int, norm: Tensor | None = None, eps: float = 0.0,
+    activation: str = "", residual: Tensor | None = None, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter), with or without surroundings.
 
     Weights as ``quantized_weight_gpu.py`` packs them. ``choice`` replaces this GPU's for the layer:
-    ``scripts/tune_linear.py`` looks for a better one.
+    ``scripts/tune_linear.py`` looks for a better one. Never synchronises.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack.
+        ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack; those
+            of ``outputs_of``.
     """
     check("quantized_linear", x, codes, scales, zeros, bias, element, group_size, out_features)
     x = aligned(x)
     rows, in_features = x.shape
-    out = x.new_empty(rows, out_features)
+    out, residual, residual_stride = outputs_of("quantized_linear", x, out_features, norm, activation, residual)
     if not out.numel():
         return out
     tile = (choice or choice_for(rows, x, zeros is not None, element, group_size, out_features)).tile
     assert tile is not None, "only int8 activations have another product than Triton's"
     with torch.cuda.device_of(x):
-        linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
-            x, codes, scales, zeros, bias, out, rows, x.stride(0) if rows > 1 else in_features,
-            ELEMENT=element, GROUP=group_size, OUT=out_features, IN=in_features, ROW_BYTES=codes.shape[-1],
-            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        quantized_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
+            x, codes, scales, zeros, bias, norm, residual, out, rows, x.stride(0) if rows > 1 else in_features,
+            residual_stride, eps,
+            ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
+            ACTIVATION=activation, PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4,
         )  # fmt: skip
     return out
 

@@ -1,9 +1,10 @@
-"""Linear layers of int8 activations on quantised weights on the GPU: Triton kernels, and the launches.
+"""Linear layers of int8 activations on quantised weights on the GPU: the Triton kernel, and the launches.
 
-Two launches. The first quantises x, a program a row: Inductor could not do it with the norm before, which is an op and
-opaque to it, and an op of one signature for all devices takes x as it is. The second multiplies int8 by int8 into
-int32; where the GPU's file of tiles says "int_mm", torch does, and a third launch scales. A row's bits do not depend on
-its batch: sums of integers are exact in any order, and sums of groups are added in float32 in the order of the groups.
+Up to ``FEW_ROWS`` rows it is one launch, whose programs each norm and quantise all of x as they go: some passes over
+it, for which they have time while they wait for weights. Above it is two. The first norms and quantises x, a program a
+row (``triton_quantize_rows.py``). The second multiplies int8 by int8 into int32; where the GPU's file of tiles says
+"int_mm", and neither activation nor residual follows, torch does, and a third launch scales. A row's bits do not depend
+on its batch: sums of integers are exact in any order, and sums of groups are added in float32 in their order.
 
     y = sum_g scale[n, g] * (sum_k code * xq - zero[n, g] * sum_k xq) * sx + bias
 
@@ -15,57 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.linear.quantized_tiles import Choice
+from compiled_llm.ops.linear.quantized_tiles import INT8, Choice
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns, scale_sums, scaled
 from compiled_llm.ops.linear.triton_linear import INTERPRET
-from compiled_llm.ops.linear.triton_quantized import check, choice_for
+from compiled_llm.ops.linear.triton_quantize_rows import codes_of_rows, quantize_rows, scales_of_rows
+from compiled_llm.ops.linear.triton_quantized import aligned, check, choice_for
+from compiled_llm.ops.linear.triton_surroundings import columns_of, inverse_rms_of_rows, outputs_of, store_outputs
 from compiled_llm.ops.torch_private import int_mm
 
-_PADDING = 128  # rows of quantised activations are a multiple of this, so that no kernel has to look where they end
-_CHUNK = 1024
-TO_INTEGER = tl.constexpr(1.5 * 2**23)  # added and taken off: rounds float32 below 2^22 to integers, halves to even
-
-
-@triton.jit
-def quantize_rows_kernel(
-    x, x_scale, codes, scales, sums, x_stride,
-    GROUP: tl.constexpr, IN: tl.constexpr, PADDED: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """A program a row. A row with NaN gets the scale NaN."""
-    row = tl.program_id(0).to(tl.int64)
-    inner = tl.arange(0, CHUNK)
-    ones = tl.full([CHUNK], 1.0, tl.float32)
-    if x_scale is None:
-        most = tl.zeros([CHUNK], tl.float32)
-        bad = tl.zeros([CHUNK], tl.int32)
-        for k in range(0, IN, CHUNK):
-            part = tl.load(x + row * x_stride + k + inner, mask=inner < IN - k, other=0.0).to(tl.float32)
-            most = tl.maximum(most, tl.abs(part))
-            bad |= (part != part).to(tl.int32)
-        scale = tl.div_rn(ones * tl.max(most, 0), ones * 127.0)
-        scale = tl.where(scale > 0.0, scale, 1.0)
-        scale = tl.where(tl.max(bad, 0) > 0, float("nan"), scale)
-    else:
-        scale = ones * tl.load(x_scale)
-    tl.store(scales + row + inner, scale, mask=inner == 0)
-    total = tl.zeros([CHUNK], tl.int32)
-    for k in range(0, PADDED, CHUNK):
-        part = tl.load(x + row * x_stride + k + inner, mask=inner < IN - k, other=0.0).to(tl.float32)
-        scaled = tl.minimum(tl.maximum(tl.div_rn(part, scale), -127.0), 127.0)
-        code = ((scaled + TO_INTEGER) - TO_INTEGER).to(tl.int32)
-        tl.store(codes + row * PADDED + k + inner, code.to(tl.int8), mask=inner < PADDED - k)
-        if sums is not None:
-            if GROUP == 0:
-                total += code
-            else:
-                groups = tl.arange(0, CHUNK // GROUP)
-                count: tl.constexpr = (IN + GROUP - 1) // GROUP
-                of_groups = tl.sum(tl.reshape(code, [CHUNK // GROUP, GROUP]), 1)
-                tl.store(sums + row * count + k // GROUP + groups, of_groups, mask=groups < count - k // GROUP)
-    if sums is not None and GROUP == 0:
-        tl.store(sums + row + inner, ones.to(tl.int32) * tl.sum(total, 0), mask=inner == 0)
+FEW_ROWS = 8  # that each program quantises by itself
 
 
 @triton.jit
@@ -81,34 +42,68 @@ def _part_sums(sums, x, codes, ELEMENT: tl.constexpr):
 
 
 @triton.jit
+def _sums_of_x(made, x_sums, zeros, group, rows, inside_rows, COUNT: tl.constexpr):
+    """The sums of xq of a group, ``[M]`` int32: ``made`` here, or in memory; None where no zero point asks for them."""
+    if zeros is None:
+        return None
+    elif x_sums is None:
+        return made
+    else:
+        return tl.load(x_sums + rows * COUNT + group, mask=inside_rows, other=0)
+
+
+@triton.jit
+def _x_codes(x_rows, inside_rows, x_scales, norm, inverse, places, IN: tl.constexpr):
+    """xq ``[M, K]``: from memory, or where ``x_scales`` are given from x itself."""
+    if x_scales is None:
+        return tl.load(x_rows[:, None] + places[None, :], mask=inside_rows[:, None], other=0)
+    else:
+        return codes_of_rows(x_rows, inside_rows, x_scales, norm, inverse, places, IN)
+
+
+@triton.jit
 def tile_sums(
     x, x_sums, rows, inside_rows, codes, scales, zeros, columns,
-    ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PADDED: tl.constexpr,
+    ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, X_STRIDE,
     ROW_BYTES: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x_scales=None, norm=None, inverse=None,
 ):  # fmt: skip
-    """``W x.T`` of a tile, but for the scales of x: ``[BLOCK_N, BLOCK_M]`` float32. ``rows`` are those of x."""
+    """``W x.T`` of a tile, but for the scales of x: ``[BLOCK_N, BLOCK_M]`` float32. ``rows`` are those of x.
+
+    ``x`` has codes, and ``x_sums`` their sums; or, with ``x_scales`` ``[M]``, numbers that are quantised here, after
+    their norm if there is one.
+    """
     HALVES: tl.constexpr = 2 if ELEMENT == "int4" else 1
     COUNT: tl.constexpr = (IN + GROUP - 1) // GROUP if GROUP > 0 else 1
     inner = tl.arange(0, PART)
     inside = columns < OUT
     code_tile = codes + columns.to(tl.int64)[:, None] * ROW_BYTES + inner[None, :]
-    x_tile = x + rows[:, None] * PADDED + inner[None, :]
+    x_rows = x + rows * X_STRIDE
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     whole = tl.zeros([BLOCK_N, BLOCK_M], tl.int32)
+    made = tl.zeros([BLOCK_M], tl.int32)
     for place in range(0, ROW_BYTES, PART):
         k = place * HALVES
         packed = tl.load(code_tile + place, mask=inside[:, None], other=0)
         lower = packed & 15 if HALVES == 2 else packed
         sums = whole if GROUP == 0 else tl.zeros_like(whole)
-        sums = _part_sums(sums, tl.load(x_tile + k, mask=inside_rows[:, None], other=0), lower, ELEMENT)
+        xq = _x_codes(x_rows, inside_rows, x_scales, norm, inverse, k + inner, IN)
+        if zeros is not None and x_scales is not None:
+            made = tl.sum(xq.to(tl.int32), 1) + (made if GROUP == 0 else 0)
+        sums = _part_sums(sums, xq, lower, ELEMENT)
         if HALVES == 2:
             if GROUP == PART:
                 scale = load_columns(scales, k // GROUP * OUT + columns, inside)
                 zero = load_columns(zeros, k // GROUP * OUT + columns, inside)
-                acc = scaled(sums, acc, scale, zero, x_sums, k // GROUP, rows, inside_rows, COUNT)
+                of_x = _sums_of_x(made, x_sums, zeros, k // GROUP, rows, inside_rows, COUNT)
+                acc = scaled(sums, acc, scale, zero, of_x)
                 sums = tl.zeros_like(whole)
+                made = tl.zeros_like(made)
             k += PART
-            sums = _part_sums(sums, tl.load(x_tile + k, mask=inside_rows[:, None], other=0), packed >> 4, ELEMENT)
+            xq = _x_codes(x_rows, inside_rows, x_scales, norm, inverse, k + inner, IN)
+            if zeros is not None and x_scales is not None:
+                made += tl.sum(xq.to(tl.int32), 1)
+            sums = _part_sums(sums, xq, packed >> 4, ELEMENT)
         if GROUP == 0:
             whole = sums
         else:
@@ -117,94 +112,90 @@ def tile_sums(
             scale = load_columns(scales, k // GROUP * OUT + columns, own)
             zero = load_columns(zeros, k // GROUP * OUT + columns, own)
             own_rows = inside_rows & (tl.zeros_like(rows) + start < IN)
-            acc = scaled(sums, acc, scale, zero, x_sums, k // GROUP, rows, own_rows, COUNT)
+            acc = scaled(sums, acc, scale, zero, _sums_of_x(made, x_sums, zeros, k // GROUP, rows, own_rows, COUNT))
     if GROUP == 0:
-        scale = load_columns(scales, columns, inside)
-        acc = scaled(
-            whole, acc, scale, load_columns(zeros, columns, inside), x_sums, 0, rows, inside_rows, COUNT
-        )  # fmt: skip
+        scale, zero = load_columns(scales, columns, inside), load_columns(zeros, columns, inside)
+        acc = scaled(whole, acc, scale, zero, _sums_of_x(made, x_sums, zeros, 0, rows, inside_rows, COUNT))
     return acc
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def linear_kernel(
-    x, x_scales, x_sums, codes, scales, zeros, bias, out, num_rows,
-    ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PADDED: tl.constexpr,
-    ROW_BYTES: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+def quantized_linear_a8_kernel(
+    x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, norm, residual, out, num_rows, x_stride,
+    residual_stride, eps,
+    ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
+    ACTIVATION: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
+    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
+
+    ``x`` has codes and ``x_scales`` their scales; or x is quantised here, which ``x_scale`` and ``norm`` are for.
+    """
+    WIDE: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
     num_m = tl.cdiv(num_rows, BLOCK_M)
     rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    columns = tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tl.program_id(0) // num_m
+    columns = columns_of(tile, OUT, ACTIVATION, BLOCK_N)
     inside_rows = rows < num_rows
-    acc = tile_sums(
-        x, x_sums, rows, inside_rows, codes, scales, zeros, columns, ELEMENT, GROUP, OUT, IN, PADDED, ROW_BYTES,
-        PART, BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    x_scale = tl.load(x_scales + rows, mask=inside_rows, other=0.0)
-    acc = finished(acc, x_scale, load_columns(bias, columns, columns < OUT))
-    tl.store(
-        out + rows[:, None] * OUT + columns[None, :],
-        tl.trans(acc).to(out.dtype.element_ty),
-        mask=inside_rows[:, None] & (columns < OUT)[None, :],
-    )
-
-
-def quantize_rows(
-    x: Tensor, x_scale: Tensor | None, group_size: int, with_sums: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Rows ``[T, K]`` to int8, symmetric, a row at a time; or by the one scale ``x_scale``.
-
-    Returns:
-        Codes ``[T, P]``, K rounded up to 128, zeros past K; scales ``[T]`` float32; sums of codes ``[T, G]`` int32.
-    """
-    rows, in_features = x.shape
-    padded = -(-in_features // _PADDING) * _PADDING
-    groups = -(-in_features // group_size) if group_size else 1
-    codes = x.new_empty(rows, padded, dtype=torch.int8)
-    scales = x.new_empty(rows, dtype=torch.float32)
-    sums = x.new_empty(rows, groups, dtype=torch.int32) if with_sums else None
-    with torch.cuda.device_of(x):
-        quantize_rows_kernel[(rows,)](
-            x, x_scale, codes, scales, sums, x.stride(0) if rows > 1 else in_features,
-            GROUP=group_size, IN=in_features, PADDED=padded, CHUNK=_CHUNK, num_warps=4,
-            enable_fp_fusion=False,
+    if x_scales is not None:
+        of_rows = tl.load(x_scales + rows, mask=inside_rows, other=0.0)
+        acc = tile_sums(
+            x, x_sums, rows, inside_rows, codes, scales, zeros, columns, ELEMENT, GROUP, WIDE, IN, x_stride, ROW_BYTES,
+            PART, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-    return codes, scales, sums
+    else:
+        x_rows = x + rows * x_stride
+        inverse = None
+        if norm is not None:
+            inverse = inverse_rms_of_rows(x_rows, inside_rows, eps, IN, BLOCK_M)
+        of_rows = scales_of_rows(x_rows, inside_rows, x_scale, norm, inverse, IN, BLOCK_M)
+        acc = tile_sums(
+            x, None, rows, inside_rows, codes, scales, zeros, columns, ELEMENT, GROUP, WIDE, IN, x_stride, ROW_BYTES,
+            PART, BLOCK_M, BLOCK_N, of_rows, norm, inverse,
+        )  # fmt: skip
+    acc = finished(acc, of_rows, load_columns(bias, columns, columns < WIDE))
+    store_outputs(
+        acc, None, residual, out, tile, columns, rows, inside_rows, residual_stride, OUT, ACTIVATION, BLOCK_M, BLOCK_N
+    )
 
 
 def quantized_linear_a8(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    element: str, group_size: int, out_features: int, choice: Choice | None = None,
+    element: str, group_size: int, out_features: int, norm: Tensor | None = None, eps: float = 0.0,
+    activation: str = "", residual: Tensor | None = None, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
-    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter), with or without surroundings.
 
-    Weights as ``quantized_weight_gpu.py`` packs them. ``choice`` replaces this GPU's for the layer.
+    Weights as ``quantized_weight_gpu.py`` packs them. ``choice`` replaces this GPU's for the layer. Never synchronises.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device; an element or group size that it lacks.
+        ValueError: a tensor of another shape, dtype, layout or device; an element or group size that it lacks; those
+            of ``outputs_of``.
     """
     name = "quantized_linear_a8"
     check(name, x, codes, scales, zeros, bias, element, group_size, out_features)
     check_a8(name, x, x_scale, element)
-    (rows, in_features), out = x.shape, x.new_empty(x.shape[0], out_features)
+    x = aligned(x)
+    rows, in_features = x.shape
+    out, residual, residual_stride = outputs_of(name, x, out_features, norm, activation, residual)
     if not out.numel():
         return out
-    quantized, x_scales, x_sums = quantize_rows(x, x_scale, group_size, zeros is not None)
-    form = zeros is not None, element, group_size, out_features
-    choice = choice or choice_for(rows, x, *form, int8_activations=True)
-    if choice.implementation == "int_mm":
-        row_bytes = codes.shape[1]  # past K all codes are 0
-        sums = int_mm(quantized[:, :row_bytes], codes.view(torch.int8).t())
+    choice = choice or choice_for(rows, x, zeros is not None, element, group_size, out_features, int8_activations=True)
+    x_scales, x_sums, x_stride = None, None, x.stride(0) if rows > 1 else in_features
+    if rows > FEW_ROWS:
+        x, x_scales, x_sums = quantize_rows(x, x_scale, group_size, zeros is not None, norm, eps)
+        x_scale, norm, x_stride = None, None, x.shape[1]
+    if choice.implementation == "int_mm" and not activation and residual is None:
+        sums = int_mm(x[:, : codes.shape[1]], codes.view(torch.int8).t())  # past K all codes are 0
+        assert x_scales is not None, "int_mm takes many rows"
         scale_sums(sums, x_scales, x_sums, scales, zeros, bias, out)
         return out
-    tile = choice.tile
-    assert tile is not None, "Triton's choices have one"
-    with torch.cuda.device_of(x):
-        linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
-            quantized, x_scales, x_sums, codes, scales, zeros, bias, out, rows,
-            ELEMENT=element, GROUP=group_size, OUT=out_features, IN=in_features, PADDED=quantized.shape[1],
-            ROW_BYTES=codes.shape[-1], PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
+    tile = choice.tile or INT8[2]  # where int_mm cannot serve
+    with torch.cuda.device_of(out):
+        quantized_linear_a8_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
+            x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, norm, residual, out, rows, x_stride,
+            residual_stride, eps,
+            ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
+            ACTIVATION=activation, PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
 from compiled_llm.ops.linear.triton_linear import multiply_add
+from compiled_llm.ops.rowwise.triton_kernels import cast
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
@@ -57,7 +58,7 @@ def grouped_kernel(
             acc += tl.load(bias + expert * OUT + columns, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
         tl.store(
             out + targets.to(tl.int64)[:, None] * OUT + columns[None, :],
-            acc.to(out.dtype.element_ty),
+            cast(acc, out.dtype.element_ty),
             mask=inside_rows[:, None] & (columns < OUT)[None, :],
         )
 
@@ -77,7 +78,9 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor 
     if not out.numel():
         return out
     # Twice the average, so that an expert with some more rows still has one tile.
-    tile = triton_linear.tile_for(-(-2 * count // experts), x.itemsize, triton_linear._capability(x.device))
+    tile = triton_linear.tile_for(
+        -(-2 * count // experts), x.itemsize, triton_linear._capability(x.device), outputs_first=False
+    )
     num_m = min(count, count // tile.m + experts)
     with torch.cuda.device_of(x):
         grouped_kernel[(num_m * triton.cdiv(out_features, tile.n),)](

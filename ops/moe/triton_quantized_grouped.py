@@ -9,11 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.linear import triton_quantized, triton_quantized_a8
+from compiled_llm.ops.linear import triton_quantize_rows, triton_quantized, triton_quantized_a8
 from compiled_llm.ops.linear.quantized_tiles import Choice
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns
+from compiled_llm.ops.rowwise.triton_kernels import cast
 
 
 @triton.jit
@@ -71,7 +72,7 @@ def grouped_kernel(
             acc += load_columns(bias, expert * OUT + columns, columns < OUT)[:, None]
         tl.store(
             out + targets[:, None] * OUT + columns[None, :],
-            tl.trans(acc).to(out.dtype.element_ty),
+            cast(tl.trans(acc), out.dtype.element_ty),
             mask=inside[:, None] & (columns < OUT)[None, :],
         )
 
@@ -99,7 +100,7 @@ def grouped_a8_kernel(
         acc = finished(acc, x_scale, load_columns(bias, expert * OUT + columns, columns < OUT))
         tl.store(
             out + targets[:, None] * OUT + columns[None, :],
-            tl.trans(acc).to(out.dtype.element_ty),
+            cast(tl.trans(acc), out.dtype.element_ty),
             mask=inside[:, None] & (columns < OUT)[None, :],
         )
 
@@ -134,7 +135,7 @@ def grouped_quantized_linear(
             NUM_M=num_m, EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), GROUPS=scales.shape[1],
             ELEMENT=element, GROUP=group_size, OUT=out_features, IN=x.shape[1], ROW_BYTES=codes.shape[-1],
             PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4,
         )  # fmt: skip
     return out
 
@@ -152,7 +153,7 @@ def grouped_quantized_linear_a8(
     out = x.new_empty(count, out_features)
     if not out.numel():
         return out
-    quantized, x_scales, x_sums = triton_quantized_a8.quantize_rows(x, x_scale, group_size, zeros is not None)
+    quantized, x_scales, x_sums = triton_quantize_rows.quantize_rows(x, x_scale, group_size, zeros is not None)
     form = zeros is not None, element, group_size, out_features
     per_expert = -(-2 * count // experts)
     own = choice or triton_quantized.choice_for(per_expert, x, *form, int8_activations=True, experts=experts)

@@ -8,6 +8,8 @@ import triton.language as tl
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
+PLACES = tl.constexpr(256)  # squares of a row's elements that are so far apart are added up first
+_LEVELS = tl.constexpr(8)  # halvings of PLACES to one
 
 
 @triton.jit
@@ -40,11 +42,30 @@ def _load_sum(x, delta, i, inside):
 
 
 @triton.jit
-def inverse_rms(squares, eps, SIZE: tl.constexpr):
-    """Of rows whose squares, padded with zeros, are the last dimension."""
-    sums = tl.sum(squares, len(squares.shape) - 1)
+def inverse_root(sums, eps, SIZE: tl.constexpr):
+    """``1 / sqrt(sums / SIZE + eps)``."""
     ones = tl.full(sums.shape, 1.0, tl.float32)
     return tl.div_rn(ones, tl.sqrt_rn(tl.div_rn(sums, ones * SIZE) + eps))
+
+
+@triton.jit
+def inverse_rms(squares, eps, SIZE: tl.constexpr):
+    """Of rows whose squares, padded with zeros, are the last dimension."""
+    return inverse_root(tl.sum(squares, len(squares.shape) - 1), eps, SIZE)
+
+
+@triton.jit
+def sum_of_places(x):
+    """Rows ``[M, PLACES]`` -> ``[M]``: neighbours are added, then neighbours of these, and so on.
+
+    The order of ``tl.sum`` would follow from how elements lie in threads. A norm is computed by its own kernel and by
+    products (``linear/triton_surroundings.py``), whose threads are others. All add up squares whose places are equal
+    modulo PLACES, from the first to the last, and then this way: so a row has the same bits in all of them.
+    """
+    for level in tl.static_range(_LEVELS):
+        first, second = tl.split(tl.reshape(x, [x.shape[0], PLACES >> (level + 1), 2]))
+        x = first + second
+    return tl.reshape(x, [x.shape[0]])
 
 
 @triton.jit
@@ -60,23 +81,25 @@ def norm_kernel(
     x, delta, weight, total, out, x_stride, delta_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program a row. Squares are added up by place in the block, block after block, and then all places."""
+    """A program a row. ``sum_of_places`` says in which order squares are added up.
+
+    Nothing is written before the last of them is read: else a block's loads would wait for the one before.
+    """
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     if delta is not None:
         delta += row * delta_stride
-    squares = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([PLACES], tl.float32)
+    for start in tl.static_range(0, SIZE, PLACES):
+        i = start + tl.arange(0, PLACES)
+        y = _load_sum(x, delta, i, i < SIZE)
+        squares += y * y
+    scale = inverse_root(sum_of_places(squares[None, :]), eps, SIZE)
     for start in tl.static_range(0, SIZE, BLOCK):
         i = start + tl.arange(0, BLOCK)
         y = _load_sum(x, delta, i, i < SIZE)
-        squares += y * y
         if delta is not None:
             tl.store(total + row * SIZE + i, cast(y, total.dtype.element_ty), mask=i < SIZE)
-    scale = inverse_rms(squares, eps, SIZE)
-    for start in tl.static_range(0, SIZE, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        if SIZE > BLOCK:  # else registers still hold the row
-            y = _load_sum(x, delta, i, i < SIZE)
         weights = tl.load(weight + i, mask=i < SIZE, other=0.0)
         tl.store(out + row * SIZE + i, weighted(y * scale, weights, out.dtype.element_ty), mask=i < SIZE)
 
@@ -86,7 +109,7 @@ def layer_norm_kernel(
     x, delta, weight, bias, total, out, x_stride, delta_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program a row, as above, and once more over the row for the mean."""
+    """A program a row. Squares are added up by place in the block, block after block, and then all places."""
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     if delta is not None:

@@ -304,6 +304,16 @@ def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wor
     )
 
 
+def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """As ``_fused_linear``, in tiles whose outputs are gates and ups; int8 activations may be codes already."""
+    work = _linear(a, kernel, contexts)
+    factor = 2 if a["ACTIVATION"] else 1
+    around = ("norm", "residual", "x_scale", "x_scales", "x_sums")
+    besides = sum(a[name].nbytes for name in around if a.get(name) is not None)
+    bits = 8 if "x_scales" in a else work.bits
+    return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits)
+
+
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "write_kernel": _write,
     "split_kernel": _split,
@@ -314,6 +324,8 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "rope_kernel": _rope,
     "grouped_kernel": _grouped,
     "grouped_a8_kernel": _grouped,
-    "linear_kernel": _linear,
     "fused_linear_kernel": _fused_linear,
+    "exact_linear_kernel": _surrounded_linear,
+    "quantized_linear_kernel": _surrounded_linear,
+    "quantized_linear_a8_kernel": _surrounded_linear,
 }

@@ -73,13 +73,12 @@ def test_computes_what_the_single_ops_of_other_families_compute(
         (1, torch.float16, "cuda", False, True),
         (MAX_ROWS + 1, torch.bfloat16, "cuda", False, False),
         (1, torch.float32, "cuda", False, False),
-        (1, torch.bfloat16, "cuda", True, False),
+        (MAX_ROWS, torch.bfloat16, "cuda", True, True),
+        (MAX_ROWS + 1, torch.bfloat16, "cuda", True, False),
         (1, torch.bfloat16, "cpu", False, False),
     ],
 )
-def test_few_rows_of_plain_weights_on_a_gpu_are_fused(
-    rows: int, dtype: torch.dtype, device: str, exact: bool, expected: bool
-) -> None:
+def test_few_rows_on_a_gpu_are_fused(rows: int, dtype: torch.dtype, device: str, exact: bool, expected: bool) -> None:
     with FakeTensorMode():
         x, weight = (torch.empty(n, 16, dtype=dtype, device=device) for n in (rows, 16))
         linear: Linear = Exact(Dense(weight)) if exact else Dense(weight)

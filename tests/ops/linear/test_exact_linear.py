@@ -38,13 +38,17 @@ def arguments(
     return tuple(None if t is None else t.to(dtype).to(device) for t in (x, weight, columns))  # type: ignore[return-value]
 
 
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return exact_linear_reference(x, weight, bias, None, 0.0, "", None)
+
+
 # ---- interpreted ----------------------------------------------------------------------------------------------------
 
 
 def agrees_with_the_reference(dtype: torch.dtype, device: str = "cpu") -> None:
     for rows, outputs, inputs, bias in ((1, 40, 100, True), (5, 33, 64, False), (17, 7, 129, True), (3, 64, 8, False)):
         given = arguments(rows, outputs, inputs, dtype, bias, device)
-        got, want = triton_linear.exact_linear(*given), exact_linear_reference(*given)
+        got, want = triton_linear.exact_linear(*given), reference(*given)
         assert got.dtype == dtype
         torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     x, weight, bias_ = arguments(4, 16, 32, dtype, True, device)
@@ -94,7 +98,7 @@ def run_interpreted() -> None:
 
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
-ROWS = (1, 16, 64, 100, 2048)
+ROWS = (1, 16, 32, 64, 100, 2048)
 SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024}  # of a program; 99 KB on the GPUs between 8.0 and 9.0
 
 
@@ -103,7 +107,8 @@ def launch(
 ) -> tuple["triton.JITFunction", tuple, dict]:
     """What so many rows launch on a GPU of that capability, from tensors without storage."""
     recorded: list = []
-    monkeypatch.setattr(triton_linear, "linear_kernel", ahead_of_time.Recorder(triton_linear.linear_kernel, recorded))
+    recorder = ahead_of_time.Recorder(triton_linear.exact_linear_kernel, recorded)
+    monkeypatch.setattr(triton_linear, "exact_linear_kernel", recorder)
     monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
     x, weight, bias = (
         torch.empty(*shape, dtype=dtype, device="meta") for shape in ((rows, 4096), (6144, 4096), (6144,))
@@ -150,7 +155,7 @@ def test_every_tile_adds_up_by_the_same_instruction(
         assert usage["STACK"] == usage["LOCAL"] == 0
         assert binary.metadata.shared <= SHARED_MEMORY[capability]
         assert products(binary.asm["ptx"], dtype) == {instruction}
-    tiles = triton_linear.tiles_of(dtype.itemsize, capability)
+    tiles = triton_linear.tiles_of(dtype.itemsize, capability, outputs_first=True)
     assert len(seen) == len(tiles), "a tile that no number of rows takes"
     assert len({kwargs["BLOCK_K"] for kwargs in map(dict, seen)}) == 1
 
@@ -162,7 +167,11 @@ def test_every_tile_adds_up_by_the_same_instruction(
 def test_the_op_is_registered_as_torch_expects(dtype: torch.dtype) -> None:
     for bias in (False, True):
         given = arguments(3, 5, 8, dtype, bias)
-        torch.library.opcheck(torch.ops.compiled_llm.exact_linear, given, test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(
+            torch.ops.compiled_llm.exact_linear,
+            (*given, None, 0.0, "", None),
+            test_utils=("test_schema", "test_faketensor"),
+        )
         torch.testing.assert_close(exact_linear(*given), torch.nn.functional.linear(*given), atol=0.02, rtol=0.02)
 
 
@@ -204,7 +213,7 @@ def test_on_a_gpu_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> 
     for outputs, inputs in ((4096, 4096), (1000, 1234)):
         x, weight, bias = arguments(3000, outputs, inputs, dtype, True, "cuda")
         whole = exact_linear(x, weight, bias)
-        torch.testing.assert_close(whole, exact_linear_reference(x, weight, bias), atol=0.03, rtol=0.03)
+        torch.testing.assert_close(whole, reference(x, weight, bias), atol=0.03, rtol=0.03)
         for first, rows in itertools.product((0, 1, 777), (1, 2, 8, 16, 17, 64, 65, 200, 1024)):
             part = slice(first, first + rows)
             assert torch.equal(exact_linear(x[part], weight, bias), whole[part])

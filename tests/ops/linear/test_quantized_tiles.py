@@ -66,7 +66,7 @@ REFUSED = {
     "int_mm is for int8": (INT4, (Choice(16, "triton", SMALL), Choice(64, "int_mm"))),
     "int_mm takes more than 16 rows": (W8A8, (Choice(8, "triton", SMALL), Choice(64, "int_mm"))),
     "triton needs a tile": (W8A8, (Choice(16, "triton"),)),
-    "powers of two from 16 on": (W8A8, (Choice(16, "triton", Tile(48, 64, 4, 2)),)),
+    "powers of two, from 8 and 16 on": (W8A8, (Choice(16, "triton", Tile(48, 64, 4, 2)),)),
     "n must be 64 or more and warps a multiple of 4": (INT4, (Choice(16, "triton", Tile(16, 32, 4, 2)),)),
     "got Tile.*warps=2": (INT4, (Choice(16, "triton", Tile(16, 64, 2, 2)),)),
 }

@@ -19,6 +19,7 @@ from compiled_llm.ops.linear import (  # noqa: E402
     quantized_tiles,
     triton_int8_scaling,
     triton_linear,
+    triton_quantize_rows,
     triton_quantized_a8,
 )
 from compiled_llm.ops.linear.quantized_tiles import Choice, Tile  # noqa: E402
@@ -35,11 +36,11 @@ def test_neither_kernel_leaves_a_sum_to_be_fused_or_not(capability: tuple[int, i
         with (
             mock.patch.object(quantized_tiles, "choose", return_value=choice),
             mock.patch.object(triton_linear, "_capability", return_value=capability),
-            mock.patch.object(triton_quantized_a8, "quantize_rows_kernel", ahead_of_time.Recorder(None, [])),
+            mock.patch.object(triton_quantize_rows, "quantize_rows_kernel", ahead_of_time.Recorder(None, [])),
             mock.patch.object(
                 triton_quantized_a8,
-                "linear_kernel",
-                ahead_of_time.Recorder(triton_quantized_a8.linear_kernel, recorded),
+                "quantized_linear_a8_kernel",
+                ahead_of_time.Recorder(triton_quantized_a8.quantized_linear_a8_kernel, recorded),
             ),
             mock.patch.object(
                 triton_int8_scaling,

@@ -13,7 +13,7 @@ from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.linear import triton_linear, triton_quantized_a8  # noqa: E402
+from compiled_llm.ops.linear import triton_linear, triton_quantize_rows  # noqa: E402
 from compiled_llm.ops.moe import triton_quantized_grouped  # noqa: E402
 from tests.ops import ahead_of_time  # noqa: E402
 
@@ -65,7 +65,7 @@ def test_compiles_without_spills(
     for module, name in (
         (triton_quantized_grouped, "grouped_kernel"),
         (triton_quantized_grouped, "grouped_a8_kernel"),
-        (triton_quantized_a8, "quantize_rows_kernel"),
+        (triton_quantize_rows, "quantize_rows_kernel"),
     ):
         monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), recorded))
     monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)

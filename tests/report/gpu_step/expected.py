@@ -57,9 +57,16 @@ STEPS = {
     "glm4": Case("glm4", (5,), (4, 16)),
     "llama, KV cache in int8": Case("llama", (5,), (4, 15), arguments={"kv_cache_dtype": "int8"}),
     "llama, KV cache in fp8": Case("llama", (5,), (4, 15), arguments={"kv_cache_dtype": "fp8"}),
-    "qwen3, weights in int8": Case("qwen3", (8,), (5, 18), arguments={"quantization": "int8"}),
-    "qwen3, W4A8": Case("qwen3", (12,), (6, 22), arguments={"quantization": "int4_w4a8"}),
-    "qwen3, exact": Case("qwen3", (10,), (5, 20), arguments={"exact": True}),
+    "qwen3, weights in int8": Case("qwen3", (5,), (4, 15), arguments={"quantization": "int8"}),
+    "qwen3, weights in int4": Case("qwen3", (5,), (4, 15), arguments={"quantization": "int4"}),
+    "qwen3, weights in fp8": Case("qwen3", (5,), (4, 15), arguments={"quantization": "fp8"}),
+    "qwen3, weights in mxfp4": Case("qwen3", (5,), (4, 15), arguments={"quantization": "mxfp4"}),
+    "qwen3, W4A8": Case("qwen3", (5,), (4, 15), arguments={"quantization": "int4_w4a8"}),
+    "qwen3, W8A8": Case("qwen3", (5,), (4, 15), arguments={"quantization": "int8_w8a8"}),
+    "qwen3, W8A8, a chunk of a prompt": Case(
+        "qwen3", (12,), (5, 21), bucket="tokens_32", arguments={"quantization": "int8_w8a8"}
+    ),
+    "qwen3, exact": Case("qwen3", (7,), (4, 17), arguments={"exact": True}),
 }
 
 # Rules that do not hold yet: how often they are broken. A rule is "copies" (kernels of torch's that copy),

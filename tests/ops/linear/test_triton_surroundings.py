@@ -1,0 +1,277 @@
+"""Linear layers with their surroundings in one launch, without a GPU: the bits of the single ops, in Triton's
+interpreter; and compiled ahead of time.
+
+As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
+"""
+
+import functools
+import itertools
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.linear import fused_quantized_linear as registered
+from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, quantize
+from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu, pack_quantized_rows_gpu
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.linear import (  # noqa: E402
+    quantized_layouts,
+    triton_linear,
+    triton_quantize_rows,
+    triton_quantized,
+    triton_quantized_a8,
+)
+from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
+
+EPS = 1e-5
+FORMS = {
+    "int8": WeightFormat("int8"),
+    "int8-zeros": WeightFormat("int8", 0, True),
+    "int8-128": WeightFormat("int8", 128),
+    "int4-32": WeightFormat("int4", 32, scale_dtype="bfloat16"),
+    "int4-64-zeros": WeightFormat("int4", 64, True),
+    "int4-128-zeros": WeightFormat("int4", 128, True, "float16"),
+    "fp8": WeightFormat("fp8"),
+    "fp8-128": WeightFormat("fp8", 128),
+    "mxfp4": WeightFormat("fp4", 32, scale_dtype="bfloat16"),
+}
+SURROUNDINGS: dict[str, dict[str, Any]] = {
+    "norm": {"norm": torch.bfloat16},
+    "norm-float32-gated": {"norm": torch.float32, "activation": "silu"},
+    "gelu": {"activation": "gelu_tanh"},
+    "residual": {"residual": True},
+    "all": {"norm": torch.bfloat16, "activation": "silu", "residual": True},
+}
+
+Layer = Callable[..., Tensor]  # (x, norm, eps, activation, residual)
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_of(kind: str, outputs: int, inputs: int, bias: bool, device: str = "cpu") -> Layer:
+    """``kind``: "exact", a name of ``FORMS``, or that and "-a8"."""
+    plain = drawn(outputs, inputs, seed=1) / inputs**0.5
+    columns = drawn(outputs, seed=2).bfloat16().to(device) if bias else None
+    if kind == "exact":
+        weight = plain.bfloat16().to(device)
+        return lambda x, *around: triton_linear.exact_linear(x, weight, columns, *around)
+    form = FORMS[kind.removesuffix("-a8")]
+    packed = empty_quantized_gpu(form, outputs, inputs, torch.device("cpu"))
+    pack_quantized_rows_gpu(packed, 0, quantize(plain, form), form)
+    codes = QuantizedWeight(*(None if part is None else part.to(device) for part in packed))  # type: ignore[arg-type]
+    constants = form.element, form.group_size, outputs
+    if kind.endswith("-a8"):
+        return lambda x, *around: triton_quantized_a8.quantized_linear_a8(
+            x, *codes, columns, None, *constants, *around
+        )  # fmt: skip
+    return lambda x, *around: triton_quantized.quantized_linear(x, *codes, columns, *constants, *around)
+
+
+def by_single_ops(
+    layer: Layer, x: Tensor, norm: Tensor | None, activation: str, residual: Tensor | None
+) -> Tensor:  # fmt: skip
+    y = layer(x if norm is None else triton_rowwise.rms_norm(x, norm, EPS))
+    if activation:
+        y = triton_rowwise.gated_activation(y, activation)
+    return y if residual is None else residual + y
+
+
+# ---- interpreted ----------------------------------------------------------------------------------------------------
+
+
+def has_the_bits_of_single_ops(kind: str, around: str, inputs: int, device: str = "cpu") -> None:
+    """Of 40 rows by the single ops; their tiles and launches are others than those of a few rows."""
+    surroundings = SURROUNDINGS[around]
+    activation = surroundings.get("activation", "")
+    outputs = 2 * 21 if activation else 21
+    layer = layer_of(kind, outputs, inputs, bias=around != "residual", device=device)
+    x = drawn(40, inputs, seed=3).bfloat16().to(device)
+    norm_dtype = surroundings.get("norm")
+    norm = None if norm_dtype is None else (1 + drawn(inputs, seed=4) / 4).to(norm_dtype).to(device)
+    residual = drawn(40, 21, seed=5).bfloat16().to(device) if "residual" in surroundings else None
+    whole = by_single_ops(layer, x, norm, activation, residual)
+    assert whole.shape == (40, 21)
+    assert whole.isfinite().all()
+    for rows in (slice(0, 1), slice(3, 10), slice(20, 31), slice(8, 40)):
+        own = None if residual is None else residual[rows]
+        assert torch.equal(layer(x[rows], norm, EPS, activation, own), whole[rows])
+
+
+def rows_with_nan_stay_apart(kind: str) -> None:
+    layer = layer_of(kind, 16, 64, bias=False)
+    x, norm = drawn(5, 64, seed=3).bfloat16(), torch.ones(64, dtype=torch.bfloat16)
+    clean = layer(x, norm, EPS)
+    x[1, 3], x[4] = float("nan"), 0
+    got = layer(x, norm, EPS)
+    assert got[1].isnan().all()
+    assert not got[4].any()
+    assert torch.equal(got[[0, 2, 3]], clean[[0, 2, 3]])
+
+
+KINDS = ("exact", *FORMS, *(f"{name}-a8" for name in FORMS if name.startswith("int")))
+INTERPRETED: dict[str, tuple[Callable, tuple]] = {
+    **{
+        f"bits-{kind}-{around}": (has_the_bits_of_single_ops, (kind, around, 300))
+        for kind, around in itertools.product(KINDS, SURROUNDINGS)
+    },
+    # More inputs than a norm adds up side by side.
+    **{f"bits-long-{kind}": (has_the_bits_of_single_ops, (kind, "all", 2200)) for kind in ("exact", "int8", "int8-a8")},
+    **{f"nan-{kind}": (rows_with_nan_stay_apart, (kind,)) for kind in ("exact", "int8", "int8-a8", "int4-32-a8")},
+}
+OFTEN = ("bits-exact-all", "bits-int8-all", "bits-mxfp4-norm", "bits-int4-64-zeros-a8-all", "nan-int8-a8")
+
+
+def run_interpreted() -> None:
+    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
+    interpreted.run(functions)
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+SHARED_MEMORY = {(8, 0): 99 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024}
+SHAPES = {  # outputs, inputs, surroundings
+    "qkv": (6144, 4096, ("norm",)),
+    "o": (4096, 4096, ("residual",)),
+    "gate_up": (24576, 4096, ("norm", "activation")),
+}
+CASES = [
+    (capability, kind, name, rows)
+    for capability in SHARED_MEMORY
+    for kind, name, rows in itertools.product(KINDS, SHAPES, (1, 16, 32))
+]
+SOME = {
+    ((9, 0), "int4-32-a8", "gate_up", 1),
+    ((8, 0), "int4-128-zeros", "gate_up", 16),
+}
+
+
+def launches(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], kind: str, name: str, rows: int) -> list:
+    """Of tensors without storage."""
+    recorded: list = []
+    for module, kernel in (
+        (triton_linear, "exact_linear_kernel"),
+        (triton_quantized, "quantized_linear_kernel"),
+        (triton_quantized_a8, "quantized_linear_a8_kernel"),
+        (triton_quantize_rows, "quantize_rows_kernel"),
+    ):
+        monkeypatch.setattr(module, kernel, ahead_of_time.Recorder(getattr(module, kernel), recorded))
+    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    outputs, inputs, around = SHAPES[name]
+    activation = "silu" if "activation" in around else ""
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.bfloat16, device="meta")
+
+    given = (
+        empty(inputs) if "norm" in around else None, EPS, activation,
+        empty(rows, outputs // (2 if activation else 1)) if "residual" in around else None,
+    )  # fmt: skip
+    if kind == "exact":
+        triton_linear.exact_linear(empty(rows, inputs), empty(outputs, inputs), None, *given)
+        return recorded
+    form = FORMS[kind.removesuffix("-a8")]
+    weight = empty_quantized_gpu(form, outputs, inputs, torch.device("meta"))
+    constants = form.element, form.group_size, outputs
+    if kind.endswith("-a8"):
+        triton_quantized_a8.quantized_linear_a8(empty(rows, inputs), *weight, None, None, *constants, *given)
+    else:
+        triton_quantized.quantized_linear(empty(rows, inputs), *weight, None, *constants, *given)
+    return recorded
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind", "name", "rows"),
+    [pytest.param(*case, marks=() if case in SOME else pytest.mark.battery) for case in CASES],
+    ids=str,
+)
+def test_compiles_without_spills(
+    capability: tuple[int, int], kind: str, name: str, rows: int,
+    child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    made = launches(monkeypatch, capability, kind, name, rows)
+    assert len(made) == (2 if kind.endswith("-a8") and rows > triton_quantized_a8.FEW_ROWS else 1)
+    for kernel, args, kwargs in made:
+        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+        kinds = set(re.findall(r"wgmma\.mma_async|mma\.sync|tcgen05\.mma", binary.asm["ptx"]))
+        print(
+            f"| {capability} {kind} {name} {rows} | {kernel.__name__} | {usage['REG']} | "
+            f"{usage['STACK'] + usage['LOCAL']} | {binary.metadata.shared // 1024} KB | {kinds} |"
+        )
+        assert usage["STACK"] == usage["LOCAL"] == 0
+        assert binary.metadata.shared <= SHARED_MEMORY[capability]
+        if kernel.__name__ in ("exact_linear_kernel", "quantized_linear_kernel"):
+            wanted = {(8, 0): "mma.sync", (9, 0): "wgmma.mma_async"}.get(capability)
+            assert wanted is None or kinds == {wanted}
+
+
+# ---- registered, refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("a8", [False, True])
+def test_the_ops_are_registered_as_torch_expects(a8: bool) -> None:
+    form = FORMS["int8"]
+    packed = quantized_layouts.empty_quantized(form, 12, 32, torch.device("cpu"))
+    quantized_layouts.quantize_into(packed, 0, drawn(12, 32, seed=1), form)
+    x, norm, residual = drawn(3, 32, seed=2).bfloat16(), drawn(32, seed=3).bfloat16(), drawn(3, 6, seed=4).bfloat16()
+    weights = *packed, None, *((None,) if a8 else ()), "int8", 0, 12
+    name = "fused_quantized_linear_a8" if a8 else "fused_quantized_linear"
+    op, public = getattr(torch.ops.compiled_llm, name), getattr(registered, name)
+    torch.library.opcheck(
+        op, (x, *weights, norm, EPS, "silu", residual), test_utils=("test_schema", "test_faketensor")
+    )  # fmt: skip
+    got = public(x, *weights, norm=norm, eps=EPS, activation="silu", residual=residual)
+    exact = torch.nn.functional.rms_norm(x.float(), (32,), norm.float(), EPS) @ drawn(12, 32, seed=1).T
+    want = torch.nn.functional.silu(exact[:, :6]) * exact[:, 6:] + residual.float()
+    torch.testing.assert_close(got.float(), want, atol=0.5, rtol=0.1)
+
+
+X, NORM = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((X.float(), NORM.float()), "with norm, activation or residual x must be bfloat16 or float16"),
+        ((X, NORM[:32]), r"norm must be a contiguous \[64\] of torch.bfloat16 or torch.float32"),
+        ((X, None, 0.0, "relu"), "activation must be silu or"),
+        ((X, None, 0.0, "", X), r"residual must be like the result, \[2, 16\]"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["int8", "int8-a8"])
+def test_refuses_by_name(kind: str, given: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer_of(kind, 16, 64, bias=False)(*given)
+
+
+# ---- the outcomes of the interpreter, and on a GPU ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OFTEN else pytest.param(name, marks=pytest.mark.battery) for name in INTERPRETED],
+)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu(kind: str) -> None:
+    for around, inputs in itertools.product(SURROUNDINGS, (300, 4096)):
+        has_the_bits_of_single_ops(kind, around, inputs, "cuda")
+
+
+if __name__ == "__main__":
+    run_interpreted()
