@@ -17,6 +17,8 @@ from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, q
 from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8, quantized_linear_a8
 from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_packed_linear
 from compiled_llm.ops.moe.routing import expert_rows, route, routed_rows, weighted_sum
+from compiled_llm.ops.rowwise.kept_rows import keep_rows
+from compiled_llm.ops.rowwise.qk_norm import qk_norm
 from compiled_llm.ops.rowwise.rowwise import (
     activation,
     add_layer_norm,
@@ -30,7 +32,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     scaled_sum,
     soft_cap,
 )
-from compiled_llm.ops.sampling.token_sampling import greedy_tokens, sample_tokens, uniform
+from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens, uniform
 
 __all__ = [
     "TILE",
@@ -54,6 +56,8 @@ __all__ = [
     "grouped_packed_linear",
     "grouped_quantized_linear",
     "grouped_quantized_linear_a8",
+    "keep_greedy_tokens",
+    "keep_rows",
     "layer_norm",
     "log_sum_exp",
     "pack_rows",
@@ -61,6 +65,7 @@ __all__ = [
     "packed_linear",
     "paged_attention",
     "paged_attention_reference",
+    "qk_norm",
     "quantized_linear",
     "quantized_linear_a8",
     "rms_norm",

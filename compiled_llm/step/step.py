@@ -15,7 +15,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import make_plans, with_plans, with_window_tables
 from compiled_llm.models.registry import family_of, layers_of
-from compiled_llm.ops import greedy_tokens
+from compiled_llm.ops import keep_greedy_tokens, keep_rows
 from compiled_llm.step.logits import LogitsInput, process_logits
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows, logprob_rows
@@ -52,9 +52,9 @@ def step_function(
         else:
             plans = make_plans(planned, step_input, kv_cache, feedback.hidden.element_size())
             hidden = forward(weights, own._replace(plans=plans), kv_cache, model_config, planned, max_query_len)
-        feedback.hidden[: hidden.shape[0]] = hidden
-        logits = head(weights, torch.index_select(hidden, 0, step_input.logits_indices), model_config)
-        feedback.last_tokens[: logits.shape[0]] = greedy_tokens(logits)
+        rows = keep_rows(hidden, step_input.logits_indices, feedback.hidden)
+        logits = head(weights, rows, model_config)
+        keep_greedy_tokens(logits, feedback.last_tokens)
         return logits
 
     return step

@@ -15,7 +15,7 @@ from compiled_llm.ops import (
     decode_attention,
     decode_plan,
     paged_attention,
-    rms_norm,
+    qk_norm,
     rotary_attention,
     rotary_decode_attention,
 )
@@ -177,8 +177,7 @@ def attended(
     """
     q_norm, k_norm = w.q_norm, w.k_norm
     if q_norm is not None and k_norm is not None and len(q_norm) > spec.head_dim:
-        q, k, v = qkv.split([len(q_norm), len(k_norm), len(k_norm)], dim=1)
-        qkv = torch.cat([rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps), v], dim=1)
+        qkv = qk_norm(qkv, q_norm, k_norm, eps)
         q_norm = k_norm = None
     assert w.v_norm is None, "a family whose values have norms has a block of its own"
     if not spec.rotary:

@@ -23,7 +23,7 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
-_NORMED_AT_ONCE = 512  # inputs of a row: 64 registers a thread, and 16 KB in flight
+_NORMED_AT_ONCE = 512  # inputs of a row, with what is added to them: 64 registers a thread, and 16 KB in flight
 
 
 class FusedTile(NamedTuple):
@@ -232,13 +232,14 @@ def _launch(
     if not out.numel():
         return total, out
     tile = tile_for(rows, out_features, gated)
+    at_once = _NORMED_AT_ONCE if delta is None else _NORMED_AT_ONCE // 2
     with torch.cuda.device_of(x):
         fused_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
             x, delta, delta_norm, total, weight, bias, norm, norm_bias, beside, residual, out,
             rows, x_stride, delta_stride, beside_stride, residual_stride, eps,
             OUT=out_features, IN=in_features, ACTIVATION=activation, GATED=gated, MULTIPLIER=multiplier,
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
-            BLOCK_NORM=max(16, min(_NORMED_AT_ONCE, triton.next_power_of_2(in_features))),
+            BLOCK_NORM=max(16, min(at_once, triton.next_power_of_2(in_features))),
             num_warps=tile.warps,
             num_stages=tile.stages - (delta is not None),  # of which each then has a tile of deltas besides
             enable_fp_fusion=False,

@@ -105,6 +105,36 @@ def norm_kernel(
 
 
 @triton.jit
+def _norm_part(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The norm of a part of a row, in one block."""
+    i = tl.arange(0, BLOCK)
+    y = _load(x, i, i < SIZE)
+    scale = inverse_rms(y * y, eps, SIZE)
+    weights = tl.load(weight + i, mask=i < SIZE, other=0.0)
+    tl.store(out + i, weighted(y * scale, weights, out.dtype.element_ty), mask=i < SIZE)
+
+
+@triton.jit
+def qk_norm_kernel(
+    qkv, q_norm, k_norm, out, stride, eps,
+    Q_SIZE: tl.constexpr, K_SIZE: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program for a row's queries, one for its keys, and one that copies its values."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    qkv += row * stride
+    out += row * (Q_SIZE + 2 * K_SIZE)
+    if part == 0:
+        _norm_part(qkv, q_norm, out, eps, Q_SIZE, BLOCK_Q)
+    elif part == 1:
+        _norm_part(qkv + Q_SIZE, k_norm, out + Q_SIZE, eps, K_SIZE, BLOCK_K)
+    else:
+        i = tl.arange(0, BLOCK_K)
+        places = Q_SIZE + K_SIZE + i
+        tl.store(out + places, tl.load(qkv + places, mask=i < K_SIZE), mask=i < K_SIZE)
+
+
+@triton.jit
 def layer_norm_kernel(
     x, delta, weight, bias, total, out, x_stride, delta_stride, eps,
     SIZE: tl.constexpr, BLOCK: tl.constexpr,

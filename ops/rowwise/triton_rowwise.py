@@ -21,6 +21,7 @@ from compiled_llm.ops.rowwise.triton_kernels import (
     layer_norm_kernel,
     log_sum_exp_kernel,
     norm_kernel,
+    qk_norm_kernel,
     rope_kernel,
     scaled_sum_kernel,
     soft_cap_kernel,
@@ -119,6 +120,26 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[
     total, out = _norm(x, delta, weight, None, eps, "add_rms_norm")
     assert total is not None
     return total, out
+
+
+def qk_norm(qkv: Tensor, q_norm: Tensor, k_norm: Tensor, eps: float) -> Tensor:
+    """The op."""
+    qkv, stride = aligned_rows(qkv, "qk_norm", "qkv")
+    rows, (q_size, k_size) = qkv.shape[0], (len(q_norm), len(k_norm))
+    if qkv.shape[1] != q_size + 2 * k_size:
+        raise ValueError(
+            f"qk_norm: qkv must have len(q_norm) + 2 * len(k_norm) columns, {q_size + 2 * k_size}, got {qkv.shape[1]}"
+        )
+    q_norm, k_norm = _weight(q_norm, qkv, q_size, "qk_norm"), _weight(k_norm, qkv, k_size, "qk_norm")
+    out = qkv.new_empty(qkv.shape)
+    block_q, block_k = (triton.next_power_of_2(size) for size in (q_size, k_size))
+    if rows:
+        with torch.cuda.device_of(qkv):
+            qk_norm_kernel[(rows, 3)](
+                qkv, q_norm, k_norm, out, stride, eps,
+                Q_SIZE=q_size, K_SIZE=k_size, BLOCK_Q=block_q, BLOCK_K=block_k, **_options(block_q),
+            )  # fmt: skip
+    return out
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -15,6 +15,7 @@ from compiled_llm.ops.sampling.philox import uniform_reference
 from compiled_llm.ops.sampling.reference import greedy_tokens_reference, sample_tokens_reference
 
 LIBRARY.define("greedy_tokens(Tensor logits) -> Tensor")
+LIBRARY.define("keep_greedy_tokens(Tensor logits, Tensor(a!) last_tokens) -> ()")
 LIBRARY.define("uniform(Tensor seed, Tensor position) -> Tensor")
 LIBRARY.define(
     "sample_tokens(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform)"
@@ -32,6 +33,17 @@ def greedy_tokens(logits: Tensor) -> Tensor:
         ``[R]`` int64.
     """
     return torch.ops.compiled_llm.greedy_tokens(logits)
+
+
+def keep_greedy_tokens(logits: Tensor, last_tokens: Tensor) -> None:
+    """Write ``greedy_tokens`` to the first R of ``last_tokens``, int64, of which there may be more.
+
+    On a GPU that is one op: nothing is left to be copied.
+    """
+    if logits.is_cuda:
+        torch.ops.compiled_llm.keep_greedy_tokens(logits, last_tokens)
+    else:
+        last_tokens[: logits.shape[0]] = greedy_tokens(logits)
 
 
 def sample_tokens(
@@ -79,6 +91,11 @@ def _fake(logits: Tensor, *args) -> Tensor:
     return logits.new_empty(logits.shape[0], dtype=torch.int64)
 
 
+@torch.library.register_fake("compiled_llm::keep_greedy_tokens", lib=LIBRARY)
+def _fake_keep(logits: Tensor, last_tokens: Tensor) -> None:
+    pass
+
+
 # Until sampling_cpu.cpp is loaded, which registers its own implementations; or for good, without a compiler.
 def _greedy_without_kernels(logits: Tensor) -> Tensor:
     return (greedy_tokens if native.load("sampling_cpu") else greedy_tokens_reference)(logits)
@@ -92,6 +109,22 @@ def _uniform_without_kernels(*args) -> Tensor:
     return (uniform if native.load("sampling_cpu") else uniform_reference)(*args)
 
 
+def _keep_without_gpu(logits: Tensor, last_tokens: Tensor) -> None:
+    last_tokens[: logits.shape[0]] = greedy_tokens(logits)
+
+
+def _greedy_cuda(logits: Tensor) -> Tensor:
+    from compiled_llm.ops.sampling import triton_greedy  # the first call on a GPU loads Triton, not the import
+
+    return triton_greedy.greedy_tokens(logits)
+
+
+def _keep_cuda(logits: Tensor, last_tokens: Tensor) -> None:
+    from compiled_llm.ops.sampling import triton_greedy
+
+    triton_greedy.keep_greedy_tokens(logits, last_tokens)
+
+
 def _sample_cuda(*args) -> Tensor:
     from compiled_llm.ops.sampling import triton_sampling  # the first call on a GPU loads Triton, not the import
 
@@ -99,7 +132,9 @@ def _sample_cuda(*args) -> Tensor:
 
 
 LIBRARY.impl("greedy_tokens", _greedy_without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("greedy_tokens", greedy_tokens_reference, "CUDA")
+LIBRARY.impl("greedy_tokens", _greedy_cuda, "CUDA")
+LIBRARY.impl("keep_greedy_tokens", _keep_without_gpu, "CompositeExplicitAutograd")
+LIBRARY.impl("keep_greedy_tokens", _keep_cuda, "CUDA")
 LIBRARY.impl("uniform", _uniform_without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("sample_tokens", _sample_without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("sample_tokens", _sample_cuda, "CUDA")

@@ -236,6 +236,10 @@ def test_op(rows: int) -> None:
     case = make_case(300, rows=rows)
     torch.library.opcheck(torch.ops.compiled_llm.sample_tokens.default, tuple(case))
     torch.library.opcheck(torch.ops.compiled_llm.greedy_tokens.default, (case.logits,))
+    last_tokens = torch.full((rows + 1,), 7)
+    torch.library.opcheck(torch.ops.compiled_llm.keep_greedy_tokens.default, (case.logits, last_tokens))
+    sampling.keep_greedy_tokens(case.logits, last_tokens)
+    assert torch.equal(last_tokens, torch.cat([sampling.greedy_tokens(case.logits), torch.tensor([7])]))
 
 
 def test_fullgraph_compile() -> None:

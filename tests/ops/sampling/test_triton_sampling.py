@@ -21,8 +21,8 @@ from tests.ops.sampling.sampling_cases import DTYPES, OFF, SamplingCase, check, 
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.sampling import triton_sampling  # noqa: E402
-from compiled_llm.ops.sampling.reference import NO_TOKEN  # noqa: E402
+from compiled_llm.ops.sampling import triton_greedy, triton_sampling  # noqa: E402
+from compiled_llm.ops.sampling.reference import NO_TOKEN, greedy_tokens_reference  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
@@ -86,6 +86,24 @@ def programs_and_neighbours_change_nothing(vocabulary: int, rows: int, pattern: 
         assert torch.equal(triton_sampling.sample_tokens(*case.rows(slice(row, row + 1))), tokens[row : row + 1])
 
 
+def greedy_tokens_are_the_first_of_the_largest(dtype: torch.dtype, device: str = "cpu") -> None:
+    """Over one part and many, with equal ones in several parts, and with rows that have no token."""
+    for vocabulary in (1, 700, triton_greedy.PART, 3 * triton_greedy.PART + 5):
+        logits = torch.randn(7, vocabulary, generator=torch.Generator().manual_seed(vocabulary)).to(device, dtype)
+        logits[0] = 1.0
+        logits[1, ::3] = 9.0
+        logits[2, -1] = math.nan
+        logits[3, 0] = math.inf
+        logits[4] = -math.inf
+        logits[5, : vocabulary - 1] = -math.inf
+        want = greedy_tokens_reference(logits)
+        assert want[2] == want[3] == want[4] == NO_TOKEN
+        assert torch.equal(triton_greedy.greedy_tokens(logits), want)
+        kept = torch.full((9,), 77, device=device)
+        triton_greedy.keep_greedy_tokens(logits, kept)
+        assert torch.equal(kept, torch.cat([want, kept.new_full((2,), 77)]))
+
+
 def a_top_k_below_1_is_1(device: str = "cpu") -> None:
     case = make_case(300, rows=4, temperatures=(1.0,)).to(device)
     tokens = triton_sampling.sample_tokens(*case._replace(top_k=torch.zeros_like(case.top_k)))
@@ -140,6 +158,7 @@ INTERPRETED: dict[str, tuple[Callable, dict]] = {
         for pattern in ("normal", "few-values")
     },
     **{f"strided-{dtype}": (strided_rows_give_the_same, {"dtype": dtype}) for dtype in DTYPES},
+    **{f"greedy-{dtype}": (greedy_tokens_are_the_first_of_the_largest, {"dtype": dtype}) for dtype in DTYPES},
     "no-number": (no_number_gives_no_token, {}),
     "top-k-0": (a_top_k_below_1_is_1, {}),
     "uniform-1": (a_uniform_of_1_takes_the_last_that_stays, {}),
@@ -199,6 +218,21 @@ def test_compiles_without_spills(
         assert binary.metadata.shared <= 48 * 1024, kernel.__name__
 
 
+@pytest.mark.parametrize("capability", [pytest.param(SM_80, marks=pytest.mark.battery), SM_90], ids=str)
+def test_greedy_tokens_compile_without_spills(
+    capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    recorded: list = []
+    for name in ("part_kernel", "row_kernel"):
+        monkeypatch.setattr(triton_greedy, name, ahead_of_time.Recorder(getattr(triton_greedy, name), recorded))
+    triton_greedy.greedy_tokens(torch.empty(8, 151936, dtype=torch.bfloat16, device="meta"))
+    assert len(recorded) == 2
+    for kernel, args, kwargs in recorded:
+        binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+        usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+        assert usage["STACK"] == usage["LOCAL"] == 0, kernel.__name__
+
+
 # ---- refused --------------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +258,18 @@ def test_refuses_wrong_inputs() -> None:
     for change, message in wrong:
         with pytest.raises(ValueError, match=message):
             triton_sampling.sample_tokens(*case._replace(**change))
+
+
+def test_greedy_tokens_refuse_wrong_inputs() -> None:
+    logits = torch.ones(4, 8)
+    for given, message in (
+        ((logits[0], torch.zeros(4).long()), r"logits must be \[R, V\].*got \[8\]"),
+        ((logits.double(), torch.zeros(4).long()), "logits must be float32, bfloat16 or float16, got torch.float64"),
+        ((logits, torch.zeros(3).long()), r"last_tokens must be a contiguous \[4\] or longer of int64.*got \[3\]"),
+        ((logits, torch.zeros(4).int()), "last_tokens must be .*got .*int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            triton_greedy.keep_greedy_tokens(*given)
 
 
 # ---- the outcomes of the interpreter --------------------------------------------------------------------------------

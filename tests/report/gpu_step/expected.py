@@ -74,5 +74,4 @@ STEPS = {
 # "skip_reasons" (for no CUDA graph), "spilled" (kernels whose registers go to memory).
 KNOWN: dict[str, dict[str, int]] = {
     "llama, a batch of 64": {"addmm_with_matrix": 1},
-    "olmo3": {"copies": 3},
 }
