@@ -93,6 +93,14 @@ OTHERS_QUANTISED = {
     256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2, 32, 4, 3, 2),
     512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2, 16, 4, 2, 2),
 }
+BLACKWELL = {  # an SM has as much shared memory as Hopper's
+    **OTHERS,
+    128: TileConfig(32, 4, 3, 3, 64, 128, 32, 8, 3, 64, 2, 3, 3),
+}
+BLACKWELL_QUANTISED = {
+    **OTHERS_QUANTISED,
+    128: TileConfig(32, 4, 3, 3, 32, 64, 32, 4, 3, 64, 2, 3, 4),
+}
 FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in registers
     64: TileConfig(32, 4, 2, 4, 16, 32, 32, 8, 1, 32, 4, 2, 4),
     128: TileConfig(32, 4, 2, 4, 16, 32, 16, 8, 1, 32, 4, 2, 4),
@@ -168,12 +176,14 @@ def exact_tile(head_dim: int, q_bytes: int, cache_bytes: int) -> ExactTile:
 def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_sms: int) -> Splits:
     """The splits of a step of so many requests: functions of its size, so they are not another request's affair.
 
-    A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than run at once.
+    A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than run at once. Where a
+    few splits of each request give every program some, splits are twice as long: half as many turn their queries.
     """
-    if num_requests > 1:
-        return Splits(tiles.split_tokens, MOST_SPLITS)
-    at_once = num_sms * tiles.decode_programs_per_sm // num_kv_heads
-    return Splits(SPLIT_GRAIN, min(MOST_SPLITS, max(8, at_once)))
+    at_once = num_sms * tiles.decode_programs_per_sm
+    if num_requests == 1:
+        return Splits(SPLIT_GRAIN, min(MOST_SPLITS, max(8, at_once // num_kv_heads)))
+    is_large = 3 * num_requests * num_kv_heads >= at_once
+    return Splits(tiles.split_tokens * (2 if is_large else 1), MOST_SPLITS)
 
 
 def most_splits(table_tokens: int) -> int:
@@ -184,7 +194,8 @@ def most_splits(table_tokens: int) -> int:
 def default_config(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> TileConfig:
     """The tiles above for a shape. ``ValueError`` if ``head_dim`` is more than ``MAX_HEAD_DIM``."""
     _check_head_dim(head_dim)
-    plain, quantised = (HOPPER, HOPPER_QUANTISED) if capability[0] == 9 else (OTHERS, OTHERS_QUANTISED)
+    by_major = {9: (HOPPER, HOPPER_QUANTISED), 10: (BLACKWELL, BLACKWELL_QUANTISED)}
+    plain, quantised = by_major.get(capability[0], (OTHERS, OTHERS_QUANTISED))
     tiles = FLOAT32 if q_bytes == 4 else plain if cache_bytes == q_bytes else quantised
     return tiles[padded_head_dim(head_dim)]
 

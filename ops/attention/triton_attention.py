@@ -5,7 +5,8 @@ captured in a CUDA graph once and replayed with other lengths.
 
 - write (``triton_write.py``): this step's keys and values into the cache, quantised if the cache is; zeros into the
   output rows that no request owns. ``rotary_attention`` has it turn queries and keys besides.
-- split (``triton_kernels.py``, as the rest): requests of at most ``SHORT_QUERY`` rows, mostly decodes.
+- split (``triton_kernels.py``, as the rest): requests of at most ``SHORT_QUERY`` rows, mostly decodes; of steps that
+  have nothing but decodes of one query ``triton_decode.py`` has it all in one launch.
   The keys are cut into splits and a fixed number of programs works through all (request, split, tile of rows, KV
   head) tasks, so a long request among short ones spreads over the whole device, and a grid made for the longest
   possible context costs nothing when contexts are short. Launched once with the fewest rows that fill a ``tl.dot``,

@@ -97,7 +97,7 @@ def plain(context_lens: list[int], **kwargs) -> None:
 
 
 def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, **kwargs) -> None:
-    """As what two launches give, to the bit but for norms of queries; by the tables of more requests."""
+    """As what two launches give, to the bit but for norms of queries and splits; by the tables of more requests."""
     case = decode_case(context_lens, fused_qkv=True, **kwargs)
     turn = turning(case, norm_dtype, scaled)
     requests = len(case.seq_lens)
@@ -112,7 +112,7 @@ def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, **kwa
         *turn, *(values[name] for name in (*CACHES, "slot_mapping", "block_table", "query_start_loc", "seq_lens")),
         case.sinks, case.q.shape[1], EPS, case.sm_scale, 1, case.window, case.soft_cap,
     )  # fmt: skip
-    if requests > 1 and norm_dtype is None:  # a request alone is cut otherwise
+    if max(context_lens) < 128 and norm_dtype is None:  # longer ones may be cut otherwise
         assert torch.equal(out, expected)
     torch.testing.assert_close(out, expected, atol=case.tolerance, rtol=case.tolerance)
     for name, cache in caches.items():
@@ -160,6 +160,7 @@ CASES = {
     },
     "turned-scaled-float16": functools.partial(turned, LENGTHS, dtype=FP16, norm_dtype=FP32, scaled=True),
     "turned-float32-int8": functools.partial(turned, [0, 200], dtype=FP32, kv_dtype=INT8),
+    "turned-in-one-split": functools.partial(turned, [0, 33, 127], dtype=BF16, kv_dtype=INT8),
     "turned-without-norms": functools.partial(turned, LENGTHS, dtype=BF16, without_row=3),
     "turned-alone": functools.partial(turned, [1200], dtype=BF16, norm_dtype=BF16, num_heads=8),
     "turned-many": functools.partial(turned, [*range(1, 340, 17)], dtype=BF16, without_row=12, head_dim=16),
@@ -181,7 +182,7 @@ CASES = {
 # The others: battery.
 ORDINARY = (
     "plain-h80-gqa4-fp8", "plain-h128-gqa8-int8", "plain-only-padding", "turned-h64-gqa2-bf16", "turned-h128-gqa1-int8",
-    "turned-without-norms", "turned-window", "turned-alone", "bad-key",
+    "turned-in-one-split", "turned-without-norms", "turned-window", "turned-alone", "bad-key",
 )  # fmt: skip
 
 
@@ -261,7 +262,11 @@ def test_decodes_compile_without_spills(
 def test_a_request_alone_is_cut_into_as_many_splits_as_run_at_once() -> None:
     tiles: TileConfig = default_config(128, 2, 2, (9, 0))
     assert decode_splits(tiles, 1, 8, 132) == Splits(64, 132 * 3 // 8)
-    assert decode_splits(tiles, 2, 8, 132) == Splits(tiles.split_tokens, 64)
+    assert decode_splits(tiles, 8, 8, 132) == Splits(tiles.split_tokens, 64)
+
+
+def test_many_requests_have_longer_splits() -> None:
+    assert decode_splits(default_config(128, 2, 2, (9, 0)), 32, 8, 132) == Splits(256, 64)
 
 
 @pytest.mark.parametrize("rotary", [False, True])
