@@ -315,7 +315,7 @@ def decode_attention(
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), WINDOW=window, SOFT_CAP=soft_cap,
-            MERGE_SPLITS=max(1, min(MOST_SPLITS, MERGED_AT_ONCE * warps // block_h)),
+            MERGE_SPLITS=max(1, min(MOST_SPLITS, MERGED_AT_ONCE * max(4, warps) // block_h)),
             BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_N=tiles.decode_block_n,
             BLOCK_H=block_h,
             num_warps=warps, num_stages=tiles.decode_stages,
