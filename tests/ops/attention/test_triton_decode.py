@@ -160,7 +160,7 @@ CASES = {
     },
     "turned-scaled-float16": functools.partial(turned, LENGTHS, dtype=FP16, norm_dtype=FP32, scaled=True),
     "turned-float32-int8": functools.partial(turned, [0, 200], dtype=FP32, kv_dtype=INT8),
-    "turned-in-one-split": functools.partial(turned, [0, 33, 127], dtype=BF16, kv_dtype=INT8),
+    "turned-in-one-split": functools.partial(turned, [0, 33, 127], dtype=BF16),
     "turned-without-norms": functools.partial(turned, LENGTHS, dtype=BF16, without_row=3),
     "turned-alone": functools.partial(turned, [1200], dtype=BF16, norm_dtype=BF16, num_heads=8),
     "turned-many": functools.partial(turned, [*range(1, 340, 17)], dtype=BF16, without_row=12, head_dim=16),
