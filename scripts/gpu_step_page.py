@@ -95,13 +95,9 @@ def _commits(lines: Lines) -> str:
     return ", ".join(dict.fromkeys(f"`{line['commit']}`" for line in lines)) or "none"
 
 
-def _names(line: Line) -> tuple[str, str, str]:
-    """What a line is of."""
-    return MODELS[line["model"]], BUCKETS[line["bucket"]], KV_DTYPES[line["kv_cache_dtype"]]
-
-
 def _head(now: Lines, before: Lines) -> str:
-    spilled = [f"{name} ({', '.join(_names(line))})" for line in now for name in line["spilled"]]
+    cases = [(MODELS[line["model"]], KV_DTYPES[line["kv_cache_dtype"]], line["spilled"]) for line in now]
+    spilled = list(dict.fromkeys(f"{name} ({model}, {kv})" for model, kv, names in cases for name in names))
     return f"""# A GPU's step, estimated
 
 **Estimates: nothing here ran on a GPU.** `python scripts/gpu_step_tables.py` writes this page. It generates the code of
