@@ -81,7 +81,8 @@ _BUCKETS = "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048"
 _GPU_TESTS = "-m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py"
 _EXACT_TESTS = (
     "-m gpu tests/ops/rowwise/test_rowwise_gpu.py tests/ops/linear/test_exact_linear.py "
-    "tests/ops/linear/test_fused_linear.py tests/ops/attention/test_triton_exact.py"
+    "tests/ops/linear/test_fused_linear.py tests/ops/linear/test_triton_surroundings.py "
+    "tests/ops/attention/test_triton_exact.py"
 )
 _PHASES = f"{_LATENCY} --input-len 2048 --batch-size 8 --num-iters 3"
 _PHASE_BUCKETS = "--bucket-sizes 8 --token-bucket-sizes 2048"

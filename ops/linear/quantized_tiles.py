@@ -65,7 +65,7 @@ class Choice(NamedTuple):
 # Their ``m`` is the number of rows up to which they serve; the last serves any number. Chosen so that no registers
 # spill: the tests that compile them ahead of time assert it.
 WGMMA = (Tile(8, 64, 4, 8), Tile(16, 64, 4, 8), Tile(32, 64, 4, 6), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
-MMA = (Tile(8, 64, 4, 6), Tile(16, 64, 4, 5), Tile(32, 64, 4, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
+MMA = (Tile(8, 64, 4, 6), Tile(16, 64, 4, 5), Tile(32, 64, 8, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
 MMA_GROUPS = (*MMA[:4], Tile(128, 64, 8, 2))  # decoded halves of bytes beside the sums of a group and of all groups
 FLOAT32 = (Tile(16, 32, 4, 2), Tile(32, 64, 8, 2))
 INT8 = (Tile(8, 64, 4, 8), Tile(16, 64, 4, 6), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))

@@ -8,6 +8,7 @@ The ways, timed in turns, each as one CUDA graph of several copies of the weight
     inductor   F.linear as torch's compiler makes it for this size. Its own settings decide which: with
                TORCHINDUCTOR_MAX_AUTOTUNE=1 and TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 it tries its Triton kernels
     exact      this engine's kernel with one order of sums (``exact=True``)
+    fused      this engine's kernel for few rows, which has room for norm, activation and residual; up to 32 rows
 
 GB/s counts the weights alone. A way that does not run, or whose result is wrong, is left out and the reason printed. On
 a CPU there is ``F.linear`` alone.
@@ -33,6 +34,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linears
 from compiled_llm.ops.linear.exact_linear import exact_linear
+from compiled_llm.ops.linear.fused_linear import MAX_ROWS, fused_linear
 
 WEIGHT_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}  # copies together, more than any cache
 TOLERANCE = 0.02  # of the largest output, in bfloat16
@@ -51,12 +53,13 @@ def plain(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight)
 
 
-def ways(device: str, name: str) -> dict[str, Way]:
+def ways(device: str, name: str, rows: int) -> dict[str, Way]:
     """``name``: of what is compiled for one size."""
     if device == "cpu":
         return {"cublas": plain}
     compiled = compile_at_first_call(own_copy(plain, name), cuda_graphs=False)
-    return {"cublas": plain, "inductor": compiled, "exact": lambda x, weight: exact_linear(x, weight, None)}
+    found = {"cublas": plain, "inductor": compiled, "exact": lambda x, weight: exact_linear(x, weight, None)}
+    return {**found, "fused": fused_linear} if rows <= MAX_ROWS else found
 
 
 def measure(outputs: int, inputs: int, rows: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -66,7 +69,7 @@ def measure(outputs: int, inputs: int, rows: int, args: argparse.Namespace) -> d
     copies = [weight.clone() for _ in range(max(1, WEIGHT_BYTES[args.device] // weight.nbytes))]
     wanted, runs = F.linear(x.float(), weight.float()), {}
     left_out: dict[str, str] = {}
-    for name, way in ways(args.device, f"linear_{outputs}_{inputs}_{rows}").items():
+    for name, way in ways(args.device, f"linear_{outputs}_{inputs}_{rows}", rows).items():
         try:
             error = float((way(x, weight).float() - wanted).abs().max() / wanted.abs().max())
             if error > TOLERANCE:

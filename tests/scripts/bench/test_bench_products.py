@@ -34,7 +34,7 @@ def test_a_table_and_what_is_left_out(
 
     monkeypatch.setattr(bench, "layers_of", lambda shape: [(48, 32), (16, 64)])
     ways = {"cublas": bench.plain, "wrong": lambda x, weight: bench.plain(x, weight) * 2, "broken": fails}
-    monkeypatch.setattr(bench, "ways", lambda device, name: ways)
+    monkeypatch.setattr(bench, "ways", lambda device, name, rows: ways)
     flags = ["--device", "cpu", "--rows", "1", "5", "--seconds", "0.001", "--json", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", ["bench_products.py", *flags])
     assert bench.main() == 0
