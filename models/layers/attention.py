@@ -139,22 +139,6 @@ class AttentionWeights(NamedTuple):
     v_norm: Tensor | None = None  # [H] float32, of each head
 
 
-def attention(
-    x: Tensor,
-    w: AttentionWeights,
-    cos_sin: Tensor | None,
-    cache: LayerCache,
-    step: StepInput,
-    spec: AttentionSpec,
-    eps: float,
-    max_query_len: int,
-    query_scale: Tensor | None = None,
-) -> Tensor:
-    """Self-attention block on ``x`` ``[T, D]``; see ``attended``."""
-    qkv = w.qkv.apply(x)
-    return w.o.apply(attended(qkv, w, cos_sin, cache, step, spec, eps, max_query_len, query_scale))
-
-
 def attended(
     qkv: Tensor,
     w: AttentionWeights,
