@@ -18,7 +18,7 @@ from compiled_llm.models.gemma2 import rounded
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attend
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
-from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
+from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, mixture_of_experts
 from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
@@ -302,9 +302,8 @@ def _feed_forward(x: Tensor, normed: Tensor, w: LayerWeights, step: StepInput, c
     out, moe, eps = gated_mlp(normed, w.mlp, "gelu_tanh"), w.moe, config.rms_norm_eps
     if moe is None:
         return out
-    gate = functools.partial(gated_activation, activation="gelu_tanh")
     seen = rms_norm(x, moe.router_norm, eps) * config.hidden_size**-0.5
-    mixed = mixture_of_experts(rms_norm(x, moe.norm, eps), moe.experts, step, config.router, gate, seen)
+    mixed = mixture_of_experts(rms_norm(x, moe.norm, eps), moe.experts, step, config.router, Gate("gelu_tanh"), seen)
     return rms_norm(out, moe.mlp_output_norm, eps) + rms_norm(mixed, moe.output_norm, eps)
 
 

@@ -13,14 +13,13 @@ from torch import Tensor
 from compiled_llm.models import llama
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
-from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
+from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.moe import MoeWeights, Router, Shared, check_router, experts_block
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import scaled_sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +116,11 @@ def take(config: Glm4MoeConfig, source: Source) -> Weights:
     return llama.take(config, source, take_layer)
 
 
-def experts(x: Tensor, w: SharedMoeWeights, step: StepInput, config: Any) -> Tensor:
+def experts(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: SharedMoeWeights, step: StepInput, config: Any
+) -> tuple[Tensor, Tensor | None]:
     """A layer's experts, and the MLP that every token has."""
-    # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that one alone.
-    return scaled_sum(mixture_of_experts(x, w.routed, step, config.router), gated_mlp(x, w.shared), w.one)
+    return experts_block(x, delta, norm, eps, w.routed, step, config.router, shared=Shared(w.shared, w.one))
 
 
 def forward(

@@ -16,12 +16,11 @@ from compiled_llm.models.config import WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import windowed_layers
-from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
+from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, experts_block
 from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.rope_config import Rope, read_rope
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import clamped_swiglu
 
 # transformers' own, where a config.json has none.
 _YARN = {
@@ -84,10 +83,13 @@ def layers(config: GptOssConfig) -> Layers:
     return windowed_layers(config, llama.layers(config)[0])
 
 
-def experts(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
+def experts(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MoeWeights, step: StepInput, config: Any
+) -> tuple[Tensor, Tensor | None]:
     """A layer's experts, whose weights add up to 1."""
-    gate = functools.partial(clamped_swiglu, alpha=config.swiglu_alpha, limit=config.swiglu_limit)
-    return mixture_of_experts(x, w, step, Router(config.num_experts_per_tok, "softmax_of_chosen"), gate)
+    router = Router(config.num_experts_per_tok, "softmax_of_chosen")
+    gate = Gate("clamped_swiglu", config.swiglu_alpha, config.swiglu_limit)
+    return experts_block(x, delta, norm, eps, w, step, router, gate)
 
 
 def forward(

@@ -40,7 +40,8 @@ class Weights(NamedTuple):
 
 
 TakeMlp = Callable[[Any, Source, str], Any]
-Experts = Callable[[Tensor, Any, StepInput, Any], Tensor]
+# (x, delta, norm, eps, weights, step, config): as of ``experts_block``
+Experts = Callable[[Tensor, Tensor | None, Any, float, Any, StepInput, Any], tuple[Tensor, Tensor | None]]
 
 
 def take_mlp(config: LlamaConfig, source: Source, name: str) -> MlpWeights:
@@ -96,12 +97,17 @@ def forward(
 
     A family with experts passes what computes a layer that has some.
     """
+
+    def mixed(x: Tensor, delta: Tensor | None, norm: Any, eps: float, mlp: Any) -> tuple[Tensor, Tensor | None]:
+        assert experts is not None
+        return experts(x, delta, norm, eps, mlp, step, config)
+
     return decoder_layers(
         weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
         eps=config.rms_norm_eps,
         angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
         query_scale=F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None,
-        experts=None if experts is None else lambda normed, mlp: experts(normed, mlp, step, config),
+        experts=None if experts is None else mixed,
     )  # fmt: skip
 
 

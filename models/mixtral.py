@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_llm.models import llama, mistral
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts_block
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.mistral import MistralConfig
 from compiled_llm.models.weights import Source
@@ -43,9 +43,12 @@ def take(config: MixtralConfig, source: Source) -> Weights:
     return llama.take(config, source, functools.partial(llama.take_layer, take_mlp=take_mlp))
 
 
-def experts(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
+def experts(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MoeWeights, step: StepInput, config: Any
+) -> tuple[Tensor, Tensor | None]:
     """A layer's experts, whose weights add up to 1."""
-    return mixture_of_experts(x, w, step, Router(config.num_experts_per_tok, "softmax_of_chosen"))
+    router = Router(config.num_experts_per_tok, "softmax_of_chosen")
+    return experts_block(x, delta, norm, eps, w, step, router)
 
 
 def forward(

@@ -10,7 +10,7 @@ from compiled_llm.models import llama, qwen3
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, mixture_of_experts
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts_block
 from compiled_llm.models.llama import LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
@@ -59,9 +59,11 @@ def take(config: Qwen3MoeConfig, source: Source) -> Weights:
     return llama.take(config, source, functools.partial(qwen3.take_layer, take_mlp=take_mlp))
 
 
-def experts(x: Tensor, w: MoeWeights, step: StepInput, config: Any) -> Tensor:
+def experts(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MoeWeights, step: StepInput, config: Any
+) -> tuple[Tensor, Tensor | None]:
     """A layer's experts."""
-    return mixture_of_experts(x, w, step, config.router)
+    return experts_block(x, delta, norm, eps, w, step, config.router)
 
 
 def forward(

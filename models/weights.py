@@ -10,9 +10,10 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.layers.attention import AttentionWeights
 from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import MoeWeights, UsedExperts
+from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.layers.norm import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
+from compiled_llm.models.linears.mixture import NUM_COUNTERS, UsedExperts
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put, PutQuantized
 from compiled_llm.models.linears.published import in_order_of
 from compiled_llm.models.quantized.scheme import Scheme
@@ -189,7 +190,9 @@ class Source:
 
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""
-        self._used_experts = self._used_experts or UsedExperts(torch.zeros(1, dtype=torch.int64, device=self.device))
+        if self._used_experts is None:
+            total = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self._used_experts = UsedExperts(total, torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device))
         return self._used_experts
 
     def attention(

@@ -15,8 +15,14 @@ from compiled_llm.ops.linear.fused_quantized_linear import fused_quantized_linea
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8, quantized_linear_a8
-from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_packed_linear
-from compiled_llm.ops.moe.routing import expert_rows, route, routed_rows, weighted_sum
+from compiled_llm.ops.moe.grouped_linear import (
+    grouped_gated_linear,
+    grouped_linear,
+    grouped_linear_sum,
+    grouped_packed_linear,
+)
+from compiled_llm.ops.moe.routed_linear import routed_linear
+from compiled_llm.ops.moe.routing import expert_rows, route, routed_rows, weighted_sum, weighted_sum_added
 from compiled_llm.ops.rowwise.kept_rows import keep_rows
 from compiled_llm.ops.rowwise.qk_norm import qk_norm
 from compiled_llm.ops.rowwise.rowwise import (
@@ -52,7 +58,9 @@ __all__ = [
     "fused_quantized_linear_a8",
     "gated_activation",
     "greedy_tokens",
+    "grouped_gated_linear",
     "grouped_linear",
+    "grouped_linear_sum",
     "grouped_packed_linear",
     "grouped_quantized_linear",
     "grouped_quantized_linear_a8",
@@ -73,6 +81,7 @@ __all__ = [
     "rotary_attention",
     "rotary_decode_attention",
     "route",
+    "routed_linear",
     "routed_rows",
     "sample_tokens",
     "scaled_sum",
@@ -80,4 +89,5 @@ __all__ = [
     "uniform",
     "unpack_rows",
     "weighted_sum",
+    "weighted_sum_added",
 ]

@@ -43,6 +43,10 @@ class OnGpu(Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 

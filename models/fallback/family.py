@@ -14,8 +14,8 @@ from compiled_llm.models.fallback.module import LinearName
 from compiled_llm.models.fallback.recording import Calls, Recording, recorded
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.moe import UsedExperts
 from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.mixture import UsedExperts
 from compiled_llm.models.linears.protocol import Experts, Linear, Part
 from compiled_llm.models.weights import Source
 

@@ -21,6 +21,10 @@ class LayerWeights(NamedTuple):
     output_norm: Tensor | None = None  # [D], of what the MLP gave
 
 
+Experts = Callable[[Tensor, Tensor | None, Any, float, Any], tuple[Tensor, Tensor | None]]
+"""(x, delta, norm, eps, weights) -> x, delta: as ``mlp_block`` takes and gives them."""
+
+
 def decoder_layers(
     x: Tensor,
     layers: Sequence[LayerWeights],
@@ -35,7 +39,7 @@ def decoder_layers(
     multiplier: float = 1.0,
     parallel: bool = False,
     query_scale: Tensor | None = None,
-    experts: Callable[[Tensor, Any], Tensor] | None = None,
+    experts: Experts | None = None,
     final_norm: Norm | None = None,
 ) -> Tensor:
     """What the last layer gives, ``[T, D]``; the step's keys and values go to ``kv_cache``.
@@ -48,7 +52,7 @@ def decoder_layers(
         multiplier: of all that is added to the residual stream.
         parallel: attention and MLP get the same, and their sum is added.
         query_scale: see ``attended``.
-        experts: (what an MLP gets, its weights) -> what it gives, for weights that are not an MLP's.
+        experts: for weights that are not an MLP's.
         final_norm: of the result, if it is to be normalised.
     """
     delta: Tensor | None = None  # what is still to be added to x: its norm, if there is one
@@ -69,8 +73,8 @@ def decoder_layers(
             )  # fmt: skip
         else:
             assert experts is not None
-            x, normed = add_norm(x, delta, w.mlp_norm, eps, w.attention_norm)
-            delta = experts(normed, w.mlp)
+            assert w.attention_norm is None, "no family has it beside experts"
+            x, delta = experts(x, delta, w.mlp_norm, eps, w.mlp)
         delta_norm = w.output_norm
     if final_norm is not None:
         return add_norm(x, delta, final_norm, eps, delta_norm)[1]

@@ -1,15 +1,24 @@
 """A mixture of experts in the place of an MLP (Shazeer et al., 2017, arXiv:1701.06538)."""
 
-import dataclasses
-from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import StepInput
+from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.norm import add_norm
+from compiled_llm.models.linears.mixture import (
+    Gate,
+    Router,
+    RouterWeights,
+    UsedExperts,
+    gated_experts,
+    routed,
+    summed_experts,
+)
 from compiled_llm.models.linears.protocol import Experts, Linear
-from compiled_llm.ops import gated_activation, routed_rows, weighted_sum
+from compiled_llm.ops import scaled_sum
 
 
 def check_router(config: ModelConfig, num_experts: str, top_k: str = "num_experts_per_tok") -> None:
@@ -24,12 +33,6 @@ def check_router(config: ModelConfig, num_experts: str, top_k: str = "num_expert
         )
 
 
-class UsedExperts(NamedTuple):
-    """How many experts some token used, added up over layers and steps: each reads its weights once for all tokens."""
-
-    total: Tensor  # [1] int64, the same tensor in all layers of a model
-
-
 class MoeWeights(NamedTuple):
     router: Linear  # [E, D]
     gate_up: Experts  # [E, 2 * intermediate, D]
@@ -38,25 +41,19 @@ class MoeWeights(NamedTuple):
     choice_bias: Tensor | None = None  # [E] float32
     expert_scale: Tensor | None = None  # [E] float32, of each expert's weights
 
-
-@dataclasses.dataclass(frozen=True)
-class Router:
-    """How a token's experts are chosen and weighted; ``ops.route`` says what the fields mean.
-
-    ``in_float32``: the logits are computed in float32, by a router of that dtype.
-    """
-
-    top_k: int
-    scoring: str
-    scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    in_float32: bool = False
+    @property
+    def of_router(self) -> RouterWeights:
+        return RouterWeights(self.router, self.choice_bias, self.expert_scale)
 
 
-def silu_gate(gate_up: Tensor) -> Tensor:
-    """SwiGLU, ``[R, 2 * intermediate]`` -> ``[R, intermediate]``."""
-    return gated_activation(gate_up, "silu")
+class Shared(NamedTuple):
+    """An MLP that all tokens use beside their experts."""
+
+    mlp: MlpWeights
+    one: Tensor  # [1] float32
+
+
+SILU = Gate()
 
 
 def mixture_of_experts(
@@ -64,7 +61,7 @@ def mixture_of_experts(
     w: MoeWeights,
     step: StepInput,
     router: Router,
-    gate: Callable[[Tensor], Tensor] = silu_gate,
+    gate: Gate = SILU,
     seen: Tensor | None = None,
 ) -> Tensor:
     """The weighted sum of what each token's experts, gated MLPs, give: ``[T, D]`` -> ``[T, D]``; 0 for padding.
@@ -73,18 +70,38 @@ def mixture_of_experts(
     ``seen`` ``[T, D]``, if that is given, and not by ``x``.
     """
     seen = x if seen is None else seen
-    logits = w.router.apply(seen.float() if router.in_float32 else seen)
-    weights, places, tokens, starts = routed_rows(
-        logits,
-        w.choice_bias,
-        w.expert_scale,
-        step.query_start_loc[-1:],
-        w.used.total,
-        router.top_k,
-        router.scoring,
-        router.scale,
-        router.groups,
-        router.top_groups,
-    )
-    hidden = gate(w.gate_up.apply_to(x, tokens, starts))
-    return weighted_sum(w.down.apply_to(hidden, None, starts), places, weights)
+    _, chosen = routed(seen, None, 0.0, w.of_router, step.query_start_loc[-1:], w.used, router)
+    return summed_experts(gated_experts(x, w.gate_up, chosen, gate), w.down, chosen, w.used)
+
+
+def experts_block(
+    x: Tensor,
+    delta: Tensor | None,
+    norm: Tensor,
+    eps: float,
+    w: MoeWeights,
+    step: StepInput,
+    router: Router,
+    gate: Gate = SILU,
+    shared: Shared | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """A residual stream plus the mixture of its norm.
+
+    It takes what ``normed_linear`` takes and gives what ``added_linear`` gives. What ``shared`` gives is added to the
+    mixture first.
+    """
+    num_tokens = step.query_start_loc[-1:]
+    if delta is None:
+        normed, chosen = routed(x, norm, eps, w.of_router, num_tokens, w.used, router)
+    else:
+        x, normed = add_norm(x, delta, norm, eps)
+        _, chosen = routed(normed, None, 0.0, w.of_router, num_tokens, w.used, router)
+    hidden = gated_experts(normed, w.gate_up, chosen, gate)
+    if x.is_cuda:
+        beside = None if shared is None else gated_mlp(normed, shared.mlp)
+        return summed_experts(hidden, w.down, chosen, w.used, beside, x), None
+    mixed = summed_experts(hidden, w.down, chosen, w.used)
+    if shared is None:
+        return x, mixed
+    # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that one alone.
+    return x, scaled_sum(mixed, gated_mlp(normed, shared.mlp), shared.one)

@@ -16,9 +16,18 @@ from torch import Tensor
 from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
 from compiled_llm.ops.linear.packed_linear import pack_weight
+from compiled_llm.ops.moe.routing import weighted_sum_added_reference
+from compiled_llm.ops.rowwise.reference import GATES, clamped_swiglu_reference, gated_activation_reference
 
 _ROWS = "Tensor? bias, Tensor? rows, Tensor starts"
 LIBRARY.define(f"grouped_linear(Tensor x, Tensor weight, {_ROWS}) -> Tensor")
+LIBRARY.define(
+    f"grouped_gated_linear(Tensor x, Tensor weight, {_ROWS}, str activation, float alpha, float limit) -> Tensor"
+)
+LIBRARY.define(
+    "grouped_linear_sum(Tensor x, Tensor weight, Tensor? bias, Tensor starts, Tensor places, Tensor weights,"
+    " Tensor? beside, Tensor? residual, Tensor(a!) counters) -> Tensor"
+)
 LIBRARY.define(f"grouped_packed_linear(Tensor x, Tensor packed, {_ROWS}, int out_features) -> Tensor")
 
 
@@ -35,6 +44,40 @@ def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor 
         ``[R, N]`` in the dtype of ``x``, contiguous. Rows that belong to no expert are not written.
     """
     return torch.ops.compiled_llm.grouped_linear(x, weight, bias, rows, starts)
+
+
+def grouped_gated_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, activation: str,
+    alpha: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The same, and ``gated_activation`` or ``clamped_swiglu`` of what it gives, in one launch of a GPU.
+
+    Args:
+        activation: one of ``gated_activation``, or "clamped_swiglu", which ``alpha`` and ``limit`` belong to.
+
+    Returns:
+        ``[R, N / 2]``.
+    """
+    assert activation in GATES
+    return torch.ops.compiled_llm.grouped_gated_linear(x, weight, bias, rows, starts, activation, alpha, limit)
+
+
+def grouped_linear_sum(
+    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, places: Tensor, weights: Tensor,
+    beside: Tensor | None, residual: Tensor | None, counters: Tensor,
+) -> Tensor:  # fmt: skip
+    """``grouped_linear`` and ``weighted_sum_added`` of what it gives, in one launch of a GPU: for few rows.
+
+    Args:
+        x: ``[R, K]``; bfloat16 or float16.
+        counters: int32, one for each 16 outputs or more, zero before and after.
+
+    Returns:
+        ``[T, N]`` in the dtype of ``x``.
+    """
+    return torch.ops.compiled_llm.grouped_linear_sum(
+        x, weight, bias, starts, places, weights, beside, residual, counters
+    )
 
 
 def grouped_packed_linear(
@@ -63,6 +106,26 @@ def grouped_linear_reference(
     return out
 
 
+def grouped_gated_linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, activation: str, alpha: float,
+    limit: float,
+) -> Tensor:  # fmt: skip
+    """The op in plain torch."""
+    y = grouped_linear_reference(x, weight, bias, rows, starts)
+    if activation == "clamped_swiglu":
+        return clamped_swiglu_reference(y, alpha, limit)
+    return gated_activation_reference(y, activation)
+
+
+def grouped_linear_sum_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, places: Tensor, weights: Tensor,
+    beside: Tensor | None, residual: Tensor | None, counters: Tensor,
+) -> Tensor:  # fmt: skip
+    """The op in plain torch."""
+    y = grouped_linear_reference(x, weight, bias, None, starts)
+    return weighted_sum_added_reference(y, places, weights, beside, residual)
+
+
 def grouped_packed_linear_reference(
     x: Tensor, packed: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, out_features: int
 ) -> Tensor:
@@ -74,6 +137,16 @@ def grouped_packed_linear_reference(
 @torch.library.register_fake("compiled_llm::grouped_linear", lib=LIBRARY)
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> Tensor:
     return x.new_empty((x if rows is None else rows).shape[0], weight.shape[1])
+
+
+@torch.library.register_fake("compiled_llm::grouped_gated_linear", lib=LIBRARY)
+def _fake_gated(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, *args) -> Tensor:
+    return x.new_empty((x if rows is None else rows).shape[0], weight.shape[1] // 2)
+
+
+@torch.library.register_fake("compiled_llm::grouped_linear_sum", lib=LIBRARY)
+def _fake_sum(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, places: Tensor, *args) -> Tensor:
+    return x.new_empty(places.shape[0], weight.shape[1])
 
 
 @torch.library.register_fake("compiled_llm::grouped_packed_linear", lib=LIBRARY)
@@ -89,13 +162,18 @@ def _without_kernels(*args):
 
 
 LIBRARY.impl("grouped_packed_linear", _without_kernels, "CompositeExplicitAutograd")
-LIBRARY.impl("grouped_linear", grouped_linear_reference, "CompositeExplicitAutograd")
 
 
-def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.moe import triton_grouped  # the first call on a GPU loads Triton, not the import
+def _register(name: str, kernel: str) -> None:
+    def on_gpu(*args) -> Tensor:
+        from compiled_llm.ops.moe import triton_grouped  # the first call on a GPU loads Triton, not the import
 
-    return triton_grouped.grouped_linear(*args)
+        return getattr(triton_grouped, kernel)(*args)
+
+    LIBRARY.impl(name, globals()[f"{name}_reference"], "CompositeExplicitAutograd")
+    LIBRARY.impl(name, on_gpu, "CUDA")
 
 
-LIBRARY.impl("grouped_linear", _cuda, "CUDA")
+_register("grouped_linear", "grouped_linear")
+_register("grouped_gated_linear", "grouped_linear")
+_register("grouped_linear_sum", "grouped_linear_sum")

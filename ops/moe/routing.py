@@ -17,6 +17,12 @@ from torch import Tensor
 from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
 
+# Of routed_linear.
+MAX_ROWS = 32
+MAX_EXPERTS = 256
+MAX_GROUPED_EXPERTS = 128
+"""Most where they are chosen by groups, which takes more registers."""
+
 SCORINGS = ("softmax", "softmax_of_chosen", "sigmoid")
 
 LIBRARY.define(
@@ -31,6 +37,9 @@ LIBRARY.define(
     " int top_k, str scoring, float scale, int groups, int top_groups) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 LIBRARY.define("weighted_sum(Tensor y, Tensor places, Tensor weights) -> Tensor")
+LIBRARY.define(
+    "weighted_sum_added(Tensor y, Tensor places, Tensor weights, Tensor? beside, Tensor? residual) -> Tensor"
+)
 
 _OPS = torch.ops.compiled_llm
 
@@ -119,6 +128,17 @@ def weighted_sum(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return _OPS.weighted_sum(y, places, weights)
 
 
+def weighted_sum_added(
+    y: Tensor, places: Tensor, weights: Tensor, beside: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """``residual + (weighted_sum(y, places, weights) + beside)``, each sum rounded, in one launch of a GPU.
+
+    Args:
+        beside, residual: ``[T, D]`` contiguous, in the dtype of ``y``; None adds nothing.
+    """
+    return _OPS.weighted_sum_added(y, places, weights, beside, residual)
+
+
 def route_reference(
     logits: Tensor, choice_bias: Tensor | None, top_k: int, scoring: str, scale: float, groups: int, top_groups: int
 ) -> tuple[Tensor, Tensor]:
@@ -179,6 +199,15 @@ def weighted_sum_reference(y: Tensor, places: Tensor, weights: Tensor) -> Tensor
     return out.to(y.dtype)
 
 
+def weighted_sum_added_reference(
+    y: Tensor, places: Tensor, weights: Tensor, beside: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    """The op in plain torch."""
+    total = weighted_sum_reference(y, places, weights)
+    total = total if beside is None else total + beside
+    return total if residual is None else residual + total
+
+
 @torch.library.register_fake("compiled_llm::route", lib=LIBRARY)
 def _fake_route(logits: Tensor, choice_bias: Tensor | None, top_k: int, *args) -> tuple[Tensor, Tensor]:
     weights = logits.new_empty(logits.shape[0], top_k, dtype=torch.float32)
@@ -202,7 +231,8 @@ def _fake_routed(
 
 
 @torch.library.register_fake("compiled_llm::weighted_sum", lib=LIBRARY)
-def _fake_sum(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+@torch.library.register_fake("compiled_llm::weighted_sum_added", lib=LIBRARY)
+def _fake_sum(y: Tensor, places: Tensor, *args) -> Tensor:
     return y.new_empty(places.shape[0], y.shape[1])
 
 
@@ -226,6 +256,12 @@ for _name in ("route", "expert_rows", "weighted_sum"):
     _register(_name)
 
 
+def _summed_on_gpu(*args) -> Tensor:
+    from compiled_llm.ops.moe import triton_routing  # likewise
+
+    return triton_routing.weighted_sum(*args)
+
+
 def _routed_on_gpu(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from compiled_llm.ops.moe import triton_expert_rows  # the first call on a GPU loads Triton, not the import
 
@@ -234,3 +270,5 @@ def _routed_on_gpu(*args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 LIBRARY.impl("routed_rows", routed_rows_reference, "CompositeExplicitAutograd")
 LIBRARY.impl("routed_rows", _routed_on_gpu, "CUDA")
+LIBRARY.impl("weighted_sum_added", weighted_sum_added_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("weighted_sum_added", _summed_on_gpu, "CUDA")

@@ -5,8 +5,11 @@ CUDA graph. A program computes one tile of rows of one expert; it finds which fr
 so there are at most ``R / m + E`` of them, of m rows each; the programs that are left over end at once.
 
 An output is one accumulator over all inputs, in the tiles and with the instructions of ``triton_linear.py``: so its
-bits do not depend on the rows that its expert has besides.
+bits do not depend on the rows that its expert has besides. A gate behind a product, and the sum of a token's experts
+behind another, round where the ops on their own round.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,81 +18,243 @@ from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
 from compiled_llm.ops.linear.triton_linear import multiply_add
-from compiled_llm.ops.rowwise.triton_kernels import cast
+from compiled_llm.ops.moe.triton_routing import check_sum, store_sums
+from compiled_llm.ops.rowwise.reference import GATES
+from compiled_llm.ops.rowwise.triton_kernels import activated, cast, clamped_swiglu, rounded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
+_SUMMED_AT_ONCE = 16  # tokens
 
 
 @triton.jit
-def grouped_kernel(
-    x, weight, bias, rows, starts, out, x_stride, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
-    place = tl.program_id(0) % NUM_M
+def _own_tile(starts, place, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Of the tile at ``place``: its expert, its rows, which of them there are; and how many tiles there are.
+
+    The expert is EXPERTS or more where no tile is left.
+    """
     experts = tl.arange(0, EXPERTS_POW2)
     first = tl.load(starts + experts, mask=experts < EXPERTS, other=0)
     count = tl.load(starts + experts + 1, mask=experts < EXPERTS, other=0) - first
     tiles = (count + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(tiles, 0)
     expert = tl.sum((ends <= place).to(tl.int32), 0)  # whose tiles end after this place
+    own = experts == expert
+    row = tl.sum(tl.where(own, first + (place - (ends - tiles)) * BLOCK_M, 0), 0)
+    end = tl.sum(tl.where(own, first + count, 0), 0)
+    rows = row + tl.arange(0, BLOCK_M)
+    return expert, rows, rows < end, tl.sum(tiles, 0)
+
+
+@triton.jit
+def _with_bias(acc, bias, columns, inside):
+    """The sums of ``columns`` and their biases."""
+    if bias is not None:
+        acc += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def _tile_outputs(
+    x, weight, bias, expert, sources, inside_rows, columns, x_stride, alpha, limit,
+    OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """``OUT`` outputs an expert, of a tile of them; with an activation from as many gates and then as many ups."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    WIDE: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
+    inner = tl.arange(0, BLOCK_K)
+    inside_columns = columns < OUT
+    x_tile = x + sources.to(tl.int64)[:, None] * x_stride + inner[None, :]
+    w_tile = weight + expert.to(tl.int64) * WIDE * IN + columns[:, None] * IN + inner[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, IN, BLOCK_K):
+        inside = (inner < IN - k)[None, :]
+        a = tl.load(x_tile + k, mask=inside_rows[:, None] & inside, other=0.0)
+        b = tl.load(w_tile + k, mask=inside_columns[:, None] & inside, other=0.0)
+        acc = multiply_add(a, tl.trans(b), acc)
+        if ACTIVATION != "":
+            b = tl.load(w_tile + OUT * IN + k, mask=inside_columns[:, None] & inside, other=0.0)
+            up = multiply_add(a, tl.trans(b), up)
+    acc = _with_bias(acc, bias, expert * WIDE + columns, inside_columns)
+    if ACTIVATION != "":
+        gate = rounded(acc, dtype)
+        up = rounded(_with_bias(up, bias, expert * WIDE + OUT + columns, inside_columns), dtype)
+        if ACTIVATION == "clamped_swiglu":
+            acc = clamped_swiglu(gate, up, alpha, limit)
+        else:
+            acc = rounded(activated(gate, ACTIVATION), dtype) * up
+    return cast(acc, dtype)
+
+
+@triton.jit
+def grouped_kernel(
+    x, weight, bias, rows, starts, out, x_stride, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
+    expert, targets, inside_rows, _ = _own_tile(starts, tl.program_id(0) % NUM_M, EXPERTS, EXPERTS_POW2, BLOCK_M)
     if expert < EXPERTS:
-        own = experts == expert
-        row = tl.sum(tl.where(own, first + (place - (ends - tiles)) * BLOCK_M, 0), 0)
-        end = tl.sum(tl.where(own, first + count, 0), 0)
-        targets = row + tl.arange(0, BLOCK_M)
-        inside_rows = targets < end
         sources = targets
         if rows is not None:
             sources = tl.load(rows + targets, mask=inside_rows, other=0)
         columns = (tl.program_id(0) // NUM_M * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-        inner = tl.arange(0, BLOCK_K)
-        x_tile = x + sources.to(tl.int64)[:, None] * x_stride + inner[None, :]
-        w_tile = weight + expert.to(tl.int64) * OUT * IN + columns[:, None] * IN + inner[None, :]
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(0, IN, BLOCK_K):
-            inside = (inner < IN - k)[None, :]
-            a = tl.load(x_tile + k, mask=inside_rows[:, None] & inside, other=0.0)
-            b = tl.load(w_tile + k, mask=(columns < OUT)[:, None] & inside, other=0.0)
-            acc = multiply_add(a, tl.trans(b), acc)
-        if bias is not None:
-            acc += tl.load(bias + expert * OUT + columns, mask=columns < OUT, other=0.0).to(tl.float32)[None, :]
+        outputs = _tile_outputs(
+            x, weight, bias, expert, sources, inside_rows, columns, x_stride, alpha, limit,
+            OUT, IN, ACTIVATION, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
         tl.store(
             out + targets.to(tl.int64)[:, None] * OUT + columns[None, :],
-            cast(acc, out.dtype.element_ty),
+            outputs,
             mask=inside_rows[:, None] & (columns < OUT)[None, :],
         )
 
 
-def grouped_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> Tensor:
+@triton.jit(do_not_specialize=["num_tokens"])
+def grouped_sum_kernel(
+    x, weight, bias, starts, y, places, weights, beside, residual, out, counters, x_stride, num_tokens,
+    NUM_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
+    TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """As ``grouped_kernel``; the program that is the last one to finish some columns adds up the tokens' experts there.
+
+    It adds in the order of a token's choice, so it does not matter which program that is. ``counters``, zero before the
+    launch and after it, tell it.
+    """
+    place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
+    expert, rows, inside_rows, num_tiles = _own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
+    columns = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    if expert < EXPERTS:
+        outputs = _tile_outputs(
+            x, weight, bias, expert, rows, inside_rows, columns, x_stride, 0.0, 0.0,
+            OUT, IN, "", BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        tl.store(
+            y + rows.to(tl.int64)[:, None] * OUT + columns[None, :],
+            outputs,
+            mask=inside_rows[:, None] & (columns < OUT)[None, :],
+        )
+    finishing = tl.maximum(num_tiles, 1)  # where no token is real, one has to write the sums of nothing
+    if place < finishing:
+        # All threads have stored before one of them counts, with a release of what was stored and an acquire of what
+        # others released; and all threads wait for its answer.
+        tl.debug_barrier()
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == finishing - 1:
+            tl.store(counters + tile, 0)
+            for first in range(0, num_tokens, BLOCK_T):
+                tokens = first + tl.arange(0, BLOCK_T)
+                store_sums(
+                    y, places, weights, beside, residual, out, tokens, tokens < num_tokens, columns, TOP_K, OUT, True
+                )
+
+
+class _Grid(NamedTuple):
+    """What a launch follows from: ``programs`` tiles, ``num_m`` of them of the same outputs."""
+
+    programs: int
+    num_m: int
+    constants: dict[str, int]
+    options: dict[str, Any]
+
+
+def _grid(x: Tensor, weight: Tensor, count: int, gated: bool = False) -> _Grid:
+    experts, out_features, in_features = weight.shape
+    # Twice the average, so that an expert with some more rows still has one tile.
+    capability = triton_linear._capability(x.device)
+    tile = triton_linear.tile_for(-(-2 * count // experts), x.itemsize, capability, outputs_first=False)
+    block_n = tile.n
+    if gated:  # of each half
+        out_features, block_n = out_features // 2, max(16, tile.n // 2)
+    num_m = min(count, count // tile.m + experts)
+    constants = {
+        "NUM_M": num_m, "EXPERTS": experts, "EXPERTS_POW2": triton.next_power_of_2(experts), "OUT": out_features,
+        "IN": in_features, "BLOCK_M": tile.m, "BLOCK_N": block_n, "BLOCK_K": triton_linear._BLOCK_K[x.itemsize],
+    }  # fmt: skip
+    # In float32 a step of a product is one fused operation; what follows a product of 16 bits rounds after each.
+    options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": x.itemsize == 4}
+    return _Grid(num_m * triton.cdiv(out_features, block_n), num_m, constants, options)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    if x.data_ptr() % _ALIGNMENT or (x.shape[0] > 1 and x.stride(0) * x.itemsize % _ALIGNMENT):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor, activation: str = "",
+    alpha: float = 0.0, limit: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """The ops ``grouped_linear`` and, with an activation, ``grouped_gated_linear`` on CUDA tensors.
+
+    On CPU tensors under Triton's interpreter. Never synchronises.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, layout or device; an unknown activation.
+    """
+    _check(x, weight, bias, rows, starts)
+    if activation and (activation not in GATES or weight.shape[1] % 2):
+        raise ValueError(
+            f"grouped_gated_linear: activation must be {' or '.join(GATES)} and N even, got {activation!r} and "
+            f"N={weight.shape[1]}"
+        )
+    count = x.shape[0] if rows is None else rows.shape[0]
+    x = _aligned(x)
+    out = x.new_empty(count, weight.shape[1] // (2 if activation else 1))
+    if not out.numel():
+        return out
+    grid = _grid(x, weight, count, bool(activation))
+    with torch.cuda.device_of(x):
+        grouped_kernel[(grid.programs,)](
+            x, weight, bias, rows, starts, out, _stride(x), alpha, limit, ACTIVATION=activation,
+            **grid.constants, **grid.options,
+        )  # fmt: skip
+    return out
+
+
+def grouped_linear_sum(
+    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, places: Tensor, weights: Tensor,
+    beside: Tensor | None, residual: Tensor | None, counters: Tensor,
+) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
     Raises:
-        ValueError: a tensor of another shape, dtype, layout or device.
+        ValueError: a tensor of another shape, dtype, layout or device; too few counters.
     """
-    _check(x, weight, bias, rows, starts)
-    experts, out_features, in_features = weight.shape
-    count = x.shape[0] if rows is None else rows.shape[0]
-    if x.data_ptr() % _ALIGNMENT or (x.shape[0] > 1 and x.stride(0) * x.itemsize % _ALIGNMENT):
-        x = x.clone(memory_format=torch.contiguous_format)
-    out = x.new_empty(count, out_features)
+    _check(x, weight, bias, None, starts)
+    (tokens, top_k), out_features = places.shape, weight.shape[1]
+    if x.dtype == torch.float32 or x.shape[0] != tokens * top_k:
+        raise ValueError(
+            f"grouped_linear_sum: x must be [{tokens * top_k}, K] of bfloat16 or float16, got {list(x.shape)} of "
+            f"{x.dtype}"
+        )
+    check_sum(x, places, weights, beside, residual, out_features)
+    x = _aligned(x)
+    out = x.new_empty(tokens, out_features)
     if not out.numel():
         return out
-    # Twice the average, so that an expert with some more rows still has one tile.
-    tile = triton_linear.tile_for(
-        -(-2 * count // experts), x.itemsize, triton_linear._capability(x.device), outputs_first=False
-    )
-    num_m = min(count, count // tile.m + experts)
+    y = x.new_empty(tokens * top_k, out_features)
+    grid = _grid(x, weight, len(x))
+    needed = grid.programs // grid.num_m
+    if counters.dtype != torch.int32 or counters.dim() != 1 or len(counters) < needed:
+        raise ValueError(
+            f"grouped_linear_sum: counters must be [{needed}] of torch.int32 or longer, got {list(counters.shape)} of "
+            f"{counters.dtype}"
+        )
     with torch.cuda.device_of(x):
-        grouped_kernel[(num_m * triton.cdiv(out_features, tile.n),)](
-            x, weight, bias, rows, starts, out, x.stride(0) if x.shape[0] > 1 else in_features, NUM_M=num_m,
-            EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), OUT=out_features, IN=in_features,
-            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=triton_linear._BLOCK_K[x.itemsize],
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True,
+        grouped_sum_kernel[(grid.programs,)](
+            x, weight, bias, starts, y, places, weights, beside, residual, out, counters, _stride(x), tokens,
+            TOP_K=top_k, BLOCK_T=min(_SUMMED_AT_ONCE, triton.next_power_of_2(tokens)), **grid.constants,
+            **grid.options,
         )  # fmt: skip
     return out
+
+
+def _stride(x: Tensor) -> int:
+    return x.stride(0) if x.shape[0] > 1 else x.shape[1]
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | None, starts: Tensor) -> None:

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+GATES = (*ACTIVATIONS, "clamped_swiglu")
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

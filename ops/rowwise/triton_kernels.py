@@ -282,14 +282,19 @@ def gated_kernel(gate_up, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.conste
 
 
 @triton.jit
+def clamped_swiglu(gate, up, alpha, limit):
+    gate = tl.where(gate > limit, limit, gate)  # a NaN stays
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return (up + 1.0) * (gate / (1.0 + tl.exp2(alpha * gate * -LOG2_E)))
+
+
+@triton.jit
 def clamped_swiglu_kernel(gate_up, out, stride, alpha, limit, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """A program for ``BLOCK`` outputs of a row."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate, up = _load(gate_up + row * stride, i, i < SIZE), _load(gate_up + row * stride + SIZE, i, i < SIZE)
-    gate = tl.where(gate > limit, limit, gate)  # a NaN stays
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    y = (up + 1.0) * (gate / (1.0 + tl.exp2(alpha * gate * -LOG2_E)))
+    y = clamped_swiglu(gate, up, alpha, limit)
     tl.store(out + row * SIZE + i, cast(y, out.dtype.element_ty), mask=i < SIZE)
 
 

@@ -93,6 +93,31 @@ def test_tables_of_windows_are_on_the_gpu_too(monkeypatch: pytest.MonkeyPatch, k
         gpu.serving = False
 
 
+@pytest.mark.battery
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "glm4-moe", "gemma4-moe"])
+def test_experts_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch, family: str, dtype: str) -> None:
+    """In 16 bits by the ops that are several of a CPU's."""
+    sizes = SIZES | {"model": str(checkpoint(family)), "num_kv_blocks": 24, "dtype": dtype}
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [[5], [9, 8, 7], list(range(3, 40))]
+
+    def tokens(engine: CompiledEngine) -> list[int]:
+        return [token for out in engine.generate(prompts, params, use_tqdm=False) for token in out.outputs[0].token_ids]
+
+    with CompiledEngine(device="cpu", **sizes) as engine:
+        expected = tokens(engine)
+    with pretended_gpu(monkeypatch) as gpu, CompiledEngine(device="cuda", check_invariants=True, **sizes) as engine:
+        gpu.serving = True
+        found = tokens(engine)
+        gpu.serving = False
+    if dtype == "float32":
+        assert found == expected
+    else:  # torch's products round otherwise, and a request that differs once differs from there on
+        same = sum(one == other for one, other in zip(found, expected, strict=True))
+        assert same >= len(expected) // 2
+
+
 def test_what_a_host_would_wait_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended_gpu(monkeypatch) as gpu:
         on_gpu, pinned = torch.zeros(4, device="cuda"), torch.zeros(4, pin_memory=True)

@@ -258,17 +258,41 @@ def _rope(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
 
 
 def _grouped(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """Experts' products. Each token goes to experts at random: so many of them are read."""
-    experts, rows = a["EXPERTS"], a["out"].shape[0]
+    """Experts' products. Each token goes to experts at random: so many of them are read.
+
+    With gates and ups a tile has the weights of both.
+    """
+    experts, rows = a["EXPERTS"], (a["y"] if "y" in a else a["out"]).shape[0]
+    factor = 2 if a.get("ACTIVATION") else 1
     used = experts * (1 - (1 - 1 / experts) ** rows)
     weights = [a[name] for name in ("weight", "codes", "scales", "zeros", "bias") if a.get(name) is not None]
     of_weights = round(sum(tensor.nbytes for tensor in weights) * used / experts)
-    flops = 2 * rows * a["OUT"] * a["IN"]
+    flops = 2 * factor * rows * a["OUT"] * a["IN"]
     tiles = round(used + rows // a["BLOCK_M"]) * -(-a["OUT"] // a["BLOCK_N"])
     trips = tiles * _trips(a)
-    padded = 2 * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
+    padded = 2 * factor * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     x = rows * a["IN"] * a["x"].itemsize
     return Work(of_weights + x, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, kernel.programs, trips)
+
+
+def _grouped_sum(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """The last program of some columns reads a counter, the places, and at once all rows of as many tokens."""
+    work = _grouped(a, kernel, contexts)
+    around = sum(a[name].nbytes for name in ("y", "places", "weights", "beside", "residual") if a[name] is not None)
+    rounds = 1 + 2 * -(-a["out"].shape[0] // a["BLOCK_T"])
+    return dataclasses.replace(
+        work, read=work.read + around, written=work.written + a["y"].nbytes, round_trips=rounds
+    )  # fmt: skip
+
+
+def _routed_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """The last program reads a counter, and all shares of the logits at once; choosing is not counted."""
+    weights = [a[name] for name in ("weight", "norm", "bias", "choice_bias", "expert_scale") if a[name] is not None]
+    read = a["x"].nbytes + sum(tensor.nbytes for tensor in weights) + a["shares"].nbytes
+    written = sum(a[name].nbytes for name in ("shares", "normed", "out_weights", "places", "tokens", "starts"))
+    trips = kernel.programs * (a["SHARE"] // a["BLOCK_K"])
+    flops, padded = 2 * a["x"].shape[0] * a["weight"].numel(), 2 * trips * a["BLOCK"] ** 2 * a["BLOCK_K"]
+    return Work(read, written, flops, padded, 8 * a["weight"].itemsize, None, trips, 2)
 
 
 def _trips(a: Arguments) -> int:
@@ -323,6 +347,8 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "exact_merge_kernel": _exact_merge,
     "rope_kernel": _rope,
     "grouped_kernel": _grouped,
+    "grouped_sum_kernel": _grouped_sum,
+    "routed_linear_kernel": _routed_linear,
     "grouped_a8_kernel": _grouped,
     "fused_linear_kernel": _fused_linear,
     "exact_linear_kernel": _surrounded_linear,

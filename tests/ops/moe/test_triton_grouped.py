@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.moe.grouped_linear import grouped_linear, grouped_linear_reference
+from compiled_llm.ops.moe.routing import weighted_sum_added_reference
+from compiled_llm.ops.rowwise.reference import clamped_swiglu_reference, gated_activation_reference
 
 triton = pytest.importorskip("triton")
 
@@ -24,6 +26,7 @@ from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+GATES = (("silu", 0.0, 0.0), ("gelu_tanh", 0.0, 0.0), ("clamped_swiglu", 1.7, 0.5))
 COUNTS = ([2, 0, 19, 1, 0], [0, 0, 0, 0, 3], [0] * 5, [1, 1, 1, 1, 1])  # rows of each expert
 
 
@@ -64,8 +67,40 @@ def a_row_has_the_bits_of_a_single_layer_in_every_tile(dtype: torch.dtype) -> No
                 assert torch.equal(out[first:end], alone)
 
 
+def gates_and_sums_have_the_bits_of_the_single_ops(dtype: torch.dtype, device: str = "cpu") -> None:
+    """With experts without rows, all rows of one, and nothing but padding; counters are left as they were."""
+    generator = torch.Generator().manual_seed(1)
+    for counts, (activation, *limits) in itertools.product(COUNTS, GATES):
+        x, weight, bias, rows, starts = arguments(counts, dtype, device, n=40)
+        used, given = sum(counts), (x, weight, bias, rows, starts, activation, *limits)
+        got = triton_grouped.grouped_linear(*given)[:used]
+        wide = triton_grouped.grouped_linear(*given[:5])[:used]
+        close = {"atol": 1e-5, "rtol": TOLERANCE[dtype]}
+        if activation == "clamped_swiglu":
+            torch.testing.assert_close(got, clamped_swiglu_reference(wide, *limits), **close)
+        else:
+            torch.testing.assert_close(got, gated_activation_reference(wide, activation), **close)
+    for counts in COUNTS:
+        tokens = -(-sum(counts) // 2) + 1
+        x, weight, bias, _, starts = arguments(counts, dtype, device, n=40)
+        x = torch.randn(2 * tokens, x.shape[1], generator=generator).to(x)
+        order = torch.randperm(2 * tokens, generator=generator).int()
+        places = torch.where(order < sum(counts), order, -1).view(tokens, 2).to(device)
+        weights = torch.rand(tokens, 2, generator=generator).to(device)
+        around = [torch.randn(tokens, 40, generator=generator).to(x) for _ in range(2)]
+        counters = torch.zeros(9, dtype=torch.int32, device=device)
+        for beside, residual in ((None, None), (None, around[1]), around):
+            got = triton_grouped.grouped_linear_sum(
+                x, weight, bias, starts, places, weights, beside, residual, counters
+            )  # fmt: skip
+            y = triton_grouped.grouped_linear(x, weight, bias, None, starts)
+            assert torch.equal(got, weighted_sum_added_reference(y, places, weights, beside, residual))
+            assert not counters.any()
+
+
 INTERPRETED: dict[str, tuple[Callable, tuple]] = {
     **{f"reference-{str(dtype)[6:]}": (agrees_with_the_reference, (dtype,)) for dtype in DTYPES},
+    **{f"around-{str(d)[6:]}": (gates_and_sums_have_the_bits_of_the_single_ops, (d,)) for d in DTYPES[1:]},
     **{f"tiles-{str(d)[6:]}": (a_row_has_the_bits_of_a_single_layer_in_every_tile, (d,)) for d in DTYPES[:2]},
 }
 
@@ -99,6 +134,55 @@ def test_compiles_without_spills(
     usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
     assert usage["STACK"] == usage["LOCAL"] == 0
     assert ("wgmma" if capability == (9, 0) else "mma.sync") in binary.asm["ptx"]
+
+
+LAYERS = {  # outputs, inputs, experts, experts of a token, activation: "" for the product with the sum behind
+    "gate_up": (768, 2048, 128, 8, "silu"),
+    "down": (2048, 768, 128, 8, ""),
+    "gate_up of few": (14336, 4096, 8, 2, "silu"),
+    "down of few": (4096, 14336, 8, 2, ""),
+    "clamped": (2880, 2880, 32, 4, "clamped_swiglu"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "capability"),
+    [
+        pytest.param(name, tokens, capability, marks=() if (name, tokens, capability[0]) == ("down", 8, 9) else
+                     pytest.mark.battery)
+        for name, (*_, activation) in LAYERS.items()
+        for tokens in ((1, 8, 32, 256, 2048) if activation else (1, 8, 32))
+        for capability in ((8, 0), (9, 0), (10, 0))
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_spills_with_gates_and_sums(
+    name: str, tokens: int, capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    recorded: list = []
+    for kernel in ("grouped_kernel", "grouped_sum_kernel"):
+        function = getattr(triton_grouped, kernel)
+        monkeypatch.setattr(triton_grouped, kernel, ahead_of_time.Recorder(function, recorded))
+    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    meta = functools.partial(torch.empty, device="meta")
+    outputs, inputs, experts, top_k, activation = LAYERS[name]
+    wide, many = outputs * (2 if activation else 1), tokens * top_k
+    weight, starts = meta(experts, wide, inputs, dtype=torch.bfloat16), meta(experts + 1, dtype=torch.int32)
+    if activation:
+        x, rows = meta(tokens, inputs, dtype=torch.bfloat16), meta(many, dtype=torch.int32)
+        triton_grouped.grouped_linear(x, weight, None, rows, starts, activation, 1.7, 7.0)
+    else:
+        x, residual = meta(many, inputs, dtype=torch.bfloat16), meta(tokens, outputs, dtype=torch.bfloat16)
+        places, counters = meta(tokens, top_k, dtype=torch.int32), meta(4096, dtype=torch.int32)
+        weights = meta(tokens, top_k)
+        triton_grouped.grouped_linear_sum(x, weight, None, starts, places, weights, None, residual, counters)
+    monkeypatch.undo()
+    ((kernel, args, kwargs),) = recorded
+    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+    print(f"{usage['REG']} registers, {binary.metadata.shared} bytes")
+    assert usage["STACK"] == usage["LOCAL"] == 0
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ BATCH_OF_64 = {"bucket_sizes": (64,), "token_bucket_sizes": (64,), "max_num_batc
 STEPS = {
     "llama": Case("llama", (5,), (4, 8)),
     "llama, a chunk of a prompt": Case("llama", (8,), (4, 11), bucket="tokens_32"),
-    "qwen3-moe": Case("qwen3-moe", (10, 5), (4, 14)),
+    "qwen3-moe": Case("qwen3-moe", (6, 5), (4, 9)),
     "llama, a batch of 64": Case("llama", (7,), (5, 10), bucket="decode_64", arguments=BATCH_OF_64),
     "llama-rope3-tied": Case("llama-rope3-tied", (5,), (4, 8)),
     "llama-biases": Case("llama-biases", (5,), (4, 8)),
@@ -39,13 +39,13 @@ STEPS = {
     "qwen2": Case("qwen2", (6,), (4, 8)),
     "qwen3": Case("qwen3", (5,), (4, 8)),
     "qwen3-untied": Case("qwen3-untied", (5,), (4, 8)),
-    "mixtral": Case("mixtral", (10,), (4, 14)),
-    "glm4-moe": Case("glm4-moe", (5, 14), (4, 18)),
-    "gpt-oss": Case("gpt-oss", (11,), (4, 14)),
+    "mixtral": Case("mixtral", (6,), (4, 9)),
+    "glm4-moe": Case("glm4-moe", (5, 8), (4, 11)),
+    "gpt-oss": Case("gpt-oss", (7,), (4, 9)),
     "gemma2": Case("gemma2", (6,), (4, 11)),
     "gemma3": Case("gemma3", (6, 5), (5, 10)),
     "gemma4": Case("gemma4", (19, 16, 16), (19, 19)),
-    "gemma4-moe": Case("gemma4-moe", (25,), (10, 25)),
+    "gemma4-moe": Case("gemma4-moe", (22,), (10, 22)),
     "olmo2": Case("olmo2", (6,), (5, 10)),
     "olmo3": Case("olmo3", (7, 6), (6, 10)),
     "glm": Case("glm", (5,), (4, 8)),
@@ -66,6 +66,11 @@ STEPS = {
     "qwen3, W8A8, a chunk of a prompt": Case(
         "qwen3", (12,), (5, 14), bucket="tokens_32", arguments={"quantization": "int8_w8a8"}
     ),
+    "qwen3-moe, a chunk of a prompt": Case("qwen3-moe", (9, 8), (4, 12), bucket="tokens_32"),
+    "qwen3-moe, a batch of 64": Case("qwen3-moe", (11, 7), (5, 14), bucket="decode_64", arguments=BATCH_OF_64),
+    "qwen3-moe, exact": Case("qwen3-moe", (10, 7), (4, 13), arguments={"exact": True}),
+    "qwen3-moe, weights in int8": Case("qwen3-moe", (8, 5), (4, 11), arguments={"quantization": "int8"}),
+    "qwen3-moe, W4A8": Case("qwen3-moe", (10, 5), (4, 13), arguments={"quantization": "int4_w4a8"}),
     "qwen3, exact": Case("qwen3", (7,), (4, 10), arguments={"exact": True}),
 }
 

@@ -1,0 +1,140 @@
+"""What surrounds the linear layers of experts in a model: the choice of experts before, a gate or the sum behind.
+
+On a GPU these are one launch with the product where they can be, for few rows at least; elsewhere each is an op of its
+own, and what the experts give is left to the norm that follows. Both round at the same places.
+"""
+
+import dataclasses
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.ops import (
+    clamped_swiglu,
+    gated_activation,
+    grouped_gated_linear,
+    grouped_linear_sum,
+    rms_norm,
+    routed_linear,
+    routed_rows,
+    weighted_sum,
+    weighted_sum_added,
+)
+from compiled_llm.ops.moe.routing import MAX_EXPERTS, MAX_GROUPED_EXPERTS, MAX_ROWS
+
+NUM_COUNTERS = 4096
+_MAX_UNROLLED = 16  # experts of a token that a program adds up at once
+
+
+class UsedExperts(NamedTuple):
+    """How many experts some token used, added up over layers and steps: each reads its weights once for all tokens."""
+
+    total: Tensor  # [1] int64, the same tensor in all layers of a model
+    counters: (
+        Tensor  # [NUM_COUNTERS] int32, likewise: by which a GPU's last program knows itself; zero between launches
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Router:
+    """How a token's experts are chosen and weighted; ``ops.route`` says what the fields mean.
+
+    ``in_float32``: the logits are computed in float32, by a router of that dtype.
+    """
+
+    top_k: int
+    scoring: str
+    scale: float = 1.0
+    groups: int = 1
+    top_groups: int = 1
+    in_float32: bool = False
+
+
+class Gate(NamedTuple):
+    """What makes ``[R, 2 * intermediate]`` to ``[R, intermediate]``: an activation of ``ops.grouped_gated_linear``."""
+
+    activation: str = "silu"
+    alpha: float = 0.0
+    limit: float = 0.0
+
+
+class Routed(NamedTuple):
+    """What ``ops.routed_rows`` gives."""
+
+    weights: Tensor  # [T, k] float32
+    places: Tensor  # [T, k] int32
+    tokens: Tensor  # [R] int32
+    starts: Tensor  # [E + 1] int32
+
+
+class RouterWeights(NamedTuple):
+    linear: Linear  # [E, D]
+    choice_bias: Tensor | None  # [E] float32
+    expert_scale: Tensor | None  # [E] float32, of each expert's weights
+
+
+def routes_at_once(x: Tensor, w: RouterWeights, router: Router) -> bool:
+    """Whether norm, router and choice of ``x`` are one op."""
+    few = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[0] <= MAX_ROWS
+    most = MAX_EXPERTS if router.groups == router.top_groups else MAX_GROUPED_EXPERTS
+    return few and isinstance(w.linear, Dense) and w.linear.out_features <= most
+
+
+def routed(
+    x: Tensor, norm: Tensor | None, eps: float, w: RouterWeights, num_tokens: Tensor, used: UsedExperts, router: Router
+) -> tuple[Tensor, Routed]:
+    """The RMS norm of ``x`` ``[T, D]``, ``x`` itself without a ``norm``, and the experts that the router chooses by it.
+
+    ``num_tokens`` is that of ``ops.expert_rows``.
+    """
+    rule = router.top_k, router.scoring, router.scale, router.groups, router.top_groups
+    if routes_at_once(x, w, router):
+        assert isinstance(w.linear, Dense)
+        normed, *found = routed_linear(
+            x, norm, eps, w.linear.weight, w.linear.bias, w.choice_bias, w.expert_scale, num_tokens, used.total,
+            used.counters, *rule,
+        )  # fmt: skip
+        return (x if norm is None else normed), Routed(*found)
+    normed = x if norm is None else rms_norm(x, norm, eps)
+    logits = w.linear.apply(normed.float() if router.in_float32 else normed)
+    return normed, Routed(*routed_rows(logits, w.choice_bias, w.expert_scale, num_tokens, used.total, *rule))
+
+
+def gated_experts(x: Tensor, experts: Experts, chosen: Routed, gate: Gate) -> Tensor:
+    """``gate`` of what the chosen ``experts`` make of ``x`` ``[T, D]``: a row for each token and expert."""
+    if x.is_cuda and isinstance(experts, DenseExperts):
+        return grouped_gated_linear(x, experts.weight, experts.bias, chosen.tokens, chosen.starts, *gate)
+    gate_up = experts.apply_to(x, chosen.tokens, chosen.starts)
+    if gate.activation == "clamped_swiglu":
+        return clamped_swiglu(gate_up, gate.alpha, gate.limit)
+    return gated_activation(gate_up, gate.activation)
+
+
+def _sums_at_once(experts: Experts, hidden: Tensor, chosen: Routed) -> TypeGuard[DenseExperts]:
+    """Whether product and sum are one op."""
+    tokens, top_k = chosen.places.shape
+    few = hidden.is_cuda and hidden.dtype != torch.float32 and tokens <= MAX_ROWS and top_k <= _MAX_UNROLLED
+    return few and experts.out_features <= 16 * NUM_COUNTERS and isinstance(experts, DenseExperts)
+
+
+def summed_experts(
+    hidden: Tensor, experts: Experts, chosen: Routed, used: UsedExperts, beside: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``residual + (beside + the weighted sum of what a token's experts make of hidden)``, ``[T, D]``; on a GPU.
+
+    Elsewhere nothing is given but the experts.
+    """
+    if _sums_at_once(experts, hidden, chosen):
+        return grouped_linear_sum(
+            hidden, experts.weight, experts.bias, chosen.starts, chosen.places, chosen.weights, beside, residual,
+            used.counters,
+        )  # fmt: skip
+    y = experts.apply_to(hidden, None, chosen.starts)
+    if beside is None and residual is None:
+        return weighted_sum(y, chosen.places, chosen.weights)
+    return weighted_sum_added(y, chosen.places, chosen.weights, beside, residual)

@@ -1,0 +1,112 @@
+"""What surrounds experts: where it is one op, and that it computes what the single ops compute."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.models.linears import mixture
+from compiled_llm.models.linears.dense import Dense
+from compiled_llm.models.linears.exact import Exact
+from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.mixture import (
+    Gate,
+    Routed,
+    Router,
+    RouterWeights,
+    UsedExperts,
+    gated_experts,
+    routed,
+    routes_at_once,
+    summed_experts,
+)
+from compiled_llm.ops.moe.routing import MAX_EXPERTS, MAX_ROWS
+from compiled_llm.ops.torch_private_gpu import FakeTensorMode
+
+EPS = 1e-6
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+X, NORM = drawn(5, 16), drawn(16, seed=1)
+ROUTER = Router(2, "sigmoid", 1.5, in_float32=True)
+WEIGHTS = RouterWeights(
+    Dense(drawn(6, 16, seed=2, dtype=torch.float32)), drawn(6, seed=3, dtype=torch.float32), torch.rand(6)
+)
+GATE_UP = DenseExperts(drawn(6, 24, 16, seed=4) / 4, drawn(6, 24, seed=5), 2)
+DOWN = DenseExperts(drawn(6, 16, 12, seed=6) / 4, None, 2)
+NUM_TOKENS = torch.tensor([4], dtype=torch.int32)
+
+
+def used() -> UsedExperts:
+    return UsedExperts(torch.zeros(1, dtype=torch.int64), torch.zeros(9, dtype=torch.int32))
+
+
+def test_computes_what_the_single_ops_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ops for a GPU, here by their references, beside those of a CPU."""
+    apart, together = used(), used()
+    normed, chosen = routed(X, NORM, EPS, WEIGHTS, NUM_TOKENS, apart, ROUTER)
+    monkeypatch.setattr(mixture, "routes_at_once", lambda *args: True)
+    same, at_once = routed(X, NORM, EPS, WEIGHTS, NUM_TOKENS, together, ROUTER)
+    torch.testing.assert_close(same, normed)
+    assert torch.equal(at_once.places, chosen.places)
+    torch.testing.assert_close(at_once.weights, chosen.weights)
+    assert apart.total == together.total > 0
+    hidden = gated_experts(X, GATE_UP, chosen, Gate("gelu_tanh"))
+    beside, residual = drawn(5, 16, seed=7), drawn(5, 16, seed=8)
+    plain = summed_experts(hidden, DOWN, chosen, apart)
+    torch.testing.assert_close(
+        summed_experts(hidden, DOWN, chosen, apart, beside, residual), residual + (plain + beside)
+    )
+    monkeypatch.setattr(mixture, "_sums_at_once", lambda *args: True)
+    assert torch.equal(summed_experts(hidden, DOWN, chosen, apart), plain)
+    torch.testing.assert_close(
+        summed_experts(hidden, DOWN, chosen, apart, beside, residual), residual + (plain + beside)
+    )
+    assert (plain[4:] == 0).all(), "padding"
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "device", "exact", "experts", "groups", "expected"),
+    [
+        (MAX_ROWS, torch.bfloat16, "cuda", False, MAX_EXPERTS, 1, True),
+        (1, torch.float16, "cuda", False, 8, 4, True),
+        (MAX_ROWS + 1, torch.bfloat16, "cuda", False, 8, 1, False),
+        (1, torch.float32, "cuda", False, 8, 1, False),
+        (1, torch.bfloat16, "cuda", True, 8, 1, False),
+        (1, torch.bfloat16, "cuda", False, MAX_EXPERTS + 1, 1, False),
+        (1, torch.bfloat16, "cuda", False, MAX_EXPERTS, 4, False),
+        (1, torch.bfloat16, "cpu", False, 8, 1, False),
+    ],
+)
+def test_few_rows_on_a_gpu_are_routed_at_once(
+    rows: int, dtype: torch.dtype, device: str, exact: bool, experts: int, groups: int, expected: bool
+) -> None:
+    with FakeTensorMode():
+        x, weight = (torch.empty(n, 16, dtype=dtype, device=device) for n in (rows, experts))
+        linear = Exact(Dense(weight)) if exact else Dense(weight)
+        router = Router(2, "sigmoid", groups=groups, top_groups=1)
+        w = RouterWeights(linear, None, None)
+        assert routes_at_once(x, w, router) == expected
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "expected"), [(32, 8, True), (33, 8, False), (1, 17, False)])
+def test_few_tokens_on_a_gpu_are_summed_at_once(tokens: int, top_k: int, expected: bool) -> None:
+    with FakeTensorMode():
+        places = torch.empty(tokens, top_k, dtype=torch.int32, device="cuda")
+        chosen = Routed(places, places, places, places)
+        for dtype in (torch.bfloat16, torch.float32):
+            hidden = torch.empty(tokens * top_k, 12, dtype=dtype, device="cuda")
+            at_once = mixture._sums_at_once(DOWN, hidden, chosen)
+            assert at_once == (expected and dtype == torch.bfloat16)
+
+
+def test_a_gpu_gates_experts_in_their_product() -> None:
+    with FakeTensorMode():
+        x = torch.empty(3, 16, dtype=torch.bfloat16, device="cuda")
+        weight = torch.empty(6, 24, 16, dtype=torch.bfloat16, device="cuda")
+        rows = torch.empty(6, dtype=torch.int32, device="cuda")
+        chosen = Routed(rows, rows, rows, torch.empty(7, dtype=torch.int32, device="cuda"))
+        gate = Gate("clamped_swiglu", 1.7, 7.0)
+        assert gated_experts(x, DenseExperts(weight, None, 2), chosen, gate).shape == (6, 12)

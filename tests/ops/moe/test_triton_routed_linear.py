@@ -1,0 +1,225 @@
+"""The router with norm and choice without a GPU: run in Triton's interpreter, and compiled ahead of time.
+
+As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
+"""
+
+import functools
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.moe.routed_linear import routed_linear_reference
+from compiled_llm.ops.moe.routing import MAX_ROWS
+from compiled_llm.ops.rowwise.reference import rms_norm_reference
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.moe import triton_routed_linear  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
+
+EPS = 1e-5
+RULES: dict[str, dict[str, Any]] = {  # as RULES of test_triton_expert_rows.py
+    "qwen3-moe": {"rule": (8, "softmax", 1.0, 1, 1)},
+    "mixtral": {"rule": (2, "softmax_of_chosen", 1.0, 1, 1)},
+    "gpt-oss": {"rule": (4, "softmax_of_chosen", 1.0, 1, 1), "bias": True},
+    "glm4-moe": {"rule": (8, "sigmoid", 2.5, 1, 1), "choice_bias": True, "router": torch.float32},
+    "groups": {"rule": (3, "sigmoid", 1.5, 4, 2), "choice_bias": True, "router": torch.float32},
+    "gemma4-moe": {"rule": (4, "softmax_of_chosen", 1.0, 1, 1), "expert_scale": True, "norm": None},
+}
+
+
+def arguments(name: str, rows: int, experts: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> list:
+    kind, generator = RULES[name], torch.Generator().manual_seed(experts * inputs)
+
+    def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    router = kind.get("router", dtype)
+    return [
+        drawn(rows, inputs, dtype=dtype),
+        drawn(inputs, dtype=dtype) if kind.get("norm", True) else None,
+        EPS,
+        (drawn(experts, inputs) / inputs**0.5).to(router),
+        drawn(experts, dtype=router) if kind.get("bias") else None,
+        drawn(experts) / 4 if kind.get("choice_bias") else None,
+        drawn(experts).abs() if kind.get("expert_scale") else None,
+        torch.tensor([rows], dtype=torch.int32),
+        torch.tensor([100]),
+        torch.zeros(3, dtype=torch.int32),
+        *kind["rule"],
+    ]
+
+
+def apart(given: list) -> list:
+    """The same with scores that are far from each other, so that sums in another order choose no other experts.
+
+    The router's first inputs say which experts a row prefers, in steps that rounding leaves in order.
+    """
+    x, norm, _, weight = given[:4]
+    experts, steps = len(weight), torch.arange(len(weight)).float()
+    weight.zero_()
+    turns = torch.stack([(steps * (2 * place + 1)) % experts for place in range(4)], 1) / 8
+    weight[:, :4] = turns.to(weight.dtype)
+    x[:, :4] = 0.0
+    x[torch.arange(len(x)), torch.arange(len(x)) % 4] = 1.0
+    x[:, 4:] *= 1e-3
+    if norm is not None:
+        norm.fill_(1.0)
+    if given[5] is not None:
+        given[5].zero_()
+    if given[4] is not None:
+        given[4].zero_()
+    return given
+
+
+def agrees_with_the_reference(name: str) -> None:
+    """Experts are exactly those where scores are apart; the weights of random ones are near."""
+    for rows, experts, inputs in ((1, 8, 64), (5, 24, 300), (MAX_ROWS, 24, 1100)):
+        for dtype in (torch.bfloat16, torch.float16):
+            given = apart(arguments(name, rows, experts, inputs, dtype))
+            given[7] -= int(rows > 1)  # padding
+            counted = given[8].clone()
+            want = routed_linear_reference(*given[:8], counted, *given[9:])
+            got = triton_routed_linear.routed_linear(*given)
+            torch.testing.assert_close(got[0], want[0], atol=1e-3, rtol=2**-7)
+            torch.testing.assert_close(got[1], want[1], atol=2e-2, rtol=2**-6)
+            assert torch.equal(got[2], want[2])
+            assert torch.equal(got[4], want[4])
+            assert torch.equal(got[3][: want[4][-1]], want[3][: want[4][-1]])
+            assert torch.equal(given[8], counted)
+            assert not given[9].any(), "counters are zero again"
+    random = arguments(name, 7, 24, 300)
+    want, got = routed_linear_reference(*random), triton_routed_linear.routed_linear(*random)
+    same = (want[2].sort().values == got[2].sort().values).all(1)
+    assert same.float().mean() >= 0.5
+
+
+def a_row_has_the_same_bits_in_every_batch(name: str) -> None:
+    given = arguments(name, MAX_ROWS, 24, 300)
+    whole = triton_routed_linear.routed_linear(*given)
+    for rows in (slice(0, 1), slice(31, 32), slice(15, 18), slice(3, 20)):
+        part = triton_routed_linear.routed_linear(given[0][rows], *given[1:])
+        assert torch.equal(part[1], whole[1][rows])
+        if RULES[name].get("norm", True):
+            assert torch.equal(part[0], whole[0][rows])
+
+
+def sums_are_those_of_the_layer() -> None:
+    """With one expert more than a tile, and inputs in several shares: all logits, by the weights of all experts."""
+    given = arguments("mixtral", 4, 17, 1500, torch.float16)
+    given[10] = 17
+    got = triton_routed_linear.routed_linear(*given)
+    normed = rms_norm_reference(given[0], given[1], EPS)
+    assert (got[0] != normed).float().mean() < 0.02
+    want = (normed.float() @ given[3].float().t()).half().float().softmax(-1)
+    torch.testing.assert_close(got[1], want.sort(descending=True).values, atol=1e-3, rtol=1e-2)
+
+
+INTERPRETED: dict[str, tuple[Callable, tuple]] = {
+    **{f"reference-{name}": (agrees_with_the_reference, (name,)) for name in RULES},
+    **{f"batch-{name}": (a_row_has_the_same_bits_in_every_batch, (name,)) for name in ("qwen3-moe", "gemma4-moe")},
+    "sums": (sums_are_those_of_the_layer, ()),
+}
+
+
+def run_interpreted() -> None:
+    interpreted.run({name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()})
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+LAYERS = {"qwen3-moe": (128, 2048), "mixtral": (8, 4096), "gpt-oss": (32, 2880), "glm4-moe": (160, 5120)}
+LAYERS["groups"] = 128, 7168
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "rows"),
+    [
+        pytest.param(
+            name, capability, rows, marks=() if (name, capability[0], rows) == ("qwen3-moe", 9, 32) else
+            pytest.mark.battery
+        )
+        for name in LAYERS
+        for capability in ((8, 0), (9, 0), (10, 0))
+        for rows in (1, 8, 32)
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_spills(
+    name: str, capability: tuple[int, int], rows: int, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    recorded: list = []
+    recorder = ahead_of_time.Recorder(triton_routed_linear.routed_linear_kernel, recorded)
+    monkeypatch.setattr(triton_routed_linear, "routed_linear_kernel", recorder)
+    experts, inputs = LAYERS[name]
+    given = arguments(name, 1, experts, inputs)
+    given[0] = torch.empty(rows, inputs, dtype=torch.bfloat16)
+    triton_routed_linear.routed_linear(*given)
+    monkeypatch.undo()
+    ((kernel, args, kwargs),) = recorded
+    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+    print(f"{usage['REG']} registers, {binary.metadata.shared} bytes")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert binary.metadata.shared <= 99 * 1024
+    products = "fma.rn.f32" if given[3].dtype == torch.float32 else "mma.sync"
+    assert products in binary.asm["ptx"]
+    assert "wgmma" not in binary.asm["ptx"]
+
+
+# ---- registered, refused --------------------------------------------------------------------------------------------
+
+GIVEN = arguments("groups", 4, 24, 64)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, GIVEN[0].float(), "dtype of x must be bfloat16 or float16"),
+        (0, GIVEN[0].repeat(9, 1), "x must have 1 to 32 rows, got 36"),
+        (1, GIVEN[1][:5], r"norm must be a contiguous \[64\] of torch.bfloat16 or torch.float32"),
+        (3, GIVEN[3].half(), r"weight must be a contiguous \[24, 64\] of torch.bfloat16 or torch.float32"),
+        (3, torch.zeros(129, 64), "at most 128 experts, got 129"),
+        (4, GIVEN[1][:24], r"bias must be a contiguous \[24\] of torch.float32"),
+        (9, GIVEN[9].long(), "counters must be a contiguous"),
+        (10, 13, "top_k=13"),
+    ],
+)
+def test_refuses_by_name(place: int, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        triton_routed_linear.routed_linear(*GIVEN[:place], value, *GIVEN[place + 1 :])
+
+
+@pytest.mark.parametrize("name", ["groups", "gemma4-moe"])
+def test_the_op_is_registered_as_torch_expects(name: str) -> None:
+    torch.library.opcheck(
+        torch.ops.compiled_llm.routed_linear, tuple(arguments(name, 3, 24, 64)),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", RULES)
+def test_on_a_gpu(name: str) -> None:
+    for rows in (1, 8, 32):
+        given = [x.cuda() if isinstance(x, Tensor) else x for x in apart(arguments(name, rows, 128, 2048))]
+        want, got = routed_linear_reference(*given), triton_routed_linear.routed_linear(*given)
+        assert torch.equal(got[2], want[2])
+        assert torch.equal(got[4], want[4])
+        torch.testing.assert_close(got[1], want[1], atol=2e-2, rtol=2**-6)
+        assert not given[9].any()
+
+
+if __name__ == "__main__":
+    run_interpreted()
