@@ -20,7 +20,7 @@ from compiled_llm.ops.rowwise.triton_kernels import inverse_rms, rounded, weight
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
 _BLOCK = 16  # rows, and experts, of a program
-_BLOCK_K = {2: 256, 4: 128}  # inputs at a time, by the bytes of a weight
+_BLOCK_K = {2: 128, 4: 64}  # inputs at a time, by the bytes of a weight
 _SHARE = 512  # inputs of a program, unless sums of that many shares would be more than the last program reads at once
 _SUMS = 512  # experts times shares
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -28,10 +28,10 @@ _DTYPES = (torch.bfloat16, torch.float16)
 
 @triton.jit
 def _share_of_logits(
-    x, norm, weight, normed, rows, inside_rows, experts, begin, x_stride, eps,
+    x, norm, weight, normed, rows, inside_rows, num_stored, experts, begin, x_stride, eps,
     EXPERTS: tl.constexpr, IN: tl.constexpr, SHARE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Products over ``SHARE`` inputs from ``begin`` on; the first experts' program stores the normed inputs as well."""
+    """Products over ``SHARE`` inputs from ``begin`` on; the normed ones of ``num_stored`` rows are stored."""
     dtype: tl.constexpr = x.dtype.element_ty
     inner = tl.arange(0, BLOCK_K)
     x_rows = x + rows[:, None] * x_stride
@@ -50,9 +50,8 @@ def _share_of_logits(
         if norm is not None:
             weights = tl.load(norm + inputs, mask=inside, other=0.0)[None, :]
             a = weighted(a.to(tl.float32) * scale, weights, dtype)
-            if tl.min(experts, 0) == 0:
-                target = normed + rows[:, None] * IN + inputs[None, :]
-                tl.store(target, a, mask=inside_rows[:, None] & inside[None, :])
+            target = normed + rows[:, None] * IN + inputs[None, :]
+            tl.store(target, a, mask=(rows < num_stored)[:, None] & inside[None, :])
         b = tl.load(
             weight + experts[:, None].to(tl.int64) * IN + inputs[None, :],
             mask=(experts < EXPERTS)[:, None] & inside[None, :], other=0.0,
@@ -77,7 +76,8 @@ def routed_linear_kernel(
     rows = (tile % num_m * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     columns = tile // num_m * BLOCK + tl.arange(0, BLOCK)
     acc = _share_of_logits(
-        x, norm, weight, normed, rows, rows < num_rows, columns, share * SHARE, x_stride, eps,
+        x, norm, weight, normed, rows, rows < num_rows, tl.where(tile < num_m, num_rows, 0), columns, share * SHARE,
+        x_stride, eps,
         EXPERTS, IN, SHARE, BLOCK, BLOCK_K,
     )  # fmt: skip
     tl.store(

@@ -116,7 +116,7 @@ def prompt_of_clear_choices(name: str) -> Tensor:
         return chosen
 
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr("compiled_llm.models.layers.moe.route", route_and_look)
+        patch.setattr("compiled_llm.ops.moe.routing.route", route_and_look)
         for _ in range(500):
             prompt = torch.randint(3, config.vocab_size, (12,), generator=generator)
             changed.clear()
