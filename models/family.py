@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.layers.attention import AttentionSpec, Spec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
 from compiled_llm.models.quantized.plan import GENERAL
@@ -23,6 +23,7 @@ C = TypeVar("C", bound=ModelConfig)
 W = TypeVar("W", bound=ModelWeights)
 
 Layers = tuple[AttentionSpec, ...]
+MixedLayers = tuple[Spec, ...]
 
 
 def one_rope(config: dict[str, Any]) -> tuple[Rope, ...]:
@@ -39,7 +40,7 @@ class Family(Generic[C, W]):
         config: ``ModelConfig``, or a subclass with the fields of this family's own. A field that transformers acts on
             and that neither has is refused, unless it has the class's default.
         take: (config, source) -> weights. Asks ``source`` for every tensor of a checkpoint, by its name and shape.
-        layers: config -> each layer's attention.
+        layers: config -> each layer's attention, or its state.
         forward: (weights, step, KV cache, config, layers, max_query_len) -> what the head takes, ``[T, D]``. Writes the
             step's keys and values to the cache. Pure besides, and traced as a whole; ``max_query_len`` is an upper
             bound of the tokens of a request in the step.
@@ -59,8 +60,8 @@ class Family(Generic[C, W]):
     hf_config: str
     config: type[C]
     take: Callable[[C, Source], W]
-    layers: Callable[[C], Layers]
-    forward: Callable[[W, StepInput, KVCache, C, Layers, int], Tensor]
+    layers: Callable[[C], MixedLayers]
+    forward: Callable[[W, StepInput, KVCache, C, Any, int], Tensor]
     head: Callable[[W, Tensor, C], Tensor]
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     read_ropes: Callable[[dict[str, Any]], tuple[Rope, ...]] = one_rope

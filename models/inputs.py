@@ -1,10 +1,11 @@
 """What every model's forward receives besides its weights: the step's tensors and the KV cache."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from compiled_llm.ops import DecodePlan
+from compiled_llm.ops.recurrent.state_rows import StateRows
 
 
 class BlockTable(NamedTuple):
@@ -32,6 +33,7 @@ class StepInput(NamedTuple):
     windows: tuple[BlockTable, ...] = ()  # of layers with a window of keys, whose caches hold little more than that
     table_rows: Tensor | None = None  # [R] on a GPU: where the tables of all requests have those of this step's
     plans: tuple[DecodePlan, ...] = ()  # of a decode on a GPU, for ``AttentionSpec.plan``; the step makes them
+    states: StateRows | None = None  # of models that have layers with a state
 
 
 class LayerCache(NamedTuple):
@@ -43,4 +45,11 @@ class LayerCache(NamedTuple):
     v_scale: Tensor | None = None  # [B, K, S] float32
 
 
-KVCache = tuple[LayerCache, ...]  # one for each layer
+class StateCache(NamedTuple):
+    """One layer's states, in slots of which the first is the sink. Written in place by the ops of ``ops/recurrent``."""
+
+    convolution: Tensor  # [slots, width - 1, C]
+    recurrent: Tensor | None = None  # [slots, ...] float32
+
+
+KVCache = tuple[Any, ...]  # a ``LayerCache`` for each layer with attention, a ``StateCache`` for each with a state

@@ -6,8 +6,9 @@ from typing import Any
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.fallback.config import TransformersConfig
-from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.family import Family, Layers, MixedLayers
 from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.streaming import Stream
 
 # Architecture, as it is in config.json -> the file of its family, and what it is to a user.
@@ -74,7 +75,13 @@ def with_stream(config: ModelConfig, stream: Stream | None) -> ModelConfig:
             f"sliding_window must be None for {config.architecture}, which has {what}: it needs one rotary embedding "
             f"alone, given {stream.window}"
         )
-    own = sorted({spec.window for spec in family_of(config).layers(config) if 0 < spec.window < stream.window})
+    layers = family_of(config).layers(config)
+    if any(isinstance(spec, StateSpec) for spec in layers):
+        raise ValueError(
+            f"sliding_window must be None for {config.architecture}, some of whose layers keep a state of all tokens, "
+            f"given {stream.window}"
+        )
+    own = sorted({spec.window for spec in attention_layers(layers) if 0 < spec.window < stream.window})
     if stream.sink_tokens and own:
         raise ValueError(
             f"attention_sink_tokens must be 0 for {config.architecture} with sliding_window={stream.window}, since "
@@ -85,8 +92,8 @@ def with_stream(config: ModelConfig, stream: Stream | None) -> ModelConfig:
     return dataclasses.replace(config, stream=stream, ropes=ropes)
 
 
-def layers_of(config: ModelConfig) -> Layers:
-    """Each layer's attention, as the family has it, or as the engine's ``config.stream`` bounds it."""
+def layers_of(config: ModelConfig) -> MixedLayers:
+    """Each layer's attention or state, as the family has it, or as the engine's ``config.stream`` bounds it."""
     layers, stream = family_of(config).layers(config), config.stream
     if stream is None:
         return layers
@@ -94,7 +101,12 @@ def layers_of(config: ModelConfig) -> Layers:
     def bounded(spec: AttentionSpec) -> AttentionSpec:
         return dataclasses.replace(spec, window=stream.window, sink_tokens=stream.sink_tokens)
 
-    return tuple(spec if 0 < spec.window < stream.window else bounded(spec) for spec in layers)
+    return tuple(spec if 0 < spec.window < stream.window else bounded(spec) for spec in attention_layers(layers))
+
+
+def attention_layers(layers: MixedLayers) -> Layers:
+    """Of ``layers``, those with attention."""
+    return tuple(spec for spec in layers if isinstance(spec, AttentionSpec))
 
 
 def family(architecture: str) -> Family[Any, Any]:

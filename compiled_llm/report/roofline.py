@@ -17,8 +17,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Experts, Linear
-from compiled_llm.models.registry import layers_of
+from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.models.weights import bytes_to_read, experts, linear_layers
 
 
@@ -83,7 +84,7 @@ def work_in_window(window: int, requests: Iterable[tuple[int, int]]) -> tuple[in
 
 def windows_of(config: ModelConfig) -> tuple[int, ...]:
     """The sliding windows of a model's layers, each once."""
-    return tuple(sorted({layer.window for layer in layers_of(config)} - {0}))
+    return tuple(sorted({layer.window for layer in attention_layers(layers_of(config))} - {0}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,8 @@ class ModelWork:
         windows = windows_of(config)
         per_key = dict.fromkeys((0, *windows), (0, 0))
         for layer, own in zip(layers_of(config), kv_bytes_per_token, strict=True):
+            if isinstance(layer, StateSpec):
+                continue
             key_bytes = own if layer.shares_cache_of is None else kv_bytes_per_token[layer.shares_cache_of]
             num_bytes, flops = per_key[layer.window]
             per_key[layer.window] = num_bytes + key_bytes, flops + 4 * layer.num_heads * layer.head_dim

@@ -1,4 +1,4 @@
-"""The KV cache's memory: the dtype of each layer's, what a token takes, and the tensors themselves."""
+"""The KV cache's memory: the dtype of each layer's, what a token or a state takes, and the tensors themselves."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,20 +9,26 @@ from torch import Tensor
 
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.inputs import KVCache, LayerCache
-from compiled_llm.models.layers.attention import windows_kept_apart
-from compiled_llm.models.registry import layers_of
+from compiled_llm.models.inputs import KVCache, LayerCache, StateCache
+from compiled_llm.models.layers.attention import AttentionSpec, windows_kept_apart
+from compiled_llm.models.layers.state import StateSpec
+from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size, mark_static_address
 
 _QUANTISED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 T = TypeVar("T")
+Held = dict[str, tuple[tuple[int, ...], torch.dtype]]  # tensors of a layer's cache: name -> shape and dtype
 
 _NUM_BLOCKS = DynamicSize("blocks", 7)
+_NUM_SLOTS = DynamicSize("slots", 5)
 
 
 def layer_dtypes(config: EngineConfig, dtype: torch.dtype, model_config: ModelConfig) -> tuple[torch.dtype, ...]:
-    """The dtype of each layer's cache, where the model's is ``dtype``. ``ValueError`` for what cannot be served."""
+    """The dtype of each layer's cache, where the model's is ``dtype``. ``ValueError`` for what cannot be served.
+
+    Layers with a state have the model's.
+    """
     name, skipped = config.kv_cache_dtype, config.kv_cache_skip_layers
     if name not in ("auto", dtype_name(dtype), *_QUANTISED):
         raise ValueError(
@@ -36,13 +42,16 @@ def layer_dtypes(config: EngineConfig, dtype: torch.dtype, model_config: ModelCo
             f"{skipped!r}"
         )
     for layer in skipped:
-        if layers[layer].shares_cache_of is not None:
+        spec = layers[layer]
+        without = "keeps a state" if isinstance(spec, StateSpec) else f"reads that of layer {spec.shares_cache_of}"
+        if isinstance(spec, StateSpec) or spec.shares_cache_of is not None:
             raise ValueError(
-                "kv_cache_skip_layers must be layers with a cache of their own, given "
-                f"{layer}, which reads that of layer {layers[layer].shares_cache_of}"
+                f"kv_cache_skip_layers must be layers with a cache of their own, given {layer}, which {without}"
             )
     chosen = _QUANTISED.get(name, dtype)
-    return tuple(dtype if layer in skipped else chosen for layer in range(len(layers)))
+    return tuple(
+        dtype if layer in skipped or isinstance(spec, StateSpec) else chosen for layer, spec in enumerate(layers)
+    )
 
 
 def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:
@@ -51,28 +60,43 @@ def bytes_per_token(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) ->
 
 
 def bytes_per_layer(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> list[int]:
-    """The same for each layer; 0 where it shares the cache of another one."""
-    layers = _tensors(model_config, dtypes, num_blocks=1, block_size=1)
-    return [sum(math.prod(shape) * dtype.itemsize for shape, dtype in layer.values()) for layer in layers]
+    """The same for each layer; 0 where it shares the cache of another one, or keeps a state."""
+    return [
+        _num_bytes(spec.cache_tensors(1, 1, dtype)) if isinstance(spec, AttentionSpec) else 0
+        for spec, dtype in zip(layers_of(model_config), dtypes, strict=True)
+    ]
+
+
+def bytes_per_slot(model_config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of a request's states in all layers of a model in ``dtype``; 0: no layer keeps one."""
+    return sum(
+        _num_bytes(spec.state_tensors(1, dtype)) for spec in layers_of(model_config) if isinstance(spec, StateSpec)
+    )
 
 
 def num_tensors(model_config: ModelConfig, dtypes: Sequence[torch.dtype]) -> int:
     """How many tensors a cache consists of; ``dtypes`` has one for each layer."""
-    return sum(map(len, _tensors(model_config, dtypes, num_blocks=1, block_size=1)))
+    return sum(map(len, _tensors(model_config, dtypes, num_blocks=1, block_size=1, num_slots=1)))
 
 
 def short_windows(model_config: ModelConfig, max_model_len: int) -> tuple[int, ...]:
     """The windows of layers whose caches are smaller than the others'."""
-    return windows_kept_apart(layers_of(model_config), max_model_len)
+    return windows_kept_apart(attention_layers(layers_of(model_config)), max_model_len)
 
 
 def split_by_window(model_config: ModelConfig, windows: Sequence[int], by_layer: Sequence[T]) -> list[list[T]]:
-    """``by_layer`` in parts: of layers without any of ``windows``, of those with each. Shared caches are left out."""
+    """``by_layer`` in parts: of attention without any of ``windows``, of that with each. Shared caches are left out."""
     parts: list[list[T]] = [[] for _ in range(1 + len(windows))]
     for spec, one in zip(layers_of(model_config), by_layer, strict=True):
-        if spec.shares_cache_of is None:
+        if isinstance(spec, AttentionSpec) and spec.shares_cache_of is None:
             parts[1 + windows.index(spec.window) if spec.window in windows else 0].append(one)
     return parts
+
+
+def of_states(model_config: ModelConfig, by_layer: Sequence[T]) -> list[T]:
+    """Of ``by_layer``, those of layers with a state."""
+    pairs = zip(layers_of(model_config), by_layer, strict=True)
+    return [one for spec, one in pairs if isinstance(spec, StateSpec)]
 
 
 def allocate(
@@ -82,11 +106,16 @@ def allocate(
     block_size: int,
     device: torch.device,
     window_places: Mapping[int, int] | None = None,
+    num_slots: int = 0,
 ) -> KVCache:
-    """A zeroed cache; ``dtypes`` has one for each layer. ``window_places``: window -> blocks of its layers' caches.
+    """A zeroed cache; ``dtypes`` has one for each layer.
 
     The tensors are marked for the compiler: their addresses stay, so that CUDA graphs do not copy them, and their
-    number of blocks is dynamic, so that what was compiled on one cache runs on another of any size from 2 blocks on.
+    number of blocks or slots is dynamic, so that what was compiled on one cache runs on another of any size from 2 on.
+
+    Args:
+        window_places: window -> blocks of its layers' caches.
+        num_slots: of layers with a state, the sink among them.
     """
 
     places = window_places or {}
@@ -101,9 +130,12 @@ def allocate(
         mark_dynamic_size(tensor, 0, size)
         return tensor
 
-    caches: list[LayerCache] = []
-    specs = layers_of(model_config)
-    for spec, dtype in zip(specs, dtypes, strict=True):
+    caches: list[LayerCache | StateCache] = []
+    for spec, dtype in zip(layers_of(model_config), dtypes, strict=True):
+        if isinstance(spec, StateSpec):
+            states = spec.state_tensors(num_slots, dtype)
+            caches.append(StateCache(**{name: zeros(*one, _NUM_SLOTS) for name, one in states.items()}))
+            continue
         held = spec.cache_tensors(places.get(spec.window, num_blocks), block_size, dtype)
         own = {name: zeros(*one, sizes.get(spec.window, _NUM_BLOCKS)) for name, one in held.items()}
         caches.append(LayerCache(**own) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
@@ -111,11 +143,19 @@ def allocate(
 
 
 def _tensors(
-    model_config: ModelConfig, dtypes: Sequence[torch.dtype], num_blocks: int, block_size: int
-) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    model_config: ModelConfig, dtypes: Sequence[torch.dtype], num_blocks: int, block_size: int, num_slots: int
+) -> list[Held]:
     """For each layer, shape and dtype of its cache's tensors by their names; ``dtypes`` has one for each layer."""
-    specs = layers_of(model_config)
-    return [spec.cache_tensors(num_blocks, block_size, dtype) for spec, dtype in zip(specs, dtypes, strict=True)]
+    return [
+        spec.state_tensors(num_slots, dtype)
+        if isinstance(spec, StateSpec)
+        else spec.cache_tensors(num_blocks, block_size, dtype)
+        for spec, dtype in zip(layers_of(model_config), dtypes, strict=True)
+    ]
+
+
+def _num_bytes(held: Held) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in held.values())
 
 
 def describe(model_config: ModelConfig, dtypes: Sequence[torch.dtype], model_dtype: torch.dtype) -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compiled_llm.models.config import SLIDING, WindowedConfig
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
+from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops import (
     DecodePlan,
@@ -77,6 +78,9 @@ class AttentionSpec:
         return held
 
 
+Spec = AttentionSpec | StateSpec
+
+
 def windowed_layers(config: WindowedConfig, full: AttentionSpec) -> tuple[AttentionSpec, ...]:
     """``full`` for each layer that sees all keys, and the same with a window for the others."""
     sliding = dataclasses.replace(full, window=config.sliding_window or 0)
@@ -88,32 +92,40 @@ def windows_kept_apart(layers: Sequence[AttentionSpec], max_model_len: int) -> t
     return tuple(sorted({spec.window for spec in layers if 0 < spec.window < max_model_len}))
 
 
-def with_window_tables(layers: Sequence[AttentionSpec], windows: Sequence[int]) -> tuple[AttentionSpec, ...]:
+def with_window_tables(layers: Sequence[Spec], windows: Sequence[int]) -> tuple[Spec, ...]:
     """``layers``, where those with one of ``windows`` have their keys by the table of that window."""
     numbers = {window: number for number, window in enumerate(windows)}
-    return tuple(dataclasses.replace(spec, window_table=numbers.get(spec.window)) for spec in layers)
+
+    def placed(spec: Spec) -> Spec:
+        if isinstance(spec, StateSpec):
+            return spec
+        return dataclasses.replace(spec, window_table=numbers.get(spec.window))
+
+    return tuple(map(placed, layers))
 
 
-def with_plans(layers: Sequence[AttentionSpec]) -> tuple[AttentionSpec, ...]:
+def with_plans(layers: Sequence[Spec]) -> tuple[Spec, ...]:
     """``layers``, where those whose decodes can have the same plan have its number."""
     numbers: dict[tuple[Any, ...], int] = {}
 
-    def number(spec: AttentionSpec) -> int:
-        return numbers.setdefault((spec.window_table, spec.masked_window, spec.head_dim), len(numbers))
+    def planned(spec: Spec) -> Spec:
+        if isinstance(spec, StateSpec):
+            return spec
+        alike = spec.window_table, spec.masked_window, spec.head_dim
+        return dataclasses.replace(spec, plan=numbers.setdefault(alike, len(numbers)))
 
-    return tuple(dataclasses.replace(spec, plan=number(spec)) for spec in layers)
+    return tuple(map(planned, layers))
 
 
-def make_plans(
-    layers: Sequence[AttentionSpec], step: StepInput, kv_cache: KVCache, q_bytes: int
-) -> tuple[DecodePlan, ...]:
+def make_plans(mixed: Sequence[Spec], step: StepInput, kv_cache: KVCache, q_bytes: int) -> tuple[DecodePlan, ...]:
     """The plans of ``with_plans``, for a step of no more than one query a request.
 
     Their tables are those of all requests, where ``step`` has these. ``q_bytes``: of an element of the queries.
     """
     plans = []
-    for number in range(max(spec.plan for spec in layers if spec.plan is not None) + 1):
-        places = [place for place, spec in enumerate(layers) if spec.plan == number]
+    layers = {place: spec for place, spec in enumerate(mixed) if isinstance(spec, AttentionSpec)}
+    for number in range(max((spec.plan for spec in layers.values() if spec.plan is not None), default=-1) + 1):
+        places = [place for place, spec in layers.items() if spec.plan == number]
         spec, cache = layers[places[0]], kv_cache[places[0]]
         table = step if spec.window_table is None else step.windows[spec.window_table]
         of_all = isinstance(table, StepInput) or table.seq_lens is None
