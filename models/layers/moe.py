@@ -7,7 +7,6 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import StepInput
 from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
-from compiled_llm.models.layers.norm import add_norm
 from compiled_llm.models.linears.mixture import (
     Gate,
     Router,
@@ -70,7 +69,7 @@ def mixture_of_experts(
     ``seen`` ``[T, D]``, if that is given, and not by ``x``.
     """
     seen = x if seen is None else seen
-    _, chosen = routed(seen, None, 0.0, w.of_router, step.query_start_loc[-1:], w.used, router)
+    *_, chosen = routed(seen, None, None, 0.0, w.of_router, step.query_start_loc[-1:], w.used, router)
     return summed_experts(gated_experts(x, w.gate_up, chosen, gate), w.down, chosen, w.used)
 
 
@@ -90,12 +89,7 @@ def experts_block(
     It takes what ``normed_linear`` takes and gives what ``added_linear`` gives. What ``shared`` gives is added to the
     mixture first.
     """
-    num_tokens = step.query_start_loc[-1:]
-    if delta is None:
-        normed, chosen = routed(x, norm, eps, w.of_router, num_tokens, w.used, router)
-    else:
-        x, normed = add_norm(x, delta, norm, eps)
-        _, chosen = routed(normed, None, 0.0, w.of_router, num_tokens, w.used, router)
+    x, normed, chosen = routed(x, delta, norm, eps, w.of_router, step.query_start_loc[-1:], w.used, router)
     hidden = gated_experts(normed, w.gate_up, chosen, gate)
     if x.is_cuda:
         beside = None if shared is None else gated_mlp(normed, shared.mlp)

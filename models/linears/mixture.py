@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from compiled_llm.models.layers.norm import add_norm
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.protocol import Experts, Linear
@@ -18,7 +19,6 @@ from compiled_llm.ops import (
     gated_activation,
     grouped_gated_linear,
     grouped_linear_sum,
-    rms_norm,
     routed_linear,
     routed_rows,
     weighted_sum,
@@ -26,7 +26,7 @@ from compiled_llm.ops import (
 )
 from compiled_llm.ops.moe.routing import MAX_EXPERTS, MAX_GROUPED_EXPERTS, MAX_ROWS
 
-NUM_COUNTERS = 4096
+NUM_COUNTERS = 2**17
 _MAX_UNROLLED = 16  # experts of a token that a program adds up at once
 
 
@@ -85,23 +85,25 @@ def routes_at_once(x: Tensor, w: RouterWeights, router: Router) -> bool:
 
 
 def routed(
-    x: Tensor, norm: Tensor | None, eps: float, w: RouterWeights, num_tokens: Tensor, used: UsedExperts, router: Router
-) -> tuple[Tensor, Routed]:
-    """The RMS norm of ``x`` ``[T, D]``, ``x`` itself without a ``norm``, and the experts that the router chooses by it.
+    x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, w: RouterWeights, num_tokens: Tensor,
+    used: UsedExperts, router: Router,
+) -> tuple[Tensor, Tensor, Routed]:  # fmt: skip
+    """``x + delta`` ``[T, D]``, its RMS norm (itself without a ``norm``), and the experts that the router chooses by it.
 
-    ``num_tokens`` is that of ``ops.expert_rows``.
+    ``num_tokens`` is that of ``ops.expert_rows``; a ``delta`` comes with a ``norm``.
     """
     rule = router.top_k, router.scoring, router.scale, router.groups, router.top_groups
     if routes_at_once(x, w, router):
         assert isinstance(w.linear, Dense)
-        normed, *found = routed_linear(
-            x, norm, eps, w.linear.weight, w.linear.bias, w.choice_bias, w.expert_scale, num_tokens, used.total,
+        total, normed, *found = routed_linear(
+            x, delta, norm, eps, w.linear.weight, w.linear.bias, w.choice_bias, w.expert_scale, num_tokens, used.total,
             used.counters, *rule,
         )  # fmt: skip
-        return (x if norm is None else normed), Routed(*found)
-    normed = x if norm is None else rms_norm(x, norm, eps)
+        x = x if delta is None else total
+        return x, (x if norm is None else normed), Routed(*found)
+    x, normed = add_norm(x, delta, norm, eps)
     logits = w.linear.apply(normed.float() if router.in_float32 else normed)
-    return normed, Routed(*routed_rows(logits, w.choice_bias, w.expert_scale, num_tokens, used.total, *rule))
+    return x, normed, Routed(*routed_rows(logits, w.choice_bias, w.expert_scale, num_tokens, used.total, *rule))
 
 
 def gated_experts(x: Tensor, experts: Experts, chosen: Routed, gate: Gate) -> Tensor:
@@ -118,7 +120,7 @@ def _sums_at_once(experts: Experts, hidden: Tensor, chosen: Routed) -> TypeGuard
     """Whether product and sum are one op."""
     tokens, top_k = chosen.places.shape
     few = hidden.is_cuda and hidden.dtype != torch.float32 and tokens <= MAX_ROWS and top_k <= _MAX_UNROLLED
-    return few and experts.out_features <= 16 * NUM_COUNTERS and isinstance(experts, DenseExperts)
+    return few and tokens * experts.out_features <= 16 * NUM_COUNTERS and isinstance(experts, DenseExperts)
 
 
 def summed_experts(
@@ -131,8 +133,8 @@ def summed_experts(
     """
     if _sums_at_once(experts, hidden, chosen):
         return grouped_linear_sum(
-            hidden, experts.weight, experts.bias, chosen.starts, chosen.places, chosen.weights, beside, residual,
-            used.counters,
+            hidden, experts.weight, experts.bias, chosen.tokens, chosen.starts, chosen.places, chosen.weights,
+            beside, residual, used.counters,
         )  # fmt: skip
     y = experts.apply_to(hidden, None, chosen.starts)
     if beside is None and residual is None:

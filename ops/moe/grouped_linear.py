@@ -25,8 +25,8 @@ LIBRARY.define(
     f"grouped_gated_linear(Tensor x, Tensor weight, {_ROWS}, str activation, float alpha, float limit) -> Tensor"
 )
 LIBRARY.define(
-    "grouped_linear_sum(Tensor x, Tensor weight, Tensor? bias, Tensor starts, Tensor places, Tensor weights,"
-    " Tensor? beside, Tensor? residual, Tensor(a!) counters) -> Tensor"
+    "grouped_linear_sum(Tensor x, Tensor weight, Tensor? bias, Tensor tokens, Tensor starts, Tensor places,"
+    " Tensor weights, Tensor? beside, Tensor? residual, Tensor(a!) counters) -> Tensor"
 )
 LIBRARY.define(f"grouped_packed_linear(Tensor x, Tensor packed, {_ROWS}, int out_features) -> Tensor")
 
@@ -63,20 +63,21 @@ def grouped_gated_linear(
 
 
 def grouped_linear_sum(
-    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, places: Tensor, weights: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
     beside: Tensor | None, residual: Tensor | None, counters: Tensor,
 ) -> Tensor:  # fmt: skip
     """``grouped_linear`` and ``weighted_sum_added`` of what it gives, in one launch of a GPU: for few rows.
 
     Args:
         x: ``[R, K]``; bfloat16 or float16.
-        counters: int32, one for each 16 outputs or more, zero before and after.
+        tokens, starts, places, weights: as ``routed_rows`` gives them: padding is behind the tokens that are real.
+        counters: int32, one for each token and 16 outputs or more, zero before and after.
 
     Returns:
         ``[T, N]`` in the dtype of ``x``.
     """
     return torch.ops.compiled_llm.grouped_linear_sum(
-        x, weight, bias, starts, places, weights, beside, residual, counters
+        x, weight, bias, tokens, starts, places, weights, beside, residual, counters
     )
 
 
@@ -118,7 +119,7 @@ def grouped_gated_linear_reference(
 
 
 def grouped_linear_sum_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, places: Tensor, weights: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
     beside: Tensor | None, residual: Tensor | None, counters: Tensor,
 ) -> Tensor:  # fmt: skip
     """The op in plain torch."""
@@ -145,7 +146,7 @@ def _fake_gated(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | N
 
 
 @torch.library.register_fake("compiled_llm::grouped_linear_sum", lib=LIBRARY)
-def _fake_sum(x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, places: Tensor, *args) -> Tensor:
+def _fake_sum(x: Tensor, weight: Tensor, bias, tokens: Tensor, starts: Tensor, places: Tensor, *args) -> Tensor:
     return x.new_empty(places.shape[0], weight.shape[1])
 
 

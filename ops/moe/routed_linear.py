@@ -1,4 +1,4 @@
-"""The router of few rows on a GPU, with the norm before it and the choice of experts behind: schema, registration.
+"""The router of a decode on a GPU, with sum and norm before it and the choice of experts behind: schema, registration.
 
 A router is a small linear layer; the launches around it cost more than reading its weights. ``routing.py`` has the ops
 on their own, and ``triton_routed_linear.py`` the kernel.
@@ -13,14 +13,15 @@ from compiled_llm.ops.moe.routing import SCORINGS, routed_rows_reference
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
 
 LIBRARY.define(
-    "routed_linear(Tensor x, Tensor? norm, float eps, Tensor weight, Tensor? bias, Tensor? choice_bias,"
+    "routed_linear(Tensor x, Tensor? delta, Tensor? norm, float eps, Tensor weight, Tensor? bias, Tensor? choice_bias,"
     " Tensor? expert_scale, Tensor num_tokens, Tensor(a!) used, Tensor(b!) counters, int top_k, str scoring,"
-    " float scale, int groups, int top_groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " float scale, int groups, int top_groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
 def routed_linear(
     x: Tensor,
+    delta: Tensor | None,
     norm: Tensor | None,
     eps: float,
     weight: Tensor,
@@ -35,50 +36,57 @@ def routed_linear(
     scale: float = 1.0,
     groups: int = 1,
     top_groups: int = 1,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``normed = rms_norm(x)`` and ``routed_rows(normed @ weight.T + bias)``, whose other arguments it has.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``normed = rms_norm(x + delta)`` and ``routed_rows(normed @ weight.T + bias)``, whose other arguments it has.
 
     All is rounded where the ops on their own round. A row's bits depend on nothing but the row.
 
     Args:
         x: ``[T, K]`` bfloat16 or float16, at most ``MAX_ROWS`` rows, which may be strided; the last stride is 1.
-        norm, eps: those of ``rms_norm``, ``[K]``; None: ``x`` is what the router goes by.
+        delta: as ``x``; the sum is rounded. None adds nothing.
+        norm, eps: those of ``rms_norm``, ``[K]``; None: ``x`` is what the router goes by, and there is no ``delta``.
         weight: ``[E, K]`` contiguous, at most ``MAX_EXPERTS`` rows, by groups ``MAX_GROUPED_EXPERTS``; bias: ``[E]`` or
             None: both in the dtype of ``x``, or in float32, in which logits then are.
-        counters: int32, the first of which is zero before and after.
+        counters: int32, one for each 16 rows and one more, zero before and after.
 
     Returns:
-        ``normed`` ``[T, K]``, without a ``norm`` empty, and the weights, places, tokens and starts of ``routed_rows``.
+        ``x + delta`` ``[T, K]``, without a ``delta`` empty; ``normed`` ``[T, K]``, without a ``norm`` empty; and the
+        weights, places, tokens and starts of ``routed_rows``.
     """
     assert scoring in SCORINGS
+    assert delta is None or norm is not None
     return torch.ops.compiled_llm.routed_linear(
-        x, norm, eps, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, top_k, scoring, scale,
-        groups, top_groups,
+        x, delta, norm, eps, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, top_k, scoring,
+        scale, groups, top_groups,
     )  # fmt: skip
 
 
 def routed_linear_reference(
-    x: Tensor, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None, choice_bias: Tensor | None,
-    expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor, *rule,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
+    choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor, *rule,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The op as others."""
+    total = x.new_empty(0) if delta is None else x + delta
+    x = x if delta is None else total
     normed = x.new_empty(0) if norm is None else rms_norm_reference(x, norm, eps)
     seen = x if norm is None else normed
     logits = F.linear(seen.float(), weight.float(), None if bias is None else bias.float()).to(weight.dtype)
-    return normed, *routed_rows_reference(logits, choice_bias, expert_scale, num_tokens, used, *rule)
+    return total, normed, *routed_rows_reference(logits, choice_bias, expert_scale, num_tokens, used, *rule)
 
 
 @torch.library.register_fake("compiled_llm::routed_linear", lib=LIBRARY)
 def _fake(
-    x: Tensor, norm, eps, weight: Tensor, bias, choice_bias, expert_scale, num_tokens, used, counters, top_k: int, *rule
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, delta, norm, eps, weight: Tensor, bias, choice_bias, expert_scale, num_tokens, used, counters,
+    top_k: int, *rule,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     weights = x.new_empty(x.shape[0], top_k, dtype=torch.float32)
     places = torch.empty_like(weights, dtype=torch.int32)
     rows, starts = places.new_empty(places.numel()), places.new_empty(weight.shape[0] + 1)
-    return x.new_empty(0 if norm is None else x.shape), weights, places, rows, starts
+    total, normed = (x.new_empty(0 if one is None else x.shape) for one in (delta, norm))
+    return total, normed, weights, places, rows, starts
 
 
-def _cuda(*args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _cuda(*args) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from compiled_llm.ops.moe import triton_routed_linear  # the first call on a GPU loads Triton, not the import
 
     return triton_routed_linear.routed_linear(*args)

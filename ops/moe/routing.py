@@ -18,7 +18,7 @@ from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
 
 # Of routed_linear.
-MAX_ROWS = 32
+MAX_ROWS = 256
 MAX_EXPERTS = 256
 MAX_GROUPED_EXPERTS = 128
 """Most where they are chosen by groups, which takes more registers."""

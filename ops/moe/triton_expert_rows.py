@@ -163,6 +163,52 @@ def place_few(
 
 
 @triton.jit
+def store_choice(
+    order, weights, experts, block, num_rows, num_tokens, out_weights, chosen, users,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    """Of a block of tokens, stores what ``choose`` gave: choice, weights, and the bits of those that use each expert."""
+    place = tl.arange(0, order.shape[0])
+    token = block * order.shape[0] + place
+    taken = (order >= 0) & (token < num_rows)[:, None]
+    real = taken & (token < num_tokens)[:, None]
+    target = token.to(tl.int64)[:, None] * TOP_K + order
+    tl.store(out_weights + target, weights, mask=taken)
+    tl.store(chosen + target, experts[None, :] + tl.zeros(target.shape, tl.int32), mask=taken)
+    bit = tl.full(place.shape, 1, tl.int32) << place
+    bits = tl.sum(tl.where(real, bit[:, None], 0), 0)
+    tl.store(users + block * EXPERTS + experts, bits, mask=experts < EXPERTS)
+
+
+@triton.jit
+def place_blocks(
+    chosen, users, first_rows, used, places, tokens, starts, num_rows, num_tokens,
+    EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, TOP_K: tl.constexpr, TOP_K_POW2: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Stores the places of up to ``BLOCKS`` blocks' rows, from what other programs of the launch stored of each."""
+    experts, block = tl.arange(0, EXPERTS_POW2), tl.arange(0, BLOCKS)
+    known = (block * BLOCK_T < num_rows)[:, None] & (experts < EXPERTS)[None, :]
+    cell = block[:, None] * EXPERTS + experts[None, :]
+    # From the L2 cache, which all programs write to: that of this SM may have older bytes.
+    counts = _number_of_bits(tl.load(users + cell, mask=known, other=0, cache_modifier=".cg"))
+    first = _store_starts(starts, used, experts, tl.sum(counts, 0), EXPERTS)
+    tl.store(first_rows + cell, first[None, :] + tl.cumsum(counts, 0) - counts, mask=known)
+    tl.debug_barrier()  # other threads read it
+    token, j = tl.arange(0, BLOCKS * BLOCK_T), tl.arange(0, TOP_K_POW2)
+    kept = (token < num_rows)[:, None] & (j < TOP_K)[None, :]
+    target = token[:, None] * TOP_K + j[None, :]
+    expert = tl.load(chosen + target, mask=kept, other=0, cache_modifier=".cg")
+    cell = (token // BLOCK_T)[:, None] * EXPERTS + expert
+    earlier = (tl.full(token.shape, 1, tl.int32) << (token % BLOCK_T)) - 1
+    row = tl.load(first_rows + cell, mask=kept, other=0)
+    row += _number_of_bits(tl.load(users + cell, mask=kept, other=0, cache_modifier=".cg") & earlier[:, None])
+    real = kept & (token < num_tokens)[:, None]
+    tl.store(places + target, tl.where(real, row, -1), mask=kept)
+    tl.store(tokens + row, token[:, None] + tl.zeros(row.shape, tl.int32), mask=real)
+
+
+@triton.jit
 def _load_logits(logits, token, experts, num_rows, EXPERTS: tl.constexpr):
     inside = (token < num_rows)[:, None] & (experts < EXPERTS)[None, :]
     places = token.to(tl.int64)[:, None] * EXPERTS + experts[None, :]
@@ -194,20 +240,15 @@ def route_kernel(
 ):  # fmt: skip
     """A program for each block of tokens: its choice, its weights, and the bits of the tokens that use each expert."""
     experts = tl.arange(0, EXPERTS_POW2)
-    place = tl.arange(0, BLOCK_T)
-    token = tl.program_id(0) * BLOCK_T + place
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     scores = _load_logits(logits, token, experts, num_rows, EXPERTS)
     order, of_chosen = choose(
         scores, experts, choice_bias, expert_scale, scale, EXPERTS, TOP_K, SCORING, GROUPS, GROUPS_POW2, TOP_GROUPS
     )
-    taken = (order >= 0) & (token < num_rows)[:, None]
-    real = taken & (token < tl.load(num_tokens))[:, None]
-    target = token.to(tl.int64)[:, None] * TOP_K + order
-    tl.store(weights + target, of_chosen, mask=taken)
-    tl.store(chosen + target, experts[None, :] + tl.zeros(target.shape, tl.int32), mask=taken)
-    bit = tl.full(place.shape, 1, tl.int32) << place
-    bits = tl.sum(tl.where(real, bit[:, None], 0), 0)
-    tl.store(users + tl.program_id(0) * EXPERTS + experts, bits, mask=experts < EXPERTS)
+    store_choice(
+        order, of_chosen, experts, tl.program_id(0), num_rows, tl.load(num_tokens), weights, chosen, users,
+        EXPERTS, TOP_K,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks"])

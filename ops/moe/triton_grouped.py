@@ -24,12 +24,12 @@ from compiled_llm.ops.rowwise.triton_kernels import activated, cast, clamped_swi
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
-_SUMMED_AT_ONCE = 16  # tokens
+_SUMMED_AT_ONCE = 16  # rows of a tile, whose tokens may be complete
 
 
 @triton.jit
 def _own_tile(starts, place, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of the tile at ``place``: its expert, its rows, which of them there are; and how many tiles there are.
+    """Of the tile at ``place``: its expert, its rows, which of them there are; and how many rows all experts have.
 
     The expert is EXPERTS or more where no tile is left.
     """
@@ -43,7 +43,7 @@ def _own_tile(starts, place, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, 
     row = tl.sum(tl.where(own, first + (place - (ends - tiles)) * BLOCK_M, 0), 0)
     end = tl.sum(tl.where(own, first + count, 0), 0)
     rows = row + tl.arange(0, BLOCK_M)
-    return expert, rows, rows < end, tl.sum(tiles, 0)
+    return expert, rows, rows < end, tl.sum(count, 0)
 
 
 @triton.jit
@@ -114,18 +114,18 @@ def grouped_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def grouped_sum_kernel(
-    x, weight, bias, starts, y, places, weights, beside, residual, out, counters, x_stride, num_tokens,
+    x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, x_stride, num_tokens,
     NUM_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As ``grouped_kernel``; the program that is the last one to finish some columns adds up the tokens' experts there.
+    """As ``grouped_kernel``; the program that writes the last row of a token adds up the token's rows in its columns.
 
-    It adds in the order of a token's choice, so it does not matter which program that is. ``counters``, zero before the
-    launch and after it, tell it.
+    It adds in the order of a token's choice, so it does not matter which program that is. ``counters``, one for each
+    token and tile of columns, zero before the launch and after it, tell it.
     """
     place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
-    expert, rows, inside_rows, num_tiles = _own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
+    expert, rows, inside_rows, num_rows = _own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
     columns = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     if expert < EXPERTS:
         outputs = _tile_outputs(
@@ -137,18 +137,26 @@ def grouped_sum_kernel(
             outputs,
             mask=inside_rows[:, None] & (columns < OUT)[None, :],
         )
-    finishing = tl.maximum(num_tiles, 1)  # where no token is real, one has to write the sums of nothing
-    if place < finishing:
-        # All threads have stored before one of them counts, with a release of what was stored and an acquire of what
-        # others released; and all threads wait for its answer.
+        # All threads have stored before some of them count, with a release of what was stored and an acquire of what
+        # others released; and all threads wait for their answers.
         tl.debug_barrier()
-        if tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == finishing - 1:
-            tl.store(counters + tile, 0)
-            for first in range(0, num_tokens, BLOCK_T):
-                tokens = first + tl.arange(0, BLOCK_T)
-                store_sums(
-                    y, places, weights, beside, residual, out, tokens, tokens < num_tokens, columns, TOP_K, OUT, True
-                )
+        first_row, end_row = tl.min(rows, 0), tl.max(tl.where(inside_rows, rows + 1, 0), 0)
+        for first in range(first_row, end_row, BLOCK_T):
+            row = first + tl.arange(0, BLOCK_T)
+            counted = row < end_row
+            token = tl.load(tokens + row, mask=counted, other=0)
+            counter = counters + tile * num_tokens + token
+            before = tl.atomic_add(counter, 1, mask=counted, sem="acq_rel", scope="gpu")
+            complete = counted & (before == TOP_K - 1)
+            tl.debug_barrier()
+            if tl.max(complete.to(tl.int32), 0) == 1:
+                tl.store(counter, 0, mask=complete)
+                store_sums(y, places, weights, beside, residual, out, token, complete, columns, TOP_K, OUT, True)
+    # Padding has no rows: its sums, of nothing, are shared out among all programs of these columns.
+    real = num_rows // TOP_K
+    for first in range(real + place * BLOCK_T, num_tokens, NUM_M * BLOCK_T):
+        token = first + tl.arange(0, BLOCK_T)
+        store_sums(y, places, weights, beside, residual, out, token, token < num_tokens, columns, TOP_K, OUT, False)
 
 
 class _Grid(NamedTuple):
@@ -216,7 +224,7 @@ def grouped_linear(
 
 
 def grouped_linear_sum(
-    x: Tensor, weight: Tensor, bias: Tensor | None, starts: Tensor, places: Tensor, weights: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, starts: Tensor, places: Tensor, weights: Tensor,
     beside: Tensor | None, residual: Tensor | None, counters: Tensor,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
@@ -224,21 +232,21 @@ def grouped_linear_sum(
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; too few counters.
     """
-    _check(x, weight, bias, None, starts)
-    (tokens, top_k), out_features = places.shape, weight.shape[1]
-    if x.dtype == torch.float32 or x.shape[0] != tokens * top_k:
+    _check(x, weight, bias, tokens, starts)
+    (num_tokens, top_k), out_features = places.shape, weight.shape[1]
+    if x.dtype == torch.float32 or x.shape[0] != num_tokens * top_k or len(tokens) != len(x):
         raise ValueError(
-            f"grouped_linear_sum: x must be [{tokens * top_k}, K] of bfloat16 or float16, got {list(x.shape)} of "
-            f"{x.dtype}"
+            f"grouped_linear_sum: x must be [{num_tokens * top_k}, K] of bfloat16 or float16, got {list(x.shape)} of "
+            f"{x.dtype} with {len(tokens)} tokens"
         )
     check_sum(x, places, weights, beside, residual, out_features)
     x = _aligned(x)
-    out = x.new_empty(tokens, out_features)
+    out = x.new_empty(num_tokens, out_features)
     if not out.numel():
         return out
-    y = x.new_empty(tokens * top_k, out_features)
+    y = x.new_empty(num_tokens * top_k, out_features)
     grid = _grid(x, weight, len(x))
-    needed = grid.programs // grid.num_m
+    needed = num_tokens * grid.programs // grid.num_m
     if counters.dtype != torch.int32 or counters.dim() != 1 or len(counters) < needed:
         raise ValueError(
             f"grouped_linear_sum: counters must be [{needed}] of torch.int32 or longer, got {list(counters.shape)} of "
@@ -246,9 +254,9 @@ def grouped_linear_sum(
         )
     with torch.cuda.device_of(x):
         grouped_sum_kernel[(grid.programs,)](
-            x, weight, bias, starts, y, places, weights, beside, residual, out, counters, _stride(x), tokens,
-            TOP_K=top_k, BLOCK_T=min(_SUMMED_AT_ONCE, triton.next_power_of_2(tokens)), **grid.constants,
-            **grid.options,
+            x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, _stride(x),
+            num_tokens, TOP_K=top_k, BLOCK_T=min(_SUMMED_AT_ONCE, triton.next_power_of_2(num_tokens)),
+            **grid.constants, **grid.options,
         )  # fmt: skip
     return out
 

@@ -276,23 +276,29 @@ def _grouped(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
 
 
 def _grouped_sum(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """The last program of some columns reads a counter, the places, and at once all rows of as many tokens."""
+    """The last program counts its rows, some at a time, reads the places of their tokens, and all rows of these."""
     work = _grouped(a, kernel, contexts)
     around = sum(a[name].nbytes for name in ("y", "places", "weights", "beside", "residual") if a[name] is not None)
-    rounds = 1 + 2 * -(-a["out"].shape[0] // a["BLOCK_T"])
+    rounds = 3 * -(-min(a["BLOCK_M"], a["y"].shape[0]) // a["BLOCK_T"])
     return dataclasses.replace(
         work, read=work.read + around, written=work.written + a["y"].nbytes, round_trips=rounds
     )  # fmt: skip
 
 
 def _routed_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """The last program reads a counter, and all shares of the logits at once; choosing is not counted."""
+    """The last program reads a counter, and all shares of the logits at once; choosing is not counted.
+
+    With many rows it reads another counter, who uses each expert, and twice what it stored for each token.
+    """
     weights = [a[name] for name in ("weight", "norm", "bias", "choice_bias", "expert_scale") if a[name] is not None]
     read = a["x"].nbytes + sum(tensor.nbytes for tensor in weights) + a["shares"].nbytes
-    written = sum(a[name].nbytes for name in ("shares", "normed", "out_weights", "places", "tokens", "starts"))
+    stored = ("total", "shares", "normed", "out_weights", "places", "tokens", "starts", "chosen", "users", "first_rows")
+    written = sum(a[name].nbytes for name in stored if a[name] is not None)
+    read += 0 if a["delta"] is None else a["delta"].nbytes
     trips = kernel.programs * (a["SHARE"] // a["BLOCK_K"])
-    flops, padded = 2 * a["x"].shape[0] * a["weight"].numel(), 2 * trips * a["BLOCK"] ** 2 * a["BLOCK_K"]
-    return Work(read, written, flops, padded, 8 * a["weight"].itemsize, None, trips, 2)
+    flops, of_trip = 2 * a["x"].shape[0] * a["weight"].numel(), 2 * a["BLOCK"] * a["BLOCK_E"] * a["BLOCK_K"]
+    rounds = 2 if a["users"] is None else 6
+    return Work(read, written, flops, trips * of_trip, 8 * a["weight"].itemsize, None, trips, rounds)
 
 
 def _trips(a: Arguments) -> int:

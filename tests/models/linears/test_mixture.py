@@ -29,7 +29,7 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Te
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-X, NORM = drawn(5, 16), drawn(16, seed=1)
+X, DELTA, NORM = drawn(5, 16), drawn(5, 16, seed=9), drawn(16, seed=1)
 ROUTER = Router(2, "sigmoid", 1.5, in_float32=True)
 WEIGHTS = RouterWeights(
     Dense(drawn(6, 16, seed=2, dtype=torch.float32)), drawn(6, seed=3, dtype=torch.float32), torch.rand(6)
@@ -46,9 +46,10 @@ def used() -> UsedExperts:
 def test_computes_what_the_single_ops_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ops for a GPU, here by their references, beside those of a CPU."""
     apart, together = used(), used()
-    normed, chosen = routed(X, NORM, EPS, WEIGHTS, NUM_TOKENS, apart, ROUTER)
+    total, normed, chosen = routed(X, DELTA, NORM, EPS, WEIGHTS, NUM_TOKENS, apart, ROUTER)
     monkeypatch.setattr(mixture, "routes_at_once", lambda *args: True)
-    same, at_once = routed(X, NORM, EPS, WEIGHTS, NUM_TOKENS, together, ROUTER)
+    same_total, same, at_once = routed(X, DELTA, NORM, EPS, WEIGHTS, NUM_TOKENS, together, ROUTER)
+    assert torch.equal(same_total, total)
     torch.testing.assert_close(same, normed)
     assert torch.equal(at_once.places, chosen.places)
     torch.testing.assert_close(at_once.weights, chosen.weights)
@@ -91,7 +92,7 @@ def test_few_rows_on_a_gpu_are_routed_at_once(
         assert routes_at_once(x, w, router) == expected
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "expected"), [(32, 8, True), (33, 8, False), (1, 17, False)])
+@pytest.mark.parametrize(("tokens", "top_k", "expected"), [(256, 8, True), (257, 8, False), (1, 17, False)])
 def test_few_tokens_on_a_gpu_are_summed_at_once(tokens: int, top_k: int, expected: bool) -> None:
     with FakeTensorMode():
         places = torch.empty(tokens, top_k, dtype=torch.int32, device="cuda")

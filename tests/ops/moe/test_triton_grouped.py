@@ -80,18 +80,21 @@ def gates_and_sums_have_the_bits_of_the_single_ops(dtype: torch.dtype, device: s
             torch.testing.assert_close(got, clamped_swiglu_reference(wide, *limits), **close)
         else:
             torch.testing.assert_close(got, gated_activation_reference(wide, activation), **close)
-    for counts in COUNTS:
-        tokens = -(-sum(counts) // 2) + 1
+    for counts, padding in (([2, 0, 19, 1, 0], 1), ([0, 0, 0, 0, 4], 0), ([0] * 5, 17), ([1, 1, 40, 1, 1], 19)):
+        real, tokens = sum(counts) // 2, sum(counts) // 2 + padding
         x, weight, bias, _, starts = arguments(counts, dtype, device, n=40)
         x = torch.randn(2 * tokens, x.shape[1], generator=generator).to(x)
-        order = torch.randperm(2 * tokens, generator=generator).int()
-        places = torch.where(order < sum(counts), order, -1).view(tokens, 2).to(device)
+        order = torch.randperm(2 * real, generator=generator).int()
+        places = torch.full((tokens, 2), -1, dtype=torch.int32, device=device)
+        places[:real] = order.view(real, 2)
+        rows = torch.empty(2 * tokens, dtype=torch.int32, device=device)
+        rows[places[:real].flatten().long()] = torch.arange(2 * real, dtype=torch.int32, device=device) // 2
         weights = torch.rand(tokens, 2, generator=generator).to(device)
         around = [torch.randn(tokens, 40, generator=generator).to(x) for _ in range(2)]
-        counters = torch.zeros(9, dtype=torch.int32, device=device)
+        counters = torch.zeros(3 * tokens, dtype=torch.int32, device=device)
         for beside, residual in ((None, None), (None, around[1]), around):
             got = triton_grouped.grouped_linear_sum(
-                x, weight, bias, starts, places, weights, beside, residual, counters
+                x, weight, bias, rows, starts, places, weights, beside, residual, counters
             )  # fmt: skip
             y = triton_grouped.grouped_linear(x, weight, bias, None, starts)
             assert torch.equal(got, weighted_sum_added_reference(y, places, weights, beside, residual))
@@ -148,10 +151,10 @@ LAYERS = {  # outputs, inputs, experts, experts of a token, activation: "" for t
 @pytest.mark.parametrize(
     ("name", "tokens", "capability"),
     [
-        pytest.param(name, tokens, capability, marks=() if (name, tokens, capability[0]) == ("down", 8, 9) else
+        pytest.param(name, tokens, capability, marks=() if (name, tokens, capability[0]) == ("down", 256, 9) else
                      pytest.mark.battery)
         for name, (*_, activation) in LAYERS.items()
-        for tokens in ((1, 8, 32, 256, 2048) if activation else (1, 8, 32))
+        for tokens in ((1, 8, 32, 256, 2048) if activation else (1, 8, 32, 64, 256))
         for capability in ((8, 0), (9, 0), (10, 0))
     ],
     ids=str,
@@ -174,9 +177,9 @@ def test_nothing_spills_with_gates_and_sums(
         triton_grouped.grouped_linear(x, weight, None, rows, starts, activation, 1.7, 7.0)
     else:
         x, residual = meta(many, inputs, dtype=torch.bfloat16), meta(tokens, outputs, dtype=torch.bfloat16)
-        places, counters = meta(tokens, top_k, dtype=torch.int32), meta(4096, dtype=torch.int32)
-        weights = meta(tokens, top_k)
-        triton_grouped.grouped_linear_sum(x, weight, None, starts, places, weights, None, residual, counters)
+        places, counters = meta(tokens, top_k, dtype=torch.int32), meta(2**17, dtype=torch.int32)
+        rows, weights = meta(many, dtype=torch.int32), meta(tokens, top_k)
+        triton_grouped.grouped_linear_sum(x, weight, None, rows, starts, places, weights, None, residual, counters)
     monkeypatch.undo()
     ((kernel, args, kwargs),) = recorded
     binary = ahead_of_time.compiled(kernel, args, kwargs, capability)

@@ -30,6 +30,7 @@ RULES: dict[str, dict[str, Any]] = {  # as RULES of test_triton_expert_rows.py
     "glm4-moe": {"rule": (8, "sigmoid", 2.5, 1, 1), "choice_bias": True, "router": torch.float32},
     "groups": {"rule": (3, "sigmoid", 1.5, 4, 2), "choice_bias": True, "router": torch.float32},
     "gemma4-moe": {"rule": (4, "softmax_of_chosen", 1.0, 1, 1), "expert_scale": True, "norm": None},
+    "with a sum": {"rule": (8, "softmax", 1.0, 1, 1), "delta": True},
 }
 
 
@@ -42,6 +43,7 @@ def arguments(name: str, rows: int, experts: int, inputs: int, dtype: torch.dtyp
     router = kind.get("router", dtype)
     return [
         drawn(rows, inputs, dtype=dtype),
+        drawn(rows, inputs, dtype=dtype) if kind.get("delta") else None,
         drawn(inputs, dtype=dtype) if kind.get("norm", True) else None,
         EPS,
         (drawn(experts, inputs) / inputs**0.5).to(router),
@@ -50,7 +52,7 @@ def arguments(name: str, rows: int, experts: int, inputs: int, dtype: torch.dtyp
         drawn(experts).abs() if kind.get("expert_scale") else None,
         torch.tensor([rows], dtype=torch.int32),
         torch.tensor([100]),
-        torch.zeros(3, dtype=torch.int32),
+        torch.zeros(17, dtype=torch.int32),
         *kind["rule"],
     ]
 
@@ -60,7 +62,7 @@ def apart(given: list) -> list:
 
     The router's first inputs say which experts a row prefers, in steps that rounding leaves in order.
     """
-    x, norm, _, weight = given[:4]
+    x, delta, norm, _, weight = given[:5]
     experts, steps = len(weight), torch.arange(len(weight)).float()
     weight.zero_()
     turns = torch.stack([(steps * (2 * place + 1)) % experts for place in range(4)], 1) / 8
@@ -68,61 +70,66 @@ def apart(given: list) -> list:
     x[:, :4] = 0.0
     x[torch.arange(len(x)), torch.arange(len(x)) % 4] = 1.0
     x[:, 4:] *= 1e-3
+    if delta is not None:
+        delta[:, :4] = x[:, :4]
+        delta[:, 4:] *= 1e-3
     if norm is not None:
         norm.fill_(1.0)
-    if given[5] is not None:
-        given[5].zero_()
-    if given[4] is not None:
-        given[4].zero_()
+    for bias in given[5:7]:
+        if bias is not None:
+            bias.zero_()
     return given
 
 
 def agrees_with_the_reference(name: str) -> None:
     """Experts are exactly those where scores are apart; the weights of random ones are near."""
-    for rows, experts, inputs in ((1, 8, 64), (5, 24, 300), (MAX_ROWS, 24, 1100)):
-        for dtype in (torch.bfloat16, torch.float16):
-            given = apart(arguments(name, rows, experts, inputs, dtype))
-            given[7] -= int(rows > 1)  # padding
-            counted = given[8].clone()
-            want = routed_linear_reference(*given[:8], counted, *given[9:])
-            got = triton_routed_linear.routed_linear(*given)
-            torch.testing.assert_close(got[0], want[0], atol=1e-3, rtol=2**-7)
-            torch.testing.assert_close(got[1], want[1], atol=2e-2, rtol=2**-6)
-            assert torch.equal(got[2], want[2])
-            assert torch.equal(got[4], want[4])
-            assert torch.equal(got[3][: want[4][-1]], want[3][: want[4][-1]])
-            assert torch.equal(given[8], counted)
-            assert not given[9].any(), "counters are zero again"
+    bf16, f16 = torch.bfloat16, torch.float16
+    sizes = ((1, 8, 64, bf16), (5, 24, 300, f16), (32, 24, 1100, bf16), (33, 24, 64, f16), (70, 40, 300, bf16))
+    for rows, experts, inputs, dtype in sizes:
+        given = apart(arguments(name, rows, experts, inputs, dtype))
+        given[8] -= int(rows > 1)  # padding
+        counted = given[9].clone()
+        want = routed_linear_reference(*given[:9], counted, *given[10:])
+        got = triton_routed_linear.routed_linear(*given)
+        assert torch.equal(got[0], want[0])
+        torch.testing.assert_close(got[1], want[1], atol=1e-3, rtol=2**-7)
+        torch.testing.assert_close(got[2], want[2], atol=2e-2, rtol=2**-6)
+        assert torch.equal(got[3], want[3])
+        assert torch.equal(got[5], want[5])
+        assert torch.equal(got[4][: want[5][-1]], want[4][: want[5][-1]])
+        assert torch.equal(given[9], counted)
+        assert not given[10].any(), "counters are zero again"
     random = arguments(name, 7, 24, 300)
     want, got = routed_linear_reference(*random), triton_routed_linear.routed_linear(*random)
-    same = (want[2].sort().values == got[2].sort().values).all(1)
+    same = (want[3].sort().values == got[3].sort().values).all(1)
     assert same.float().mean() >= 0.5
 
 
 def a_row_has_the_same_bits_in_every_batch(name: str) -> None:
-    given = arguments(name, MAX_ROWS, 24, 300)
+    given = arguments(name, 90, 24, 300)
     whole = triton_routed_linear.routed_linear(*given)
-    for rows in (slice(0, 1), slice(31, 32), slice(15, 18), slice(3, 20)):
-        part = triton_routed_linear.routed_linear(given[0][rows], *given[1:])
-        assert torch.equal(part[1], whole[1][rows])
+    for rows in (slice(0, 1), slice(31, 32), slice(15, 18), slice(3, 20), slice(50, 85)):
+        delta = None if given[1] is None else given[1][rows]
+        part = triton_routed_linear.routed_linear(given[0][rows], delta, *given[2:])
+        assert torch.equal(part[2], whole[2][rows])
         if RULES[name].get("norm", True):
-            assert torch.equal(part[0], whole[0][rows])
+            assert torch.equal(part[1], whole[1][rows])
 
 
 def sums_are_those_of_the_layer() -> None:
     """With one expert more than a tile, and inputs in several shares: all logits, by the weights of all experts."""
     given = arguments("mixtral", 4, 17, 1500, torch.float16)
-    given[10] = 17
+    given[11] = 17
     got = triton_routed_linear.routed_linear(*given)
-    normed = rms_norm_reference(given[0], given[1], EPS)
-    assert (got[0] != normed).float().mean() < 0.02
-    want = (normed.float() @ given[3].float().t()).half().float().softmax(-1)
-    torch.testing.assert_close(got[1], want.sort(descending=True).values, atol=1e-3, rtol=1e-2)
+    normed = rms_norm_reference(given[0], given[2], EPS)
+    assert (got[1] != normed).float().mean() < 0.02
+    want = (normed.float() @ given[4].float().t()).half().float().softmax(-1)
+    torch.testing.assert_close(got[2], want.sort(descending=True).values, atol=1e-3, rtol=1e-2)
 
 
 INTERPRETED: dict[str, tuple[Callable, tuple]] = {
     **{f"reference-{name}": (agrees_with_the_reference, (name,)) for name in RULES},
-    **{f"batch-{name}": (a_row_has_the_same_bits_in_every_batch, (name,)) for name in ("qwen3-moe", "gemma4-moe")},
+    **{f"batch-{name}": (a_row_has_the_same_bits_in_every_batch, (name,)) for name in ("with a sum", "gemma4-moe")},
     "sums": (sums_are_those_of_the_layer, ()),
 }
 
@@ -141,12 +148,12 @@ LAYERS["groups"] = 128, 7168
     ("name", "capability", "rows"),
     [
         pytest.param(
-            name, capability, rows, marks=() if (name, capability[0], rows) == ("qwen3-moe", 9, 32) else
+            name, capability, rows, marks=() if (name, capability[0], rows) == ("qwen3-moe", 9, 256) else
             pytest.mark.battery
         )
         for name in LAYERS
         for capability in ((8, 0), (9, 0), (10, 0))
-        for rows in (1, 8, 32)
+        for rows in (1, 8, 32, 64, 256)
     ],
     ids=str,
 )  # fmt: skip
@@ -159,7 +166,7 @@ def test_nothing_spills(
     monkeypatch.setattr(triton_routed_linear, "routed_linear_kernel", recorder)
     experts, inputs = LAYERS[name]
     given = arguments(name, 1, experts, inputs)
-    given[0] = torch.empty(rows, inputs, dtype=torch.bfloat16)
+    given[0] = given[1] = torch.empty(rows, inputs, dtype=torch.bfloat16)
     triton_routed_linear.routed_linear(*given)
     monkeypatch.undo()
     ((kernel, args, kwargs),) = recorded
@@ -168,7 +175,7 @@ def test_nothing_spills(
     print(f"{usage['REG']} registers, {binary.metadata.shared} bytes")
     assert usage["STACK"] == usage["LOCAL"] == 0
     assert binary.metadata.shared <= 99 * 1024
-    products = "fma.rn.f32" if given[3].dtype == torch.float32 else "mma.sync"
+    products = "fma.rn.f32" if given[4].dtype == torch.float32 else "mma.sync"
     assert products in binary.asm["ptx"]
     assert "wgmma" not in binary.asm["ptx"]
 
@@ -182,13 +189,15 @@ GIVEN = arguments("groups", 4, 24, 64)
     ("place", "value", "message"),
     [
         (0, GIVEN[0].float(), "dtype of x must be bfloat16 or float16"),
-        (0, GIVEN[0].repeat(9, 1), "x must have 1 to 32 rows, got 36"),
-        (1, GIVEN[1][:5], r"norm must be a contiguous \[64\] of torch.bfloat16 or torch.float32"),
-        (3, GIVEN[3].half(), r"weight must be a contiguous \[24, 64\] of torch.bfloat16 or torch.float32"),
-        (3, torch.zeros(129, 64), "at most 128 experts, got 129"),
-        (4, GIVEN[1][:24], r"bias must be a contiguous \[24\] of torch.float32"),
-        (9, GIVEN[9].long(), "counters must be a contiguous"),
-        (10, 13, "top_k=13"),
+        (0, GIVEN[0].repeat(65, 1), "x must have 1 to 256 rows, got 260"),
+        (1, GIVEN[0][1:], r"delta must be \[4, 64\] on cpu as x is, and come with a norm, got \[3, 64\]"),
+        (2, GIVEN[2][:5], r"norm must be a contiguous \[64\] of torch.bfloat16 or torch.float32"),
+        (4, GIVEN[4].half(), r"weight must be a contiguous \[24, 64\] of torch.bfloat16 or torch.float32"),
+        (4, torch.zeros(129, 64), "at most 128 experts, got 129"),
+        (5, GIVEN[2][:24], r"bias must be a contiguous \[24\] of torch.float32"),
+        (10, GIVEN[10].long(), "counters must be a contiguous"),
+        (10, GIVEN[10][:1], "counters must be more than 1, got 1"),
+        (11, 13, "top_k=13"),
     ],
 )
 def test_refuses_by_name(place: int, value: object, message: str) -> None:
@@ -196,7 +205,7 @@ def test_refuses_by_name(place: int, value: object, message: str) -> None:
         triton_routed_linear.routed_linear(*GIVEN[:place], value, *GIVEN[place + 1 :])
 
 
-@pytest.mark.parametrize("name", ["groups", "gemma4-moe"])
+@pytest.mark.parametrize("name", ["groups", "gemma4-moe", "with a sum"])
 def test_the_op_is_registered_as_torch_expects(name: str) -> None:
     torch.library.opcheck(
         torch.ops.compiled_llm.routed_linear, tuple(arguments(name, 3, 24, 64)),
@@ -212,13 +221,13 @@ def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", RULES)
 def test_on_a_gpu(name: str) -> None:
-    for rows in (1, 8, 32):
+    for rows in (1, 8, 32, 64, MAX_ROWS):
         given = [x.cuda() if isinstance(x, Tensor) else x for x in apart(arguments(name, rows, 128, 2048))]
         want, got = routed_linear_reference(*given), triton_routed_linear.routed_linear(*given)
-        assert torch.equal(got[2], want[2])
-        assert torch.equal(got[4], want[4])
-        torch.testing.assert_close(got[1], want[1], atol=2e-2, rtol=2**-6)
-        assert not given[9].any()
+        assert torch.equal(got[3], want[3])
+        assert torch.equal(got[5], want[5])
+        torch.testing.assert_close(got[2], want[2], atol=2e-2, rtol=2**-6)
+        assert not given[10].any()
 
 
 if __name__ == "__main__":

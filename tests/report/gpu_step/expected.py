@@ -67,7 +67,7 @@ STEPS = {
         "qwen3", (12,), (5, 14), bucket="tokens_32", arguments={"quantization": "int8_w8a8"}
     ),
     "qwen3-moe, a chunk of a prompt": Case("qwen3-moe", (9, 8), (4, 12), bucket="tokens_32"),
-    "qwen3-moe, a batch of 64": Case("qwen3-moe", (11, 7), (5, 14), bucket="decode_64", arguments=BATCH_OF_64),
+    "qwen3-moe, a batch of 64": Case("qwen3-moe", (7, 7), (5, 10), bucket="decode_64", arguments=BATCH_OF_64),
     "qwen3-moe, exact": Case("qwen3-moe", (10, 7), (4, 13), arguments={"exact": True}),
     "qwen3-moe, weights in int8": Case("qwen3-moe", (8, 5), (4, 11), arguments={"quantization": "int8"}),
     "qwen3-moe, W4A8": Case("qwen3-moe", (10, 5), (4, 13), arguments={"quantization": "int4_w4a8"}),
