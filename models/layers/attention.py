@@ -124,7 +124,7 @@ def make_plans(mixed: Sequence[Spec], step: StepInput, kv_cache: KVCache, q_byte
     """
     plans = []
     layers = {place: spec for place, spec in enumerate(mixed) if isinstance(spec, AttentionSpec)}
-    for number in range(max((spec.plan for spec in layers.values() if spec.plan is not None), default=-1) + 1):
+    for number in range(max([-1, *(spec.plan for spec in layers.values() if spec.plan is not None)]) + 1):
         places = [place for place, spec in layers.items() if spec.plan == number]
         spec, cache = layers[places[0]], kv_cache[places[0]]
         table = step if spec.window_table is None else step.windows[spec.window_table]
