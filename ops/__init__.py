@@ -23,6 +23,9 @@ from compiled_llm.ops.moe.grouped_linear import (
 )
 from compiled_llm.ops.moe.routed_linear import routed_linear
 from compiled_llm.ops.moe.routing import expert_rows, route, routed_rows, weighted_sum, weighted_sum_added
+from compiled_llm.ops.recurrent.gated_delta_rule import gated_delta_rule
+from compiled_llm.ops.recurrent.short_convolution import short_convolution
+from compiled_llm.ops.recurrent.state_rows import StateRows
 from compiled_llm.ops.rowwise.kept_rows import keep_rows
 from compiled_llm.ops.rowwise.qk_norm import qk_norm
 from compiled_llm.ops.rowwise.rowwise import (
@@ -43,6 +46,7 @@ from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_
 __all__ = [
     "TILE",
     "DecodePlan",
+    "StateRows",
     "activation",
     "add_fused_linear",
     "add_layer_norm",
@@ -57,6 +61,7 @@ __all__ = [
     "fused_quantized_linear",
     "fused_quantized_linear_a8",
     "gated_activation",
+    "gated_delta_rule",
     "greedy_tokens",
     "grouped_gated_linear",
     "grouped_linear",
@@ -85,6 +90,7 @@ __all__ = [
     "routed_rows",
     "sample_tokens",
     "scaled_sum",
+    "short_convolution",
     "soft_cap",
     "uniform",
     "unpack_rows",

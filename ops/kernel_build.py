@@ -32,7 +32,7 @@ _BASES = {
 }
 # And those that have kernels for products of bytes, which come with the products of bfloat16.
 _BYTES = ("quantized_linear_a8_cpu",)
-OPS = (*_BASES, *_BYTES, "rowwise_cpu", "sampling_cpu")
+OPS = (*_BASES, *_BYTES, "recurrent_cpu", "rowwise_cpu", "sampling_cpu")
 
 
 @dataclasses.dataclass(frozen=True)

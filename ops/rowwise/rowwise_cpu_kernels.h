@@ -1,37 +1,13 @@
 // The row-wise kernels for one instruction set: compiled once for each by ../cpu/one_isa.cpp, which explains the macros.
 // Each function is one row's work, in an order of operations that depends on the row's length alone.
 
-#include <cmath>
-
-#include "../cpu/vectors.h"
+#include "../cpu/row_vectors.h"
 #include "rowwise_cpu_types.h"
 
 namespace {
 namespace ISA {
 
 constexpr int64_t kChains = 4;  // sums that do not wait for each other
-
-// The numbers as they are after they were stored as T.
-template <class T>
-INLINE Vec rounded(Vec x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return x;
-  } else if constexpr (std::is_same_v<T, BFloat16>) {
-    return rounded_to_bf16(x);
-  } else {
-    T stored[kLanes];
-    store_as(stored, x, kLanes);
-    return load_floats(stored);
-  }
-}
-
-// Calls visit(i, count) for each vector of a row of `size`: the `count` elements from i on. All but the last have 16.
-template <class Visit>
-INLINE void for_vectors(int64_t size, const Visit& visit) {
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) visit(i, kLanes);
-  if (i < size) visit(i, size - i);
-}
 
 // Squares added up: vector after vector, to the sums in turn.
 struct SquareSum {
@@ -131,12 +107,6 @@ TARGET void rope(const HeadsRow& row) {
         store_as(out + half + i, second * cos + first * sin, count);
       });
   }
-}
-
-// 1 / (1 + exp(-x)), from the exponential of a number that is not positive.
-INLINE Vec sigmoid(Vec x) {
-  const Vec e = exp2((x > 0 ? -x : x) * kLog2E);
-  return (x > 0 ? broadcast(1) : e) / (1 + e);
 }
 
 INLINE Vec tanh(Vec x) {
