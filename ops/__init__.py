@@ -24,6 +24,7 @@ from compiled_llm.ops.moe.grouped_linear import (
 from compiled_llm.ops.moe.routed_linear import routed_linear
 from compiled_llm.ops.moe.routing import expert_rows, route, routed_rows, weighted_sum, weighted_sum_added
 from compiled_llm.ops.recurrent.gated_delta_rule import gated_delta_rule
+from compiled_llm.ops.recurrent.mamba2_scan import mamba2_scan
 from compiled_llm.ops.recurrent.short_convolution import short_convolution
 from compiled_llm.ops.recurrent.state_rows import StateRows
 from compiled_llm.ops.rowwise.kept_rows import keep_rows
@@ -34,6 +35,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     add_rms_norm,
     clamped_swiglu,
     gated_activation,
+    gated_rms_norm,
     layer_norm,
     log_sum_exp,
     rms_norm,
@@ -62,6 +64,7 @@ __all__ = [
     "fused_quantized_linear_a8",
     "gated_activation",
     "gated_delta_rule",
+    "gated_rms_norm",
     "greedy_tokens",
     "grouped_gated_linear",
     "grouped_linear",
@@ -73,6 +76,7 @@ __all__ = [
     "keep_rows",
     "layer_norm",
     "log_sum_exp",
+    "mamba2_scan",
     "pack_rows",
     "pack_weight",
     "packed_linear",

@@ -1,8 +1,8 @@
-// Layers with a state of a fixed size on the CPU: the ops of short_convolution.py and gated_delta_rule.py, which say what
-// they compute.
+// Layers with a state of a fixed size on the CPU: the ops of short_convolution.py, gated_delta_rule.py and
+// mamba2_scan.py, which say what they compute.
 //
 // A request's tokens are computed one after the other, in one order of operations, whatever the chunk; and an item of work
-// is a request's head, or some columns or channels that do not depend on the others. So a token's bits depend on nothing
+// is a request's head, or some columns, rows or channels that do not depend on the others. So a token's bits depend on nothing
 // but the tokens before it.
 
 #include <cstring>
@@ -91,6 +91,21 @@ void clear_padding(const StepRows& rows, const Tensor& out, int64_t row_bytes) {
   clear(rows.starts[rows.requests], rows.tokens);
 }
 
+// work(request, head, begin, end, scratch) for each request with tokens and each head: for all blocks of a head, or for one
+// where there are few heads.
+template <class Problem, class Work>
+void for_heads(const Problem& p, int64_t heads, const Work& work) {
+  const int64_t blocks = p.blocks(), pairs = p.rows.requests * heads;
+  const int64_t parts = pairs < 4 * num_threads() ? blocks : 1, size = blocks / parts;
+  parallel_for(0, pairs * parts, 1, [&](int64_t begin, int64_t end) {
+    const std::unique_ptr<float[]> scratch(new float[p.scratch(size)]);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t r = item / parts / heads, head = item / parts % heads, part = item % parts;
+      if (p.rows.length(r) > 0) work(r, head, part * size, (part + 1) * size, scratch.get());
+    }
+  });
+}
+
 Tensor short_convolution(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& state,
                          const Tensor& query_start_loc, const Tensor& seq_lens, const Tensor& read_slot,
                          const Tensor& write_slot, const Tensor& write_after, const OptionalTensor& gate_before,
@@ -153,22 +168,45 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
   clear_padding(rows, out, heads * dv * bytes_of(dtype));
   const GatedDelta p{rows, qs, ks, vs, as, bs, a_log.data<const float>(), dt_bias.data<const float>(), state.data<float>(),
                      out.data(), key_heads, heads, dk, dv, static_cast<float>(eps)};
-  // An item is a request's head, cut into blocks of columns where there are few.
-  const int64_t blocks = p.blocks(), pairs = rows.requests * heads;
-  const int64_t parts = pairs < 4 * num_threads() ? blocks : 1, columns = blocks / parts;
-  const auto state_of = [&](int64_t item) -> const float* {
-    const int64_t r = item / parts / heads;
-    if (r >= rows.requests || rows.length(r) == 0 || rows.from_zeros(r)) return nullptr;
-    return p.at(rows.read_slot[r], item / parts % heads) + item % parts * columns * kColumns;
-  };
-  parallel_for(0, pairs * parts, 1, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<float[]> scratch(new float[p.scratch(columns)]);
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t r = item / parts / heads, head = item / parts % heads, part = item % parts;
-      if (rows.length(r) == 0) continue;
-      kernels.gated_delta(p, r, head, part * columns, (part + 1) * columns, item + 1 < end ? state_of(item + 1) : nullptr,
-                          scratch.get());
-    }
+  const int64_t pairs = rows.requests * heads;
+  for_heads(p, heads, [&](int64_t r, int64_t head, int64_t begin, int64_t end, float* scratch) {
+    // What the next item reads, if it is this request's next head or the next request's first.
+    const int64_t item = r * heads + head + 1, next = item / heads;
+    const bool reads = begin == 0 && end == p.blocks() && item < pairs && rows.length(next) > 0 && !rows.from_zeros(next);
+    kernels.gated_delta(p, r, head, begin, end, reads ? p.at(rows.read_slot[next], item % heads) : nullptr, scratch);
+  });
+  return out;
+}
+
+Tensor mamba2_scan(const Tensor& x, const Tensor& dt, const Tensor& b, const Tensor& c, const Tensor& a_log, const Tensor& d,
+                   const Tensor& dt_bias, const Tensor& state, const Tensor& query_start_loc, const Tensor& seq_lens,
+                   const Tensor& read_slot, const Tensor& write_slot, const Tensor& write_after, double dt_min, double dt_max,
+                   int64_t) {
+  const char* op = "mamba2_scan";
+  const RecurrentKernels& kernels = kernels_for(op, x);
+  CHECK_VALUE(x.dim() == 3 && b.dim() == 3 && state.dim() == 4, op,
+              ": x must be [T, H, P], B [T, G, N] and state [slots, H, P, N], got ", x.sizes(), ", ", b.sizes(), " and ",
+              state.sizes());
+  const int64_t tokens = x.size(0), heads = x.size(1), head_dim = x.size(2), groups = b.size(1), size = b.size(2);
+  const int64_t slots = state.size(0);
+  const auto dtype = x.dtype();
+  CHECK_VALUE(groups > 0 && heads > 0 && heads % groups == 0 && head_dim > 0 && size > 0, op,
+              ": the number of heads must be a multiple of that of groups, got ", heads, " and ", groups);
+  CHECK_VALUE(dt_min <= dt_max, op, ": dt_min must be at most dt_max, got ", dt_min, " and ", dt_max);
+  check_contiguous(op, state, "state", kFloat, {slots, heads, head_dim, size});
+  for (const auto& [of_heads, name] : {std::pair{&a_log, "A_log"}, {&d, "D"}, {&dt_bias, "dt_bias"}})
+    check_contiguous(op, *of_heads, name, kFloat, {heads});
+  const Heads xs = heads_of(op, x, "x", dtype, {tokens, heads, head_dim}), dts = heads_of(op, dt, "dt", dtype, {tokens, heads});
+  const Heads bs = heads_of(op, b, "B", dtype, {tokens, groups, size}), cs = heads_of(op, c, "C", dtype, {tokens, groups, size});
+  const StepRows rows = rows_of(op, tokens, slots, query_start_loc, seq_lens, read_slot, write_slot, write_after);
+  Tensor out = empty({tokens, heads, head_dim}, dtype);
+  clear_padding(rows, out, heads * head_dim * bytes_of(dtype));
+  const std::vector<float> zeros(size + kLanes);
+  const Mamba2 p{rows, xs, dts, bs, cs, a_log.data<const float>(), d.data<const float>(), dt_bias.data<const float>(),
+                 zeros.data(), state.data<float>(), out.data(), heads, head_dim, groups, size, static_cast<float>(dt_min),
+                 static_cast<float>(dt_max)};
+  for_heads(p, heads, [&](int64_t r, int64_t head, int64_t begin, int64_t end, float* scratch) {
+    kernels.mamba2(p, r, head, begin, end, scratch);
   });
   return out;
 }
@@ -176,6 +214,7 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
 const std::vector<Op> ops = {
     {"short_convolution", Boxed<short_convolution>::call},
     {"gated_delta_rule", Boxed<gated_delta_rule>::call},
+    {"mamba2_scan", Boxed<mamba2_scan>::call},
 };
 
 }  // namespace

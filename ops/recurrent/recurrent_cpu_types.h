@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kMostWidth = 8;       // of a short convolution
 constexpr int64_t kChannels = 128;      // of a short convolution, at once
 constexpr int64_t kColumns = 32;        // of a head's state, at once: 16 KiB with 128 rows
+constexpr int64_t kRows = 32;           // of a head's state in a scan, at once
 constexpr int64_t kTile = 32;           // tokens whose keys and queries are prepared at once
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -70,6 +71,21 @@ struct GatedDelta {
   float* at(int64_t slot, int64_t head) const { return state + (slot * heads + head) * dk * dv; }
 };
 
+struct Mamba2 {
+  StepRows rows;
+  Heads x, dt, b, c;
+  const float *a_log, *d, *dt_bias, *zeros;  // zeros: a row of a state
+  float* state;
+  void* out;
+  int64_t heads, head_dim, groups, size;
+  float dt_min, dt_max;
+
+  int64_t blocks() const { return ceil_div(head_dim, kRows); }
+  int64_t padded() const { return ceil_div(size, kLanes) * kLanes; }
+  int64_t scratch(int64_t blocks) const { return (2 * kTile + blocks * kRows) * padded(); }
+  float* at(int64_t slot, int64_t head) const { return state + (slot * heads + head) * head_dim * size; }
+};
+
 // The kernels for one dtype of tokens.
 struct RecurrentKernels {
   // Channels from `channel` on, kChannels or what is left, of the requests `begin` to `end`.
@@ -78,6 +94,8 @@ struct RecurrentKernels {
   // null for none.
   void (*gated_delta)(const GatedDelta&, int64_t request, int64_t head, int64_t begin, int64_t end, const float* next,
                       float* scratch);
+  // The blocks of rows `begin` to `end` of one request and head.
+  void (*mamba2)(const Mamba2&, int64_t request, int64_t head, int64_t begin, int64_t end, float* scratch);
 };
 
 struct Kernels {

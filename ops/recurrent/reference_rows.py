@@ -29,7 +29,9 @@ def rows_of(
     for r, length in enumerate(lengths):
         tokens = range(starts[r], starts[r + 1])
         if length and tokens:
-            writes = [(after, slot) for after, slot in zip(afters[r], slots[r], strict=True) if after and slot != SINK_SLOT]
+            writes = [
+                (after, slot) for after, slot in zip(afters[r], slots[r], strict=True) if after and slot != SINK_SLOT
+            ]
             yield Row(tokens, None if length == len(tokens) else reads[r], writes)
 
 

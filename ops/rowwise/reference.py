@@ -21,6 +21,19 @@ def add_rms_norm_reference(x: Tensor, delta: Tensor, weight: Tensor, eps: float)
     return x, rms_norm_reference(x, weight, eps)
 
 
+def gated_rms_norm_reference(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_first: bool
+) -> Tensor:
+    """The op in plain torch."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    silu = F.silu(gate.to(wide))
+    y = x.to(wide) if norm_first else x.to(wide) * silu
+    y = y.unflatten(-1, (-1, group_size))
+    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).flatten(-2).to(x.dtype)
+    y = y * weight.repeat(x.shape[-1] // len(weight))
+    return (y * silu).to(x.dtype) if norm_first else y
+
+
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """The op in plain torch, over the last dimension of ``x`` of any shape."""
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -17,6 +17,9 @@ from compiled_llm.ops.rowwise import reference
 
 LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
 LIBRARY.define("add_rms_norm(Tensor x, Tensor delta, Tensor weight, float eps) -> (Tensor, Tensor)")
+LIBRARY.define(
+    "gated_rms_norm(Tensor x, Tensor gate, Tensor weight, float eps, int group_size, bool norm_first) -> Tensor"
+)
 LIBRARY.define("layer_norm(Tensor x, Tensor weight, Tensor bias, float eps) -> Tensor")
 LIBRARY.define("add_layer_norm(Tensor x, Tensor delta, Tensor weight, Tensor bias, float eps) -> (Tensor, Tensor)")
 LIBRARY.define(
@@ -45,6 +48,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x + delta``, rounded to their dtype, and its ``rms_norm``: two ``[T, D]``."""
     return _OPS.add_rms_norm(x, delta, weight, eps)
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_first: bool) -> Tensor:
+    """``rms_norm`` of each group of ``x`` with a gate, ``[T, D]`` -> ``[T, D]``.
+
+    With ``norm_first`` it is ``rms_norm(x) * silu(gate)``, as in Qwen3-Next, where a group is a head; without it
+    ``rms_norm(x * silu(gate))``, as in Mamba-2. Rounded where these models round.
+
+    Args:
+        gate: ``[T, D]``, dtype of ``x``.
+        weight: ``[D]``, or ``[group_size]`` where all groups have the same; dtype of ``x``.
+        group_size: divides D.
+    """
+    return _OPS.gated_rms_norm(x, gate, weight, eps, group_size, norm_first)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -123,6 +140,7 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("compiled_llm::rms_norm", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::gated_rms_norm", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::layer_norm", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::activation", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::soft_cap", lib=LIBRARY)
@@ -176,6 +194,7 @@ def _register(name: str) -> None:
 for _name in (
     "rms_norm",
     "add_rms_norm",
+    "gated_rms_norm",
     "layer_norm",
     "add_layer_norm",
     "rope",

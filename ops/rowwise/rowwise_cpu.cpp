@@ -75,6 +75,27 @@ std::tuple<Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& delta, 
   return {std::move(sum), std::move(normed)};
 }
 
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& weight, double eps, int64_t group_size,
+                      int64_t norm_first) {
+  const char* op = "gated_rms_norm";
+  const RowKernels& kernels = kernels_for(x, op);
+  const Rows from = rows_of(x, op, "x"), gates = rows_of(gate, op, "gate");
+  const int64_t rows = x.size(0), size = x.size(1);
+  CHECK_VALUE(gate.sizes() == x.sizes() && gate.dtype() == x.dtype(), op, ": gate must be like x, ", x.sizes(), " of ",
+              x.dtype(), ", got ", gate.sizes(), " of ", gate.dtype());
+  CHECK_VALUE(group_size > 0 && size % group_size == 0, op, ": group_size must divide the ", size, " columns, got ",
+              group_size);
+  const int64_t weights = weight.dim() == 1 && weight.size(0) == group_size ? group_size : size;
+  CHECK_VALUE(weight.dtype() == x.dtype(), op, ": weight must be of ", x.dtype(), ", got ", weight.dtype());
+  const void* w = weight_of(weight, x, weights, op);
+  Tensor out = empty({rows, size}, x.dtype());
+  const Rows to = rows_of(out, op, "out");
+  for_rows(rows, 4 * size, [&](int64_t row) {
+    kernels.gated_norm({from[row], gates[row], w, to[row], size, group_size, weights, static_cast<float>(eps), norm_first != 0});
+  });
+  return out;
+}
+
 std::tuple<Tensor, Tensor> rope(const Tensor& qkv, const Tensor& cos_sin, const OptionalTensor& q_norm,
                                 const OptionalTensor& k_norm, int64_t num_heads, int64_t num_kv_heads,
                                 double eps) {
@@ -191,6 +212,7 @@ std::tuple<Tensor, Tensor> log_sum_exp(const Tensor& logits) {
 const std::vector<Op> ops = {
     {"rms_norm", Boxed<rms_norm>::call},
     {"add_rms_norm", Boxed<add_rms_norm>::call},
+    {"gated_rms_norm", Boxed<gated_rms_norm>::call},
     {"layer_norm", Boxed<layer_norm>::call},
     {"add_layer_norm", Boxed<add_layer_norm>::call},
     {"rope", Boxed<rope>::call},

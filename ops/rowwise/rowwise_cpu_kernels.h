@@ -77,6 +77,30 @@ TARGET void layer_norm(const NormRow& row) {
   });
 }
 
+template <class T>
+TARGET void gated_norm(const GatedNormRow& row) {
+  for (int64_t group = 0; group < row.size; group += row.group) {
+    const T *x = static_cast<const T*>(row.x) + group, *gate = static_cast<const T*>(row.gate) + group;
+    const T* weight = static_cast<const T*>(row.weight) + group % row.weights;
+    T* out = static_cast<T*>(row.out) + group;
+    const auto silu = [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+      const Vec z = load_floats(gate + i, count);
+      return z * sigmoid(z);
+    };
+    const auto element = [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+      const Vec v = load_floats(x + i, count);
+      return row.norm_first ? v : v * silu(i, count);
+    };
+    SquareSum squares;
+    for_vectors(row.group, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET { squares.add(i, element(i, count)); });
+    const float scale = squares.scale(row.group, row.eps);
+    for_vectors(row.group, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+      const Vec y = weighted<T>(element(i, count), scale, weight + i, count);
+      store_as(out + i, row.norm_first ? rounded<T>(y) * silu(i, count) : y, count);
+    });
+  }
+}
+
 // Each head's first half is paired with its second. All heads are summed up first, so that none waits for its own root.
 template <class T, class W>
 TARGET void rope(const HeadsRow& row) {
@@ -249,8 +273,8 @@ TARGET void weighted_sum(const void* y, int64_t stride, const int32_t* places, c
 
 template <class T>
 constexpr RowKernels row_kernels() {
-  return {norm<T, T>, norm<T, float>, layer_norm<T>, rope<T, T>,     rope<T, float>, gated<T>,
-          activate<T>, clamped_swiglu<T>, soft_cap<T>,   scaled_sum<T>,  log_sum_exp<T>, widen<T>, weighted_sum<T>};
+  return {norm<T, T>,        norm<T, float>, layer_norm<T>, gated_norm<T>,  rope<T, T>, rope<T, float>,  gated<T>, activate<T>,
+          clamped_swiglu<T>, soft_cap<T>,    scaled_sum<T>, log_sum_exp<T>, widen<T>,   weighted_sum<T>};
 }
 
 inline Kernels kernels() { return {row_kernels<float>(), row_kernels<BFloat16>(), row_kernels<Half>()}; }

@@ -16,6 +16,15 @@ struct NormRow {
   float eps;
 };
 
+// One row of a norm with a gate, in groups of `group` elements. The weight's elements start again after `weights`.
+struct GatedNormRow {
+  const void *x, *gate, *weight;
+  void* out;
+  int64_t size, group, weights;
+  float eps;
+  bool norm_first;
+};
+
 // The queries or the keys of one token: `heads` heads of `size` elements.
 struct HeadsRow {
   const void *x, *weight;  // `weight`: of the norm of each head; null for none
@@ -30,6 +39,7 @@ struct RowKernels {
   void (*norm)(const NormRow&);
   void (*norm_float_weight)(const NormRow&);
   void (*layer_norm)(const NormRow&);
+  void (*gated_norm)(const GatedNormRow&);
   void (*rope)(const HeadsRow&);
   void (*rope_float_weight)(const HeadsRow&);
   void (*gated)(Activation, const void* gate, const void* up, void* out, int64_t size);

@@ -282,6 +282,36 @@ def gated_kernel(gate_up, out, stride, SIZE: tl.constexpr, ACTIVATION: tl.conste
 
 
 @triton.jit
+def gated_norm_kernel(
+    x, gate, weight, out, x_stride, gate_stride, eps, NORM_FIRST: tl.constexpr,
+    SIZE: tl.constexpr, GROUP: tl.constexpr, WEIGHTS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program for ``GROUPS`` groups of a row. Squares are added up by place in the block, block after block."""
+    row = tl.program_id(0).to(tl.int64)
+    first = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS))[:, None] * GROUP
+    sums = tl.zeros([GROUPS, BLOCK], tl.float32)
+    for start in tl.static_range(0, GROUP, BLOCK):
+        i = start + tl.arange(0, BLOCK)[None, :]
+        inside = (i < GROUP) & (first < SIZE)
+        y = _load(x + row * x_stride, first + i, inside)
+        if not NORM_FIRST:
+            y *= activated(_load(gate + row * gate_stride, first + i, inside), "silu")
+        sums += y * y
+    scale = inverse_root(tl.sum(sums, 1), eps, GROUP)[:, None]
+    for start in tl.static_range(0, GROUP, BLOCK):
+        i = start + tl.arange(0, BLOCK)[None, :]
+        inside = (i < GROUP) & (first < SIZE)
+        y = _load(x + row * x_stride, first + i, inside)
+        silu = activated(_load(gate + row * gate_stride, first + i, inside), "silu")
+        weights = tl.load(weight + (first + i) % WEIGHTS, mask=inside, other=0.0)
+        if NORM_FIRST:
+            y = cast(weighted(y * scale, weights, out.dtype.element_ty).to(tl.float32) * silu, out.dtype.element_ty)
+        else:
+            y = weighted(y * silu * scale, weights, out.dtype.element_ty)
+        tl.store(out + row * SIZE + first + i, y, mask=inside)
+
+
+@triton.jit
 def clamped_swiglu(gate, up, alpha, limit):
     gate = tl.where(gate > limit, limit, gate)  # a NaN stays
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))

@@ -18,6 +18,7 @@ from compiled_llm.ops.rowwise.triton_kernels import (
     activation_kernel,
     clamped_swiglu_kernel,
     gated_kernel,
+    gated_norm_kernel,
     layer_norm_kernel,
     log_sum_exp_kernel,
     norm_kernel,
@@ -152,6 +153,35 @@ def add_layer_norm(x: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, eps: 
     total, out = _norm(x, delta, weight, bias, eps, "add_layer_norm")
     assert total is not None
     return total, out
+
+
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, group_size: int, norm_first: bool) -> Tensor:
+    """The op."""
+    op = "gated_rms_norm"
+    x, x_stride = aligned_rows(x, op, "x")
+    rows, size = x.shape
+    if (gate.shape, gate.dtype, gate.device) != (x.shape, x.dtype, x.device):
+        raise ValueError(
+            f"{op}: gate must be like x, {list(x.shape)} of {x.dtype} on {x.device}, got {list(gate.shape)} of "
+            f"{gate.dtype} on {gate.device}"
+        )
+    if group_size < 1 or size % group_size:
+        raise ValueError(f"{op}: group_size must divide the {size} columns, got {group_size}")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"{op}: weight must be of {x.dtype}, got {weight.dtype}")
+    gate, gate_stride = aligned_rows(gate, op, "gate")
+    weights = group_size if weight.shape == (group_size,) else size
+    weight = _weight(weight, x, weights, op)
+    out = x.new_empty(rows, size)
+    block = min(triton.next_power_of_2(group_size), _MOST_OF_A_ROW // 2)
+    groups = max(1, min(triton.next_power_of_2(size // group_size), _PIECE // block))
+    if x.numel():
+        with torch.cuda.device_of(x):
+            gated_norm_kernel[(rows, triton.cdiv(size // group_size, groups))](
+                x, gate, weight, out, x_stride, gate_stride, eps, NORM_FIRST=norm_first,
+                SIZE=size, GROUP=group_size, WEIGHTS=weights, GROUPS=groups, BLOCK=block, **_options(groups * block),
+            )  # fmt: skip
+    return out
 
 
 def rope(

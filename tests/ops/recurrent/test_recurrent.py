@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
 from transformers.models.lfm2.configuration_lfm2 import Lfm2Config
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, torch_recurrent_gated_delta_rule
@@ -24,6 +25,7 @@ from tests.ops.recurrent.recurrent_cases import (
     check,
     convolution,
     gated_delta,
+    mamba2,
     step,
 )
 
@@ -199,6 +201,21 @@ def test_delta_rule_refuses_by_name(change: Callable, message: str) -> None:
         refusal(change, lambda: gated_delta(torch.float32, TOKENS))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace(state=lambda s: s.transpose(2, 3).contiguous()), "state must be"),
+        (replace(D=torch.ones(2).half()), r"D must be \[2\] of float32"),
+        (replace(C=lambda c: c[:, :, 1:]), "C must be"),
+        (replace(x=lambda x: x.repeat(1, 2, 1)[:, :3], B=lambda b: b.repeat(1, 2, 1)), "multiple of that of groups"),
+        (replace(dt_max=-1.0), "dt_min must be at most dt_max, got 0 and -1"),
+    ],
+)
+def test_scan_refuses_by_name(change: Callable, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        refusal(change, lambda: mamba2(torch.float32, TOKENS))
+
+
 # ---- transformers ----------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +240,16 @@ def test_delta_rule_as_transformers_have_it() -> None:
         use_qk_l2norm_in_kernel=True,
     )
     torch.testing.assert_close(got, want[0], atol=2e-6, rtol=2e-5)
+
+
+def test_scan_as_transformers_have_it() -> None:
+    case = mamba2(torch.float32, 41, 4, 16, 2, 32)
+    inputs, weights = case.inputs, case.weights
+    want = mamba2_chunk_scan(
+        inputs["x"][None], inputs["dt"][None], -weights["A_log"].exp(), inputs["B"][None], inputs["C"][None],
+        chunk_size=16, D=weights["D"], dt_bias=weights["dt_bias"], dt_softplus=True,
+    )  # fmt: skip
+    torch.testing.assert_close(whole_and_decode(case, 40), want[0], atol=1e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -42,6 +42,14 @@ CASES: dict[str, Case] = {
         "add_layer_norm",
         lambda t, r, n: (numbers(r, n, t), numbers(r, n, t, 3.0).flip(1), weight(n, t), weight(n, t).flip(0), 1e-5),
     ),
+    "gated norm of groups": (
+        "gated_rms_norm",
+        lambda t, r, n: (numbers(r, n, t), numbers(r, n, t, 3.0).flip(1), weight(n, t), 1e-5, n // 2, False),
+    ),
+    "norm of heads, gate": (
+        "gated_rms_norm",
+        lambda t, r, n: (numbers(r, n, t), numbers(r, n, t, 3.0).flip(1), weight(n // 2, t), 1e-5, n // 2, True),
+    ),
     "rope": ("rope", lambda t, r, n: (qkv(r, n, t), angles(r, n), None, None, HEADS, KV_HEADS, 1e-6)),
     "norm, rope": (
         "rope",

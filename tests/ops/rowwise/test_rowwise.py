@@ -5,11 +5,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from compiled_llm.ops import native
 from compiled_llm.ops.rowwise import reference, rowwise
-from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, check, cut, numbers, outputs, widened
+from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, check, cut, numbers, outputs, weight, widened
 
 KERNELS = native.load("rowwise_cpu")
 ISAS = KERNELS.supported_isas() if KERNELS else []
@@ -77,6 +79,17 @@ def test_norms_are_rounded_as_in_transformers(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gated_norms_are_rounded_as_in_transformers(dtype: torch.dtype) -> None:
+    x, gate, own = numbers(5, 96, dtype, 3.0), numbers(5, 96, dtype).flip(0), weight(96, dtype)
+    of_heads, of_groups = Qwen3NextRMSNormGated(24, eps=1e-5), GraniteMoeHybridRMSNormGated(96, 48, eps=1e-5)
+    of_heads.weight.data, of_groups.weight.data = own[:24], own
+    for theirs, group, first in ((of_heads, 24, True), (of_groups, 48, False)):
+        got = rowwise.gated_rms_norm(x, gate, theirs.weight.data, 1e-5, group, norm_first=first)
+        parts = [t.unflatten(1, (-1, 24)) if first else t for t in (x, gate)]
+        check((got,), (theirs(*parts).view(5, 96),), dtype, is_gelu=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layer_norm_is_rounded_as_in_torch(dtype: torch.dtype) -> None:
     x, (w, b) = numbers(5, 48, dtype, 3.0), numbers(2, 48, dtype)
     got = rowwise.layer_norm(x, w, b, 1e-5)
@@ -119,6 +132,14 @@ def test_extremes() -> None:
         (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
         (lambda: rowwise.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
         (lambda: rowwise.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
+        (
+            lambda: rowwise.gated_rms_norm(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6, 3, norm_first=True),
+            "group_size must divide the 8 columns, got 3",
+        ),
+        (
+            lambda: rowwise.gated_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6, 4, norm_first=True),
+            "gate must be like x",
+        ),
         (lambda: rowwise.soft_cap(torch.ones(2, 7), 0.0), "cap must be above 0"),
         (lambda: rowwise.scaled_sum(torch.ones(2, 8), torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
         (lambda: rowwise.scaled_sum(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)), r"scale must be \[1\] float32"),

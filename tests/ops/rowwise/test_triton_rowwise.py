@@ -25,6 +25,7 @@ from tests.ops import ahead_of_time, interpreted  # noqa: E402
 KERNELS = (
     "norm_kernel",
     "layer_norm_kernel",
+    "gated_norm_kernel",
     "rope_kernel",
     "gated_kernel",
     "clamped_swiglu_kernel",
@@ -161,6 +162,8 @@ def compiled_cases(dtype: torch.dtype, norm_dtype: torch.dtype) -> Iterator[tupl
         both = [_empty(size, dtype=dtype) for _ in range(2)]
         yield "layer_norm", [x(8, size), *both, 1e-6]
         yield "add_layer_norm", [x(8, size), x(8, size), *both, 1e-6]
+    for size, group, norm_first in ((D, 128, True), (D, D, False), (WIDE, WIDE, False), (D, 512, False)):
+        yield "gated_rms_norm", [x(8, size), x(8, size), _empty(group, dtype=dtype), 1e-6, group, norm_first]
     for norms in ([None, None], [_empty(H, dtype=norm_dtype) for _ in range(2)]):
         angles = _empty(8, H, dtype=torch.float32)
         yield "rope", [x(8, (HEADS + 2 * KV_HEADS) * H), angles, *norms, HEADS, KV_HEADS, 1e-6]
@@ -219,6 +222,9 @@ REFUSED: list[tuple[Callable, str]] = [
     (lambda op: op.activation(ONES, "relu"), "activation: activation must be silu or gelu_tanh or gelu, got relu"),
     (lambda op: op.layer_norm(ONES, torch.ones(8), torch.ones(9), 1e-6), r"layer_norm: a weight must be .*\[8\]"),
     (lambda op: op.layer_norm(ONES.half(), torch.ones(8), torch.ones(8), 1e-6), "weight and bias must be of"),
+    (lambda op: op.gated_rms_norm(ONES, ONES[:1], ONES[0], 1e-6, 4, True), "gate must be like x"),
+    (lambda op: op.gated_rms_norm(ONES, ONES, ONES[0], 1e-6, 3, True), "group_size must divide the 8 columns, got 3"),
+    (lambda op: op.gated_rms_norm(ONES, ONES, ONES[0].half(), 1e-6, 4, True), "weight must be of torch.float32"),
     (lambda op: op.soft_cap(ONES, 0.0), "cap must be above 0"),
     (lambda op: op.scaled_sum(ONES, torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
     (lambda op: op.scaled_sum(ONES, ONES, torch.ones(8)), r"scale must be \[1\] float32"),
