@@ -9,7 +9,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from compiled_llm.models.config import FULL, SLIDING, WindowedConfig
@@ -17,13 +16,15 @@ from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.gemma2 import rounded
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attend
-from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.mlp import MlpWeights, mlp_block
 from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, mixture_of_experts
+from compiled_llm.models.layers.norm import added
 from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import add_rms_norm, gated_activation, rms_norm, rope, scaled_sum, soft_cap
+from compiled_llm.ops import rms_norm, rope, rope_with_values, scaled_sum, soft_cap
 
 _ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -274,8 +275,8 @@ def take(config: Gemma4Config, source: Source) -> Weights:
     )
 
 
-def _attention(
-    x: Tensor,
+def _attended(
+    qkv: Tensor,
     w: AttentionWeights,
     cos_sin: Tensor,
     cache: LayerCache,
@@ -285,23 +286,22 @@ def _attention(
     max_query_len: int,
     shared: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Self-attention block on ``x`` ``[T, D]``, and its keys and values: ``shared``, or the layer's own."""
-    qkv, num_kv_heads = w.qkv.apply(x), 0 if shared else spec.num_kv_heads
-    k_norm = w.q_norm if w.k_norm is None else w.k_norm  # of no keys
-    q, k = rope(qkv, cos_sin, w.q_norm, k_norm, spec.num_heads, num_kv_heads, eps)
+    """What ``w.o`` takes, after ``w.qkv`` gave ``qkv``; and keys and values: ``shared``, or the layer's own."""
     if shared is None:
+        assert w.q_norm is not None
+        assert w.k_norm is not None
         assert w.v_norm is not None
-        last = qkv[:, -num_kv_heads * spec.head_dim :]  # values, or what the keys are made of
-        v = rms_norm(last.reshape(-1, spec.head_dim), w.v_norm, eps).unflatten(0, (-1, num_kv_heads))
+        norms = w.q_norm, w.k_norm, w.v_norm
+        q, k, v = rope_with_values(qkv, cos_sin, *norms, spec.num_heads, spec.num_kv_heads, eps)
         shared = k, v
-    return w.o.apply(attend(q, *shared, cache, step, spec, max_query_len)), shared
+    else:
+        q, _ = rope(qkv, cos_sin, w.q_norm, w.q_norm, spec.num_heads, 0, eps)
+    return attend(q, *shared, cache, step, spec, max_query_len), shared
 
 
-def _feed_forward(x: Tensor, normed: Tensor, w: LayerWeights, step: StepInput, config: Gemma4Config) -> Tensor:
-    """The MLP of ``normed``, and the experts of ``x``, two ``[T, D]``, of which ``normed`` is the first norm."""
-    out, moe, eps = gated_mlp(normed, w.mlp, "gelu_tanh"), w.moe, config.rms_norm_eps
-    if moe is None:
-        return out
+def _with_experts(x: Tensor, out: Tensor, moe: MoeBesideMlp, step: StepInput, config: Gemma4Config) -> Tensor:
+    """What the MLP gave, ``out``, and what the experts make of ``x``; each ``[T, D]``, normed and added up."""
+    eps = config.rms_norm_eps
     seen = rms_norm(x, moe.router_norm, eps) * config.hidden_size**-0.5
     mixed = mixture_of_experts(rms_norm(x, moe.norm, eps), moe.experts, step, config.router, Gate("gelu_tanh"), seen)
     return rms_norm(out, moe.mlp_output_norm, eps) + rms_norm(mixed, moe.output_norm, eps)
@@ -327,21 +327,31 @@ def forward(
     inputs = _per_layer_inputs(weights, x, step, config)
     angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]
     keys_values: list[tuple[Tensor, Tensor]] = []
+    # What is still to be added to x: its norm; and then what the sum is multiplied by.
+    delta: Tensor | None = None
+    delta_norm: Tensor | None = None
+    scale: Tensor | None = None
     for i, (w, cache, spec) in enumerate(zip(weights.layers, kv_cache, layers, strict=True)):
         cos_sin = angles[-1 if spec.window else 0]
         shared = None if spec.shares_cache_of is None else keys_values[spec.shares_cache_of]
-        normed = rms_norm(x, w.input_norm, eps)
-        attended, own = _attention(normed, w.attention, cos_sin, cache, step, spec, eps, max_query_len, shared)
+        x, qkv = normed_linear(x, delta, w.input_norm, eps, w.attention.qkv, delta_norm=delta_norm, scale=scale)
+        out, own = _attended(qkv, w.attention, cos_sin, cache, step, spec, eps, max_query_len, shared)
         keys_values.append(own)
-        x, normed = add_rms_norm(x, rms_norm(attended, w.attention_norm, eps), w.mlp_norm, eps)
-        delta = rms_norm(_feed_forward(x, normed, w, step, config), w.output_norm, eps)
+        x, delta = added_linear(x, w.attention.o, out, w.attention_norm)
+        x, delta = mlp_block(
+            x, delta, w.mlp_norm, eps, w.mlp, "gelu_tanh", delta_norm=w.attention_norm, output_norm=w.output_norm
+        )
+        assert delta is not None, "left to its norm"
+        if w.moe is not None:
+            delta = _with_experts(x, delta, w.moe, step, config)
+        delta_norm, scale = w.output_norm, w.scalar
         if w.per_layer is not None and inputs is not None:
-            x = x + delta
-            gate_up = torch.cat([w.per_layer.gate.apply(x), inputs[:, i * p : (i + 1) * p]], dim=1)
-            delta = w.per_layer.projection.apply(gated_activation(gate_up, "gelu_tanh"))
-            delta = rms_norm(delta, w.per_layer.norm, eps)
-        x = scaled_sum(x, delta, w.scalar)
-    return x
+            x, gated = normed_linear(
+                x, delta, None, eps, w.per_layer.gate, "gelu_tanh", gated=False, delta_norm=delta_norm,
+                factor=inputs[:, i * p : (i + 1) * p],
+            )  # fmt: skip
+            delta, delta_norm = activated_linear(gated, w.per_layer.projection), w.per_layer.norm
+    return added(x, delta, eps, delta_norm, scale)
 
 
 def head(weights: Weights, rows: Tensor, config: Gemma4Config) -> Tensor:

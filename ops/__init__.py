@@ -29,6 +29,7 @@ from compiled_llm.ops.recurrent.short_convolution import short_convolution
 from compiled_llm.ops.recurrent.state_rows import StateRows
 from compiled_llm.ops.rowwise.kept_rows import keep_rows
 from compiled_llm.ops.rowwise.qk_norm import qk_norm
+from compiled_llm.ops.rowwise.rope_with_values import rope_with_values
 from compiled_llm.ops.rowwise.rowwise import (
     activation,
     add_layer_norm,
@@ -87,6 +88,7 @@ __all__ = [
     "quantized_linear_a8",
     "rms_norm",
     "rope",
+    "rope_with_values",
     "rotary_attention",
     "rotary_decode_attention",
     "route",

@@ -24,19 +24,31 @@ def normed(x: Tensor, norm: Norm, eps: float) -> Tensor:
     return ops.rms_norm(x, norm, eps)
 
 
-def added(x: Tensor, delta: Tensor | None, eps: float, delta_norm: Tensor | None = None) -> Tensor:
-    """``x + delta``, ``[T, D]``; None adds nothing, and with ``delta_norm`` it is the RMS norm of ``delta``."""
+def added(
+    x: Tensor, delta: Tensor | None, eps: float, delta_norm: Tensor | None = None, scale: Tensor | None = None
+) -> Tensor:
+    """``x + delta``, ``[T, D]``; None adds nothing, and with ``delta_norm`` it is the RMS norm of ``delta``.
+
+    ``scale``: ``[1]`` float32, of the sum; see ``ops.scaled_sum``.
+    """
     if delta is None:
+        assert scale is None, "of a sum"
         return x
-    return x + (delta if delta_norm is None else ops.rms_norm(delta, delta_norm, eps))
+    delta = delta if delta_norm is None else ops.rms_norm(delta, delta_norm, eps)
+    return x + delta if scale is None else ops.scaled_sum(x, delta, scale)
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, norm: Norm | None, eps: float, delta_norm: Tensor | None = None
+    x: Tensor,
+    delta: Tensor | None,
+    norm: Norm | None,
+    eps: float,
+    delta_norm: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``added`` and its norm, two ``[T, D]``; without a ``norm`` twice the same."""
-    if delta is None or norm is None:
-        x = added(x, delta, eps, delta_norm)
+    """``added`` and its norm, two ``[T, D]``; without a ``norm`` twice the same. ``scale``: as that of ``added``."""
+    if delta is None or norm is None or scale is not None:
+        x = added(x, delta, eps, delta_norm, scale)
         return x, x if norm is None else normed(x, norm, eps)
     if delta_norm is not None:
         delta = ops.rms_norm(delta, delta_norm, eps)

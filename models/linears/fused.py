@@ -60,8 +60,15 @@ def _surrounded(
     return fused_quantized_linear(x, *linear.weight, linear.bias, *constants, **around)
 
 
-def activated_linear(x: Tensor, linear: Linear, activation: str = "", gated: bool = True) -> Tensor:
-    """``ops.gated_activation`` of ``linear`` on ``x`` ``[T, D]``; if not ``gated``, ``ops.activation``; "" for none."""
+def activated_linear(
+    x: Tensor, linear: Linear, activation: str = "", gated: bool = True, factor: Tensor | None = None
+) -> Tensor:
+    """``ops.gated_activation`` of ``linear`` on ``x`` ``[T, D]``; if not ``gated``, ``ops.activation``; "" for none.
+
+    With a ``factor`` ``[T, N]`` the activation of all N outputs is multiplied by it.
+    """
+    if factor is not None:
+        return gated_activation(torch.cat([linear.apply(x), factor], dim=1), activation)
     if _is_fused(linear, x, MAX_GATED_ROWS if activation and gated else MAX_ROWS):
         return fused_linear(x, linear.weight, linear.bias, activation=activation, gated=gated)
     if activation and gated and _is_surrounded(linear, x):
@@ -81,23 +88,26 @@ def normed_linear(
     activation: str = "",
     gated: bool = True,
     delta_norm: Tensor | None = None,
+    scale: Tensor | None = None,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``added(x, delta, eps, delta_norm)``, and ``activated_linear`` of its norm, or of itself without a ``norm``.
+    """``added(x, delta, eps, delta_norm, scale)``, and ``activated_linear`` of its norm; of itself without a ``norm``.
 
-    ``x`` and ``delta`` are ``[T, D]``.
+    ``x`` and ``delta`` are ``[T, D]``. A ``factor`` comes with a ``delta``, and with an activation that is not gated.
     """
+    assert factor is None or (delta is not None and activation and not gated)
     has_rms_norm = delta is None and isinstance(norm, Tensor)
     if has_rms_norm and (gated or not activation) and _is_surrounded(linear, x):
         assert isinstance(norm, Tensor)
         return x, _surrounded(x, linear, norm, eps, activation)
     if not _is_fused(linear, x):
-        x, y = add_norm(x, delta, norm, eps, delta_norm)
-        return x, activated_linear(y, linear, activation, gated)
+        x, y = add_norm(x, delta, norm, eps, delta_norm, scale)
+        return x, activated_linear(y, linear, activation, gated, factor)
     weight, bias = norm if isinstance(norm, LayerNorm) else (norm, None)
     around: dict[str, Any] = {"norm": weight, "norm_bias": bias, "eps": eps, "activation": activation, "gated": gated}
     if delta is None:
         return x, fused_linear(x, linear.weight, linear.bias, **around)
-    return add_fused_linear(x, delta, delta_norm, linear.weight, linear.bias, **around)
+    return add_fused_linear(x, delta, delta_norm, scale, linear.weight, linear.bias, **around, factor=factor)
 
 
 def added_linear(

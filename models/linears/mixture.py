@@ -88,7 +88,7 @@ def routed(
     x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, w: RouterWeights, num_tokens: Tensor,
     used: UsedExperts, router: Router,
 ) -> tuple[Tensor, Tensor, Routed]:  # fmt: skip
-    """``x + delta`` ``[T, D]``, its RMS norm (itself without a ``norm``), and the experts that the router chooses by it.
+    """``x + delta`` ``[T, D]``, its RMS norm (itself without a ``norm``), and the experts that the router takes by it.
 
     ``num_tokens`` is that of ``ops.expert_rows``; a ``delta`` comes with a ``norm``.
     """

@@ -28,8 +28,8 @@ LIBRARY.define(
     " bool gated, float multiplier, Tensor? beside, Tensor? residual) -> Tensor"
 )
 LIBRARY.define(
-    "add_fused_linear(Tensor x, Tensor delta, Tensor? delta_norm, Tensor weight, Tensor? bias, Tensor? norm,"
-    " Tensor? norm_bias, float eps, str activation, bool gated) -> (Tensor, Tensor)"
+    "add_fused_linear(Tensor x, Tensor delta, Tensor? delta_norm, Tensor? scale, Tensor weight, Tensor? bias,"
+    " Tensor? norm, Tensor? norm_bias, float eps, str activation, bool gated, Tensor? factor) -> (Tensor, Tensor)"
 )
 
 
@@ -73,6 +73,7 @@ def add_fused_linear(
     x: Tensor,
     delta: Tensor,
     delta_norm: Tensor | None,
+    scale: Tensor | None,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -81,12 +82,16 @@ def add_fused_linear(
     eps: float = 0.0,
     activation: str = "",
     gated: bool = True,
+    factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``x + delta``, rounded to their dtype, and ``fused_linear`` of it.
+    """``(x + delta) * scale``, of which the sum is rounded first, and ``fused_linear`` of it.
 
     Args:
         delta: as ``x``.
         delta_norm: ``[K]``; with it ``rms_norm`` of ``delta`` is added.
+        scale: ``[1]`` float32, or None.
+        factor: ``[T, N]`` in the dtype of ``x``, whose rows may be strided: multiplies what the activation gave; or
+            None.
 
     The others are those of ``fused_linear``.
 
@@ -95,7 +100,7 @@ def add_fused_linear(
     """
     assert activation in ("", *ACTIVATIONS)
     return torch.ops.compiled_llm.add_fused_linear(
-        x, delta, delta_norm, weight, bias, norm, norm_bias, eps, activation, gated
+        x, delta, delta_norm, scale, weight, bias, norm, norm_bias, eps, activation, gated, factor
     )
 
 
@@ -116,14 +121,14 @@ def fused_linear_reference(
 
 
 def add_fused_linear_reference(
-    x: Tensor, delta: Tensor, delta_norm: Tensor | None, weight: Tensor, bias: Tensor | None, norm: Tensor | None,
-    norm_bias: Tensor | None, eps: float, activation: str, gated: bool,
+    x: Tensor, delta: Tensor, delta_norm: Tensor | None, scale: Tensor | None, weight: Tensor, bias: Tensor | None,
+    norm: Tensor | None, norm_bias: Tensor | None, eps: float, activation: str, gated: bool, factor: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op in plain torch."""
     total = x + (delta if delta_norm is None else rms_norm_reference(delta, delta_norm, eps))
-    return total, fused_linear_reference(
-        total, weight, bias, norm, norm_bias, eps, activation, gated, 1.0, None, None
-    )  # fmt: skip
+    total = total if scale is None else (total * scale).to(x.dtype)
+    y = fused_linear_reference(total, weight, bias, norm, norm_bias, eps, activation, gated, 1.0, None, None)
+    return total, y if factor is None else y * factor
 
 
 def _outputs(x: Tensor, weight: Tensor, activation: str, gated: bool) -> Tensor:
@@ -137,7 +142,18 @@ def _fake(x: Tensor, weight: Tensor, bias, norm, norm_bias, eps: float, activati
 
 @torch.library.register_fake("compiled_llm::add_fused_linear", lib=LIBRARY)
 def _fake_add(
-    x: Tensor, delta, delta_norm, weight: Tensor, bias, norm, norm_bias, eps: float, activation: str, gated: bool
+    x: Tensor,
+    delta,
+    delta_norm,
+    scale,
+    weight: Tensor,
+    bias,
+    norm,
+    norm_bias,
+    eps,
+    activation: str,
+    gated: bool,
+    factor,
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), _outputs(x, weight, activation, gated)
 

@@ -54,7 +54,8 @@ def tile_for(rows: int, outputs: int, gated: bool) -> FusedTile:
 
 @triton.jit
 def _inputs(
-    x_rows, delta_rows, delta_scale, delta_norm, k, inner, inside_rows, dtype: tl.constexpr, IN: tl.constexpr
+    x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype: tl.constexpr,
+    IN: tl.constexpr,
 ):  # fmt: skip
     """The inputs ``k + inner`` of some rows, with what is added to them, as float32 of ``dtype``'s precision."""
     places = k + inner[None, :]
@@ -66,25 +67,28 @@ def _inputs(
             weights = tl.load(delta_norm + k + inner, mask=inner < IN - k, other=0.0)[None, :]
             delta = weighted(delta * delta_scale, weights, dtype).to(tl.float32)
         y = rounded(y + delta, dtype)
+        if sum_scale is not None:
+            y = rounded(y * sum_scale, dtype)
     return y
 
 
 @triton.jit
 def _inverse_rms_of_rows(
-    x_rows, delta_rows, delta_scale, delta_norm, inside_rows, eps, dtype: tl.constexpr,
+    x_rows, delta_rows, delta_scale, delta_norm, sum_scale, inside_rows, eps, dtype: tl.constexpr,
     IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of rows of ``_inputs``, ``[BLOCK_M, 1]``."""
     squares = tl.zeros([BLOCK_M, 1], tl.float32)
     for k in range(0, IN, BLOCK):
-        y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, k, tl.arange(0, BLOCK), inside_rows, dtype, IN)
+        inner = tl.arange(0, BLOCK)
+        y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
         squares += tl.sum(y * y, 1)[:, None]
     return inverse_rms(squares, eps, IN)[:, None]
 
 
 @triton.jit
 def _mean_and_inverse_deviation(
-    x_rows, delta_rows, delta_scale, delta_norm, inside_rows, eps, dtype: tl.constexpr,
+    x_rows, delta_rows, delta_scale, delta_norm, sum_scale, inside_rows, eps, dtype: tl.constexpr,
     IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of rows of ``_inputs``, ``[BLOCK_M, 1]`` each. Those of blocks are joined (Chan et al., 1979): one pass."""
@@ -92,7 +96,7 @@ def _mean_and_inverse_deviation(
     mean = tl.zeros([BLOCK_M, 1], tl.float32)
     squares = tl.zeros([BLOCK_M, 1], tl.float32)
     for k in range(0, IN, BLOCK):
-        y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, k, inner, inside_rows, dtype, IN)
+        y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
         count = tl.sum((inner < IN - k).to(tl.float32), 0)
         block_mean = tl.sum(y, 1)[:, None] / count
         centred = tl.where((inner < IN - k)[None, :], y - block_mean, 0.0)
@@ -113,8 +117,8 @@ def _with_bias(acc, bias, columns, inside, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def fused_linear_kernel(
-    x, delta, delta_norm, total, weight, bias, norm, norm_bias, beside, residual, out,
-    num_rows, x_stride, delta_stride, beside_stride, residual_stride, eps,
+    x, delta, delta_norm, sum_scale, total, weight, bias, norm, norm_bias, factor, beside, residual, out,
+    num_rows, x_stride, delta_stride, factor_stride, beside_stride, residual_stride, eps,
     OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -126,19 +130,21 @@ def fused_linear_kernel(
     inner = tl.arange(0, BLOCK_K)
     inside_rows, inside_columns = rows < num_rows, columns < OUT
     x_rows, delta_rows, delta_scale = x + rows * x_stride, delta, 1.0
+    if sum_scale is not None:
+        sum_scale = tl.load(sum_scale)
     if delta is not None:
         delta_rows = delta + rows * delta_stride
         if delta_norm is not None:
             delta_scale = _inverse_rms_of_rows(
-                delta_rows, None, 1.0, None, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
+                delta_rows, None, 1.0, None, None, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
             )  # fmt: skip
     if norm_bias is not None:
         mean, scale = _mean_and_inverse_deviation(
-            x_rows, delta_rows, delta_scale, delta_norm, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
+            x_rows, delta_rows, delta_scale, delta_norm, sum_scale, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
         )  # fmt: skip
     elif norm is not None:
         scale = _inverse_rms_of_rows(
-            x_rows, delta_rows, delta_scale, delta_norm, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
+            x_rows, delta_rows, delta_scale, delta_norm, sum_scale, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
         )  # fmt: skip
     stored_rows = tl.where(tl.program_id(0) < num_m, num_rows, 0)  # of the sums: by the programs of the first outputs
     w_tile = weight + columns[:, None] * IN + inner[None, :]
@@ -150,7 +156,7 @@ def fused_linear_kernel(
         if norm is None and delta is None:
             a = tl.load(x_rows + (k + inner)[None, :], mask=inside_rows & inside[None, :], other=0.0)
         else:
-            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, k, inner, inside_rows, dtype, IN)
+            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
             a = cast(y, dtype)
             if total is not None:
                 tl.store(total + rows * IN + (k + inner)[None, :], a, mask=(rows < stored_rows) & inside[None, :])
@@ -174,6 +180,9 @@ def fused_linear_kernel(
     if MULTIPLIER != 1.0:
         y = rounded(y * MULTIPLIER, dtype)
     inside = inside_rows & inside_columns[None, :]
+    if factor is not None:
+        factors = tl.load(factor + rows * factor_stride + columns[None, :], mask=inside, other=0.0)
+        y = rounded(y * factors.to(tl.float32), dtype)
     if beside is not None:
         places = beside + rows * beside_stride + columns[None, :]
         y = rounded(y + tl.load(places, mask=inside, other=0.0).to(tl.float32), dtype)
@@ -199,13 +208,14 @@ def fused_linear(
 
 
 def add_fused_linear(
-    x: Tensor, delta: Tensor, delta_norm: Tensor | None, weight: Tensor, bias: Tensor | None, norm: Tensor | None,
-    norm_bias: Tensor | None, eps: float, activation: str, gated: bool,
+    x: Tensor, delta: Tensor, delta_norm: Tensor | None, scale: Tensor | None, weight: Tensor, bias: Tensor | None,
+    norm: Tensor | None, norm_bias: Tensor | None, eps: float, activation: str, gated: bool, factor: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Likewise."""
     total, out = _launch(
-        "add_fused_linear", x, delta, delta_norm, weight, bias, norm, norm_bias, eps, activation, gated, 1.0, None, None
-    )
+        "add_fused_linear", x, delta, delta_norm, weight, bias, norm, norm_bias, eps, activation, gated, 1.0, None,
+        None, scale, factor,
+    )  # fmt: skip
     assert total is not None
     return total, out
 
@@ -213,7 +223,7 @@ def add_fused_linear(
 def _launch(
     op: str, x: Tensor, delta: Tensor | None, delta_norm: Tensor | None, weight: Tensor, bias: Tensor | None,
     norm: Tensor | None, norm_bias: Tensor | None, eps: float, activation: str, gated: bool, multiplier: float,
-    beside: Tensor | None, residual: Tensor | None,
+    beside: Tensor | None, residual: Tensor | None, scale: Tensor | None = None, factor: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     gated = gated and activation != ""
     x, x_stride = aligned_rows(x, op, "x", _DTYPES)
@@ -228,6 +238,7 @@ def _launch(
     delta, delta_stride = _rows_like(delta, op, "delta", x)
     beside, beside_stride = _rows_like(beside, op, "beside", out)
     residual, residual_stride = _rows_like(residual, op, "residual", out)
+    _check_factors(op, scale, factor, out)
     total = None if delta is None else x.new_empty(x.shape)
     if not out.numel():
         return total, out
@@ -235,8 +246,9 @@ def _launch(
     at_once = _NORMED_AT_ONCE if delta is None else _NORMED_AT_ONCE // 2
     with torch.cuda.device_of(x):
         fused_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
-            x, delta, delta_norm, total, weight, bias, norm, norm_bias, beside, residual, out,
-            rows, x_stride, delta_stride, beside_stride, residual_stride, eps,
+            x, delta, delta_norm, scale, total, weight, bias, norm, norm_bias, factor, beside, residual, out,
+            rows, x_stride, delta_stride, 0 if factor is None else factor.stride(0), beside_stride, residual_stride,
+            eps,
             OUT=out_features, IN=in_features, ACTIVATION=activation, GATED=gated, MULTIPLIER=multiplier,
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
             BLOCK_NORM=max(16, min(at_once, triton.next_power_of_2(in_features))),
@@ -274,6 +286,21 @@ def _check_vectors(op: str, x: Tensor, known: dict[str, tuple[Tensor | None, tup
             )
     if is_layer_norm and known["norm"][0] is None:
         raise ValueError(f"{op}: norm_bias is that of a layer norm, which needs norm, got None")
+
+
+def _check_factors(op: str, scale: Tensor | None, factor: Tensor | None, out: Tensor) -> None:
+    if scale is not None and (scale.shape, scale.dtype, scale.device) != ((1,), torch.float32, out.device):
+        raise ValueError(
+            f"{op}: scale must be [1] of torch.float32 on {out.device}, got {list(scale.shape)} of {scale.dtype} on "
+            f"{scale.device}"
+        )
+    if factor is None:
+        return
+    if (factor.shape, factor.dtype, factor.device) != (out.shape, out.dtype, out.device) or factor.stride(1) != 1:
+        raise ValueError(
+            f"{op}: factor must be {list(out.shape)} of {out.dtype} on {out.device} with the last stride 1, got "
+            f"{list(factor.shape)} of {factor.dtype} on {factor.device} with strides {list(factor.stride())}"
+        )
 
 
 def _rows_like(tensor: Tensor | None, op: str, name: str, like: Tensor) -> tuple[Tensor | None, int]:

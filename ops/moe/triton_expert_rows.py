@@ -167,7 +167,7 @@ def store_choice(
     order, weights, experts, block, num_rows, num_tokens, out_weights, chosen, users,
     EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of tokens, stores what ``choose`` gave: choice, weights, and the bits of those that use each expert."""
+    """Of a block of tokens, stores what ``choose`` gave, and the bits of those that use each expert."""
     place = tl.arange(0, order.shape[0])
     token = block * order.shape[0] + place
     taken = (order >= 0) & (token < num_rows)[:, None]

@@ -253,7 +253,7 @@ def _state_bytes(contexts: Contexts, heads: int, head_dim: int, partitions: int)
 
 
 def _rope(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    made = a["q"].nbytes + a["k"].nbytes
+    made = a["q"].nbytes + a["k"].nbytes + (0 if a["v"] is None else a["v"].nbytes)
     return Work(made + a["cos_sin"].nbytes, made)
 
 
@@ -323,7 +323,7 @@ def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wor
     """
     work = _linear(a, kernel, contexts)
     factor = 2 if a["GATED"] else 1
-    read = ("delta", "delta_norm", "norm", "norm_bias", "beside", "residual")
+    read = ("delta", "delta_norm", "norm", "norm_bias", "factor", "beside", "residual")
     besides = sum(a[name].nbytes for name in read if a[name] is not None)
     return dataclasses.replace(
         work,

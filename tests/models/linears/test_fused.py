@@ -10,7 +10,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
 from compiled_llm.models.linears.protocol import Linear
-from compiled_llm.ops import activation, add_layer_norm, add_rms_norm, gated_activation, rms_norm
+from compiled_llm.ops import activation, add_layer_norm, add_rms_norm, gated_activation, rms_norm, scaled_sum
 from compiled_llm.ops.linear.fused_linear import MAX_ROWS
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode
 
@@ -60,6 +60,14 @@ def test_computes_what_the_single_ops_of_other_families_compute(
         x, y = normed_linear(X, delta, norm, EPS, GATE_UP, delta_norm=NORM)
         torch.testing.assert_close(x, total)
         torch.testing.assert_close(y, GATE_UP.apply(inputs))
+    scale, factor = torch.tensor([0.3]), drawn(3, 24, seed=6)
+    total = scaled_sum(X, rms_norm(DELTA, NORM, EPS), scale)
+    x, y = normed_linear(X, DELTA, NORM, EPS, GATE_UP, delta_norm=NORM, scale=scale)
+    torch.testing.assert_close(x, total)
+    torch.testing.assert_close(y, GATE_UP.apply(rms_norm(total, NORM, EPS)))
+    x, y = normed_linear(X, DELTA, None, EPS, GATE_UP, "gelu", gated=False, factor=factor)
+    torch.testing.assert_close(x, X + DELTA)
+    torch.testing.assert_close(y, activation(GATE_UP.apply(x), "gelu") * factor)
     x, delta = added_linear(X, DOWN, hidden[:, :12], multiplier=0.5, beside=DELTA)
     assert (delta is None) == is_fused
     want = X + (DOWN.apply(hidden[:, :12]) * 0.5 + DELTA)

@@ -61,18 +61,23 @@ def arguments(
 
 
 def of_rows(given: dict[str, Any], rows: slice) -> dict[str, Any]:
-    names = [name for name in ("x", "delta", "beside", "residual") if given.get(name) is not None]
+    names = [name for name in ("x", "delta", "factor", "beside", "residual") if given.get(name) is not None]
     return {**given, **{name: given[name][rows] for name in names}}
 
 
-def with_delta(given: dict[str, Any], norm: torch.dtype | None) -> dict[str, Any]:
-    """The arguments of ``add_fused_linear``, those of ``fused_linear`` given."""
+def with_delta(given: dict[str, Any], norm: torch.dtype | None, multiplies: bool = False) -> dict[str, Any]:
+    """The arguments of ``add_fused_linear``, those of ``fused_linear`` given; ``multiplies``: with scale and factor."""
     generator = torch.Generator().manual_seed(1)
     x = given["x"]
     delta = torch.randn(x.shape, generator=generator).to(x)
     delta_norm = None if norm is None else torch.randn(x.shape[1], generator=generator).to(x.device, norm)
     rest = {name: given[name] for name in given if name not in ("x", "multiplier", "beside", "residual")}
-    return {"x": x, "delta": delta, "delta_norm": delta_norm, **rest}
+    scale = factor = None
+    if multiplies:
+        outputs = len(given["weight"])
+        scale = torch.tensor([0.37], device=x.device)
+        factor = torch.randn(len(x), 3 * outputs, generator=generator).to(x)[:, outputs : 2 * outputs]
+    return {"x": x, "delta": delta, "delta_norm": delta_norm, "scale": scale, **rest, "factor": factor}
 
 
 SURROUNDINGS: dict[str, dict[str, Any]] = {
@@ -124,9 +129,11 @@ def agrees_with_the_reference(dtype: torch.dtype, around: str, device: str = "cp
 
 def adds_before(dtype: torch.dtype, norm: torch.dtype | None, device: str = "cpu") -> None:
     """``add_fused_linear``: the sums are the reference's to the bit, but for those whose norm rounds otherwise."""
-    for around in ({}, {"norm": torch.float32, "activation": "gelu_tanh"}, {"norm": dtype, "norm_bias": True}):
+    plain = {"activation": "gelu_tanh", "gated": False}
+    for around in ({}, {"norm": torch.float32, "activation": "gelu_tanh"}, {"norm": dtype, "norm_bias": True}, plain):
         for rows, outputs, inputs in ((1, 40, 100), (17, 33, 600)):
-            given = with_delta(arguments(rows, outputs, inputs, dtype, **around, device=device), norm)
+            surroundings = arguments(rows, outputs, inputs, dtype, **around, device=device)
+            given = with_delta(surroundings, norm, multiplies=around is plain)
             total, out = triton_fused_linear.add_fused_linear(**given)
             wanted, want = add_fused_linear_reference(**given)
             torch.testing.assert_close(total, wanted, atol=1e-6, rtol=TOLERANCE[dtype])
@@ -221,6 +228,7 @@ ADDING: dict[str, tuple[int, int, dict[str, Any]]] = {
     "qkv": (4096, 2560, {"norm": torch.float32}),
     "gate_up of few": (8192, 2560, {"norm": torch.float32, "activation": "gelu_tanh"}),
     "gate_up of many": (14336, 3584, {"norm": torch.float32, "activation": "gelu_tanh"}),
+    "per-layer gate": (256, 2560, {"activation": "gelu_tanh", "gated": False, "multiplies": True}),
     "up": (
         16384,
         4096,
@@ -249,13 +257,17 @@ def test_nothing_spills_and_few_rows_are_mma_sync(
     recorder = ahead_of_time.Recorder(triton_fused_linear.fused_linear_kernel, recorded)
     monkeypatch.setattr(triton_fused_linear, "fused_linear_kernel", recorder)
     outputs, inputs, surroundings = (ADDING if adds else LAYERS)[name]
-    rows = MORE_ROWS.get(name, 16)
+    rows, surroundings = MORE_ROWS.get(name, 16), dict(surroundings)
+    multiplies = surroundings.pop("multiplies", False)
     given = arguments(16, 16, 16, torch.bfloat16, **surroundings)
     if adds:
-        given = with_delta(given, given["norm"].dtype if given["norm"] is not None else torch.float32)
+        norm = given["norm"].dtype if given["norm"] is not None else torch.float32
+        given = with_delta(given, norm, multiplies)
     wide = outputs * (2 if given["activation"] and given["gated"] else 1)
     shapes = {"weight": (wide, inputs), "bias": (wide,)}
-    shapes |= dict.fromkeys(("x", "delta"), (rows, inputs)) | dict.fromkeys(("beside", "residual"), (rows, outputs))
+    shapes |= dict.fromkeys(("x", "delta"), (rows, inputs)) | dict.fromkeys(
+        ("factor", "beside", "residual"), (rows, outputs)
+    )
     shapes |= dict.fromkeys(("norm", "norm_bias", "delta_norm"), (inputs,))
     for tensor, shape in shapes.items():
         if given.get(tensor) is not None:
@@ -284,12 +296,13 @@ def test_the_op_is_registered_as_torch_expects(around: str) -> None:
 
 
 def test_the_adding_op_is_registered_as_torch_expects() -> None:
-    given = with_delta(arguments(3, 6, 8, torch.bfloat16, norm=torch.float32, activation="silu"), torch.float32)
+    around = {"norm": torch.float32, "activation": "silu", "gated": False}
+    given = with_delta(arguments(3, 6, 8, torch.bfloat16, **around), torch.float32, multiplies=True)
     torch.library.opcheck(
         torch.ops.compiled_llm.add_fused_linear, tuple(given.values()), test_utils=("test_schema", "test_faketensor")
     )
     want = add_fused_linear_reference(**given)
-    positional = [given.pop(name) for name in ("x", "delta", "delta_norm", "weight")]
+    positional = [given.pop(name) for name in ("x", "delta", "delta_norm", "scale", "weight")]
     got = add_fused_linear(*positional, **given)
     assert all(map(torch.equal, got, want))
 
@@ -328,10 +341,12 @@ def test_refuses_by_name(changed: dict[str, Any], message: str) -> None:
 
 
 def test_the_adding_op_refuses_by_name() -> None:
-    given = with_delta(arguments(2, 4, 16, torch.bfloat16), torch.float32)
+    given = with_delta(arguments(2, 4, 16, torch.bfloat16), torch.float32, multiplies=True)
     for changed, message in (
         ({"delta": given["delta"].half()}, r"add_fused_linear: delta must be like x, \[2, 16\] of torch.bfloat16"),
         ({"delta_norm": given["delta_norm"][:8]}, r"delta_norm must be a contiguous \[16\] of torch.bfloat16 or"),
+        ({"scale": given["scale"].half()}, r"scale must be \[1\] of torch.float32"),
+        ({"factor": given["factor"][:, :3]}, r"factor must be \[2, 4\] of torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=message):
             triton_fused_linear.add_fused_linear(**{**given, **changed})
