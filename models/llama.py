@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.family import Family, Layers, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
@@ -88,8 +88,8 @@ def forward(
     weights: Weights,
     step: StepInput,
     kv_cache: KVCache,
-    config: LlamaConfig,
-    layers: Layers,
+    config: Any,
+    layers: MixedLayers,
     max_query_len: int,
     experts: Experts | None = None,
 ) -> Tensor:

@@ -23,6 +23,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": ("phi3", "Phi-3, Phi-3.5 and Phi-4"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
+    "Lfm2ForCausalLM": ("lfm2", "LFM2 and LFM2.5"),
     "GptOssForCausalLM": ("gpt_oss", "gpt-oss"),
     "MixtralForCausalLM": ("mixtral", "Mixtral"),
     "Glm4MoeForCausalLM": ("glm4_moe", "GLM-4.5, 4.6 and 4.7"),

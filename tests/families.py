@@ -334,6 +334,40 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "pad_token_id": 0}),
 }
 
+_HYBRID = {"num_hidden_layers": 4, "max_position_embeddings": 640}
+# Of families some of whose layers keep a state of a fixed size.
+HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": (
+        "Lfm2ForCausalLM",
+        {
+            **_SMALL,
+            **_HYBRID,
+            "hidden_size": 84,
+            **_heads(7, 1, 24),
+            "vocab_size": 307,
+            "norm_eps": 0.05,
+            "layer_types": ["conv", "full_attention", "conv", "conv"],
+            "conv_L_cache": 4,
+            "conv_bias": True,
+            "block_multiple_of": 24,
+            "block_ffn_dim_multiplier": 1.1,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2-tied": (
+        "Lfm2ForCausalLM",
+        {
+            **_SMALL,
+            **_HYBRID,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 501,
+            "full_attn_idxs": [1],
+            "block_auto_adjust_ff_dim": False,
+        },
+    ),
+}
+
 
 # Of compiled engines of the demo model in float32. Tests that need no other sizes take these, so that each graph is
 # compiled once: the cache of compiled graphs is shared by all.
@@ -342,7 +376,7 @@ COMPILED_SIZES: dict[str, Any] = {"bucket_sizes": (8,), "token_bucket_sizes": (3
 
 def transformers_model(name: str) -> transformers.PreTrainedModel:
     """transformers' model of a config, float32, seeded random weights (biases and norms too)."""
-    class_name, fields = CONFIGS[name]
+    class_name, fields = {**CONFIGS, **HYBRID_CONFIGS}[name]
     config = getattr(transformers, class_name).config_class(**copy.deepcopy(fields))  # it fills in their dictionaries
     torch.manual_seed(0)
     return strengthened(getattr(transformers, class_name)(config).eval())

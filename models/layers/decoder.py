@@ -1,20 +1,42 @@
-"""The layers of a decoder: attention and an MLP in turn, each added to a residual stream."""
+"""The layers of a decoder: attention (or what has its place) and an MLP in turn, each added to a residual stream."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attended
+from compiled_llm.models.inputs import KVCache, StateCache, StepInput
+from compiled_llm.models.layers.attention import Spec, attended
 from compiled_llm.models.layers.mlp import MlpWeights, PlainMlpWeights, mlp_block
 from compiled_llm.models.layers.norm import Norm, add_norm, added
+from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
+from compiled_llm.models.linears.protocol import Linear
+
+
+class StateMixer(Protocol):
+    """What stands in the place of attention in a layer with a state: a NamedTuple of tensors and linear layers."""
+
+    @property
+    def qkv(self) -> Linear:
+        """All that is computed of the layer's input alone."""
+
+    @property
+    def o(self) -> Linear:
+        """The output."""
+
+    def mixed(
+        self, qkv: Tensor, cache: StateCache, step: StepInput, spec: StateSpec, eps: float, max_query_len: int
+    ) -> Tensor:
+        """What ``o`` takes, ``[T, ...]``, of what ``qkv`` gave. Also writes the requests' states to the cache.
+
+        Pure besides. ``eps`` is that of the model's norms, and ``max_query_len`` an upper bound of a request's tokens.
+        """
 
 
 class LayerWeights(NamedTuple):
     input_norm: Norm | None  # [D], of what attention gets; None for none
-    attention: AttentionWeights
+    attention: Any  # AttentionWeights, or in a layer with a state a StateMixer
     mlp_norm: Norm | None  # [D], of what the MLP gets
     mlp: Any  # MlpWeights or PlainMlpWeights; in families with experts also MoeWeights
     attention_norm: Tensor | None = None  # [D], an RMS norm of what attention gave
@@ -30,7 +52,7 @@ def decoder_layers(
     layers: Sequence[LayerWeights],
     step: StepInput,
     kv_cache: KVCache,
-    specs: Sequence[AttentionSpec],
+    specs: Sequence[Spec],
     max_query_len: int,
     *,
     eps: float,
@@ -58,9 +80,12 @@ def decoder_layers(
     delta: Tensor | None = None  # what is still to be added to x: its norm, if there is one
     delta_norm: Tensor | None = None
     for w, cache, spec in zip(layers, kv_cache, specs, strict=True):
-        cos_sin = angles[-1 if spec.window else 0] if angles else None
         x, qkv = normed_linear(x, delta, w.input_norm, eps, w.attention.qkv, delta_norm=delta_norm)
-        out = attended(qkv, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
+        if isinstance(spec, StateSpec):
+            out = w.attention.mixed(qkv, cache, step, spec, eps, max_query_len)
+        else:
+            cos_sin = angles[-1 if spec.window else 0] if angles else None
+            out = attended(qkv, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
         beside = activated_linear(out, w.attention.o) if parallel else None
         if parallel:
             delta = None

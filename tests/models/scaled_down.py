@@ -44,6 +44,7 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
     ratio = LENGTH / config.get("max_position_embeddings", LENGTH)
     changes: dict[str, Any] = {
         "head_dim": HEAD_DIM,
+        "block_ff_dim": 96,
         "num_key_value_heads": num_kv_heads,
         "max_position_embeddings": LENGTH,
         "original_max_position_embeddings": round(config.get("original_max_position_embeddings", LENGTH) * ratio),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,25 +11,32 @@ from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
+from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
+from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.linears.protocol import LinearKind
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import experts, tensors
-from compiled_llm.ops import route
+from compiled_llm.ops import StateRows, route
 from compiled_llm.worker import loader
 from tests.families import CONFIGS, checkpoint, transformers_model
 
 BLOCK_SIZE = 4
 BLOCKS = 64
+SLOTS = 8
 ROUTER_NOISE = 0.02  # of the spread of its logits; bfloat16 rounds by 0.004 once
 
 
 def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32, num_blocks: int = BLOCKS) -> KVCache:
-    caches: list[LayerCache] = []
+    caches: list[LayerCache | StateCache] = []
     for spec in family(config.architecture).layers(config):
         # Poison: what was never written must never be read.
+        if isinstance(spec, StateSpec):
+            states = spec.state_tensors(SLOTS, dtype)
+            poison = {name: torch.full(shape, float("nan")).to(kind) for name, (shape, kind) in states.items()}
+            caches.append(StateCache(**poison))
+            continue
         k, v = (
             torch.full((num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), float("nan")).to(dtype) for _ in "kv"
         )
@@ -36,20 +44,39 @@ def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32, num_blo
     return tuple(caches)
 
 
-def step_input(chunks: list[tuple[list[int], int]], tables: list[list[int]], padding: int = 0) -> StepInput:
-    """A step of ``(token ids, tokens computed before)`` for each request, with ``padding`` tokens at its end."""
-    ids, positions, slots, starts, lens = [], [], [], [0], []
+def step_input(
+    chunks: list[tuple[list[int], int]],
+    tables: list[list[int]],
+    padding: int = 0,
+    slots: Sequence[int] = (),
+    read_slots: Sequence[int] = (),
+    keep: tuple[int, int] = (0, 0),
+) -> StepInput:
+    """A step of ``(token ids, tokens computed before)`` for each request, with ``padding`` tokens at its end.
+
+    Args:
+        slots: of each request's states after its tokens; by default 1, 2 and so on.
+        read_slots: of its states before them, if others.
+        keep: a slot for another state of the first request, and after how many tokens it is that; (0, 0) for none.
+    """
+    ids, positions, places, starts, lens = [], [], [], [0], []
     for (tokens, computed), table in zip(chunks, tables, strict=True):
         for position, token in enumerate(tokens, computed):
             ids.append(token)
             positions.append(position)
-            slots.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
+            places.append(table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
         starts.append(len(ids))
         lens.append(computed + len(tokens))
     last = [start - 1 for start in starts[1:]]
-    ids, positions, slots = (values + [0] * padding for values in (ids, positions, slots))
-    columns = [ids, positions, slots, starts, lens, last]
-    return StepInput(*(torch.tensor(c, dtype=torch.int32) for c in columns), torch.tensor(tables, dtype=torch.int32))
+    ids, positions, places = (values + [0] * padding for values in (ids, positions, places))
+    slots = slots or range(1, 1 + len(chunks))
+    kept = [keep, *[(0, 0)] * (len(chunks) - 1)]
+    writes = [[slot, other] for slot, (other, _) in zip(slots, kept, strict=True)]
+    after = [[len(tokens), other] for (tokens, _), (_, other) in zip(chunks, kept, strict=True)]
+    states = (torch.tensor(x, dtype=torch.int32) for x in (list(read_slots or slots), writes, after))
+    columns = [ids, positions, places, starts, lens, last]
+    flat = [torch.tensor(c, dtype=torch.int32) for c in columns]
+    return StepInput(*flat, torch.tensor(tables, dtype=torch.int32), states=StateRows(*states))
 
 
 @pytest.mark.parametrize("kind", [Dense, Packed])

@@ -32,12 +32,13 @@ from tests.models.published_configs import SUPPORTED
 from tests.models.published_dense import DENSE, WRAPPED_DENSE
 from tests.models.published_further import FURTHER
 from tests.models.published_gemma4 import GEMMA4
+from tests.models.published_hybrid import HYBRID
 from tests.models.published_moe import MOE
 from tests.models.published_norms import NORMS, WRAPPED
 from tests.models.scaled_down import scaled_down
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 
-LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE, **FURTHER}
+LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE, **FURTHER, **HYBRID}
 PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | WRAPPED_DENSE | GEMMA4
 # Families of which fewer than three configs are published, and what there is.
 FEWER = {
@@ -58,6 +59,8 @@ WEIGHTS = {
     "gpt-oss-120b": 116.8,
     "gemma-2-27b": 27.2,
     "Olmo-3-1125-32B": 32.2,
+    "LFM2-1.2B": 1.17,
+    "LFM2-350M": 0.354,
 }
 NUM_TOKENS = 300
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
@@ -97,8 +100,8 @@ def test_every_position_of_300_tokens(name: str, tmp_path: Path) -> None:
     weights = loader.load_weights(tmp_path, config, torch.float32, torch.device("cpu"), published(config, Packed))
     model = family(config.architecture)
 
-    def logits(cache: KVCache, begin: int, end: int, table: list[int]) -> Tensor:
-        step = step_input([(prompt[begin:end], begin)], [table])
+    def logits(cache: KVCache, begin: int, end: int, table: list[int], **states: Any) -> Tensor:
+        step = step_input([(prompt[begin:end], begin)], [table], **states)
         with torch.no_grad():
             hidden = model.forward(weights, step, cache, config, model.layers(config), end - begin)
             return model.head(weights, hidden, config)
@@ -107,11 +110,13 @@ def test_every_position_of_300_tokens(name: str, tmp_path: Path) -> None:
     cache = empty_cache(config, num_blocks=1 + 2 * NUM_BLOCKS)
     shared = SHARED_BLOCKS * BLOCK_SIZE
     served = {
-        "whole": logits(cache, 0, NUM_TOKENS, first),
+        "whole": logits(cache, 0, NUM_TOKENS, first, keep=(3, shared)),
         "in chunks": torch.cat(
-            [logits(cache, *bounds, second) for bounds in ((0, 7), (7, 130), (130, 131), (131, NUM_TOKENS))]
+            [logits(cache, *bounds, second, slots=[2]) for bounds in ((0, 7), (7, 130), (130, 131), (131, NUM_TOKENS))]
         ),
-        "behind a prefix": logits(cache, shared, NUM_TOKENS, first[:SHARED_BLOCKS] + second[SHARED_BLOCKS:]),
+        "behind a prefix": logits(
+            cache, shared, NUM_TOKENS, first[:SHARED_BLOCKS] + second[SHARED_BLOCKS:], read_slots=[3]
+        ),
     }
     top = expected.topk(2).values
     clear = top[:, 0] - top[:, 1] > 1e-3

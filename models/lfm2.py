@@ -1,0 +1,124 @@
+"""LFM2: short convolutions in most layers, attention in the others (Liquid AI, 2025, arXiv:2511.23404)."""
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+
+from compiled_llm.models import llama
+from compiled_llm.models.config import FULL, ModelConfig
+from compiled_llm.models.family import Family, MixedLayers
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
+from compiled_llm.models.layers.decoder import LayerWeights
+from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.short_convolution import ShortConvolutionWeights
+from compiled_llm.models.layers.state import StateSpec
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.llama import Weights
+from compiled_llm.models.weights import Source
+from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
+
+CONVOLUTION = "conv"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lfm2Config(ModelConfig):
+    conv_bias: bool = False
+    conv_L_cache: int = 3  # tokens that a convolution sees
+    layer_types: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.layer_types) != self.num_layers or not {CONVOLUTION, FULL}.issuperset(self.layer_types):
+            raise ValueError(
+                f"config.json: layer_types must be {CONVOLUTION!r} or {FULL!r} for each of the {self.num_layers} "
+                f"layers, given {self.layer_types!r:.200}"
+            )
+        if not 2 <= self.conv_L_cache <= MAX_WIDTH:
+            raise ValueError(f"config.json: conv_L_cache must be from 2 to {MAX_WIDTH}, given {self.conv_L_cache}")
+
+
+def take_layer(config: Lfm2Config, source: Source, name: str) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``."""
+    d, inner = config.hidden_size, config.intermediate_size
+    is_convolution = config.layer_types[int(name.rsplit(".", 1)[1])] == CONVOLUTION
+    return LayerWeights(
+        input_norm=source.norm(f"{name}.operator_norm", d),
+        attention=(take_convolution if is_convolution else take_attention)(config, source, name),
+        mlp_norm=source.norm(f"{name}.ffn_norm", d),
+        mlp=MlpWeights(
+            source.linear(*(Part(f"{name}.feed_forward.{w}", inner, d) for w in ("w1", "w3"))),
+            source.linear(Part(f"{name}.feed_forward.w2", d, inner)),
+        ),
+    )
+
+
+def take_convolution(config: Lfm2Config, source: Source, name: str) -> ShortConvolutionWeights:
+    """That of the layer whose tensors' names begin with ``name``."""
+    d, width, bias = config.hidden_size, config.conv_L_cache, config.conv_bias
+    return ShortConvolutionWeights(
+        qkv=source.linear(Part(f"{name}.conv.in_proj", 3 * d, d, bias)),
+        o=source.linear(Part(f"{name}.conv.out_proj", d, d, bias)),
+        weight=source.tensor(f"{name}.conv.conv.weight", (d, 1, width)).view(d, width),
+        bias=source.tensor(f"{name}.conv.conv.bias", (d,)) if bias else None,
+    )
+
+
+def take_attention(config: Lfm2Config, source: Source, name: str) -> AttentionWeights:
+    """The same of a layer with attention."""
+    d, h, name = config.hidden_size, config.head_dim, f"{name}.self_attn"
+    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    return AttentionWeights(
+        qkv=source.linear(*(Part(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
+        o=source.linear(Part(f"{name}.out_proj", d, config.num_heads * h)),
+        q_norm=source.norm(f"{name}.q_layernorm", h),
+        k_norm=source.norm(f"{name}.k_layernorm", h),
+    )
+
+
+def take(config: Lfm2Config, source: Source) -> Weights:
+    """The weights. The norm before the head has the name of one of the embedding."""
+
+    def take_norm(source: Source, _: str, size: int) -> Tensor:
+        return source.norm("model.embedding_norm", size)
+
+    return llama.take(config, source, take_layer, take_norm)
+
+
+def layers(config: Lfm2Config) -> MixedLayers:
+    """Each layer's attention or state."""
+    attention = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale=config.head_dim**-0.5)
+    state = StateSpec((config.conv_L_cache - 1, config.hidden_size))
+    return tuple(state if kind == CONVOLUTION else attention for kind in config.layer_types)
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    """The size of the MLPs, which the file may give before it is cut to two thirds and rounded up."""
+    size = config.intermediate_size
+    if config.block_auto_adjust_ff_dim:
+        size = int(2 * size / 3)
+        if config.block_ffn_dim_multiplier is not None:
+            multiple = config.block_multiple_of
+            size = -(-int(config.block_ffn_dim_multiplier * size) // multiple) * multiple
+    return {"intermediate_size": size, "rms_norm_eps": config.norm_eps}
+
+
+FAMILY = Family(
+    "Lfm2Config",
+    Lfm2Config,
+    take,
+    layers,
+    llama.forward,
+    llama.head,
+    old_fields=(
+        "norm_eps",
+        "head_dim",
+        "block_auto_adjust_ff_dim",
+        "block_ff_dim",
+        "block_ffn_dim_multiplier",
+        "block_multiple_of",
+        "full_attn_idxs",
+        "tie_embedding",
+    ),
+    sizes=sizes,
+)
