@@ -58,6 +58,9 @@ class EngineConfig:
         block_size: tokens in a KV block.
         num_kv_blocks: the KV pool's size in blocks. None: see ``kv_cache_memory_bytes``.
         kv_cache_memory_bytes: the KV pool's size in bytes. None: see ``gpu_memory_utilization``.
+        num_state_slots: slots for the states of layers that keep one of a fixed size for each request, instead of keys
+            and values. At least ``max_num_seqs`` and one; what is more holds snapshots for prefix caching and drafts.
+            None: three for each of ``max_num_seqs``, and one. Models without such layers have none.
         gpu_memory_utilization: the share of the memory that the engine may use, where the KV pool's size is not given:
             on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free after loading. The
             pool is never larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
@@ -130,6 +133,7 @@ class EngineConfig:
     block_size: int = 16
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
+    num_state_slots: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_dtype: str = "auto"
     kv_cache_skip_layers: tuple[int, ...] = ()
@@ -264,6 +268,7 @@ class EngineConfig:
 
 _INTEGERS = {
     **dict.fromkeys(("max_model_len", "max_num_seqs", "num_kv_blocks", "kv_cache_memory_bytes"), (1, 2**48)),
+    "num_state_slots": (2, 2**20),
     "max_num_batched_tokens": (1, 2**20),
     "swap_space_bytes": (0, 2**48),
     "sliding_window": (1, 2**31 - 1),
@@ -309,6 +314,7 @@ class EngineLimits:
     decode_bucket_sizes: tuple[int, ...]
     token_bucket_sizes: tuple[int, ...]
     chunked_prefill: bool
+    num_state_slots: int = 0  # for states of layers that keep some; 0: the model has no such layer
     num_draft_tokens: int = 0  # most that a drafter proposes for a request and step
     stream: Stream | None = None  # where requests keep sink tokens and a window
     max_tokens_beside_decodes: int | None = None  # of a step in which requests decode; None: no fewer than of others

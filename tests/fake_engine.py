@@ -24,6 +24,7 @@ from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutput
+from compiled_llm.scheduling.state_pool import StatePool
 from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.scheduling.window_pool import WindowPool, most_places, useful_places
 
@@ -72,14 +73,17 @@ def make_scheduler(
     num_swap_blocks: int = 0,
     arguments: dict | None = None,
     windows: Sequence[tuple[int, int | None]] = (),
+    num_state_slots: int = 0,
+    num_swap_slots: int = 0,
     drafter: Drafter | None = None,
     **sizes,
 ) -> Scheduler:
     """A scheduler over ``num_blocks`` blocks. ``sizes`` change ``LIMITS``, ``arguments`` go to the Scheduler.
 
     ``windows``: the keys that layers of a kind see, and their places; None: what an engine gives; else at least this.
+    ``num_state_slots``: of layers with a state; 0: there are none.
     """
-    limits = dataclasses.replace(LIMITS, **sizes)
+    limits = dataclasses.replace(LIMITS, num_state_slots=num_state_slots, **sizes)
     checked = None
     if drafter is not None:
         limits = dataclasses.replace(limits, num_draft_tokens=drafter.num_tokens)
@@ -89,12 +93,12 @@ def make_scheduler(
         least = most_places(window, limits)  # of one request
         places = min(num_blocks, useful_places(window, limits) if count is None else max(least, count))
         pools.append(WindowPool(window, places, limits))
-    pool = BlockPool(num_blocks, pools)
+    pool = BlockPool(num_blocks, pools, StatePool(num_state_slots) if num_state_slots else None)
     return Scheduler(
         limits,
         pool,
         prefix_cache=PrefixCache(pool, limits.block_size, enabled=prefix_caching),
-        swap_pool=BlockPool(num_swap_blocks),
+        swap_pool=BlockPool(num_swap_blocks, states=StatePool(num_swap_slots)),
         drafter=checked,
         **(arguments or {}),
     )
@@ -260,11 +264,58 @@ class FakeWindow:
         self.slots |= {(place, i): context for i, context in content.items()}
 
 
+class FakeStates:
+    """What layers with a state keep: of each slot, of how many tokens it is, and their context."""
+
+    def __init__(self, pool: StatePool) -> None:
+        self.pool = pool
+        self.slots: dict[int, tuple[int, int]] = {}
+        self.host: dict[int, tuple[int, int]] = {}
+        self.written: deque[set[int]] = deque()
+
+    def update(self, output: SchedulerOutput, contexts: dict[str, list[int]]) -> None:
+        """``contexts``: at each position of each request of the step."""
+        told = output.states
+        assert len({host for _, host in told.swapped_out}) == len(told.swapped_out)
+        for slot, host in told.swapped_out:
+            self.host[host] = self.slots[slot]
+        for slot, host in told.swapped_in:
+            self.slots[slot] = self.host[host]
+        assert len(told.reads) == len(told.writes) == len(output.request_ids)
+        written: dict[int, tuple[int, int]] = {}
+        read_by_others = set(told.reads)
+        for index, request_id in enumerate(output.request_ids):
+            start, count = output.num_computed_tokens[index], output.num_scheduled_tokens[index]
+            chain, read, writes = contexts[request_id], told.reads[index], told.writes[index]
+            expected = (start, chain[start - 1]) if start else None
+            assert (self.slots.get(read) if read else None) == expected, "a foreign state is read"
+            ends = [after for _, after in writes]
+            num_drafts = max(0, output.num_samples[index] - 1)
+            assert count in ends, "the state is lost"
+            assert set(range(count - num_drafts, count + 1)) <= set(ends) <= set(range(1, count + 1))
+            for slot, after in writes:
+                assert 0 < slot not in written, "two states are written to one slot"
+                assert slot not in read_by_others or (told.reads.count(slot) == 1 and slot == read), "others read it"
+                assert not self.pool.is_snapshot(slot), "a snapshot is written to"
+                written[slot] = start + after, chain[start + after - 1]
+        self.slots |= written
+        self.written.append(set(written))
+
+    def forget(self) -> None:
+        for slot in set().union(*self.written):
+            self.slots.pop(slot, None)
+        self.written.clear()
+        self.host.clear()
+
+
 class FakeRunner:
     """Keeps the context of every KV slot, as the real cache keeps keys, and checks all that a step reads and writes."""
 
-    def __init__(self, limits: EngineLimits, windows: Sequence[WindowPool] = ()) -> None:
+    def __init__(
+        self, limits: EngineLimits, windows: Sequence[WindowPool] = (), states: StatePool | None = None
+    ) -> None:
         self.limits = limits
+        self.states = None if states is None else FakeStates(states)
         self.windows = [FakeWindow(window) for window in windows]
         self.slots: dict[tuple[int, int], int] = {}
         self.host: dict[int, dict[int, int]] = {}
@@ -313,6 +364,8 @@ class FakeRunner:
         copied = [(target, i) for _, target in output.copies for i in range(size)]
         self.written.append(written.union(copied))
         contexts = self._contexts(step)
+        if self.states is not None:
+            self.states.update(output, contexts)
         for request_id, start, tokens in step:
             for position in range(start, start + len(tokens)):
                 slot = (self.tables[request_id][position // size], position % size)
@@ -349,6 +402,8 @@ class FakeRunner:
         self.host.clear()
         for window in self.windows:
             window.forget()
+        if self.states is not None:
+            self.states.forget()
 
     def _contexts(self, step: list[tuple[str, int, list[int]]]) -> dict[str, list[int]]:
         """The context at each position of each request of the step, from what was computed before and its new tokens.
@@ -411,7 +466,7 @@ class FakeEngine:
 
     def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
         self.scheduler = scheduler
-        self.runner = FakeRunner(scheduler.limits, scheduler.pool.windows)
+        self.runner = FakeRunner(scheduler.limits, scheduler.pool.windows, scheduler.pool.states)
         self.outputs: list[SchedulerOutput] = []  # of all steps
         self._launched: deque[tuple[SchedulerOutput, StepResult]] = deque()
         self._most_launched = 2 if overlap else 1
@@ -440,6 +495,8 @@ class FakeEngine:
         self.runner.written.popleft()
         for window in self.runner.windows:
             window.written.popleft()
+        if self.runner.states is not None:
+            self.runner.states.written.popleft()
 
     def fail_steps(self, reason: str) -> list[Request]:
         """The steps in flight broke, as the device may do; returns the requests that this ended."""

@@ -23,6 +23,7 @@ from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.state_pool import StatePool
 from compiled_llm.scheduling.step_result import StepResult
 from compiled_llm.scheduling.window_pool import WindowPool
 from compiled_llm.scheduling.worker import Worker, WorkerFacts
@@ -340,14 +341,15 @@ class EngineCore:
 def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: CheckedDrafter | None) -> Scheduler:
     """An empty scheduler for the sizes of a worker and its pools of blocks."""
     limits = facts.limits
-    pool = BlockPool(facts.num_blocks, [WindowPool(*sizes, limits) for sizes in facts.window_places])
+    states = StatePool(facts.num_state_slots) if facts.num_state_slots else None
+    pool = BlockPool(facts.num_blocks, [WindowPool(*sizes, limits) for sizes in facts.window_places], states)
     return Scheduler(
         limits,
         pool,
         prefix_cache=PrefixCache(
             pool, limits.block_size, enabled=config.enable_prefix_caching, facts=facts.block_contents
         ),
-        swap_pool=BlockPool(facts.num_swap_blocks),
+        swap_pool=BlockPool(facts.num_swap_blocks, states=StatePool(facts.num_swap_slots)),
         preemption_mode=config.preemption_mode,
         policy=config.scheduling_policy,
         target_itl_ms=config.target_itl_ms,

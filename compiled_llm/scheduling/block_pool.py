@@ -12,6 +12,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from compiled_llm.scheduling.state_pool import StatePool
 from compiled_llm.scheduling.window_pool import WindowPool
 
 SINK_BLOCK = 0
@@ -43,13 +44,14 @@ class BlockPool:
 
     Attributes:
         windows: what layers that see a window of keys keep of these blocks.
+        states: the slots of layers that keep a state, with snapshots under the digests of blocks; None: there are none.
         num_evictions: cached blocks whose memory was given to another request.
         peak_used: most blocks in use at once.
     """
 
-    def __init__(self, num_blocks: int, windows: Sequence[WindowPool] = ()) -> None:
+    def __init__(self, num_blocks: int, windows: Sequence[WindowPool] = (), states: StatePool | None = None) -> None:
         assert num_blocks >= 0
-        self.windows = tuple(windows)
+        self.windows, self.states = tuple(windows), states
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.peak_used = 0
@@ -138,6 +140,8 @@ class BlockPool:
         self._digest_of.clear()
         for window in self.windows:
             window.forget_cached()
+        if self.states is not None:
+            self.states.forget_all()
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that the pool agrees with ``tables``, all block tables that there are."""
@@ -165,6 +169,9 @@ class BlockPool:
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._digest_of.pop(block)]
+        digest = self._digest_of.pop(block)
+        del self._block_of[digest]
+        if self.states is not None:
+            self.states.forget(digest)
         self.num_evictions += 1
         return block

@@ -13,6 +13,7 @@ When blocks run out, those of waiting requests are taken back, and these request
 
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.request import Request, Status
+from compiled_llm.scheduling.state_slots import StateSlots
 from compiled_llm.scheduling.window_places import WindowPlaces
 
 
@@ -26,6 +27,7 @@ class Forks:
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool, self.places = pool, WindowPlaces(pool)
+        self.states = None if pool.states is None else StateSlots(pool.states, block_size, keeps_snapshots=False)
         self.block_size = block_size
         self.kept: dict[Request, None] = {}
         self.holders: dict[Request, None] = {}
@@ -39,6 +41,9 @@ class Forks:
         count = min(parent.num_computed_tokens, known, child.num_tokens - 1)
         num_blocks = -(-count // self.block_size)
         if not num_blocks or len(parent.block_ids) < num_blocks:  # it was preempted, or its blocks were taken back
+            return
+        # A state is that of all the parent's tokens. Where a child starts earlier, it looks for a snapshot.
+        if self.states is not None and not self.states.fork(parent, child, count):
             return
         if not self.places.fork(parent, child, count):
             return
@@ -127,6 +132,8 @@ class Forks:
     def _take_back(self, request: Request, group: dict[Request, None]) -> None:
         del group[request]
         self.places.release(request)
+        if self.states is not None:
+            self.states.release(request)
         self.pool.free(request.block_ids)
         request.block_ids = []
         request.forked_index = -1

@@ -28,7 +28,10 @@ def check_scheduler(scheduler: Scheduler) -> None:
     scheduler.pool.check_invariants([*(request.block_ids for request in running), *scheduler.forks.tables()])
     scheduler.swap_pool.check_invariants([request.host_block_ids for request in requests])
     scheduler.prefix_cache.check_invariants(running)
-    _check_places(scheduler, [*running, *scheduler.forks.kept, *scheduler.forks.holders])
+    holders = [*running, *scheduler.forks.kept, *scheduler.forks.holders]
+    _check_places(scheduler, holders)
+    if scheduler.running_set.states is not None:
+        scheduler.running_set.states.check_invariants(holders, requests)
     if not requests and not scheduler.forks.kept:
         assert scheduler.pool.num_used == 0, "blocks are used while nothing runs"
         assert scheduler.swap_pool.num_used == 0, "host blocks are used while nothing waits"

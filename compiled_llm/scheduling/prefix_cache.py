@@ -8,6 +8,7 @@ step fills yet is held back, instead of computing the same a second time.
 
 from compiled_llm.scheduling.block_pool import BlockPool, block_digest, root_digest
 from compiled_llm.scheduling.request import Request
+from compiled_llm.scheduling.state_slots import StateSlots
 from compiled_llm.scheduling.window_places import WindowPlaces
 
 
@@ -21,6 +22,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True, facts: tuple[str, ...] = ()) -> None:
         """``facts``: all that keys and values depend on besides tokens, such as the model and the cache's dtype."""
         self.pool, self.places = pool, WindowPlaces(pool)
+        self.states = None if pool.states is None else StateSlots(pool.states, block_size, enabled)
         self.block_size = block_size
         self.enabled = enabled
         self.num_queried_tokens = self.num_hit_tokens = 0
@@ -49,13 +51,13 @@ class PrefixCache:
                 if pending is None:
                     break
                 other, place = pending
-                if not self._is_filling(other, place):
+                if not self._is_readable(other, place):
                     if other.rank[0] > request.rank[0]:
                         break  # no request waits for a less urgent one
-                    return self._usable(blocks), self._last_pending(digests[index:most])
+                    return self._usable(request, blocks), self._last_pending(digests[index:most])
                 block = other.block_ids[place]
             blocks.append(block)
-        return self._usable(blocks), None
+        return self._usable(request, blocks), None
 
     def add_pending(self, request: Request) -> None:
         """``request`` has blocks for all its tokens: those that are neither published nor pending become pending.
@@ -103,6 +105,8 @@ class PrefixCache:
             self._pending.pop(digests[index], None)
             resumed += self._take_held_back(digests[index])
         request.num_published_blocks = count
+        if self.states is not None:
+            self.states.publish(request, digests[:count])
         return resumed
 
     def remove_pending(self, request: Request) -> list[Request]:
@@ -138,9 +142,20 @@ class PrefixCache:
         if not self._held_back[digest]:
             del self._held_back[digest]
 
+    def awaited_ends(self, request: Request, start: int) -> list[int]:
+        """Where snapshots are waited for: ends of blocks, in tokens, that a step fills from token ``start`` on."""
+        if not self._held_back:
+            return []
+        first, end = start // self.block_size, request.num_computed_tokens // self.block_size
+        return [
+            (index + 1) * self.block_size
+            for index, digest in enumerate(request.block_digests[first:end], first)
+            if digest in self._held_back
+        ]
+
     def take_waiting(self, request: Request, start: int) -> list[Request]:
         """A step fills the blocks of ``request`` from token ``start`` on. Returns the requests held back for them."""
-        if not self._held_back:
+        if not self._held_back or self.states is not None:
             return []
         first, end = start // self.block_size, request.num_computed_tokens // self.block_size
         return [other for digest in request.block_digests[first:end] for other in self._take_held_back(digest)]
@@ -155,14 +170,29 @@ class PrefixCache:
         for request, digest in self._awaited.items():
             assert request in self._held_back[digest]
             assert digest in self._pending, f"{request.request_id} waits for a block that is not pending"
-            assert not self._is_filling(*self._pending[digest]), f"{request.request_id} waits for a block that is there"
+            assert not self._is_readable(*self._pending[digest]), (
+                f"{request.request_id} waits for a block that is there"
+            )
         assert sum(map(len, self._held_back.values())) == len(self._awaited)
 
     # -- Inside
 
-    def _usable(self, blocks: list[int]) -> list[int]:
-        """Of the first blocks of a request, as many as hold what its next query sees in layers with a window."""
-        return blocks[: self.places.longest_hit(blocks)] if self.places.windows else blocks
+    def _usable(self, request: Request, blocks: list[int]) -> list[int]:
+        """Of the first blocks of a request, as many as hold what its next token needs.
+
+        That is what its query sees in layers with a window, and a snapshot of layers with a state.
+        """
+        count = len(blocks)
+        while count:  # a hit that is shorter for one kind of layer may be none for another
+            shorter = self.places.longest_hit(blocks[:count]) if self.places.windows else count
+            if self.states is not None:
+                shorter = self.states.longest_hit(request.block_digests, shorter)
+            if shorter == count:
+                break
+            count = shorter
+        if count < len(blocks) and self.states is not None:
+            request.state.wanted = len(blocks) * self.block_size
+        return blocks[:count]
 
     def _digests(self, request: Request, count: int) -> list[bytes]:
         """The digests of its blocks, at least the first ``count``, which are full of known tokens."""
@@ -177,11 +207,18 @@ class PrefixCache:
     def _is_filling(self, request: Request, index: int) -> bool:
         return request.num_computed_tokens >= (index + 1) * self.block_size
 
+    def _is_readable(self, request: Request, index: int) -> bool:
+        """Whether a step that is scheduled now may read a pending block, since it or one before it fills that.
+
+        A snapshot at its end can be read by a later step alone, when it is published.
+        """
+        return self.states is None and self._is_filling(request, index)
+
     def _last_pending(self, digests: list[bytes]) -> bytes:
         """The last of ``digests`` before one that is not pending; the first is."""
         last = digests[0]
         for digest in digests:
-            if digest not in self._pending or self._is_filling(*self._pending[digest]):
+            if digest not in self._pending or self._is_readable(*self._pending[digest]):
                 break
             last = digest
         return last

@@ -5,6 +5,7 @@ import enum
 import time
 
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.scheduling.state_pool import HeldState
 from compiled_llm.scheduling.window_pool import Held
 
 
@@ -40,6 +41,8 @@ class Request:
         block_digests: of its full blocks, as far as they were needed; see ``block_pool.block_digest``.
         num_published_blocks: how many of its blocks can be found by others.
         held: for each window of the pool, the blocks whose places it needs there; empty while it has no blocks.
+        state: the slots that it needs for states, of models that have some.
+        host_slot: of its state in host memory while it is swapped out; 0: none.
         num_dropped_tokens: of a stream: how many tokens had left the cache when its sink tokens were computed last.
         forked_index: index of the block, not full, that it shares with others since a fork; -1: there is none.
         last_row: its first logits row in the last step that ran it: the token in flight is sampled there.
@@ -75,6 +78,8 @@ class Request:
     block_digests: list[bytes] = dataclasses.field(default_factory=list)
     num_published_blocks: int = 0
     held: list[Held] = dataclasses.field(default_factory=list)
+    state: HeldState = dataclasses.field(default_factory=HeldState)
+    host_slot: int = 0
     num_dropped_tokens: int = 0
     forked_index: int = -1
     last_row: int = -1

@@ -35,6 +35,26 @@ class WindowOutput(NamedTuple):
         return bool(self.swapped_out or self.swapped_in or self.copies)
 
 
+class StateOutput(NamedTuple):
+    """What a step is to do with states; slots are those of a ``StatePool``.
+
+    Attributes:
+        reads: of each request: the slot of the state that its first token follows; 0: no token is before it.
+        writes: of each request: (slot, count): its state after so many tokens of the step goes there.
+        swapped_out, swapped_in: (slot, host slot) pairs to copy before the step, in this order.
+    """
+
+    reads: tuple[int, ...] = ()
+    writes: tuple[tuple[tuple[int, int], ...], ...] = ()
+    swapped_out: tuple[tuple[int, int], ...] = ()
+    swapped_in: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def copies(self) -> tuple[tuple[int, int], ...]:
+        """None: a step that writes a state elsewhere than it reads it needs no copy of it."""
+        return ()
+
+
 class SchedulerOutput(NamedTuple):
     """The work of a step, in columns: entry i of each of the first five belongs to request ``request_ids[i]``.
 
@@ -54,6 +74,7 @@ class SchedulerOutput(NamedTuple):
         swapped_out, swapped_in: (device block, host block) pairs to copy before the step, in this order.
         copies: (block, block to copy it to) before the step and after the swaps, in any order.
         windows: for each window of the pool.
+        states: of layers that keep some.
         moved_sinks: (i, distance): request i computes its sink tokens again, as that many positions later.
         resets: whether the worker is to forget all requests before this step.
         masks: (i, words): the tokens that request i may have next: bit v % 32 of int32 word v // 32 for token v. The
@@ -75,6 +96,7 @@ class SchedulerOutput(NamedTuple):
     swapped_in: tuple[tuple[int, int], ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     windows: tuple[WindowOutput, ...] = ()
+    states: StateOutput = StateOutput()
     moved_sinks: tuple[tuple[int, int], ...] = ()
     resets: bool = False
     masks: tuple[tuple[int, "np.ndarray"], ...] = ()
@@ -87,7 +109,7 @@ class SchedulerOutput(NamedTuple):
     @property
     def moves_blocks(self) -> bool:
         """Whether blocks are swapped or copied before the step."""
-        own = self.swapped_out or self.swapped_in or self.copies
+        own = self.swapped_out or self.swapped_in or self.copies or self.states.swapped_out or self.states.swapped_in
         return bool(own) or any(window.moves_blocks for window in self.windows)
 
     @property
@@ -133,6 +155,10 @@ class SchedulerOutputBuilder:
         self.swapped_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.windows = [WindowOutputBuilder() for _ in range(num_windows)]
+        self.state_reads: list[int] = []
+        self.state_writes: list[tuple[tuple[int, int], ...]] = []
+        self.states_swapped_out: list[tuple[int, int]] = []
+        self.states_swapped_in: list[tuple[int, int]] = []
         self.moved_sinks: list[tuple[int, int]] = []
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
@@ -151,6 +177,12 @@ class SchedulerOutputBuilder:
             tuple(self.swapped_in),
             tuple(self.copies),
             tuple(window.build() for window in self.windows),
+            StateOutput(
+                tuple(self.state_reads),
+                tuple(self.state_writes),
+                tuple(self.states_swapped_out),
+                tuple(self.states_swapped_in),
+            ),
             tuple(self.moved_sinks),
             resets,
         )

@@ -84,6 +84,8 @@ class StepPlanner:
             if request.forked_index >= 0 and not running_set.make_writable(request, computed, output):
                 continue
             index += 1
+            if not running_set.make_state_writable(request):
+                continue
             if request.num_in_flight:
                 feedback.append(request.last_row)
                 token_ids.append(0)
@@ -145,6 +147,9 @@ class StepPlanner:
             return 0
         drafts = self.drafter.propose(request.request_id, request.prompt_token_ids + request.output_token_ids)[:most]
         drafts = drafts[: self.running_set.grow_for_drafts(request, len(drafts))]
+        if self.running_set.states is not None:
+            reserve = len(self.running) + 1
+            drafts = drafts[: self.running_set.states.make_writable_for_drafts(request, len(drafts), reserve)]
         request.add_drafts(drafts)
         output.token_ids.extend(drafts)
         self._num_drafts += len(drafts)
@@ -200,6 +205,8 @@ class StepPlanner:
             count = self.running_set.give_places(request, count)
             if not count:
                 return
+        if not self.running_set.make_state_writable(request):
+            return
         self.running_set.send_blocks(request, output)
         samples = int(start + count == request.num_tokens < request.max_num_tokens)
         output.token_ids.extend(request.tokens(start, start + count))

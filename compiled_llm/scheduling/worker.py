@@ -21,6 +21,8 @@ class WorkerFacts:
         num_blocks: blocks of the KV pool, numbered from 1.
         window_places: (window, places of its pool, numbered from 1) for layers that see a window of keys.
         num_swap_blocks: blocks in host memory, numbered from 1.
+        num_state_slots: slots of layers with a state, numbered from 1; 0: there is no such layer.
+        num_swap_slots: slots in host memory, numbered from 1.
         block_contents: what the content of a KV block depends on besides its tokens.
         bucket_seconds: (tokens, seconds) of a step in each token bucket; empty where the scheduler has no use for it.
         swap_seconds: of copying one block to the host or back; 0 where not measured.
@@ -34,6 +36,8 @@ class WorkerFacts:
     bucket_seconds: tuple[tuple[int, float], ...] = ()
     swap_seconds: float = 0.0
     window_places: tuple[tuple[int, int], ...] = ()
+    num_state_slots: int = 0
+    num_swap_slots: int = 0
 
 
 class Worker(Protocol):

@@ -6,25 +6,32 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import swap
-from compiled_llm.scheduling.scheduler_output import SchedulerOutput, WindowOutput
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput, StateOutput, WindowOutput
 
 _REHEARSAL_BYTES = 128 << 20  # more than swapping on a GPU stages at once
 
-Caches = list[Tensor]  # all tensors of the KV cache that the same blocks index
+Caches = list[Tensor]  # all tensors of the KV cache that the same blocks, or slots, index
+Told = SchedulerOutput | WindowOutput | StateOutput
 
 
 class SwapSpace:
-    """Host memory for blocks.
+    """Host memory for blocks, and for slots of layers with a state.
 
     Attributes:
         num_blocks: blocks that fit, each with what all layers keep of it.
-        pools: ``[num_blocks, bytes of a block]`` uint8 for each group of layers; empty where it has no layer.
+        num_slots: slots that fit, likewise.
+        pools: ``[num_blocks, bytes of a block]`` uint8 for each group of layers; empty where it has no layer. The last
+            is that of the slots.
     """
 
-    def __init__(self, groups: Sequence[Caches], num_blocks: int) -> None:
-        """``groups``: of layers without a window, and of those with each window."""
-        self.num_blocks = num_blocks
-        self.pools = [swap.host_pool(caches, num_blocks) if caches else torch.empty(0) for caches in groups]
+    def __init__(self, groups: Sequence[Caches], num_blocks: int, num_slots: int = 0) -> None:
+        """``groups``: of layers without a window, of those with each window, and of those with a state."""
+        self.num_blocks, self.num_slots = num_blocks, num_slots
+        counts = [num_blocks] * (len(groups) - 1) + [num_slots]
+        self.pools = [
+            swap.host_pool(caches, count) if caches else torch.empty(0)
+            for caches, count in zip(groups, counts, strict=True)
+        ]
 
     @property
     def nbytes(self) -> int:
@@ -32,7 +39,7 @@ class SwapSpace:
 
     def copy(self, output: SchedulerOutput, groups: Sequence[Caches]) -> None:
         """Swap and copy blocks as the scheduler decided; on a GPU, in the order of its stream."""
-        columns: tuple[SchedulerOutput | WindowOutput, ...] = (output, *output.windows)
+        columns: tuple[Told, ...] = (output, *output.windows, output.states)
         for told, caches, pool in zip(columns, groups, self.pools, strict=True):
             if caches:
                 _copy(told, caches, pool)
@@ -40,12 +47,12 @@ class SwapSpace:
     def rehearse(self, groups: Sequence[Caches]) -> None:
         """On a GPU: swap out as much as is staged at once, so that torch's allocator holds that until it is emptied."""
         for caches, pool in zip(groups, self.pools, strict=True):
-            if caches and caches[0].device.type == "cuda" and self.num_blocks:
-                count = min(self.num_blocks, -(-_REHEARSAL_BYTES // swap.bytes_per_block(caches)))
+            if caches and caches[0].device.type == "cuda" and len(pool):
+                count = min(len(pool), -(-_REHEARSAL_BYTES // swap.bytes_per_block(caches)))
                 swap.swap_out(caches, pool, *swap_indices([(1, n + 1) for n in range(count)]))
 
 
-def _copy(told: SchedulerOutput | WindowOutput, caches: Caches, pool: Tensor) -> None:
+def _copy(told: Told, caches: Caches, pool: Tensor) -> None:
     for pairs, copy in ((told.swapped_out, swap.swap_out), (told.swapped_in, swap.swap_in)):
         if pairs:
             copy(caches, pool, *swap_indices(pairs))

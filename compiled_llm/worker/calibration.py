@@ -44,7 +44,14 @@ def worker_facts(
     """
     limits, places = steps.limits, steps.pool_sizes.places(num_blocks)
     facts = WorkerFacts(
-        steps.device.type, limits, num_blocks, swap_space.num_blocks, contents, window_places=tuple(places.items())
+        steps.device.type,
+        limits,
+        num_blocks,
+        swap_space.num_blocks,
+        contents,
+        window_places=tuple(places.items()),
+        num_state_slots=limits.num_state_slots,
+        num_swap_slots=swap_space.num_slots,
     )
     if config.target_itl_ms is None and not (facts.num_swap_blocks and config.preemption_mode == "auto"):
         return facts

@@ -23,7 +23,7 @@ from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_addr
 from compiled_llm.progress import Stage, StartProgress
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
-from compiled_llm.step.kv_cache import split_by_window
+from compiled_llm.step.kv_cache import of_states, split_by_window
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.step import Feedback, step_function
@@ -115,8 +115,10 @@ class CompiledSteps:
         return sum(pieces) + tables + self.sampling.nbytes + self.last_tokens.nbytes + self.hidden.nbytes
 
     def cache_groups(self) -> list[Caches]:
-        """The KV cache's tensors of layers without a window, and of those with each window."""
-        return list(map(tensors, map(tuple, split_by_window(self.model_config, self._windows, self.kv_cache))))
+        """The KV cache's tensors of layers without a window, of those with each window, and of those with a state."""
+        groups = split_by_window(self.model_config, self._windows, self.kv_cache)
+        groups.append(of_states(self.model_config, self.kv_cache))
+        return [tensors(tuple(group)) for group in groups]
 
     def report(self) -> CompileReport:
         """What compiling each function gave."""

@@ -1,14 +1,17 @@
-"""PoolSizes: how many bytes a KV pool of some blocks takes, and how many blocks fit into some bytes."""
+"""PoolSizes: how many bytes a KV pool of some blocks takes, and how many blocks fit into some bytes.
+
+Of layers with a state the pool has a number of slots that does not depend on that of the blocks.
+"""
 
 import dataclasses
 from collections.abc import Sequence
 
 import torch
 
-from compiled_llm.config import EngineLimits
+from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.scheduling.window_pool import useful_places
-from compiled_llm.step.kv_cache import bytes_per_layer, short_windows, split_by_window
+from compiled_llm.step.kv_cache import bytes_per_layer, bytes_per_slot, short_windows, split_by_window
 
 _MOST_SLOTS = 2**31  # slots are int32
 
@@ -30,16 +33,22 @@ class PoolSizes:
         own_block_bytes: of a block in layers without a window.
         most_blocks: more could not be numbered.
         useful_blocks: more would be of no use, where blocks are numbers that take no memory.
+        num_slots: of layers with a state, the sink left out; 0: there are none.
+        slot_bytes: of a slot in all of these.
     """
 
     own_block_bytes: int
     windows: tuple[WindowSize, ...]
     most_blocks: int
     useful_blocks: int
+    num_slots: int = 0
+    slot_bytes: int = 0
 
     @classmethod
-    def of(cls, model_config: ModelConfig, dtypes: Sequence[torch.dtype], limits: EngineLimits) -> "PoolSizes":
-        """``dtypes``: of each layer's cache."""
+    def of(
+        cls, model_config: ModelConfig, dtypes: Sequence[torch.dtype], limits: EngineLimits, dtype: torch.dtype
+    ) -> "PoolSizes":
+        """``dtypes``: of each layer's cache; ``dtype``: the model's."""
         windows = short_windows(model_config, limits.max_model_len)
         own, *others = split_by_window(model_config, windows, bytes_per_layer(model_config, dtypes))
         sizes = [
@@ -48,7 +57,8 @@ class PoolSizes:
         ]
         most = _MOST_SLOTS // limits.block_size - 1
         useful = most if any(own) else limits.max_num_seqs * limits.blocks_per_request
-        return cls(sum(own) * limits.block_size, tuple(sizes), most, useful)
+        slot_bytes = bytes_per_slot(model_config, dtype)
+        return cls(sum(own) * limits.block_size, tuple(sizes), most, useful, limits.num_state_slots, slot_bytes)
 
     @property
     def block_bytes(self) -> int:
@@ -60,9 +70,9 @@ class PoolSizes:
         return {size.window: min(size.most_places, num_blocks) for size in self.windows}
 
     def bytes_of(self, num_blocks: int) -> int:
-        """Of a pool of ``num_blocks``, the sink left out."""
-        places = self.places(num_blocks)
-        return num_blocks * self.own_block_bytes + sum(w.block_bytes * places[w.window] for w in self.windows)
+        """Of a pool of ``num_blocks``, the sink block left out, with all slots."""
+        places, slots = self.places(num_blocks), (1 + self.num_slots) * self.slot_bytes
+        return slots + num_blocks * self.own_block_bytes + sum(w.block_bytes * places[w.window] for w in self.windows)
 
     def blocks_within(self, size: int) -> int:
         """The most blocks of a pool of ``size`` bytes, the sink left out."""
@@ -71,3 +81,21 @@ class PoolSizes:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.bytes_of(middle) <= size else (low, middle - 1)
         return low
+
+    def swapped_within(self, size: int) -> tuple[int, int]:
+        """Blocks and slots of swap space of ``size`` bytes: a quarter of it is for slots, if there are some."""
+        slots = min(self.num_slots, size // 4 // self.slot_bytes) if self.num_slots else 0
+        return (size - slots * self.slot_bytes) // self.block_bytes, slots
+
+
+def num_state_slots(config: EngineConfig, limits: EngineLimits) -> int:
+    """Slots of a model that has layers with a state. ``ValueError`` where requests would have to wait for them."""
+    least = limits.max_num_seqs + 1
+    if config.num_state_slots is None:
+        return 2 * limits.max_num_seqs + least
+    if config.num_state_slots < least:
+        raise ValueError(
+            f"num_state_slots must be at least {least} (max_num_seqs and one), given {config.num_state_slots}. Fewer "
+            "max_num_seqs need fewer"
+        )
+    return config.num_state_slots

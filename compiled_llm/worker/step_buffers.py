@@ -13,10 +13,12 @@ from torch import Tensor
 
 from compiled_llm.config import EngineLimits
 from compiled_llm.models.inputs import BlockTable, StepInput
+from compiled_llm.ops.recurrent.state_rows import SINK_SLOT, StateRows
 from compiled_llm.ops.torch_private import DynamicSize, mark_dynamic_size
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
+from compiled_llm.scheduling.state_slots import MOST_SNAPSHOTS
 from compiled_llm.scheduling.window_pool import stream_of
 from compiled_llm.step.parameters import SAMPLING
 from compiled_llm.step.sampling import SamplingInput
@@ -110,6 +112,11 @@ class StepBuffers:
             "position": ((rows,), torch.int32),
             **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
         }
+        self._state_fields = StateRows._fields if limits.num_state_slots else ()
+        if self._state_fields:
+            writes = requests, 1 + limits.num_draft_tokens + MOST_SNAPSHOTS
+            shapes = (requests,), writes, writes
+            fields |= {name: (shape, torch.int32) for name, shape in zip(self._state_fields, shapes, strict=True)}
         self._buffers = FieldBuffers(fields, device)
         views = self._buffers.tensors
         self._mark(views, StepSizes.of(limits, device))
@@ -117,11 +124,12 @@ class StepBuffers:
             names = ("block_table", *(name for _, name in self._window_fields))
             views = dict(zip(names, tables.tensors, strict=True)) | views
         self.step_input = StepInput(
-            **{name: views.get(name) for name in StepInput._fields if name not in ("windows", "plans")},  # type: ignore[arg-type]
+            **{name: views.get(name) for name in StepInput._fields if name not in ("windows", "plans", "states")},  # type: ignore[arg-type]
             windows=tuple(
                 BlockTable(views[slots], views[table], views.get(seq_lens))
                 for (slots, table), (seq_lens, _) in zip(self._window_fields, self._stream_fields, strict=True)
             ),
+            states=StateRows(*(views[name] for name in self._state_fields)) if self._state_fields else None,
         )
         self.sampling_input = SamplingInput(**{name: views[name] for name in SamplingInput._fields})
         self.feedback = views["feedback"]
@@ -139,7 +147,7 @@ class StepBuffers:
         )
         for slots, table in self._window_fields:
             of_tokens[slots], others[table] = sizes.tokens, sizes.requests
-        others |= dict.fromkeys((name for name, _ in self._stream_fields), sizes.requests)
+        others |= dict.fromkeys((*(name for name, _ in self._stream_fields), *self._state_fields), sizes.requests)
         for name, view in views.items():
             mark_first_size(view, (others | of_tokens).get(name, sizes.rows))
 
@@ -154,6 +162,8 @@ class StepBuffers:
             self._pad(fields, 0, 0, 0)
             for name in self._own_tables:
                 fields[name][:] = SINK_BLOCK
+            for name in self._state_fields:
+                fields[name][:] = 0
         self._buffers.copy()
 
     def fill(self, output: SchedulerOutput, rows: np.ndarray, store: RequestRows) -> int:
@@ -190,6 +200,8 @@ class StepBuffers:
             if name in self._own_tables:
                 fields[name][:n, :width] = known[rows, :width]
         self._fill_streams(fields, store, rows, starts, seq_lens)
+        if self._state_fields:
+            self._fill_states(fields, output)
 
         indices, next_positions, row_owners = ends - 1, seq_lens, rows
         if self.bucket.query_len > 1:
@@ -222,6 +234,17 @@ class StepBuffers:
                 # Columns past a request's blocks are never read.
                 columns = np.minimum(columns, known.shape[1] - 1)
                 fields[table][: len(rows), :width] = known[rows[:, None], columns]
+
+    def _fill_states(self, fields: Arrays, output: SchedulerOutput) -> None:
+        """Slots that are read and written; those that are not used are the sink."""
+        read_slot, write_slot, write_after = (fields[name] for name in self._state_fields)
+        told = output.states
+        read_slot[: len(told.reads)] = told.reads
+        for row, writes in enumerate(told.writes):
+            write_slot[row, : len(writes)], write_after[row, : len(writes)] = zip(*writes, strict=True)
+            write_slot[row, len(writes) :], write_after[row, len(writes) :] = SINK_SLOT, 0
+        read_slot[len(told.reads) :] = SINK_SLOT
+        write_slot[len(told.writes) :], write_after[len(told.writes) :] = SINK_SLOT, 0
 
     def _pad(self, fields: Arrays, num_tokens: int, num_requests: int, num_rows: int) -> None:
         """Make everything after the step's tokens, requests and logits rows padding."""

@@ -63,6 +63,9 @@ FORKS = Checks(
 WINDOWS = Checks(
     ("tests/scheduling/test_window_pool.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
+STATES = Checks(
+    ("tests/scheduling/test_state_slots.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
+)
 SCORING = Checks(
     (
         "tests/scheduling/test_scheduler_prompts_alone.py",
@@ -151,8 +154,8 @@ _BLOCK_POOL = [
     ),
     (
         "an evicted block can still be found",
-        "del self._block_of[self._digest_of.pop(block)]",
-        "self._digest_of.pop(block)",
+        "        del self._block_of[digest]\n",
+        "",
     ),
     (
         "a published block is given out as if it was empty",
@@ -1017,6 +1020,100 @@ _ATTENTION = [
 ]
 
 # What each of the bugs must be caught by.
+_STATE_POOL = [
+    (
+        "the sink of the states is handed out",
+        "self._empty = list(range(num_slots, 0, -1))",
+        "self._empty = list(range(num_slots - 1, -1, -1))",
+    ),
+    (
+        "a slot is free as soon as one of its requests leaves it",
+        "        if self._references[slot] == 0:\n            if slot in self._digest_of:",
+        "        if self._references[slot] <= 1:\n            if slot in self._digest_of:",
+    ),
+    (
+        "an evicted snapshot can still be found",
+        "            del self._slot_of[self._digest_of.pop(slot)]\n            self._empty",
+        "            self._digest_of.pop(slot)\n            self._empty",
+    ),
+    (
+        "a snapshot outlives its block in a slot that is empty",
+        "                del self._cached[slot]\n                self._empty.append(slot)\n\n    def withdraw",
+        "                del self._cached[slot]\n\n    def withdraw",
+    ),
+]
+_STATE_SLOTS = [
+    (
+        "a state that another request reads is written over",
+        "if slot and pool.num_references(slot) == 1 and not pool.is_snapshot(slot):",
+        "if slot and not pool.is_snapshot(slot):",
+    ),
+    (
+        "a snapshot is written over",
+        "if slot and pool.num_references(slot) == 1 and not pool.is_snapshot(slot):",
+        "if slot and pool.num_references(slot) == 1:",
+    ),
+    (
+        "the slot that a request has read is never given back",
+        "left.append(held.slot)",
+        "pass",
+    ),
+    (
+        "the state is that after all drafts",
+        "held.slot = drafted[num_accepted - 1]",
+        "held.slot = drafted[-1]",
+    ),
+    (
+        "the states of drafts that were dropped stay",
+        "for slot in (first, *drafted):",
+        "for slot in (first, *drafted[:num_accepted]):",
+    ),
+    (
+        "a snapshot is published as that of the block after it",
+        "index = tokens // self.block_size - 1",
+        "index = tokens // self.block_size",
+    ),
+    (
+        "the snapshot of the block before is found",
+        "if self.pool.lookup(digests[end - 1]) is not None), 0)",
+        "if self.pool.lookup(digests[max(0, end - 2)]) is not None), 0)",
+    ),
+    (
+        "a fork has the state of other tokens",
+        "if held.drafted or held.target or not held.slot or count != parent.num_computed_tokens:",
+        "if held.drafted or held.target or not held.slot:",
+    ),
+    (
+        "a request that ends leaks its slots",
+        "        for slot in request.state.slots():\n            self.pool.free(slot)\n",
+        "",
+    ),
+    (
+        "a swapped-out request leaks its host slot",
+        "            self.host_pool.free(request.host_slot)\n",
+        "",
+    ),
+]
+_STATES_IN_PREFIX_CACHE = [
+    (
+        "a state is read in the step that writes it",
+        "return self.states is None and self._is_filling(request, index)",
+        "return self._is_filling(request, index)",
+    ),
+    (
+        "a prefix is used without a state",
+        "shorter = self.states.longest_hit(request.block_digests, shorter)",
+        "pass",
+    ),
+]
+_STATE_FIELDS = [
+    (
+        "states go where those of a step before went",
+        "            write_slot[row, len(writes) :], write_after[row, len(writes) :] = SINK_SLOT, 0\n",
+        "",
+    ),
+]
+
 BUGS: dict[Bug, Checks] = {
     Bug(name, f"compiled_llm.{module}", old, new): checks
     for module, checks, texts in (
@@ -1042,6 +1139,10 @@ BUGS: dict[Bug, Checks] = {
         ("scheduling.forks", FORKS, _FORKS),
         ("scheduling.window_pool", WINDOWS, _WINDOW_POOL),
         ("scheduling.window_places", WINDOWS, _WINDOW_PLACES),
+        ("scheduling.state_pool", STATES, _STATE_POOL),
+        ("scheduling.state_slots", STATES, _STATE_SLOTS),
+        ("scheduling.prefix_cache", STATES, _STATES_IN_PREFIX_CACHE),
+        ("worker.step_buffers", TAGS, _STATE_FIELDS),
         ("scheduling.running_set", FORKS, _FORKS_IN_RUNNING_SET),
         ("ops.swap", BLOCK_COPIES, _COPY_BLOCKS),
         ("engine.beam_search", BEAM_GROUP, _BEAMS),

@@ -52,8 +52,11 @@ def random_scheduler(rng: random.Random, *, drafts: bool = False, streams: bool 
         prefix_caching, num_swap_blocks, windows = False, 0, [(stream.window, rng.choice([None, 0]))]
         batched = max(batched, stream.sink_tokens + max_num_seqs - 1)
         buckets = (*buckets[:-1], batched)
+    num_state_slots = rng.choice([0, max_num_seqs + 1, 3 * max_num_seqs + 1]) if stream is None else 0
     return make_scheduler(
         num_blocks=num_blocks,
+        num_state_slots=num_state_slots,
+        num_swap_slots=rng.choice([0, 2, 200]),
         prefix_caching=prefix_caching,
         num_swap_blocks=num_swap_blocks,
         arguments={
@@ -189,6 +192,8 @@ class Watch:
         assert not self.unfinished, "requests are stuck"
         assert not scheduler.has_unfinished_requests()
         assert (scheduler.pool.num_used, scheduler.swap_pool.num_used) == (0, 0), "blocks are leaked"
+        for states in filter(None, (scheduler.pool.states, scheduler.swap_pool.states)):
+            assert states.num_used == 0, "slots are leaked"
         assert scheduler.num_waiting == scheduler.prefix_cache.num_held_back == 0
         for request, end in self.ends.items():
             assert self._end(request) == end, "changed after its end"
@@ -215,6 +220,15 @@ class Watch:
         counts["tokens swapped in"] += scheduler.counts.num_swapped_in_tokens
         counts["tokens hit"] += scheduler.prefix_cache.num_hit_tokens
         counts["evictions"] += scheduler.pool.num_evictions
+        if scheduler.pool.states is not None:
+            outputs = [output.states for output in self.engine.outputs]
+            writes = [entry for output in outputs for entry in output.writes]
+            counts["states written"] += len(writes)
+            counts["snapshots written besides"] += sum(len(entry) > 1 for entry in writes)
+            counts["states swapped out"] += sum(len(output.swapped_out) for output in outputs)
+            counts["states swapped in"] += sum(len(output.swapped_in) for output in outputs)
+            counts["snapshots evicted"] += scheduler.pool.states.num_evictions
+            counts["tokens hit by snapshots"] += scheduler.prefix_cache.num_hit_tokens
         counts["forked"] += self.num_forked
         counts["copied on write"] += sum(len(output.copies) for output in self.engine.outputs)
         counts["taken back"] += self.num_taken_back

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.config import EngineLimits
-from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
+from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
 from compiled_llm.models.weights import tensors
 from compiled_llm.scheduling.block_pool import SINK_BLOCK, BlockPool
 from compiled_llm.scheduling.bucket import buckets_of, choose_bucket
@@ -77,6 +77,9 @@ class TagModel:
         s = step_input
         tags = torch.stack([torch.zeros_like(s.input_ids), s.input_ids, s.positions, torch.full_like(s.positions, -1)])
         tags = tags.T.long()
+        states = kv_cache[-1] if s.states is not None else None
+        slots = [] if s.states is None else s.states.read_slot.tolist()
+        read = {slot: states.convolution[slot, 0].tolist() for slot in set(slots)} if states is not None else {}
         starts, positions = s.query_start_loc.tolist(), s.positions.tolist()
         rows = [row for row in range(len(s.seq_lens)) if starts[row + 1] > starts[row]]
         # A row may continue what another one writes in this very step, and that one another's: again, until all agree.
@@ -86,14 +89,31 @@ class TagModel:
             for row in rows:
                 assert 1 <= starts[row + 1] - starts[row] <= max_query_len
                 first = positions[starts[row]]
-                context = self._context(s, kv_cache, row, first - 1) if first else 0
+                if states is None:
+                    context = self._context(s, kv_cache, row, first - 1) if first else 0
+                else:
+                    context = 0
+                    if first:
+                        num_tokens, context = read[slots[row]]
+                        assert num_tokens == first, "a state of other tokens is read"
                 for index in range(starts[row], starts[row + 1]):
                     context = Context.after(context, int(tags[index, TOKEN]))
                     tags[index, CONTEXT] = context
             self._write(kv_cache[:NUM_LAYERS], 0, s.slot_mapping, tags)
             for number, table in enumerate(s.windows, NUM_LAYERS):
                 self._write(kv_cache[number : number + 1], number, table.slot_mapping, tags)
+        if states is not None:
+            self._write_states(s, states, tags)
         return tags
+
+    def _write_states(self, s: StepInput, states: StateCache, tags: Tensor) -> None:
+        assert s.states is not None
+        for row, (slots, ends) in enumerate(zip(*(side.tolist() for side in s.states[1:]), strict=True)):
+            for slot, end in zip(slots, ends, strict=True):
+                assert bool(slot) == bool(end), "a state is written to the sink"
+                if end:
+                    index = int(s.query_start_loc[row]) + end - 1
+                    states.convolution[slot, 0] = torch.stack([tags[index, POSITION] + 1, tags[index, CONTEXT]])
 
     def layers(self, config: object) -> tuple:
         return ()
@@ -136,10 +156,14 @@ class TagRunner:
         layers = [self._cache(scheduler.pool.num_blocks) for _ in range(NUM_LAYERS)]
         layers[-1] = layers[-1]._replace(k_scale=torch.full(layers[-1].k.shape[:-1], float(POISON)))
         of_windows = [self._cache(window.num_places) for window in windows]
-        self.kv_cache: KVCache = (*layers, *of_windows)
-        self.groups = [tensors(tuple(layers)), *(tensors(layer) for layer in of_windows)]
+        num_slots = self.limits.num_state_slots
+        states = [StateCache(torch.full((num_slots + 1, 1, 2), POISON))] if num_slots else []
+        self.kv_cache: KVCache = (*layers, *of_windows, *states)
+        self.groups = [tensors(tuple(layers)), *(tensors(layer) for layer in of_windows), tensors(tuple(states))]
         self.caches = self.groups[0]
-        self.swap_space = SwapSpace(self.groups, scheduler.swap_pool.num_blocks)
+        host_slots = scheduler.swap_pool.states
+        assert host_slots is not None
+        self.swap_space = SwapSpace(self.groups, scheduler.swap_pool.num_blocks, host_slots.num_slots)
         self.last_tokens = torch.full((self.buckets[-1].num_rows,), POISON, dtype=torch.int64)
         self.hidden = torch.zeros(max(bucket.num_tokens for bucket in self.buckets), 4, dtype=torch.int64)
         config = SimpleNamespace(architecture="tags", stream=None)
@@ -158,7 +182,7 @@ class TagRunner:
         feedback = Feedback(buffers.feedback, self.last_tokens, self.hidden)
         self.steps[bucket](None, buffers.step_input, self.kv_cache, feedback)
         tables = [buffers.step_input, *buffers.step_input.windows]
-        for table, caches, old in zip(tables, self.groups, before, strict=True):
+        for table, caches, old in zip(tables, self.groups[:-1], before[:-1], strict=True):
             self._check_writes(table.slot_mapping, output, caches, old)
         self._check_reads(buffers, output)
         self.counts["padding tokens"] += bucket.num_tokens - output.num_tokens
@@ -167,6 +191,9 @@ class TagRunner:
         self.counts["blocks swapped out"] += len(output.swapped_out)
         self.counts["blocks swapped in"] += len(output.swapped_in)
         self.counts["blocks copied"] += len(output.copies)
+        self.counts["states written"] += sum(map(len, output.states.writes))
+        self.counts["states swapped out"] += len(output.states.swapped_out)
+        self.counts["states swapped in"] += len(output.states.swapped_in)
         self.counts["rows of drafts"] += sum(max(0, count - 1) for count in output.num_samples)
         return result_of(self.last_tokens[: sum(max(1, count) for count in output.num_samples)].tolist())
 
@@ -231,12 +258,16 @@ class TagRunner:
         blocks = _empty_blocks(self.scheduler.pool) - to_copy
         for cache in self.caches:
             cache[list(blocks)] = POISON
-        for window, caches in zip(self.scheduler.pool.windows, self.groups[1:], strict=True):
+        states = self.scheduler.pool.states
+        if states is not None:
+            to_copy = {slot for slot, _ in states.swapped_out}
+            self.kv_cache[-1].convolution[list(states.empty_slots() - to_copy)] = POISON
+        for window, caches in zip(self.scheduler.pool.windows, self.groups[1:-1], strict=True):
             to_copy = {place for place, _ in window.swapped_out}
             for cache in caches:
                 cache[list(window.empty_places() - to_copy)] = POISON
         rows = {block - 1 for block in _empty_blocks(self.scheduler.swap_pool)}
-        for pool in self.swap_space.pools:
+        for pool in self.swap_space.pools[:-1]:
             pool[list(rows - self._poisoned_rows)] = 255
         self._poisoned_rows = rows
 

@@ -33,7 +33,8 @@ def sizes(family: str, max_model_len: int = 128) -> tuple[PoolSizes, EngineLimit
     config = EngineConfig(bucket_sizes=(4,), max_model_len=max_model_len, max_num_batched_tokens=16, block_size=4)
     model_config = read_config(Path(checkpoint(family)))
     limits = EngineLimits.resolve(config, 128, StepDefaults(16, 16, (1,), (1,)))
-    return PoolSizes.of(model_config, [torch.float32] * model_config.num_layers, limits), limits
+    dtypes = [torch.float32] * model_config.num_layers
+    return PoolSizes.of(model_config, dtypes, limits, torch.float32), limits
 
 
 def test_layers_are_counted_by_their_windows() -> None:
@@ -60,7 +61,7 @@ def test_the_memory_of_a_published_model() -> None:
     model_config = parse_config(published_norms.NORMS["gemma-3-1b-it"][0])
     config = EngineConfig(bucket_sizes=(32,), max_model_len=8192)
     limits = EngineLimits.resolve(config, 32768, StepDefaults(2048, 512, (1, 8, 32), (1,)))
-    found = PoolSizes.of(model_config, [torch.bfloat16] * 26, limits)
+    found = PoolSizes.of(model_config, [torch.bfloat16] * 26, limits, torch.bfloat16)
     blocks = 32 * limits.blocks_per_request
     assert blocks * found.block_bytes == 6.5 * 2**30
     assert 1.41 < found.bytes_of(blocks) / 2**30 < 1.43

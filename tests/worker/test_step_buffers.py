@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from compiled_llm.config import EngineLimits
-from compiled_llm.models.inputs import StepInput
 from compiled_llm.models.weights import tensors
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.block_pool import SINK_BLOCK
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
-from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, WindowOutput
+from compiled_llm.scheduling.scheduler_output import Admission, SchedulerOutput, StateOutput, WindowOutput
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepBuffers
 
@@ -190,9 +189,9 @@ def test_a_smaller_step_leaves_nothing_of_the_larger_one_before(store: RequestRo
     rows = store.update(small)
     for buffers in (used, fresh):
         buffers.fill(small, rows, store)
-    for name in StepInput._fields[:-3]:  # there are no windows and plans, and tables are not those of all requests
-        if name != "block_table":
-            assert torch.equal(getattr(used.step_input, name), getattr(fresh.step_input, name)), name
+    for name, tensor in used.step_input._asdict().items():  # there are no windows, plans and states
+        if name != "block_table" and isinstance(tensor, torch.Tensor):
+            assert torch.equal(tensor, getattr(fresh.step_input, name)), name
     for name in used.sampling_input._fields:
         assert torch.equal(getattr(used.sampling_input, name), getattr(fresh.sampling_input, name)), name
     assert torch.equal(used.feedback, fresh.feedback)
@@ -212,6 +211,24 @@ def test_after_clearing_all_is_padding(store: RequestRows, buffers: StepBuffers)
     assert (buffers.step_input.slot_mapping // LIMITS.block_size == SINK_BLOCK).all()
     assert (buffers.step_input.block_table == SINK_BLOCK).all()
     assert not buffers.step_input.seq_lens.any()
+
+
+def test_states_of_a_smaller_step_are_those_alone() -> None:
+    """Rows and writes that a step does not use are the sink, whatever the step before had there."""
+    limits = dataclasses.replace(LIMITS, num_state_slots=9)
+    store, buffers = RequestRows(limits, 100), StepBuffers(Bucket("tokens", 8, 4), limits, CPU)
+    params = SamplingParams()
+    larger = step_of(Item("a", [1] * 4, 0, [7], params), Item("b", [2] * 4, 4, [8, 9], params))
+    smaller = step_of(Item("b", [3], 8, [10], first_block=2), released=("a",))
+    for step, states in (
+        (larger, StateOutput((0, 5), (((3, 4), (4, 2)), ((6, 4), (7, 1))))),
+        (smaller, StateOutput((6,), (((8, 1),),))),
+    ):
+        buffers.fill(step._replace(states=states), store.update(step), store)
+    read_slot, write_slot, write_after = (field.tolist() for field in buffers.step_input.states)
+    assert read_slot == [6, 0, 0, 0]
+    assert write_slot == [[8, 0, 0]] + [[0, 0, 0]] * 3
+    assert write_after == [[1, 0, 0]] + [[0, 0, 0]] * 3
 
 
 def test_padding_shares_the_sinks_slots_in_turn(store: RequestRows, buffers: StepBuffers) -> None:
