@@ -58,9 +58,7 @@ class EngineConfig:
         block_size: tokens in a KV block.
         num_kv_blocks: the KV pool's size in blocks. None: see ``kv_cache_memory_bytes``.
         kv_cache_memory_bytes: the KV pool's size in bytes. None: see ``gpu_memory_utilization``.
-        num_state_slots: slots for the states of layers that keep one of a fixed size for each request, instead of keys
-            and values. At least ``max_num_seqs`` and one; what is more holds snapshots for prefix caching and drafts.
-            None: three for each of ``max_num_seqs``, and one. Models without such layers have none.
+        num_state_slots: slots for requests' states, in layers that keep such. None: 3 x ``max_num_seqs`` + 1.
         gpu_memory_utilization: the share of the memory that the engine may use, where the KV pool's size is not given:
             on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free after loading. The
             pool is never larger than ``max_num_seqs`` requests of ``max_model_len`` can use.
@@ -282,8 +280,6 @@ _INTEGERS = {
     "block_size": (1, 1024),
     "seed": (0, 2**63 - 1),
 }
-
-
 _SMALLEST_TOKEN_BUCKET = 16  # of those that are not asked for
 
 
@@ -352,8 +348,7 @@ class EngineLimits:
                 f"max_num_seqs must be at most the largest of bucket_sizes, {largest}, given {max_num_seqs}: a larger "
                 "batch would have no compiled graph. Add a bucket of that size"
             )
-        decode = [size for size in buckets if size < max_num_seqs]
-        decode.append(min(size for size in buckets if size >= max_num_seqs))
+        decode = [*(n for n in buckets if n < max_num_seqs), min(n for n in buckets if n >= max_num_seqs)]
 
         batched, beside_decodes = config.max_num_batched_tokens, None
         if batched is None and config.token_bucket_sizes:

@@ -93,7 +93,7 @@ def make_scheduler(
         least = most_places(window, limits)  # of one request
         places = min(num_blocks, useful_places(window, limits) if count is None else max(least, count))
         pools.append(WindowPool(window, places, limits))
-    pool = BlockPool(num_blocks, pools, StatePool(num_state_slots) if num_state_slots else None)
+    pool = BlockPool(num_blocks, pools, StatePool(num_state_slots))
     return Scheduler(
         limits,
         pool,
@@ -315,7 +315,7 @@ class FakeRunner:
         self, limits: EngineLimits, windows: Sequence[WindowPool] = (), states: StatePool | None = None
     ) -> None:
         self.limits = limits
-        self.states = None if states is None else FakeStates(states)
+        self.states = FakeStates(states) if states is not None and states.num_slots else None
         self.windows = [FakeWindow(window) for window in windows]
         self.slots: dict[tuple[int, int], int] = {}
         self.host: dict[int, dict[int, int]] = {}

@@ -341,8 +341,8 @@ class EngineCore:
 def _make_scheduler(config: EngineConfig, facts: WorkerFacts, drafter: CheckedDrafter | None) -> Scheduler:
     """An empty scheduler for the sizes of a worker and its pools of blocks."""
     limits = facts.limits
-    states = StatePool(facts.num_state_slots) if facts.num_state_slots else None
-    pool = BlockPool(facts.num_blocks, [WindowPool(*sizes, limits) for sizes in facts.window_places], states)
+    windows = [WindowPool(*sizes, limits) for sizes in facts.window_places]
+    pool = BlockPool(facts.num_blocks, windows, StatePool(facts.num_state_slots))
     return Scheduler(
         limits,
         pool,

@@ -44,14 +44,14 @@ class BlockPool:
 
     Attributes:
         windows: what layers that see a window of keys keep of these blocks.
-        states: the slots of layers that keep a state, with snapshots under the digests of blocks; None: there are none.
+        states: the slots of layers that keep a state, with snapshots under the digests of blocks.
         num_evictions: cached blocks whose memory was given to another request.
         peak_used: most blocks in use at once.
     """
 
     def __init__(self, num_blocks: int, windows: Sequence[WindowPool] = (), states: StatePool | None = None) -> None:
         assert num_blocks >= 0
-        self.windows, self.states = tuple(windows), states
+        self.windows, self.states = tuple(windows), states or StatePool(0)
         self.num_blocks = num_blocks
         self.num_evictions = 0
         self.peak_used = 0
@@ -140,8 +140,7 @@ class BlockPool:
         self._digest_of.clear()
         for window in self.windows:
             window.forget_cached()
-        if self.states is not None:
-            self.states.forget_all()
+        self.states.forget_all()
 
     def check_invariants(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that the pool agrees with ``tables``, all block tables that there are."""
@@ -171,7 +170,6 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         digest = self._digest_of.pop(block)
         del self._block_of[digest]
-        if self.states is not None:
-            self.states.forget(digest)
+        self.states.forget(digest)
         self.num_evictions += 1
         return block

@@ -27,7 +27,7 @@ class Forks:
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.pool, self.places = pool, WindowPlaces(pool)
-        self.states = None if pool.states is None else StateSlots(pool.states, block_size, keeps_snapshots=False)
+        self.states = StateSlots(pool.states, block_size, keeps_snapshots=False)
         self.block_size = block_size
         self.kept: dict[Request, None] = {}
         self.holders: dict[Request, None] = {}
@@ -43,7 +43,7 @@ class Forks:
         if not num_blocks or len(parent.block_ids) < num_blocks:  # it was preempted, or its blocks were taken back
             return
         # A state is that of all the parent's tokens. Where a child starts earlier, it looks for a snapshot.
-        if self.states is not None and not self.states.fork(parent, child, count):
+        if not self.states.fork(parent, child, count):
             return
         if not self.places.fork(parent, child, count):
             return
@@ -132,8 +132,7 @@ class Forks:
     def _take_back(self, request: Request, group: dict[Request, None]) -> None:
         del group[request]
         self.places.release(request)
-        if self.states is not None:
-            self.states.release(request)
+        self.states.release(request)
         self.pool.free(request.block_ids)
         request.block_ids = []
         request.forked_index = -1

@@ -30,8 +30,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     scheduler.prefix_cache.check_invariants(running)
     holders = [*running, *scheduler.forks.kept, *scheduler.forks.holders]
     _check_places(scheduler, holders)
-    if scheduler.running_set.states is not None:
-        scheduler.running_set.states.check_invariants(holders, requests)
+    scheduler.running_set.states.check_invariants(holders, requests)
     if not requests and not scheduler.forks.kept:
         assert scheduler.pool.num_used == 0, "blocks are used while nothing runs"
         assert scheduler.swap_pool.num_used == 0, "host blocks are used while nothing waits"

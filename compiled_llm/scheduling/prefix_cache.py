@@ -22,7 +22,7 @@ class PrefixCache:
     def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True, facts: tuple[str, ...] = ()) -> None:
         """``facts``: all that keys and values depend on besides tokens, such as the model and the cache's dtype."""
         self.pool, self.places = pool, WindowPlaces(pool)
-        self.states = None if pool.states is None else StateSlots(pool.states, block_size, enabled)
+        self.states = StateSlots(pool.states, block_size, enabled)
         self.block_size = block_size
         self.enabled = enabled
         self.num_queried_tokens = self.num_hit_tokens = 0
@@ -105,8 +105,7 @@ class PrefixCache:
             self._pending.pop(digests[index], None)
             resumed += self._take_held_back(digests[index])
         request.num_published_blocks = count
-        if self.states is not None:
-            self.states.publish(request, digests[:count])
+        self.states.publish(request, digests[:count])
         return resumed
 
     def remove_pending(self, request: Request) -> list[Request]:
@@ -155,7 +154,7 @@ class PrefixCache:
 
     def take_waiting(self, request: Request, start: int) -> list[Request]:
         """A step fills the blocks of ``request`` from token ``start`` on. Returns the requests held back for them."""
-        if not self._held_back or self.states is not None:
+        if not self._held_back or self.states.are_used:
             return []
         first, end = start // self.block_size, request.num_computed_tokens // self.block_size
         return [other for digest in request.block_digests[first:end] for other in self._take_held_back(digest)]
@@ -185,12 +184,11 @@ class PrefixCache:
         count = len(blocks)
         while count:  # a hit that is shorter for one kind of layer may be none for another
             shorter = self.places.longest_hit(blocks[:count]) if self.places.windows else count
-            if self.states is not None:
-                shorter = self.states.longest_hit(request.block_digests, shorter)
+            shorter = self.states.longest_hit(request.block_digests, shorter)
             if shorter == count:
                 break
             count = shorter
-        if count < len(blocks) and self.states is not None:
+        if count < len(blocks):
             request.state.wanted = len(blocks) * self.block_size
         return blocks[:count]
 
@@ -212,7 +210,7 @@ class PrefixCache:
 
         A snapshot at its end can be read by a later step alone, when it is published.
         """
-        return self.states is None and self._is_filling(request, index)
+        return not self.states.are_used and self._is_filling(request, index)
 
     def _last_pending(self, digests: list[bytes]) -> bytes:
         """The last of ``digests`` before one that is not pending; the first is."""

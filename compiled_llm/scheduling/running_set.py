@@ -59,9 +59,7 @@ class RunningSet:
     ) -> None:
         self.limits, self.pool, self.prefix_cache, self.swap_pool = limits, pool, prefix_cache, swap_pool
         self.places = WindowPlaces(pool)
-        self.states: StateSlots | None = None
-        if pool.states is not None:
-            self.states = StateSlots(pool.states, limits.block_size, prefix_cache.enabled, swap_pool.states)
+        self.states = StateSlots(pool.states, limits.block_size, prefix_cache.enabled, swap_pool.states)
         self.preemption_mode, self.costs = preemption_mode, costs
         self.forks = Forks(pool, limits.block_size)
         self.counts = SchedulerCounts()
@@ -116,7 +114,7 @@ class RunningSet:
         else:
             for block in shared:
                 self.pool.share(block)
-        if self.states is not None and not holds:
+        if not holds:
             computed = len(shared) * self.limits.block_size
             is_swapped_in = request.host_slot > 0 and request.num_computed_tokens > computed
             self.states.enter(request, self._last_digest(request, shared), is_swapped_in, output)
@@ -164,7 +162,7 @@ class RunningSet:
         free = self.pool.num_free - sum(self.pool.num_references(block) == 0 for block in shared)
         if needed + len(self.running) > free:
             return False
-        if self.states is not None and not self.states.has_room(self._last_digest(request, shared)):
+        if not self.states.has_room(self._last_digest(request, shared)):
             return False
         lacking, windows = self._lacking_places(request, shared), self.pool.windows
         others = len(self.running) + copies
@@ -251,19 +249,10 @@ class RunningSet:
 
     def make_state_writable(self, request: Request) -> bool:
         """Give a running request a slot for the state that a step leaves. False: it has to wait for the next step."""
-        if self.states is None:
-            return True
         while not self.states.make_writable(request):
             if not self.take_back():
                 return False
         return True
-
-    def send_states(self, requests: list[Request], output: SchedulerOutputBuilder) -> None:
-        """Tell the worker where the states of a step's requests are, and where they go."""
-        if self.states is not None:
-            starts = output.num_computed_tokens
-            awaited = [self.prefix_cache.awaited_ends(*pair) for pair in zip(requests, starts, strict=True)]
-            self.states.send(requests, awaited, len(self.running) + 1, output)
 
     def send_blocks(self, request: Request, output: SchedulerOutputBuilder) -> None:
         """Tell the worker the entries of a block table that it does not know."""
@@ -300,6 +289,7 @@ class RunningSet:
             request.host_block_ids = host
             self.swapped_out += zip(request.block_ids, host, strict=False)
             self.places.swap_out(request, host)
+            self.states.swap_out(request)
             request.num_swapped_tokens += computed
             self.counts.num_swap_preemptions += 1
             self.counts.num_swapped_out_tokens += computed
@@ -320,12 +310,7 @@ class RunningSet:
             return None
         if self.preemption_mode == "auto" and not self.costs.swap_is_cheaper(request.num_computed_tokens, count):
             return None
-        if self.states is not None and not self.states.host_pool.num_free:
-            return None
-        host = self.swap_pool.allocate(count)
-        if host is not None and self.states is not None:
-            self.states.swap_out(request)
-        return host
+        return self.swap_pool.allocate(count) if self.states.can_swap_out() else None
 
     def make_place_for(self, request: Request, less_urgent: list[Request]) -> None:
         """Preempt some of ``less_urgent``, the last running requests, if ``request`` can be admitted then."""
@@ -364,8 +349,7 @@ class RunningSet:
             self.swapped_out = [pair for pair in self.swapped_out if pair[1] not in host]
             for window in self.pool.windows:
                 window.swapped_out = [pair for pair in window.swapped_out if pair[1] not in host]
-            if self.states is not None:
-                self.states.forget_swap(request)
+            self.states.forget_swap(request)
             self.swap_pool.free(request.host_block_ids)
             request.host_block_ids = []
 
@@ -376,8 +360,7 @@ class RunningSet:
             self.forks.keep(request)
         else:
             self.places.release(request)
-            if self.states is not None:
-                self.states.release(request)
+            self.states.release(request)
             self.pool.free(request.block_ids)
             request.block_ids = []
             request.forked_index = -1
@@ -395,8 +378,7 @@ class RunningSet:
             if request.host_block_ids:
                 self.swap_pool.free(request.host_block_ids)
                 request.host_block_ids = []
-                if self.states is not None:
-                    self.states.forget_swap(request)
+                self.states.forget_swap(request)
                 request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
                 self.waiting.remove(request)
                 self.waiting.add(request)  # by what it lacks now
@@ -405,8 +387,7 @@ class RunningSet:
         self.released, self.swapped_out = [], []
         for window in self.pool.windows:
             window.swapped_out = []
-        if self.states is not None:
-            self.states.pool.swapped_out = []
+        self.pool.states.swapped_out = []
 
     def wait_again(self, requests: Iterable[Request]) -> None:
         """Requests that were held back wait in line again."""

@@ -139,9 +139,9 @@ class Scheduler:
             output.swapped_out, running_set.swapped_out = running_set.swapped_out, []
             for told, window in zip(output.windows, self.pool.windows, strict=True):
                 told.swapped_out, window.swapped_out = window.swapped_out, []
-            running_set.send_states(requests, output)
-            if self.pool.states is not None:
-                output.states_swapped_out, self.pool.states.swapped_out = self.pool.states.swapped_out, []
+            awaited = map(self.prefix_cache.awaited_ends, requests, output.num_computed_tokens)
+            running_set.states.send(requests, awaited, len(self.running) + 1, output)
+            output.states_swapped_out, self.pool.states.swapped_out = self.pool.states.swapped_out, []
             resets, self._resets = self._resets, False
             return output.build(resets=resets)
         if not self._in_flight and self.has_unfinished_requests():
@@ -221,8 +221,7 @@ class Scheduler:
         request.num_computed_tokens -= 1 + len(drafts) - num_computed
         request.output_token_ids += tokens
         self.counts.num_accepted_draft_tokens += max(0, len(tokens) - 1)
-        if self.running_set.states is not None:
-            self.running_set.states.accept(request, num_computed, start)
+        self.running_set.states.accept(request, num_computed, start)
         if request.first_token_time is None:
             request.first_token_time = now
         if self.prefix_cache.enabled and request.status is Status.RUNNING:

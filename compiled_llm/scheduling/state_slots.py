@@ -1,6 +1,6 @@
 """StateSlots: the slots that requests need for states, and the snapshots that steps leave. Plain Python.
 
-What ``RunningSet`` does with blocks is done here with slots of a ``StatePool``. Where no layer has a state, nothing is.
+What ``RunningSet`` does with blocks is done here with slots of a ``StatePool``. Where that has none, nothing is done.
 
 A step reads each request's state from one slot and writes it to one: to the same, if nobody else needs what is there.
 Besides, it writes snapshots at the ends of full blocks: where a prompt's last full block ends, where another request
@@ -27,22 +27,27 @@ class StateSlots:
         """``host_pool``: slots in host memory, for states of preempted requests."""
         self.pool, self.host_pool, self.block_size = pool, host_pool or StatePool(0), block_size
         self.keeps_snapshots = keeps_snapshots
+        self.are_used = pool.num_slots > 0
 
     # -- Admission
 
     def longest_hit(self, digests: Sequence[bytes], count: int) -> int:
         """Of the first ``count`` blocks of a request, the most that end with a snapshot."""
+        if not self.are_used:
+            return count
         return next((end for end in range(count, 0, -1) if self.pool.lookup(digests[end - 1]) is not None), 0)
 
     def has_room(self, digest: bytes | None) -> bool:
         """Whether a request can start: from the snapshot of ``digest``, or as it is."""
         slot = None if digest is None else self.pool.lookup(digest)
-        return self.pool.num_free >= 1 + (slot is not None and self.pool.num_references(slot) == 0)
+        return not self.are_used or self.pool.num_free >= 1 + (slot is not None and self.pool.num_references(slot) == 0)
 
     def enter(
         self, request: Request, digest: bytes | None, is_swapped_in: bool, output: SchedulerOutputBuilder
     ) -> None:
         """A request starts to run: from its own state on the host, from the snapshot of ``digest``, or from nothing."""
+        if not self.are_used:
+            return
         held = request.state
         if is_swapped_in:
             slot = self.pool.allocate()
@@ -61,7 +66,7 @@ class StateSlots:
     def make_writable(self, request: Request) -> bool:
         """A slot for the state that a step leaves. False: there is none; the request can run in a later step."""
         held = request.state
-        if held.target:
+        if held.target or not self.are_used:
             return True
         slot, pool = held.slot, self.pool
         if slot and pool.num_references(slot) == 1 and not pool.is_snapshot(slot):
@@ -84,6 +89,8 @@ class StateSlots:
 
     def make_writable_for_drafts(self, request: Request, count: int, reserve: int) -> int:
         """Slots for the states after each of up to ``count`` drafts. Returns for how many of them there are some."""
+        if not self.are_used:
+            return count
         held = request.state
         while len(held.drafted) < count and self.pool.num_free > reserve:
             slot = self.pool.allocate()
@@ -105,6 +112,8 @@ class StateSlots:
             awaited: for each the ends of blocks, in tokens, for which others are held back.
             reserve: slots that snapshots leave free.
         """
+        if not self.are_used:
+            return
         left = []  # read in this step, so nothing else of it may be written there
         columns = output.num_computed_tokens, output.num_scheduled_tokens
         for request, ends, start, count in zip(requests, awaited, *columns, strict=True):
@@ -203,8 +212,14 @@ class StateSlots:
             self.pool.free(slot)
         request.state = HeldState()
 
+    def can_swap_out(self) -> bool:
+        """Whether there is a host slot for a state."""
+        return not self.are_used or self.host_pool.num_free > 0
+
     def swap_out(self, request: Request) -> None:
         """The state of a request that is preempted is copied to a host slot, of which one is free."""
+        if not self.are_used:
+            return
         slot = self.host_pool.allocate()
         assert slot is not None
         request.host_slot = slot
@@ -223,6 +238,8 @@ class StateSlots:
 
     def fork(self, parent: Request, child: Request, count: int) -> bool:
         """``child`` gets the state after ``count`` tokens. False: ``parent`` has another one."""
+        if not self.are_used:
+            return True
         held = parent.state
         if held.drafted or held.target or not held.slot or count != parent.num_computed_tokens:
             return False
@@ -238,7 +255,7 @@ class StateSlots:
         for request in holders:
             held = request.state
             needed.update(held.slots())
-            if request.status is Status.RUNNING:
+            if request.status is Status.RUNNING and self.are_used:
                 assert bool(held.slot) == (request.num_computed_tokens > 0), "a state is missing"
                 assert not held.target
         self.pool.check_invariants(needed)

@@ -64,9 +64,8 @@ class StepPlanner:
         running, block_size, running_set = self.running, self.limits.block_size, self.running_set
         request_ids, token_ids, feedback = output.request_ids, output.token_ids, output.feedback
         lacking: list[Request] = []
-        most_drafts = 0 if self.drafter is None else self._room_for_drafts()
+        index, most_drafts = 0, 0 if self.drafter is None else self._room_for_drafts()
         num_drafts: dict[int, int] = {}  # index in the step -> drafts
-        index = 0
         while index < len(running):
             request = running[index]
             computed = request.num_computed_tokens
@@ -76,7 +75,8 @@ class StepPlanner:
                 index += 1
                 continue
             # Its last token is in flight; or the host has to know the token that is.
-            if request.num_tokens >= request.max_num_tokens or (request.waits_for_tokens and request.num_in_flight):
+            awaits = request.waits_for_tokens and request.num_in_flight
+            if awaits or request.num_tokens >= request.max_num_tokens or not running_set.make_state_writable(request):
                 index += 1
                 continue
             if computed == len(request.block_ids) * block_size and not running_set.grow(request):
@@ -84,8 +84,6 @@ class StepPlanner:
             if request.forked_index >= 0 and not running_set.make_writable(request, computed, output):
                 continue
             index += 1
-            if not running_set.make_state_writable(request):
-                continue
             if request.num_in_flight:
                 feedback.append(request.last_row)
                 token_ids.append(0)
@@ -147,9 +145,8 @@ class StepPlanner:
             return 0
         drafts = self.drafter.propose(request.request_id, request.prompt_token_ids + request.output_token_ids)[:most]
         drafts = drafts[: self.running_set.grow_for_drafts(request, len(drafts))]
-        if self.running_set.states is not None:
-            reserve = len(self.running) + 1
-            drafts = drafts[: self.running_set.states.make_writable_for_drafts(request, len(drafts), reserve)]
+        reserve = len(self.running) + 1
+        drafts = drafts[: self.running_set.states.make_writable_for_drafts(request, len(drafts), reserve)]
         request.add_drafts(drafts)
         output.token_ids.extend(drafts)
         self._num_drafts += len(drafts)

@@ -88,14 +88,17 @@ class PoolSizes:
         return (size - slots * self.slot_bytes) // self.block_bytes, slots
 
 
-def num_state_slots(config: EngineConfig, limits: EngineLimits) -> int:
-    """Slots of a model that has layers with a state. ``ValueError`` where requests would have to wait for them."""
+def with_state_slots(
+    limits: EngineLimits, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
+) -> EngineLimits:
+    """``limits`` with the slots of a model. ``ValueError`` where requests would have to wait for them."""
+    if not bytes_per_slot(model_config, dtype):
+        return limits
     least = limits.max_num_seqs + 1
-    if config.num_state_slots is None:
-        return 2 * limits.max_num_seqs + least
-    if config.num_state_slots < least:
+    slots = config.num_state_slots or 2 * limits.max_num_seqs + least
+    if slots < least:
         raise ValueError(
-            f"num_state_slots must be at least {least} (max_num_seqs and one), given {config.num_state_slots}. Fewer "
-            "max_num_seqs need fewer"
+            f"num_state_slots must be at least {least} (max_num_seqs and one), given {slots}. Fewer max_num_seqs need "
+            "fewer"
         )
-    return config.num_state_slots
+    return dataclasses.replace(limits, num_state_slots=slots)

@@ -30,7 +30,7 @@ from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.scheduling.step_result import LogprobColumns, StepResult
 from compiled_llm.scheduling.worker import Worker, WorkerFacts
-from compiled_llm.step.kv_cache import allocate, bytes_per_slot, layer_dtypes, num_tensors
+from compiled_llm.step.kv_cache import allocate, layer_dtypes, num_tensors
 from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.worker import exactness, loader
@@ -40,7 +40,7 @@ from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.cpu_kernels import KernelBuild, ops_of
 from compiled_llm.worker.device import choose_threads, resolve_device, use_device, use_threads
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
-from compiled_llm.worker.pool_sizes import PoolSizes, num_state_slots
+from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
 from compiled_llm.worker.quantization import linears_of
 from compiled_llm.worker.request_rows import RequestRows
@@ -123,8 +123,8 @@ class ModelRunner(Worker):
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
         use_device(self.device, self.cache_dtypes)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
-        slots = num_state_slots(config, limits) if bytes_per_slot(model_config, self.dtype) else 0
-        self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens, num_state_slots=slots)
+        limits = with_state_slots(limits, config, model_config, self.dtype)
+        self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None
@@ -145,9 +145,8 @@ class ModelRunner(Worker):
         weights = self._load_weights(config, directory, progress)
         memory.check()
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
-        self.rows = RequestRows(
-            self.limits, model_config.vocab_size, self.transforms, num_windows=len(self.pool_sizes.windows)
-        )
+        windows = len(self.pool_sizes.windows)
+        self.rows = RequestRows(self.limits, model_config.vocab_size, self.transforms, num_windows=windows)
         self.steps = CompiledSteps(
             config,
             model_config,
@@ -160,8 +159,8 @@ class ModelRunner(Worker):
             transforms=self.transforms,
             graph_pool=pool,
         )
-        swapped = self.pool_sizes.swapped_within(config.swap_space_bytes)
-        self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
+        blocks, slots = self.pool_sizes.swapped_within(config.swap_space_bytes)
+        self.swap_space = SwapSpace(self.steps.cache_groups(), blocks, slots)
         # Used in turns: a step may be launched before the tokens of the one before are read.
         host_tokens = functools.partial(torch.zeros, self.steps.last_tokens.shape, dtype=torch.int64, pin_memory=True)
         self._host_tokens = [host_tokens() for _ in range(2 if self.device.type == "cuda" else 0)]
@@ -322,8 +321,7 @@ class ModelRunner(Worker):
         rope_bytes = _num_bytes(description.weights.ropes)
         needed = _num_bytes(description.weights) + self.linears.bytes_while_taking(largest)
         needed += largest if config.load_format == "dummy" else 0  # a tensor is made as a whole
-        free = free_bytes(self.device)
-        if needed > free:
+        if needed > (free := free_bytes(self.device)):
             raise ValueError(
                 f"{directory / 'config.json'}: the weights need {needed >> 20} MiB in {str(self.dtype)[6:]}, "
                 f"{rope_bytes >> 20} of them for max_model_len={c.max_position_embeddings}, and {free >> 20} are free "
@@ -343,12 +341,10 @@ class ModelRunner(Worker):
 
     def _allocate(self, num_blocks: int) -> KVCache:
         """A KV cache of ``num_blocks`` and the sink; that of a trial has as few slots."""
-        sizes = self.pool_sizes
+        sizes, size = self.pool_sizes, self.limits.block_size
         places = {window: count + 1 for window, count in sizes.places(num_blocks).items()}
-        slots = min(sizes.num_slots, num_blocks) if num_blocks < TRIAL_BLOCKS else sizes.num_slots
-        return allocate(
-            self.model_config, self.cache_dtypes, num_blocks + 1, self.limits.block_size, self.device, places, slots + 1
-        )
+        slots = 1 + (num_blocks if num_blocks < TRIAL_BLOCKS else sizes.num_slots)
+        return allocate(self.model_config, self.cache_dtypes, num_blocks + 1, size, self.device, places, slots)
 
     def _compile(self, config: EngineConfig, kernels: KernelBuild | None, progress: StartProgress) -> None:
         """``kernels``: those of a CPU, which are being built."""

@@ -112,11 +112,9 @@ class StepBuffers:
             "position": ((rows,), torch.int32),
             **{field.name: ((rows, *field.shape), field.dtype) for field in SAMPLING},
         }
+        writes = requests, 1 + limits.num_draft_tokens + MOST_SNAPSHOTS
         self._state_fields = StateRows._fields if limits.num_state_slots else ()
-        if self._state_fields:
-            writes = requests, 1 + limits.num_draft_tokens + MOST_SNAPSHOTS
-            shapes = (requests,), writes, writes
-            fields |= {name: (shape, torch.int32) for name, shape in zip(self._state_fields, shapes, strict=True)}
+        fields |= {name: ((requests,) if name == "read_slot" else writes, torch.int32) for name in self._state_fields}
         self._buffers = FieldBuffers(fields, device)
         views = self._buffers.tensors
         self._mark(views, StepSizes.of(limits, device))

@@ -1097,7 +1097,7 @@ _STATE_SLOTS = [
 _STATES_IN_PREFIX_CACHE = [
     (
         "a state is read in the step that writes it",
-        "return self.states is None and self._is_filling(request, index)",
+        "return not self.states.are_used and self._is_filling(request, index)",
         "return self._is_filling(request, index)",
     ),
     (

@@ -192,8 +192,7 @@ class Watch:
         assert not self.unfinished, "requests are stuck"
         assert not scheduler.has_unfinished_requests()
         assert (scheduler.pool.num_used, scheduler.swap_pool.num_used) == (0, 0), "blocks are leaked"
-        for states in filter(None, (scheduler.pool.states, scheduler.swap_pool.states)):
-            assert states.num_used == 0, "slots are leaked"
+        assert (scheduler.pool.states.num_used, scheduler.swap_pool.states.num_used) == (0, 0), "slots are leaked"
         assert scheduler.num_waiting == scheduler.prefix_cache.num_held_back == 0
         for request, end in self.ends.items():
             assert self._end(request) == end, "changed after its end"
@@ -220,7 +219,7 @@ class Watch:
         counts["tokens swapped in"] += scheduler.counts.num_swapped_in_tokens
         counts["tokens hit"] += scheduler.prefix_cache.num_hit_tokens
         counts["evictions"] += scheduler.pool.num_evictions
-        if scheduler.pool.states is not None:
+        if scheduler.pool.states.num_slots:
             outputs = [output.states for output in self.engine.outputs]
             writes = [entry for output in outputs for entry in output.writes]
             counts["states written"] += len(writes)

@@ -161,9 +161,7 @@ class TagRunner:
         self.kv_cache: KVCache = (*layers, *of_windows, *states)
         self.groups = [tensors(tuple(layers)), *(tensors(layer) for layer in of_windows), tensors(tuple(states))]
         self.caches = self.groups[0]
-        host_slots = scheduler.swap_pool.states
-        assert host_slots is not None
-        self.swap_space = SwapSpace(self.groups, scheduler.swap_pool.num_blocks, host_slots.num_slots)
+        self.swap_space = SwapSpace(self.groups, scheduler.swap_pool.num_blocks, scheduler.swap_pool.states.num_slots)
         self.last_tokens = torch.full((self.buckets[-1].num_rows,), POISON, dtype=torch.int64)
         self.hidden = torch.zeros(max(bucket.num_tokens for bucket in self.buckets), 4, dtype=torch.int64)
         config = SimpleNamespace(architecture="tags", stream=None)
@@ -259,7 +257,7 @@ class TagRunner:
         for cache in self.caches:
             cache[list(blocks)] = POISON
         states = self.scheduler.pool.states
-        if states is not None:
+        if states.num_slots:
             to_copy = {slot for slot, _ in states.swapped_out}
             self.kv_cache[-1].convolution[list(states.empty_slots() - to_copy)] = POISON
         for window, caches in zip(self.scheduler.pool.windows, self.groups[1:-1], strict=True):

@@ -86,7 +86,6 @@ def test_a_request_keeps_one_snapshot_of_its_own_output() -> None:
     serve(engine, *(make_request(f"{n}", prompt, 1) for n, prompt in enumerate(prompts)))
     serve(engine, make_request("long", 4, 60))
     states = engine.scheduler.pool.states
-    assert states is not None
     assert states.num_evictions == 0
     again = [make_request(f"{n} again", prompt, 1) for n, prompt in enumerate(prompts)]
     serve(engine, *again)
@@ -139,7 +138,6 @@ def test_steps_of_which_some_tokens_are_accepted(num_right: int) -> None:
     assert counts.num_draft_tokens > 0
     assert (counts.num_accepted_draft_tokens > 0) == (num_right > 0)
     states = engine.scheduler.pool.states
-    assert states is not None
     assert states.num_used == 0
 
 
@@ -181,7 +179,6 @@ def test_a_snapshot_goes_with_its_block() -> None:
     engine = FakeEngine(scheduler)
     serve(engine, make_request("first", 16, 1))
     states = scheduler.pool.states
-    assert states is not None
     assert states.num_free > len(states.empty_slots())
     serve(engine, make_request("second", 30, 1))  # takes all blocks
     held = {digest for digest in states.digests() if scheduler.pool.lookup(digest) is None}
