@@ -141,7 +141,7 @@ class Scheduler:
                 told.swapped_out, window.swapped_out = window.swapped_out, []
             awaited = map(self.prefix_cache.awaited_ends, requests, output.num_computed_tokens)
             running_set.states.send(requests, awaited, len(self.running) + 1, output)
-            output.states_swapped_out, self.pool.states.swapped_out = self.pool.states.swapped_out, []
+            output.states.swapped_out, self.pool.states.swapped_out = self.pool.states.swapped_out, []
             resets, self._resets = self._resets, False
             return output.build(resets=resets)
         if not self._in_flight and self.has_unfinished_requests():

@@ -138,6 +138,19 @@ class WindowOutputBuilder:
         )
 
 
+class StateOutputBuilder:
+    """The columns of a ``StateOutput`` while they grow."""
+
+    def __init__(self) -> None:
+        self.reads: list[int] = []
+        self.writes: list[tuple[tuple[int, int], ...]] = []
+        self.swapped_out: list[tuple[int, int]] = []
+        self.swapped_in: list[tuple[int, int]] = []
+
+    def build(self) -> StateOutput:
+        return StateOutput(tuple(self.reads), tuple(self.writes), tuple(self.swapped_out), tuple(self.swapped_in))
+
+
 class SchedulerOutputBuilder:
     """The columns of a ``SchedulerOutput`` while they grow; names and meaning are the same."""
 
@@ -155,10 +168,7 @@ class SchedulerOutputBuilder:
         self.swapped_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.windows = [WindowOutputBuilder() for _ in range(num_windows)]
-        self.state_reads: list[int] = []
-        self.state_writes: list[tuple[tuple[int, int], ...]] = []
-        self.states_swapped_out: list[tuple[int, int]] = []
-        self.states_swapped_in: list[tuple[int, int]] = []
+        self.states = StateOutputBuilder()
         self.moved_sinks: list[tuple[int, int]] = []
 
     def build(self, *, resets: bool = False) -> SchedulerOutput:
@@ -177,12 +187,7 @@ class SchedulerOutputBuilder:
             tuple(self.swapped_in),
             tuple(self.copies),
             tuple(window.build() for window in self.windows),
-            StateOutput(
-                tuple(self.state_reads),
-                tuple(self.state_writes),
-                tuple(self.states_swapped_out),
-                tuple(self.states_swapped_in),
-            ),
+            self.states.build(),
             tuple(self.moved_sinks),
             resets,
         )

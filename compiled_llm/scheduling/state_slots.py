@@ -52,7 +52,7 @@ class StateSlots:
         if is_swapped_in:
             slot = self.pool.allocate()
             assert slot is not None
-            output.states_swapped_in.append((slot, request.host_slot))
+            output.states.swapped_in.append((slot, request.host_slot))
             held.slot = slot
         elif digest is not None:
             slot = self.pool.lookup(digest)
@@ -125,8 +125,8 @@ class StateSlots:
                 writes = [(target, count)]
                 if self.keeps_snapshots:
                     writes += self._snapshots(request, start, start + count, target, ends, reserve)
-            output.state_reads.append(held.slot)
-            output.state_writes.append(tuple(writes))
+            output.states.reads.append(held.slot)
+            output.states.writes.append(tuple(writes))
             if held.slot and held.slot != target:
                 left.append(held.slot)
             held.slot = target

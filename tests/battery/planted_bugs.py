@@ -534,8 +534,8 @@ _STEP_PLANNER = [
     ),
     (
         "the token in flight is not counted against the limit",
-        "if request.num_tokens >= request.max_num_tokens or (",
-        "if request.num_tokens > request.max_num_tokens or (",
+        "if awaits or request.num_tokens >= request.max_num_tokens or",
+        "if awaits or request.num_tokens > request.max_num_tokens or",
     ),
     # The step
     (
@@ -560,8 +560,8 @@ _STEP_PLANNER = [
     ),
     (
         "a long prompt starves the decodes behind it",
-        "if request.num_tokens >= request.max_num_tokens or (",
-        "if lacking or request.num_tokens >= request.max_num_tokens or (",
+        "if awaits or request.num_tokens >= request.max_num_tokens or",
+        "if lacking or awaits or request.num_tokens >= request.max_num_tokens or",
     ),
     (
         "a long prompt takes all of the step",
