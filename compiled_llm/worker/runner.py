@@ -128,7 +128,6 @@ class ModelRunner(Worker):
         self.start_times, self.times = StartTimes(), RunnerTimes()
         self.profiler: StepProfiler | None = None
         self.watch: StepWatch | None = None
-
         use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
         kernels = self._build_kernels(progress)
@@ -159,8 +158,8 @@ class ModelRunner(Worker):
             transforms=self.transforms,
             graph_pool=pool,
         )
-        blocks, slots = self.pool_sizes.swapped_within(config.swap_space_bytes)
-        self.swap_space = SwapSpace(self.steps.cache_groups(), blocks, slots)
+        swapped = self.pool_sizes.swapped_within(config.swap_space_bytes)
+        self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
         # Used in turns: a step may be launched before the tokens of the one before are read.
         host_tokens = functools.partial(torch.zeros, self.steps.last_tokens.shape, dtype=torch.int64, pin_memory=True)
         self._host_tokens = [host_tokens() for _ in range(2 if self.device.type == "cuda" else 0)]
