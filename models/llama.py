@@ -13,8 +13,8 @@ from torch import Tensor
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import Family, Layers, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec
-from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
+from compiled_llm.models.layers.attention import AttentionSpec, attended
+from compiled_llm.models.layers.decoder import Attention, LayerWeights, decoder_layers
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.norm import Norm
 from compiled_llm.models.layers.rope import rope_cos_sin
@@ -92,10 +92,11 @@ def forward(
     layers: MixedLayers,
     max_query_len: int,
     experts: Experts | None = None,
+    attention: Attention = attended,
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``.
 
-    A family with experts passes what computes a layer that has some.
+    A family with experts passes what computes a layer that has some, and one with another attention that.
     """
 
     def mixed(x: Tensor, delta: Tensor | None, norm: Any, eps: float, mlp: Any) -> tuple[Tensor, Tensor | None]:
@@ -108,6 +109,7 @@ def forward(
         angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
         query_scale=F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None,
         experts=None if experts is None else mixed,
+        attention=attention,
     )  # fmt: skip
 
 

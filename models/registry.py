@@ -23,6 +23,9 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": ("phi3", "Phi-3, Phi-3.5 and Phi-4"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
+    "Qwen3NextForCausalLM": ("qwen3_next", "Qwen3-Next"),
+    "Qwen3_5ForCausalLM": ("qwen3_5", "Qwen3.5, dense"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5_moe", "Qwen3.5 with experts"),
     "Lfm2ForCausalLM": ("lfm2", "LFM2 and LFM2.5"),
     "GptOssForCausalLM": ("gpt_oss", "gpt-oss"),
     "MixtralForCausalLM": ("mixtral", "Mixtral"),
@@ -45,6 +48,8 @@ WRAPPERS = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
     "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
 }
 # For messages.

@@ -42,6 +42,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     rms_norm,
     rope,
     scaled_sum,
+    sigmoid_gated,
     soft_cap,
 )
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens, uniform
@@ -97,6 +98,7 @@ __all__ = [
     "sample_tokens",
     "scaled_sum",
     "short_convolution",
+    "sigmoid_gated",
     "soft_cap",
     "uniform",
     "unpack_rows",

@@ -5,12 +5,16 @@ A new family is one more line in ``CONFIGS``: the equality, loader and graph-bre
 
 import copy
 import functools
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
+from torch import Tensor
 
 _SMALL = {
     "hidden_size": 112,
@@ -334,7 +338,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "pad_token_id": 0}),
 }
 
-_HYBRID = {"num_hidden_layers": 4, "max_position_embeddings": 640}
+_HYBRID = {"num_hidden_layers": 4, "max_position_embeddings": 640, "initializer_range": 0.12}
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 40,
+    "linear_conv_kernel_dim": 3,
+}
+_SHARED_EXPERT = {
+    "num_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 56,
+    "shared_expert_intermediate_size": 72,
+}
 # Of families some of whose layers keep a state of a fixed size.
 HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
@@ -354,6 +371,54 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "qwen3-next": (
+        "Qwen3NextForCausalLM",
+        {
+            **_SMALL,
+            **_HYBRID,
+            **_heads(7, 1, 32),
+            **_DELTA_NET,
+            **_SHARED_EXPERT,
+            "vocab_size": 307,
+            "rms_norm_eps": 0.05,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+            "mlp_only_layers": [2],
+            "attention_bias": True,
+            "norm_topk_prob": False,
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5ForCausalLM",
+        {
+            **_SMALL,
+            **_HYBRID,
+            **_heads(6, 2, 24),
+            **_DELTA_NET,
+            "vocab_size": 501,
+            "rms_norm_eps": 0.01,
+            "full_attention_interval": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 2, 2],
+                "mrope_interleaved": True,
+            },
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeForCausalLM",
+        {
+            **{name: value for name, value in _SMALL.items() if name != "intermediate_size"},
+            **_HYBRID,
+            **_heads(7, 1, 32),
+            **_DELTA_NET,
+            **_SHARED_EXPERT,
+            "vocab_size": 307,
+            "rms_norm_eps": 0.01,
+        },
+    ),
     "lfm2-tied": (
         "Lfm2ForCausalLM",
         {
@@ -368,6 +433,8 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Models whose published checkpoints have each layer's experts in one tensor, where transformers saves them one by one.
+STACKED_EXPERTS = ("Qwen3_5MoeForCausalLM",)
 
 # Of compiled engines of the demo model in float32. Tests that need no other sizes take these, so that each graph is
 # compiled once: the cache of compiled graphs is shared by all.
@@ -398,9 +465,25 @@ def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrained
     return model
 
 
+def save(model: transformers.PreTrainedModel, directory: Path) -> None:
+    """The model as a checkpoint."""
+    model.save_pretrained(directory)
+    if type(model).__name__ in STACKED_EXPERTS:
+        save_file(model.state_dict(), directory / "model.safetensors")
+
+
+def logits_of(model: transformers.PreTrainedModel, prompts: Tensor) -> Tensor:
+    """Those of all tokens. Layers with a state go from token to token: in chunks they lose digits of float32."""
+    code = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        if hasattr(code, "torch_chunk_gated_delta_rule"):
+            patch.setattr(code, "torch_chunk_gated_delta_rule", code.torch_recurrent_gated_delta_rule)
+        return model(prompts).logits
+
+
 @functools.cache
 def checkpoint(name: str) -> Path:
     """The same model saved to a directory that lives as long as the test run."""
     directory = Path(tempfile.mkdtemp(prefix="compiled-llm-test-"))
-    transformers_model(name).save_pretrained(directory)
+    save(transformers_model(name), directory)
     return directory

@@ -46,6 +46,9 @@ class LayerWeights(NamedTuple):
 Experts = Callable[[Tensor, Tensor | None, Any, float, Any], tuple[Tensor, Tensor | None]]
 """(x, delta, norm, eps, weights) -> x, delta: as ``mlp_block`` takes and gives them."""
 
+Attention = Callable[..., Tensor]
+"""Takes and gives what ``attended`` does."""
+
 
 def decoder_layers(
     x: Tensor,
@@ -63,6 +66,7 @@ def decoder_layers(
     query_scale: Tensor | None = None,
     experts: Experts | None = None,
     final_norm: Norm | None = None,
+    attention: Attention = attended,
 ) -> Tensor:
     """What the last layer gives, ``[T, D]``; the step's keys and values go to ``kv_cache``.
 
@@ -76,6 +80,7 @@ def decoder_layers(
         query_scale: see ``attended``.
         experts: for weights that are not an MLP's.
         final_norm: of the result, if it is to be normalised.
+        attention: what stands between the layers ``qkv`` and ``o`` of a layer with attention.
     """
     delta: Tensor | None = None  # what is still to be added to x: its norm, if there is one
     delta_norm: Tensor | None = None
@@ -85,7 +90,7 @@ def decoder_layers(
             out = w.attention.mixed(qkv, cache, step, spec, eps, max_query_len)
         else:
             cos_sin = angles[-1 if spec.window else 0] if angles else None
-            out = attended(qkv, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
+            out = attention(qkv, w.attention, cos_sin, cache, step, spec, eps, max_query_len, query_scale)
         beside = activated_linear(out, w.attention.o) if parallel else None
         if parallel:
             delta = None

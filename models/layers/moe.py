@@ -17,7 +17,7 @@ from compiled_llm.models.linears.mixture import (
     summed_experts,
 )
 from compiled_llm.models.linears.protocol import Experts, Linear
-from compiled_llm.ops import scaled_sum
+from compiled_llm.ops import scaled_sum, sigmoid_gated
 
 
 def check_router(config: ModelConfig, num_experts: str, top_k: str = "num_experts_per_tok") -> None:
@@ -50,6 +50,7 @@ class Shared(NamedTuple):
 
     mlp: MlpWeights
     one: Tensor  # [1] float32
+    gate: Linear | None = None  # [1, D], of a token: what the MLP gives is multiplied by its sigmoid
 
 
 SILU = Gate()
@@ -73,6 +74,12 @@ def mixture_of_experts(
     return summed_experts(gated_experts(x, w.gate_up, chosen, gate), w.down, chosen, w.used)
 
 
+def shared_mlp(x: Tensor, shared: Shared) -> Tensor:
+    """What ``shared`` gives of ``x``, two ``[T, D]``."""
+    y = gated_mlp(x, shared.mlp)
+    return y if shared.gate is None else sigmoid_gated(y, shared.gate.apply(x))
+
+
 def experts_block(
     x: Tensor,
     delta: Tensor | None,
@@ -92,10 +99,10 @@ def experts_block(
     x, normed, chosen = routed(x, delta, norm, eps, w.of_router, step.query_start_loc[-1:], w.used, router)
     hidden = gated_experts(normed, w.gate_up, chosen, gate)
     if x.is_cuda:
-        beside = None if shared is None else gated_mlp(normed, shared.mlp)
+        beside = None if shared is None else shared_mlp(normed, shared)
         return summed_experts(hidden, w.down, chosen, w.used, beside, x), None
     mixed = summed_experts(hidden, w.down, chosen, w.used)
     if shared is None:
         return x, mixed
     # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that one alone.
-    return x, scaled_sum(mixed, gated_mlp(normed, shared.mlp), shared.one)
+    return x, scaled_sum(mixed, shared_mlp(normed, shared), shared.one)

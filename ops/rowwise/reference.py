@@ -104,6 +104,11 @@ def scaled_sum_reference(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
     return ((x + delta).float() * scale).to(x.dtype)
 
 
+def sigmoid_gated_reference(x: Tensor, gate: Tensor) -> Tensor:
+    """The op in plain torch."""
+    return x * torch.sigmoid(gate)
+
+
 def log_sum_exp_reference(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The op in plain torch."""
     logits = logits.float()

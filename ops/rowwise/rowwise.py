@@ -31,6 +31,7 @@ LIBRARY.define("activation(Tensor x, str activation) -> Tensor")
 LIBRARY.define("clamped_swiglu(Tensor gate_up, float alpha, float limit) -> Tensor")
 LIBRARY.define("soft_cap(Tensor x, float cap) -> Tensor")
 LIBRARY.define("scaled_sum(Tensor x, Tensor delta, Tensor scale) -> Tensor")
+LIBRARY.define("sigmoid_gated(Tensor x, Tensor gate) -> Tensor")
 LIBRARY.define("log_sum_exp(Tensor logits) -> (Tensor, Tensor)")
 
 _OPS = torch.ops.compiled_llm
@@ -134,6 +135,14 @@ def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
     return _OPS.scaled_sum(x, delta, scale)
 
 
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``, ``[T, D]``; ``gate`` is ``[T, D]`` or ``[T, 1]``, dtype of ``x``.
+
+    The sigmoid is rounded before the product, as in Qwen3-Next.
+    """
+    return _OPS.sigmoid_gated(x, gate)
+
+
 def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The largest element and ``log(sum(exp(logits - largest)))`` of each row of ``[T, V]``: two ``[T]`` float32."""
     return _OPS.log_sum_exp(logits)
@@ -145,6 +154,7 @@ def log_sum_exp(logits: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("compiled_llm::activation", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::soft_cap", lib=LIBRARY)
 @torch.library.register_fake("compiled_llm::scaled_sum", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::sigmoid_gated", lib=LIBRARY)
 def _fake_like(x: Tensor, *args) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -203,6 +213,7 @@ for _name in (
     "clamped_swiglu",
     "soft_cap",
     "scaled_sum",
+    "sigmoid_gated",
     "log_sum_exp",
 ):
     _register(_name)

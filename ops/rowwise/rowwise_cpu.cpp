@@ -199,6 +199,20 @@ Tensor scaled_sum(const Tensor& x, const Tensor& delta, const Tensor& scale) {
   return out;
 }
 
+Tensor sigmoid_gated(const Tensor& x, const Tensor& gate) {
+  const char* op = "sigmoid_gated";
+  const RowKernels& kernels = kernels_for(x, op);
+  const Rows from = rows_of(x, op, "x"), gates = rows_of(gate, op, "gate");
+  const int64_t rows = x.size(0), size = x.size(1), columns = gate.size(1);
+  CHECK_VALUE(gate.size(0) == rows && (columns == size || columns == 1) && gate.dtype() == x.dtype(), op,
+              ": gate must be [", rows, ", ", size, "] or [", rows, ", 1] of ", x.dtype(), ", got ", gate.sizes(), " of ",
+              gate.dtype());
+  Tensor out = empty({rows, size}, x.dtype());
+  const Rows to = rows_of(out, op, "out");
+  for_rows(rows, 2 * size, [&](int64_t row) { kernels.sigmoid_gated(from[row], gates[row], columns, to[row], size); });
+  return out;
+}
+
 std::tuple<Tensor, Tensor> log_sum_exp(const Tensor& logits) {
   const RowKernels& kernels = kernels_for(logits, "log_sum_exp");
   const Rows from = rows_of(logits, "log_sum_exp", "logits");
@@ -221,6 +235,7 @@ const std::vector<Op> ops = {
     {"clamped_swiglu", Boxed<clamped_swiglu>::call},
     {"soft_cap", Boxed<soft_cap>::call},
     {"scaled_sum", Boxed<scaled_sum>::call},
+    {"sigmoid_gated", Boxed<sigmoid_gated>::call},
     {"log_sum_exp", Boxed<log_sum_exp>::call},
     {"route", Boxed<route>::call},
     {"expert_rows", Boxed<expert_rows>::call},

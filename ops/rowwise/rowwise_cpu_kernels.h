@@ -227,6 +227,16 @@ TARGET void scaled_sum(const void* x, const void* delta, float scale, void* out,
   });
 }
 
+template <class T>
+TARGET void sigmoid_gated(const void* x, const void* gate, int64_t gates, void* out, int64_t size) {
+  const T *from = static_cast<const T*>(x), *by = static_cast<const T*>(gate);
+  const Vec one = broadcast(load_floats(by, 1)[0]);
+  for_vectors(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) TARGET {
+    const Vec g = gates == size ? load_floats(by + i, count) : one;
+    store_as(static_cast<T*>(out) + i, load_floats(from + i, count) * rounded<T>(sigmoid(g)), count);
+  });
+}
+
 // Added up by lane within a chunk, and then chunk after chunk in double.
 template <class T>
 TARGET void log_sum_exp(const void* all, int64_t size, float* peak, float* log_total) {
@@ -274,7 +284,7 @@ TARGET void weighted_sum(const void* y, int64_t stride, const int32_t* places, c
 template <class T>
 constexpr RowKernels row_kernels() {
   return {norm<T, T>,        norm<T, float>, layer_norm<T>, gated_norm<T>,  rope<T, T>, rope<T, float>,  gated<T>, activate<T>,
-          clamped_swiglu<T>, soft_cap<T>,    scaled_sum<T>, log_sum_exp<T>, widen<T>,   weighted_sum<T>};
+          clamped_swiglu<T>, soft_cap<T>,    scaled_sum<T>, sigmoid_gated<T>, log_sum_exp<T>, widen<T>,   weighted_sum<T>};
 }
 
 inline Kernels kernels() { return {row_kernels<float>(), row_kernels<BFloat16>(), row_kernels<Half>()}; }

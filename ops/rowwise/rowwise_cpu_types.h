@@ -47,6 +47,7 @@ struct RowKernels {
   void (*clamped_swiglu)(const void* gate, const void* up, float alpha, float limit, void* out, int64_t size);
   void (*soft_cap)(const void* x, float cap, void* out, int64_t size);
   void (*scaled_sum)(const void* x, const void* delta, float scale, void* out, int64_t size);
+  void (*sigmoid_gated)(const void* x, const void* gate, int64_t gates, void* out, int64_t size);  // 1 gate, or `size`
   void (*log_sum_exp)(const void* x, int64_t size, float* peak, float* log_total);
   void (*widen)(const void* x, float* out, int64_t size);
   // Of the rows `places` of y, `stride` bytes apart; those below 0 add nothing.

@@ -14,6 +14,7 @@ import triton
 from torch import Tensor
 
 from compiled_llm.ops.rowwise import reference
+from compiled_llm.ops.rowwise.triton_gate_kernel import sigmoid_gate_kernel
 from compiled_llm.ops.rowwise.triton_kernels import (
     activation_kernel,
     clamped_swiglu_kernel,
@@ -340,6 +341,26 @@ def scaled_sum(x: Tensor, delta: Tensor, scale: Tensor) -> Tensor:
         with torch.cuda.device_of(x):
             scaled_sum_kernel[(rows, triton.cdiv(size, block))](
                 x, delta, scale, out, x_stride, delta_stride, SIZE=size, BLOCK=block, **_options(block)
+            )
+    return out
+
+
+def sigmoid_gated(x: Tensor, gate: Tensor) -> Tensor:
+    """The op."""
+    x, x_stride = aligned_rows(x, "sigmoid_gated", "x")
+    gate, gate_stride = aligned_rows(gate, "sigmoid_gated", "gate")
+    rows, size = x.shape
+    if gate.shape not in ((rows, size), (rows, 1)) or gate.dtype != x.dtype or gate.device != x.device:
+        raise ValueError(
+            f"sigmoid_gated: gate must be [{rows}, {size}] or [{rows}, 1] of {x.dtype} on {x.device}, got "
+            f"{list(gate.shape)} of {gate.dtype} on {gate.device}"
+        )
+    out = x.new_empty(rows, size)
+    block = min(triton.next_power_of_2(max(size, 1)), _PIECE)
+    if out.numel():
+        with torch.cuda.device_of(x):
+            sigmoid_gate_kernel[(rows, triton.cdiv(size, block))](
+                x, gate, out, x_stride, gate_stride, SIZE=size, GATES=gate.shape[1], BLOCK=block, **_options(block)
             )
     return out
 

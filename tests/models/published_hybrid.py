@@ -67,7 +67,51 @@ _LFM25 = {
     "tie_word_embeddings": True,
 }
 
+_QWEN3_NEXT: dict[str, Any] = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 5120,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_next",
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 16,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+    "output_router_logits": False,
+    "partial_rotary_factor": 0.25,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.0.dev0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 HYBRID: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "Qwen3-Next-80B-A3B-Instruct": (_QWEN3_NEXT, []),
+    "Qwen3-Coder-Next": (_QWEN3_NEXT | {"rope_theta": 5000000}, []),
     "LFM2-1.2B": (_LFM2, _IGNORED_LFM2),
     "LFM2-350M": (
         _LFM2
@@ -76,4 +120,106 @@ HYBRID: dict[str, tuple[dict[str, Any], list[str]]] = {
         _IGNORED_LFM2,
     ),
     "LFM2.5-1.2B-Thinking": (_LFM25, [name for name in _IGNORED_LFM2 if name != "conv_dim_out"]),
+}
+
+
+def _pattern(num_layers: int) -> list[str]:
+    return ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(num_layers)]
+
+
+_QWEN35_TEXT: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_output_gate": True,
+    "dtype": "bfloat16",
+    "eos_token_id": 248044,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3584,
+    "layer_types": _pattern(24),
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_5_text",
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "vocab_size": 248320,
+}
+_QWEN35_MOE_TEXT: dict[str, Any] = {
+    name: value for name, value in _QWEN35_TEXT.items() if name not in ("intermediate_size", "mlp_only_layers")
+} | {
+    "hidden_size": 2048,
+    "layer_types": _pattern(40),
+    "linear_num_value_heads": 32,
+    "model_type": "qwen3_5_moe_text",
+    "moe_intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 40,
+    "router_aux_loss_coef": 0.001,
+    "shared_expert_intermediate_size": 512,
+    "tie_word_embeddings": False,
+}
+
+
+def _whole(text: dict[str, Any]) -> dict[str, Any]:
+    """The text's config inside of that with vision."""
+    moe = "num_experts" in text
+    return {
+        "architectures": [f"Qwen3_5{'Moe' * moe}ForConditionalGeneration"],
+        "image_token_id": 248056,
+        "model_type": "qwen3_5_moe" if moe else "qwen3_5",
+        "text_config": text,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+        "transformers_version": "4.57.0.dev0",
+        "video_token_id": 248057,
+        "vision_config": {"depth": 2, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 32},
+        "vision_end_token_id": 248054,
+        "vision_start_token_id": 248053,
+    }
+
+
+WRAPPED_HYBRID: dict[str, dict[str, Any]] = {
+    "Qwen3.5-0.8B": _whole(_QWEN35_TEXT),
+    "Qwen3.5-9B": _whole(
+        _QWEN35_TEXT
+        | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32, "layer_types": _pattern(32)}
+        | {"num_attention_heads": 16, "num_key_value_heads": 4, "linear_num_value_heads": 32}
+        | {"tie_word_embeddings": False}
+    ),
+    "Qwen3.5-27B": _whole(
+        _QWEN35_TEXT
+        | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64, "layer_types": _pattern(64)}
+        | {"num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48}
+        | {"tie_word_embeddings": False}
+    ),
+    "Qwen3.5-35B-A3B": _whole(_QWEN35_MOE_TEXT),
+    "Qwen3.5-397B-A17B": _whole(
+        _QWEN35_MOE_TEXT
+        | {"hidden_size": 4096, "num_hidden_layers": 60, "layer_types": _pattern(60), "num_attention_heads": 32}
+        | {"moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024, "linear_num_value_heads": 64}
+        | {"num_experts": 512, "num_experts_per_tok": 10}
+    ),
 }

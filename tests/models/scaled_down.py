@@ -61,6 +61,10 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
         "hidden_size_per_layer_input": 20 if config.get("hidden_size_per_layer_input") else 0,
         "vocab_size_per_layer_input": _TOKENS["vocab_size"],
     }
+    if config.get("linear_num_key_heads"):
+        ratio_of_heads = config["linear_num_value_heads"] // config["linear_num_key_heads"]
+        changes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * ratio_of_heads}
+        changes |= {"linear_key_head_dim": 24, "linear_value_head_dim": 40, "shared_expert_intermediate_size": 56}
     if config.get("enable_moe_block"):
         changes |= {"num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 40}
     elif "num_experts_per_tok" in config:  # which stay, of fewer

@@ -14,7 +14,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import family
 from compiled_llm.worker import loader
-from tests.families import HYBRID_CONFIGS, checkpoint, transformers_model
+from tests.families import HYBRID_CONFIGS, checkpoint, logits_of, transformers_model
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 
 NUM_TOKENS = 600
@@ -73,8 +73,7 @@ def test_every_position_of_two_prompts_in_every_way(name: str) -> None:
     torch.manual_seed(1)
     model = transformers_model(name)
     prompts = torch.randint(3, model.config.vocab_size, (2, NUM_TOKENS))
-    with torch.no_grad():
-        expected = model(prompts).logits
+    expected = logits_of(model, prompts)
     tokens = prompts.tolist()
 
     whole = new(name).served(tokens, [[NUM_TOKENS, 0], [0, NUM_TOKENS]])

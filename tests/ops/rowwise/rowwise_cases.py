@@ -75,6 +75,8 @@ CASES: dict[str, Case] = {
         "scaled_sum",
         lambda t, r, n: (numbers(r, n, t), numbers(r, n, t, 3.0).flip(1), torch.tensor([0.7])),
     ),
+    "sigmoid_gated": ("sigmoid_gated", lambda t, r, n: (numbers(r, n, t), numbers(r, n, t, 3.0).flip(1))),
+    "sigmoid_gated, one a row": ("sigmoid_gated", lambda t, r, n: (numbers(r, n, t), numbers(r, 1, t, 3.0))),
     "log_sum_exp": ("log_sum_exp", lambda t, r, n: (numbers(r, n, t, 5.0),)),
 }
 

@@ -142,6 +142,7 @@ def test_extremes() -> None:
         ),
         (lambda: rowwise.soft_cap(torch.ones(2, 7), 0.0), "cap must be above 0"),
         (lambda: rowwise.scaled_sum(torch.ones(2, 8), torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
+        (lambda: rowwise.sigmoid_gated(torch.ones(2, 8), torch.ones(2, 4)), r"gate must be \[2, 8\] or \[2, 1\] of"),
         (lambda: rowwise.scaled_sum(torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)), r"scale must be \[1\] float32"),
     ],
 )

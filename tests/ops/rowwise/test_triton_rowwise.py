@@ -32,6 +32,7 @@ KERNELS = (
     "activation_kernel",
     "soft_cap_kernel",
     "scaled_sum_kernel",
+    "sigmoid_gate_kernel",
     "log_sum_exp_kernel",
 )
 
@@ -173,6 +174,8 @@ def compiled_cases(dtype: torch.dtype, norm_dtype: torch.dtype) -> Iterator[tupl
     yield "clamped_swiglu", [x(8, 2 * INTERMEDIATE), 1.7, 7.0]
     yield "soft_cap", [x(8, V), 30.0]
     yield "scaled_sum", [x(8, D), x(8, D), _empty(1, dtype=torch.float32)]
+    for gates in (D, 1):
+        yield "sigmoid_gated", [x(8, D), x(8, gates)]
     yield "log_sum_exp", [x(8, V)]
 
 
@@ -228,6 +231,11 @@ REFUSED: list[tuple[Callable, str]] = [
     (lambda op: op.soft_cap(ONES, 0.0), "cap must be above 0"),
     (lambda op: op.scaled_sum(ONES, torch.ones(1, 8), torch.ones(1)), "delta must be like x"),
     (lambda op: op.scaled_sum(ONES, ONES, torch.ones(8)), r"scale must be \[1\] float32"),
+    (
+        lambda op: op.sigmoid_gated(ONES, ONES[:1]),
+        r"gate must be \[2, 8\] or \[2, 1\] of torch.float32 on cpu, got \[1",
+    ),
+    (lambda op: op.sigmoid_gated(ONES, ONES.half()), "of torch.float16"),
     (lambda op: op.log_sum_exp(torch.ones(2, 0)), "must have columns"),
 ]
 

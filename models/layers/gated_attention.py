@@ -1,0 +1,53 @@
+"""Attention with a gate of its output (Qiu et al., 2025, arXiv:2505.06708)."""
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.inputs import LayerCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attended
+from compiled_llm.models.layers.rope import head_arrangement
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.weights import Source
+from compiled_llm.ops import sigmoid_gated
+
+
+def take_gated_attention(config: ModelConfig, source: Source, name: str, *, bias: bool) -> AttentionWeights:
+    """The projections of a layer whose ``q_proj`` has each head's query and gate, and norms of heads by ``1 + w``.
+
+    ``qkv`` gives ``[T, N * H]`` gates first, then what it gives in other families.
+    """
+    d, h, size = config.hidden_size, config.head_dim, config.num_heads * config.head_dim
+    arrange = head_arrangement(config.ropes[0], h)
+
+    def gates_first(rows: Tensor) -> Tensor:
+        queries, gates = (part.flatten(0, 1) for part in rows.unflatten(0, (-1, 2 * h)).split(h, dim=1))
+        return torch.cat([gates, queries if arrange is None else arrange(queries)])
+
+    kv_size = config.num_kv_heads * h
+    qkv = source.linear(
+        Part(f"{name}.q_proj", 2 * size, d, bias, arrange=gates_first),
+        Part(f"{name}.k_proj", kv_size, d, bias, arrange=arrange),
+        Part(f"{name}.v_proj", kv_size, d, bias),
+    )
+    norms = [source.norm_plus_one(f"{name}.{x}_norm", h) for x in "qk"]
+    if arrange is not None:  # a norm's elements are in the order of the heads'
+        norms = [norm if norm.is_meta else arrange(norm) for norm in norms]
+    return AttentionWeights(qkv, source.linear(Part(f"{name}.o_proj", d, size, bias)), *norms)
+
+
+def gated_attended(
+    qkv: Tensor,
+    w: AttentionWeights,
+    cos_sin: Tensor | None,
+    cache: LayerCache,
+    step: StepInput,
+    spec: AttentionSpec,
+    eps: float,
+    max_query_len: int,
+    query_scale: Tensor | None = None,
+) -> Tensor:
+    """As ``attended``, whose result is multiplied by the sigmoid of the gates, the first columns of ``qkv``."""
+    size = spec.num_heads * spec.head_dim
+    gate, qkv = qkv.split([size, qkv.shape[1] - size], dim=-1)
+    return sigmoid_gated(attended(qkv, w, cos_sin, cache, step, spec, eps, max_query_len, query_scale), gate)

@@ -1,0 +1,167 @@
+"""Qwen3.5, dense: Gated DeltaNet in most layers, attention with an output gate in the others.
+
+The layers are Qwen3-Next's (Qwen team, 2025), whose projections of DeltaNet lie in two tensors and here in four.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models import llama
+from compiled_llm.models.config import FULL
+from compiled_llm.models.family import Family, MixedLayers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.layers.decoder import LayerWeights
+from compiled_llm.models.layers.delta_net import DeltaNetWeights
+from compiled_llm.models.layers.gated_attention import gated_attended, take_gated_attention
+from compiled_llm.models.layers.state import StateSpec
+from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.llama import Experts, LlamaConfig, TakeMlp, Weights
+from compiled_llm.models.rope_config import Rope, read_partial_rope
+from compiled_llm.models.weights import Source
+from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
+
+LINEAR = "linear_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen35Config(LlamaConfig):
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
+    layer_types: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.layer_types) != self.num_layers or not {LINEAR, FULL}.issuperset(self.layer_types):
+            raise ValueError(
+                f"config.json: layer_types must be {LINEAR!r} or {FULL!r} for each of the {self.num_layers} layers, "
+                f"given {self.layer_types!r:.200}"
+            )
+        width = self.linear_conv_kernel_dim
+        if not 2 <= width <= MAX_WIDTH:
+            raise ValueError(f"config.json: linear_conv_kernel_dim must be from 2 to {MAX_WIDTH}, given {width}")
+        for field in ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"):
+            if not 0 < getattr(self, field) <= 2**16:
+                raise ValueError(f"config.json: {field} must be from 1 to {2**16}, given {getattr(self, field)!r:.100}")
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ValueError(
+                "config.json: linear_num_value_heads must be a multiple of linear_num_key_heads, given "
+                f"{self.linear_num_value_heads} and {self.linear_num_key_heads}"
+            )
+
+    @property
+    def key_size(self) -> int:
+        return self.linear_num_key_heads * self.linear_key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.linear_num_value_heads * self.linear_value_head_dim
+
+    @property
+    def convolved_size(self) -> int:
+        return 2 * self.key_size + self.value_size
+
+
+TakeProjections = Callable[[Any, Source, str], Linear]
+
+
+def take_projections(config: Qwen35Config, source: Source, name: str) -> Linear:
+    """``DeltaNetWeights.qkv`` of the layer whose tensors' names begin with ``name``."""
+    heads = config.linear_num_value_heads
+    sizes = {"qkv": config.convolved_size, "z": config.value_size, "b": heads, "a": heads}
+    return source.linear(*(Part(f"{name}.in_proj_{x}", size, config.hidden_size) for x, size in sizes.items()))
+
+
+def take_delta_net(
+    config: Qwen35Config, source: Source, name: str, take_projections: TakeProjections
+) -> DeltaNetWeights:
+    """The weights of Gated DeltaNet whose tensors' names begin with ``name``."""
+    heads, channels, width = config.linear_num_value_heads, config.convolved_size, config.linear_conv_kernel_dim
+    return DeltaNetWeights(
+        qkv=take_projections(config, source, name),
+        o=source.linear(Part(f"{name}.out_proj", config.hidden_size, config.value_size)),
+        convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, width)).view(channels, width),
+        norm=source.norm(f"{name}.norm", config.linear_value_head_dim),
+        A_log=source.tensor(f"{name}.A_log", (heads,), dtype=torch.float32),
+        dt_bias=source.tensor(f"{name}.dt_bias", (heads,), dtype=torch.float32),
+    )
+
+
+def take_layer(
+    config: Any,
+    source: Source,
+    name: str,
+    take_mlp: TakeMlp = llama.take_mlp,
+    take_projections: TakeProjections = take_projections,
+) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``. A family with other tensors passes what takes them."""
+    attention: Any
+    if config.layer_types[int(name.rsplit(".", 1)[1])] == LINEAR:
+        attention = take_delta_net(config, source, f"{name}.linear_attn", take_projections)
+    else:
+        attention = take_gated_attention(config, source, f"{name}.self_attn", bias=config.attention_bias)
+    return LayerWeights(
+        input_norm=source.norm_plus_one(f"{name}.input_layernorm", config.hidden_size),
+        attention=attention,
+        mlp_norm=source.norm_plus_one(f"{name}.post_attention_layernorm", config.hidden_size),
+        mlp=take_mlp(config, source, name),
+    )
+
+
+def take(config: Any, source: Source, take_layer: Callable[[Any, Source, str], LayerWeights] = take_layer) -> Weights:
+    """The weights. A family with other layers passes its own ``take_layer``."""
+    return llama.take(config, source, take_layer, Source.norm_plus_one)
+
+
+def layers(config: Qwen35Config) -> MixedLayers:
+    """Each layer's attention or state."""
+    attention = AttentionSpec(config.num_heads, config.num_kv_heads, config.head_dim, scale=config.head_dim**-0.5)
+    heads, dk, dv = config.linear_num_value_heads, config.linear_key_head_dim, config.linear_value_head_dim
+    state = StateSpec((config.linear_conv_kernel_dim - 1, config.convolved_size), (heads, dk, dv))
+    return tuple(state if kind == LINEAR else attention for kind in config.layer_types)
+
+
+def forward(
+    weights: Weights,
+    step: StepInput,
+    kv_cache: KVCache,
+    config: Any,
+    layers: MixedLayers,
+    max_query_len: int,
+    experts: Experts | None = None,
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; keys, values and states go to ``kv_cache``."""
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts, gated_attended)
+
+
+def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """One for all layers, which turns a quarter of each head unless the file says otherwise.
+
+    Positions of text are the same in all three dimensions that those of pictures have, so how these share a head's
+    frequencies (``mrope_section``) is of no account.
+    """
+    found = dict(config)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(config.get(name), dict):
+            found[name] = {k: v for k, v in config[name].items() if k not in ("mrope_section", "mrope_interleaved")}
+    return (read_partial_rope(found, default=0.25),)
+
+
+FAMILY = Family(
+    "Qwen3_5TextConfig",
+    Qwen35Config,
+    take,
+    layers,
+    forward,
+    llama.head,
+    requires=llama.FAMILY.requires,
+    read_ropes=read_ropes,
+    old_fields=("full_attention_interval", "partial_rotary_factor"),
+)

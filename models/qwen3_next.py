@@ -1,0 +1,120 @@
+"""Qwen3-Next: Gated DeltaNet in most layers, and a mixture of experts beside one that all tokens share.
+
+Layers of Qwen3.5, with projections of DeltaNet that lie by key head in two tensors.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models import llama, qwen3_5, qwen3_moe
+from compiled_llm.models.family import Family, MixedLayers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.decoder import LayerWeights
+from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.moe import MoeWeights, Shared, experts_block
+from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.llama import Weights
+from compiled_llm.models.qwen3_5 import Qwen35Config
+from compiled_llm.models.qwen3_moe import Qwen3MoeConfig
+from compiled_llm.models.weights import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Qwen3NextConfig(Qwen35Config, Qwen3MoeConfig):
+    norm_topk_prob: bool = True
+    shared_expert_intermediate_size: int = 512
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.shared_expert_intermediate_size <= 2**24:
+            raise ValueError(
+                "config.json: shared_expert_intermediate_size must be at least 1, given "
+                f"{self.shared_expert_intermediate_size!r:.100}"
+            )
+
+
+class GatedMoeWeights(NamedTuple):
+    routed: MoeWeights
+    shared: Shared
+
+
+def take_projections(config: Qwen3NextConfig, source: Source, name: str) -> Linear:
+    """As Qwen3.5's, of tensors that have each key head's rows together, with those of its value heads."""
+    key_heads, dk = config.linear_num_key_heads, config.linear_key_head_dim
+    group = config.linear_num_value_heads // key_heads
+    values = group * config.linear_value_head_dim
+
+    def apart(rows: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        parts = rows.unflatten(0, (key_heads, -1)).split(sizes, dim=1)
+        return torch.cat([part.flatten(0, 1) for part in parts])
+
+    sizes = {"qkvz": (dk, dk, values, values), "ba": (group, group)}
+    return source.linear(
+        *(
+            Part(
+                f"{name}.in_proj_{x}",
+                key_heads * sum(each),
+                config.hidden_size,
+                arrange=functools.partial(apart, sizes=each),
+            )
+            for x, each in sizes.items()
+        )
+    )
+
+
+def take_shared(config: Qwen3NextConfig, source: Source, name: str) -> Shared:
+    """The MLP that all tokens use, and its gate; names begin with ``name``."""
+    d, inner = config.hidden_size, config.shared_expert_intermediate_size
+    gate_up = source.linear(*(Part(f"{name}.shared_expert.{x}_proj", inner, d) for x in ("gate", "up")))
+    down = source.linear(Part(f"{name}.shared_expert.down_proj", d, inner))
+    gate = source.linear(Part(f"{name}.shared_expert_gate", 1, d))
+    return Shared(MlpWeights(gate_up, down), source.ones(1), gate)
+
+
+def take_mlp(config: Qwen3NextConfig, source: Source, name: str) -> MlpWeights | GatedMoeWeights:
+    """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
+    routed = qwen3_moe.take_mlp(config, source, name)
+    if isinstance(routed, MlpWeights):
+        return routed
+    return GatedMoeWeights(routed, take_shared(config, source, f"{name}.mlp"))
+
+
+def take_layer(config: Qwen3NextConfig, source: Source, name: str) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``."""
+    return qwen3_5.take_layer(config, source, name, take_mlp, take_projections)
+
+
+def take(config: Qwen3NextConfig, source: Source) -> Weights:
+    """The weights."""
+    return qwen3_5.take(config, source, take_layer)
+
+
+def experts(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: GatedMoeWeights, step: StepInput, config: Any
+) -> tuple[Tensor, Tensor | None]:
+    """A layer's experts, and the MLP that every token has."""
+    return experts_block(x, delta, norm, eps, w.routed, step, config.router, shared=w.shared)
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; keys, values and states go to ``kv_cache``."""
+    return qwen3_5.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
+
+
+FAMILY = Family(
+    "Qwen3NextConfig",
+    Qwen3NextConfig,
+    take,
+    qwen3_5.layers,
+    forward,
+    llama.head,
+    requires=llama.FAMILY.requires,
+    read_ropes=qwen3_5.read_ropes,
+    old_fields=qwen3_5.FAMILY.old_fields,
+)
