@@ -49,9 +49,9 @@ from compiled_llm.ops.attention.triton_kernels import (
     MAX_SPLITS,
     MIN_MAX_SPLITS,
     SHORT_QUERY,
-    prefill_kernel,
     split_kernel,
 )
+from compiled_llm.ops.attention.triton_prefill import prefill_kernel
 from compiled_llm.ops.attention.triton_write import write_kernel
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 

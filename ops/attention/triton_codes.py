@@ -65,15 +65,21 @@ def _dot(a, b, acc):
 
 
 @triton.jit
+def row_units(rows):
+    """Of float32 rows ``[M, H]`` the powers of two of their largest elements: their inverses, and they themselves."""
+    exponents = tl.max(tl.abs(rows), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    exponents = tl.minimum(tl.maximum(exponents, 4 << 23), 250 << 23)  # their inverses are normal numbers
+    return ((254 << 23) - exponents).to(tl.float32, bitcast=True), exponents.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _in_float16(q):
     """Rows ``q`` ``[M, H]`` divided by powers of two: even and odd elements in float16, and the powers ``[M]``."""
     wide = q.to(tl.float32)
-    exponents = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) & 0x7F800000
-    exponents = tl.minimum(tl.maximum(exponents, 4 << 23), 250 << 23)  # their inverses are normal numbers
-    inverse = ((254 << 23) - exponents).to(tl.float32, bitcast=True)
+    inverse, unit = row_units(wide)
     scaled = (wide * inverse[:, None]).to(tl.float16)
     even, odd = tl.split(scaled.reshape([q.shape[0], q.shape[1] // 2, 2]))
-    return even, odd, exponents.to(tl.float32, bitcast=True)
+    return even, odd, unit
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The attention kernels in Triton: split KV for few query rows, and prefill.
+"""Attention in Triton: split KV for few query rows, and what other kernels share with it.
 
 ``triton_attention.py`` says what each is for, and launches them.
 """
@@ -315,74 +315,3 @@ def split_kernel(
                     sinks, out, partial, partial_max, partial_sum, request, kv_head, first_row, first_token, num_rows,
                     num_splits, partial_rows, GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_SPLITS, BLOCK_H,
                 )  # fmt: skip
-
-
-@triton.jit
-def prefill_kernel(
-    q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
-    scale, num_requests, table_stride, q_stride_t, q_stride_n,
-    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    """All requests of more rows. A program serves ``BLOCK_M // GROUP`` tokens of one request for one KV head."""
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    requests = tl.arange(0, BLOCK_R)
-    known = requests < num_requests
-    first_rows = tl.load(query_start_loc + requests, mask=known, other=0)
-    query_lens = tl.load(query_start_loc + requests + 1, mask=known, other=0) - first_rows
-    ends = tl.cumsum(tl.where(query_lens > SHORT_QUERY, tl.cdiv(query_lens, BLOCK_Q), 0), 0)
-    kv_head = tl.program_id(0)
-    # Last tiles first: in a causal prompt they are the longest, and the short ones then fill the gaps at the end.
-    task = tl.num_programs(1) - 1 - tl.program_id(1)
-    if task < tl.max(ends, 0):
-        request, tile = owner(ends, task)
-        seq_len = tl.load(seq_lens + request)
-        first_row = tl.load(query_start_loc + request)
-        query_len = tl.load(query_start_loc + request + 1) - first_row
-
-        m = tl.arange(0, BLOCK_M)
-        dims = tl.arange(0, BLOCK_H)
-        first_token = tile * BLOCK_Q
-        tokens = first_token + m // GROUP
-        heads = kv_head * GROUP + m % GROUP
-        row_mask = (m < BLOCK_Q * GROUP) & (tokens < query_len)
-        rows = (first_row + tokens).to(tl.int64)
-        q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
-        q_tile = load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
-
-        # For a padding request (seq_len 0) begin and end are 0, so its rows are zero.
-        context_len = tl.maximum(seq_len - query_len, 0)
-        visible = context_len + tokens + 1
-        end = tl.minimum(context_len + first_token + BLOCK_Q, seq_len)
-        # Tiles start at multiples of BLOCK_N. Those between whole_begin and whole_end are seen whole by every row.
-        whole_end = tl.minimum(context_len + first_token + 1, seq_len) // BLOCK_N * BLOCK_N
-        table_row = block_table + request * table_stride
-        acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        oldest = 0
-        whole_begin = 0
-        if WINDOW > 0:
-            oldest = tl.maximum(context_len + first_token + 1 - WINDOW, 0)
-            whole_begin = tl.cdiv(tl.maximum(context_len + first_token + BLOCK_Q - WINDOW, 0), BLOCK_N) * BLOCK_N
-            acc, row_max, row_sum = attend(
-                acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
-                oldest, oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, end), scale,
-                True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
-            )  # fmt: skip
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
-            oldest, whole_begin, whole_end, scale,
-            False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
-        )  # fmt: skip
-        acc, row_max, row_sum = attend(
-            acc, row_max, row_sum, q_tile, visible, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
-            oldest, tl.maximum(whole_begin, whole_end), end, scale,
-            True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
-        )  # fmt: skip
-        row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
-        target = out + (rows * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-        store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-        tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)
