@@ -71,14 +71,14 @@ class ExactTile(NamedTuple):
 # instructions of all that a warp does for itself.
 HOPPER = {
     64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 64, 2, 3, 5),
-    128: TileConfig(32, 4, 4, 3, 64, 128, 64, 8, 3, 64, 2, 3, 3),
-    256: TileConfig(32, 4, 3, 2, 32, 128, 32, 8, 3, 32, 4, 3, 2),
+    128: TileConfig(32, 4, 4, 3, 64, 128, 128, 8, 2, 64, 2, 3, 3),
+    256: TileConfig(32, 4, 3, 2, 32, 128, 64, 8, 2, 32, 4, 3, 2),
     512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2, 32, 8, 3, 1),
 }
 HOPPER_QUANTISED = {  # converting codes takes registers
-    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 4, 6),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6),
     128: TileConfig(64, 4, 3, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4),
-    256: HOPPER[256],
+    256: TileConfig(32, 4, 3, 2, 32, 64, 64, 8, 2, 32, 4, 3, 2),
     512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2, 32, 8, 3, 1),
 }
 OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 99
@@ -95,11 +95,13 @@ OTHERS_QUANTISED = {
 }
 BLACKWELL = {  # an SM has as much shared memory as Hopper's
     **OTHERS,
-    128: TileConfig(32, 4, 3, 3, 64, 128, 32, 8, 3, 64, 2, 3, 3),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 64, 2, 3, 4),
+    128: TileConfig(32, 4, 3, 3, 64, 128, 64, 8, 3, 64, 2, 3, 3),
 }
 BLACKWELL_QUANTISED = {
     **OTHERS_QUANTISED,
-    128: TileConfig(32, 4, 3, 3, 32, 64, 32, 4, 3, 64, 2, 3, 4),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6),
+    128: TileConfig(32, 4, 3, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4),
 }
 FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in registers
     64: TileConfig(32, 4, 2, 4, 16, 32, 32, 8, 1, 32, 4, 2, 4),

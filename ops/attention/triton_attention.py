@@ -5,7 +5,7 @@ captured in a CUDA graph once and replayed with other lengths.
 
 - write (``triton_write.py``): this step's keys and values into the cache, quantised if the cache is; zeros into the
   output rows that no request owns. ``rotary_attention`` has it turn queries and keys besides.
-- split (``triton_kernels.py``, as the rest): requests of at most ``SHORT_QUERY`` rows, mostly decodes; of steps that
+- split (``triton_kernels.py``): requests of at most ``SHORT_QUERY`` rows, mostly decodes; of steps that
   have nothing but decodes of one query ``triton_decode.py`` has it all in one launch.
   The keys are cut into splits and a fixed number of programs works through all (request, split, tile of rows, KV
   head) tasks, so a long request among short ones spreads over the whole device, and a grid made for the longest
@@ -13,8 +13,8 @@ captured in a CUDA graph once and replayed with other lengths.
   for the requests that fit in them; and if ``max_query_len`` says that there may be more rows, once more with larger
   tiles for those. The program that finishes the last split of a tile of rows joins them: it knows by a counter, which
   the write kernel has zeroed, so nothing is left over from one launch, or replay of a graph, to the next.
-- prefill: requests with more rows, a tile of rows at a time. Only launched if ``max_query_len`` says there may be
-  some.
+- prefill (``triton_prefill.py``): requests with more rows, a tile of rows at a time. Only launched if ``max_query_len``
+  says there may be some.
 
 The query heads that share a KV head are packed into the rows of one ``tl.dot``: each key is loaded once for them all.
 
@@ -57,7 +57,8 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
 # Given explicitly: Triton 3.10 will no longer fuse multiplications and additions by default.
 OPTIONS = {"enable_fp_fusion": True}
-_TURNED_AT_ONCE = 1024  # elements of a program of the write kernel
+_WRITTEN_AT_ONCE = 1024  # elements of a program of the write kernel
+_WRITTEN_BY_WARP = 256  # of these: more take registers that a thread of so many programs has not
 MERGED_AT_ONCE = 1024  # elements of partial results that a warp joins at once: 32 registers a thread
 
 
@@ -105,10 +106,11 @@ def write_new_rows(
     num_kv_heads, block_size = k_cache.shape[1:3]
     assert (k_scale is not None) == (v_scale is not None) == kv_quant.is_quantised(k_cache.dtype)
     block_h = max(16, triton.next_power_of_2(head_dim))
-    block_q = max(1, min(triton.next_power_of_2(num_heads), _TURNED_AT_ONCE // block_h))
+    most_heads = num_kv_heads if turn is None else max(num_heads, num_kv_heads)
+    block_heads = max(1, min(triton.next_power_of_2(most_heads), _WRITTEN_AT_ONCE // block_h))
     # qkv, cos_sin, q_norm, k_norm, query_scale, eps, q
     turned = Turn(k, None, None, None, None, 0.0, None) if turn is None else turn  # type: ignore[arg-type]
-    tiles = 2 if turn is None else 2 + triton.cdiv(num_heads, block_q)
+    tiles = triton.cdiv(num_kv_heads, block_heads) + (0 if turn is None else triton.cdiv(num_heads, block_heads))
     num_counters = 0 if counters is None else counters.numel()
     write_kernel[(num_tokens, tiles)](
         turned.qkv, k, v, turned.cos_sin, turned.q_norm, turned.k_norm, turned.query_scale, turned.q,
@@ -118,9 +120,9 @@ def write_new_rows(
         0 if turn is None else turn.cos_sin.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0),
-        BLOCK_K=triton.next_power_of_2(num_kv_heads), BLOCK_Q=block_q, BLOCK_H=block_h,
-        BLOCK_OUT=triton.next_power_of_2(num_heads * head_dim),
+        BLOCK_HEADS=block_heads, BLOCK_H=block_h, BLOCK_OUT=_WRITTEN_AT_ONCE,
         BLOCK_COUNTERS=triton.next_power_of_2(max(1, triton.cdiv(num_counters, num_tokens))),
+        num_warps=max(1, block_heads * block_h // _WRITTEN_BY_WARP),
         enable_fp_fusion=False,  # a fused operation would round once where kv_quant.quantise and rope round twice
     )  # fmt: skip
 

@@ -127,7 +127,11 @@ def attend_tiles(
             blocks = tl.load(table_row + following)
 
         keys = load_rows(k_cache + within + rows[:, None], inside, dims, MASKED, HEAD_DIM)
-        scores = _dot(q, tl.trans(_numbers(keys, q.dtype) if k_scale is not None else keys), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+        scores = _dot(
+            q,
+            tl.trans(_numbers(keys, q.dtype) if k_scale is not None else keys),
+            tl.zeros([BLOCK_M, BLOCK_N], tl.float32),
+        )
         if k_scale is not None:
             scores *= _load(k_scale + scale_rows, inside, MASKED)[None, :]
         if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))

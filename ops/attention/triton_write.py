@@ -12,7 +12,8 @@ from compiled_llm.ops.rowwise.triton_kernels import cast, turned_heads
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 SMALLEST_MAXIMUM = tl.constexpr(kv_quant.SMALLEST_MAXIMUM)
-# Adding and subtracting 1.5 * 2^23 rounds a float32 below 2^22 to an integer, ties to even, as every addition rounds.
+# Adding 1.5 * 2^23 rounds a float32 below 2^22 to an integer, ties to even, as every addition rounds; the last 22 bits
+# of the sum are those of the integer.
 TO_INTEGER = tl.constexpr(1.5 * 2**23)
 
 
@@ -31,9 +32,12 @@ def _to_fp8(x):
 
 @triton.jit
 def _largest(x):
-    """Of the rows of ``x``: the largest magnitude, and 1 where something is not finite, else 0."""
-    magnitude = tl.abs(x)
-    return tl.max(magnitude, 1), tl.max(tl.where(magnitude < float("inf"), 0, 1), 1)  # NaN is not below infinity
+    """Of the rows of ``x``: the largest magnitude, and 1 where something is not finite, else 0.
+
+    As integers, magnitudes have the order of their numbers, with infinity and then NaN above all.
+    """
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    return largest.to(tl.float32, bitcast=True), (largest >= 0x7F800000).to(tl.int32)
 
 
 @triton.jit
@@ -49,8 +53,11 @@ def _factors(largest, is_bad, CODE_MAX: tl.constexpr):
 def _codes(x, inverse, is_bad, CODE_MAX: tl.constexpr):
     """``CODE_MAX`` tells the dtype: 127 is that of int8, 448 that of float8_e4m3fn."""
     scaled = tl.where((is_bad == 0)[:, None], x * inverse[:, None], 0.0)
-    scaled = tl.minimum(tl.maximum(scaled, -CODE_MAX), CODE_MAX)
-    return ((scaled + TO_INTEGER) - TO_INTEGER).to(tl.int8) if CODE_MAX == 127 else _to_fp8(scaled)
+    if CODE_MAX == 127:
+        # Nothing is far enough above 127 to round to more. The integer is in the last bits.
+        return (scaled + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
+    else:
+        return _to_fp8(tl.minimum(tl.maximum(scaled, -CODE_MAX), CODE_MAX))
 
 
 @triton.jit
@@ -84,18 +91,12 @@ def write_rows(
 
 
 @triton.jit
-def write_turned_keys(
-    new, cosines, norm, eps, cache, scale, slot, first_head,
-    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+def _write_halves(
+    first, second, inside, cache, scale, slots, known,
+    HEAD_DIM: tl.constexpr, CODE_MAX: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The same of keys that are still to be turned, a half of each head at a time."""
+    """Turned keys, a half of each head at a time, to the rows ``slots`` of a cache."""
     HALF: tl.constexpr = HEAD_DIM // 2
-    dtype: tl.constexpr = new.dtype.element_ty
-    first, second, _, inside = turned_heads(
-        new, cosines, norm, eps, first_head, dtype, NUM_KV_HEADS, HALF, BLOCK_K, BLOCK_H // 2
-    )
-    slots, known = _slots(slot, first_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_K)
     target = cache + slots[:, None] * HEAD_DIM + tl.arange(0, BLOCK_H // 2)[None, :]
     if scale is None:
         tl.store(target, first, mask=inside)
@@ -113,22 +114,18 @@ def write_turned_keys(
 
 
 @triton.jit
-def _turn_queries(
-    new, cosines, norm, eps, query_scale, q, first_head,
-    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
+def write_turned_keys(
+    new, cosines, norm, eps, cache, scale, slot, first_head,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_Q`` query heads of one token, to ``q``."""
-    HALF: tl.constexpr = HEAD_DIM // 2
-    dtype: tl.constexpr = q.dtype.element_ty
-    first, second, places, inside = turned_heads(
-        new, cosines, norm, eps, first_head, dtype, NUM_HEADS, HALF, BLOCK_Q, BLOCK_H // 2
+    """As ``write_rows``, of keys that are still to be turned."""
+    dtype: tl.constexpr = new.dtype.element_ty
+    first, second, _, inside = turned_heads(
+        new, cosines, norm, eps, first_head, dtype, NUM_KV_HEADS, HEAD_DIM // 2, BLOCK_K, BLOCK_H // 2
     )
-    if query_scale is not None:
-        factor = tl.load(query_scale).to(tl.float32)
-        first = cast(first.to(tl.float32) * factor, dtype)
-        second = cast(second.to(tl.float32) * factor, dtype)
-    tl.store(q + places, first, mask=inside)
-    tl.store(q + places + HALF, second, mask=inside)
+    slots, known = _slots(slot, first_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_K)
+    _write_halves(first, second, inside, cache, scale, slots, known, HEAD_DIM, CODE_MAX, BLOCK_H)
 
 
 @triton.jit
@@ -137,43 +134,59 @@ def write_kernel(
     slot_mapping, query_start_loc, counters, out,
     eps, num_requests, num_counters, qkv_stride, k_stride_t, k_stride_h, v_stride_t, v_stride_h, cos_sin_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CODE_MAX: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_OUT: tl.constexpr, BLOCK_COUNTERS: tl.constexpr,
+    CODE_MAX: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_COUNTERS: tl.constexpr,
 ):  # fmt: skip
-    """For each token a program for its values, one for its keys, and with ``cos_sin`` others for its queries.
+    """For each token programs of ``BLOCK_HEADS`` KV heads each, keys and values; with ``cos_sin`` then its queries'.
 
-    Those for values also zero the output rows that no request owns, and the counters of the split kernel.
+    Queries and keys are turned by the same code: what a program reads and writes is chosen before, and what lies in
+    between is there once. The first program of a token also zeroes the output row if no request owns it, and the
+    counters of the split kernel.
     """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    KV_TILES: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
+    is_new = tile < KV_TILES  # keys and values
+    first_head = tile * BLOCK_HEADS
     slot = tl.load(slot_mapping + token).to(tl.int64)
     if tile == 0:
-        write_rows(
-            v + token * v_stride_t, v_cache, v_scale, slot, v_stride_h, 0,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_K, BLOCK_H,
-        )  # fmt: skip
         if counters is not None:
             counter = token * BLOCK_COUNTERS + tl.arange(0, BLOCK_COUNTERS)
             tl.store(counters + counter, tl.zeros([BLOCK_COUNTERS], tl.int32), mask=counter < num_counters)
         if token >= tl.load(query_start_loc + num_requests):
-            i = tl.arange(0, BLOCK_OUT)
-            zeros = tl.zeros([BLOCK_OUT], out.dtype.element_ty)
-            tl.store(out + token * (NUM_HEADS * HEAD_DIM) + i, zeros, mask=i < NUM_HEADS * HEAD_DIM)
-    elif cos_sin is None:
+            for start in range(0, NUM_HEADS * HEAD_DIM, BLOCK_OUT):
+                i = start + tl.arange(0, BLOCK_OUT)
+                zeros = tl.zeros([BLOCK_OUT], out.dtype.element_ty)
+                tl.store(out + token * (NUM_HEADS * HEAD_DIM) + i, zeros, mask=i < NUM_HEADS * HEAD_DIM)
+    if is_new:
         write_rows(
-            k + token * k_stride_t, k_cache, k_scale, slot, k_stride_h, 0,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_K, BLOCK_H,
+            v + token * v_stride_t, v_cache, v_scale, slot, v_stride_h, first_head,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_HEADS, BLOCK_H,
         )  # fmt: skip
-    elif tile == 1:
-        write_turned_keys(
-            k + token * k_stride_t, cos_sin + token * cos_sin_stride, k_norm, eps, k_cache, k_scale, slot, 0,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_K, BLOCK_H,
+    if cos_sin is None:
+        write_rows(
+            k + token * k_stride_t, k_cache, k_scale, slot, k_stride_h, first_head,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_HEADS, BLOCK_H,
         )  # fmt: skip
     else:
-        if query_scale is not None:
-            query_scale += token
-        _turn_queries(
-            qkv + token * qkv_stride, cos_sin + token * cos_sin_stride, q_norm, eps, query_scale,
-            q + token * (NUM_HEADS * HEAD_DIM), (tile - 2) * BLOCK_Q,
-            NUM_HEADS, HEAD_DIM, BLOCK_Q, BLOCK_H,
+        dtype: tl.constexpr = q.dtype.element_ty
+        x, num_heads, norm = k + token * k_stride_t, NUM_KV_HEADS, k_norm
+        if not is_new:
+            x, num_heads, norm = qkv + token * qkv_stride, NUM_HEADS, q_norm
+            first_head -= KV_TILES * BLOCK_HEADS
+        first, second, places, inside = turned_heads(
+            x, cos_sin + token * cos_sin_stride, norm, eps, first_head, dtype, num_heads, HALF, BLOCK_HEADS,
+            BLOCK_H // 2,
         )  # fmt: skip
+        if is_new:
+            slots, known = _slots(slot, first_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_HEADS)
+            _write_halves(first, second, inside, k_cache, k_scale, slots, known, HEAD_DIM, CODE_MAX, BLOCK_H)
+        else:
+            if query_scale is not None:
+                factor = tl.load(query_scale + token).to(tl.float32)
+                first = cast(first.to(tl.float32) * factor, dtype)
+                second = cast(second.to(tl.float32) * factor, dtype)
+            target = q + token * (NUM_HEADS * HEAD_DIM) + places
+            tl.store(target, first, mask=inside)
+            tl.store(target + HALF, second, mask=inside)

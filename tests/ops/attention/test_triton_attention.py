@@ -67,6 +67,9 @@ EXTRA = {
         "window": 20,
         "sinks": True,
     },
+    # Tiles of keys begin inside of blocks, or lie in one block; elsewhere they have whole blocks.
+    "blocks-of-24": {"query_lens": [40, 1, 20], "context_lens": [300, 50, 0], "block_size": 24, "window": 150},
+    "blocks-of-256": {"query_lens": [150, 20], "context_lens": [10, 400], "block_size": 256},
     "a-sink-above-all-scores": {"query_lens": [1, 20], "context_lens": [300, 5], "sm_scale": 1e-3, "sinks": True},
 }
 SLOW = r".*2000.*|decode-fused-padding|loose-max-query-len|everything"  # each has a shorter sister
@@ -75,7 +78,7 @@ ALSO = {
     ("float32", None): r"(decode|mixed)-gqa[58]-h64|mixed-h\d+|prompt33.*|chunk-after33.*|only-.*|.*splits.*step",
     ("float16", None): r"mixed-gqa4.*|many-splits|window-soft-cap-sinks-h80",
     ("bfloat16", "int8"): r"(decode|mixed)-gqa4.*|mixed-(gqa7-h128|h80|h96|h512)|chunk-after3.*|only-.*|row-tiles.*"
-    r"|short-query-of.*|.*splits.*step|window-soft-cap-sinks-h(64|128|256)",
+    r"|short-query-of.*|.*splits.*step|window-soft-cap-sinks-h(64|128|256)|blocks-of.*",
     (
         "bfloat16",
         "fp8",
