@@ -59,6 +59,7 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 OPTIONS = {"enable_fp_fusion": True}
 _WRITTEN_AT_ONCE = 1024  # elements of a program of the write kernel
 _WRITTEN_BY_WARP = 256  # of these: more take registers that a thread of so many programs has not
+_PREFILLS_PER_SM = 2  # programs; where they find room one after the other, the second finds no task
 MERGED_AT_ONCE = 1024  # elements of partial results that a warp joins at once: 32 registers a thread
 
 
@@ -178,7 +179,8 @@ def paged_attention(
     assert sm_scale > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     counter_rows = max(1, min(max_query_len, SHORT_QUERY.value))
-    counters = torch.empty(num_requests * num_kv_heads * counter_rows, dtype=torch.int32, device=q.device)
+    # The last one is the prefill kernel's.
+    counters = torch.empty(num_requests * num_kv_heads * counter_rows + 1, dtype=torch.int32, device=q.device)
     # What the split and prefill kernels share, in the order of their arguments.
     inputs = (q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out)
     strides = (block_table.stride(0), q.stride(0), q.stride(1))
@@ -199,7 +201,7 @@ def paged_attention(
         )  # fmt: skip
         _split(inputs, strides, shape, tiles, counters, sm_scale, max_query_len, table_width * block_size, num_sms)
         if min(max_query_len, q.shape[0]) > SHORT_QUERY.value:
-            _prefill(inputs, strides, shape, tiles, sm_scale)
+            _prefill(inputs, strides, shape, tiles, counters[-1:], sm_scale, num_sms)
     return out
 
 
@@ -248,14 +250,15 @@ def pairs_of_codes(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor,
 
 
 def _prefill(
-    inputs: tuple, strides: tuple[int, int, int], shape: dict, tiles: TileConfig, sm_scale: float
+    inputs: tuple, strides: tuple[int, int, int], shape: dict, tiles: TileConfig, counter: Tensor, sm_scale: float,
+    num_sms: int,
 ) -> None:  # fmt: skip
     """Launch the prefill kernel, for requests of more rows."""
     num_tokens, num_requests, group = len(inputs[0]), len(inputs[5]), shape["GROUP"]
     block_m = max(tiles.prefill_block_m, triton.next_power_of_2(group))
     max_tiles = num_tokens // (block_m // group) + min(num_requests, num_tokens // (SHORT_QUERY.value + 1))
-    prefill_kernel[(shape["NUM_KV_HEADS"], max_tiles)](
-        *inputs, sm_scale, num_requests, *strides,
+    prefill_kernel[(min(max_tiles * shape["NUM_KV_HEADS"], num_sms * _PREFILLS_PER_SM),)](
+        *inputs, counter, sm_scale, num_requests, *strides,
         BLOCK_M=block_m, BLOCK_N=tiles.prefill_block_n, **shape,
         num_warps=tiles.prefill_warps,
         num_stages=tiles.prefill_stages,

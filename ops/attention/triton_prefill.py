@@ -165,87 +165,107 @@ def attend_tiles(
 
 
 @triton.jit
+def _prefill_tile(
+    q, k_cache, v_cache, k_scale, v_scale, table_row, sinks, out,
+    seq_len, first_row, query_len, first_token, kv_head, scale, q_stride_t, q_stride_n,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """The tile of a request's rows that begins with its ``first_token``, for one KV head, at which caches begin."""
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    m = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_H)
+    tokens = first_token + m // GROUP
+    heads = kv_head * GROUP + m % GROUP
+    row_mask = (m < BLOCK_Q * GROUP) & (tokens < query_len)
+    rows = (first_row + tokens).to(tl.int64)
+    q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
+    q_tile = load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
+
+    # For a padding request (seq_len 0) begin and end are 0, so its rows are zero.
+    context_len = tl.maximum(seq_len - query_len, 0)
+    visible = context_len + tokens + 1
+    end = tl.minimum(context_len + first_token + BLOCK_Q, seq_len)
+    # Tiles start at multiples of BLOCK_N. Those between whole_begin and whole_end are seen whole by every row.
+    whole_end = tl.minimum(context_len + first_token + 1, seq_len) // BLOCK_N * BLOCK_N
+    acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    unit = tl.full([BLOCK_M], 1.0, tl.float32)
+    largest = SMALLEST_UNIT
+    if k_scale is not None and q_tile.dtype != tl.float32:
+        inverse, unit = row_units(q_tile.to(tl.float32))
+        q_tile = (q_tile.to(tl.float32) * inverse[:, None]).to(tl.float16)
+    factor = unit * (scale * LOG2_E)
+    if SOFT_CAP > 0:
+        unit *= scale * (2.0 * LOG2_E / SOFT_CAP)
+        factor = tl.full([BLOCK_M], SOFT_CAP * LOG2_E, tl.float32)
+    oldest = 0
+    whole_begin = 0
+    if WINDOW > 0:
+        oldest = tl.maximum(context_len + first_token + 1 - WINDOW, 0)
+        whole_begin = tl.cdiv(tl.maximum(context_len + first_token + BLOCK_Q - WINDOW, 0), BLOCK_N) * BLOCK_N
+        acc, row_max, row_sum, largest = attend_tiles(
+            acc, row_max, row_sum, largest, q_tile, factor, unit, visible, k_cache, v_cache, k_scale, v_scale,
+            table_row, oldest, oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, end),
+            True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+        )  # fmt: skip
+    acc, row_max, row_sum, largest = attend_tiles(
+        acc, row_max, row_sum, largest, q_tile, factor, unit, visible, k_cache, v_cache, k_scale, v_scale,
+        table_row, oldest, whole_begin, whole_end,
+        False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+    )  # fmt: skip
+    acc, row_max, row_sum, largest = attend_tiles(
+        acc, row_max, row_sum, largest, q_tile, factor, unit, visible, k_cache, v_cache, k_scale, v_scale,
+        table_row, oldest, tl.maximum(whole_begin, whole_end), end,
+        True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+    )  # fmt: skip
+    if v_scale is not None and q_tile.dtype == tl.float16:
+        acc *= largest
+    row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
+    target = out + (rows * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+    store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)
+
+
+@triton.jit
 def prefill_kernel(
-    q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
+    q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out, counter,
     scale, num_requests, table_stride, q_stride_t, q_stride_n,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """A program serves ``BLOCK_M // GROUP`` tokens of one request for one KV head."""
-    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    """All requests of more than ``SHORT_QUERY`` rows.
+
+    A task is ``BLOCK_M // GROUP`` tokens of one request for one KV head. There are as many programs as run at once; each
+    looks through the requests once, and then takes one task after another, as it comes to it: ``counter``, zero before
+    the launch, has how many are taken. So a grid for the most tasks that a step may have costs nothing where it has few.
+    """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     requests = tl.arange(0, BLOCK_R)
     known = requests < num_requests
     first_rows = tl.load(query_start_loc + requests, mask=known, other=0)
     query_lens = tl.load(query_start_loc + requests + 1, mask=known, other=0) - first_rows
     ends = tl.cumsum(tl.where(query_lens > SHORT_QUERY, tl.cdiv(query_lens, BLOCK_Q), 0), 0)
-    kv_head = tl.program_id(0)
-    # Last tiles first: in a causal prompt they are the longest, and the short ones then fill the gaps at the end.
-    task = tl.num_programs(1) - 1 - tl.program_id(1)
-    if task < tl.max(ends, 0):
-        request, tile = owner(ends, task)
-        seq_len = tl.load(seq_lens + request)
+    num_tasks = tl.max(ends, 0) * NUM_KV_HEADS
+    taken = tl.atomic_add(counter, 1, sem="relaxed")
+    while taken < num_tasks:
+        following = tl.atomic_add(counter, 1, sem="relaxed")  # answered while this task is under way
+        # Last tiles first: in a causal prompt they are the longest, and the short ones then fill the gaps at the end.
+        task = num_tasks - 1 - taken
+        kv_head = task % NUM_KV_HEADS
+        request, tile = owner(ends, task // NUM_KV_HEADS)
         first_row = tl.load(query_start_loc + request)
         query_len = tl.load(query_start_loc + request + 1) - first_row
-
-        m = tl.arange(0, BLOCK_M)
-        dims = tl.arange(0, BLOCK_H)
-        first_token = tile * BLOCK_Q
-        tokens = first_token + m // GROUP
-        heads = kv_head * GROUP + m % GROUP
-        row_mask = (m < BLOCK_Q * GROUP) & (tokens < query_len)
-        rows = (first_row + tokens).to(tl.int64)
-        q_rows = q + (rows * q_stride_t + heads * q_stride_n)[:, None] + dims[None, :]
-        q_tile = load_rows(q_rows, row_mask, dims, True, HEAD_DIM)
-
-        # For a padding request (seq_len 0) begin and end are 0, so its rows are zero.
-        context_len = tl.maximum(seq_len - query_len, 0)
-        visible = context_len + tokens + 1
-        end = tl.minimum(context_len + first_token + BLOCK_Q, seq_len)
-        # Tiles start at multiples of BLOCK_N. Those between whole_begin and whole_end are seen whole by every row.
-        whole_end = tl.minimum(context_len + first_token + 1, seq_len) // BLOCK_N * BLOCK_N
-        table_row = block_table + request * table_stride
-        acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-        row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        unit = tl.full([BLOCK_M], 1.0, tl.float32)
-        largest = SMALLEST_UNIT
+        k_scales, v_scales = k_scale, v_scale
         if k_scale is not None:
-            k_scale += kv_head * BLOCK_SIZE
-            v_scale += kv_head * BLOCK_SIZE
-            if q_tile.dtype != tl.float32:
-                inverse, unit = row_units(q_tile.to(tl.float32))
-                q_tile = (q_tile.to(tl.float32) * inverse[:, None]).to(tl.float16)
-        k_cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
-        v_cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
-        factor = unit * (scale * LOG2_E)
-        if SOFT_CAP > 0:
-            unit *= scale * (2.0 * LOG2_E / SOFT_CAP)
-            factor = tl.full([BLOCK_M], SOFT_CAP * LOG2_E, tl.float32)
-        oldest = 0
-        whole_begin = 0
-        if WINDOW > 0:
-            oldest = tl.maximum(context_len + first_token + 1 - WINDOW, 0)
-            whole_begin = tl.cdiv(tl.maximum(context_len + first_token + BLOCK_Q - WINDOW, 0), BLOCK_N) * BLOCK_N
-            acc, row_max, row_sum, largest = attend_tiles(
-                acc, row_max, row_sum, largest, q_tile, factor, unit, visible, k_cache, v_cache, k_scale, v_scale,
-                table_row, oldest, oldest // BLOCK_N * BLOCK_N, tl.minimum(whole_begin, end),
-                True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
-            )  # fmt: skip
-        acc, row_max, row_sum, largest = attend_tiles(
-            acc, row_max, row_sum, largest, q_tile, factor, unit, visible, k_cache, v_cache, k_scale, v_scale,
-            table_row, oldest, whole_begin, whole_end,
-            False, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+            k_scales, v_scales = k_scale + kv_head * BLOCK_SIZE, v_scale + kv_head * BLOCK_SIZE
+        _prefill_tile(
+            q, k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM), v_cache + kv_head * (BLOCK_SIZE * HEAD_DIM),
+            k_scales, v_scales, block_table + request * table_stride, sinks, out,
+            tl.load(seq_lens + request), first_row, query_len, tile * BLOCK_Q, kv_head, scale, q_stride_t, q_stride_n,
+            GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N, BLOCK_H,
         )  # fmt: skip
-        acc, row_max, row_sum, largest = attend_tiles(
-            acc, row_max, row_sum, largest, q_tile, factor, unit, visible, k_cache, v_cache, k_scale, v_scale,
-            table_row, oldest, tl.maximum(whole_begin, whole_end), end,
-            True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
-        )  # fmt: skip
-        if v_scale is not None and q_tile.dtype == tl.float16:
-            acc *= largest
-        row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
-        target = out + (rows * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-        store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-        tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)
+        taken = following

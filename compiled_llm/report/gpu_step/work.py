@@ -195,7 +195,9 @@ def _prefill(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     flops = 4 * contexts.pairs(window) * heads * head_dim
     padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
     read = a["q"].nbytes + contexts.num_requests * a["NUM_KV_HEADS"] * contexts.keys(window) * _key_bytes(a)
-    return Work(read, a["out"].nbytes, flops, padded, 8 * a["q"].itemsize, None, blocks)
+    tiles = contexts.num_requests * a["NUM_KV_HEADS"] * -(-contexts.num_new // (a["BLOCK_M"] // a["GROUP"]))
+    entries = max(kernel.programs, tiles)
+    return Work(read, a["out"].nbytes, flops, padded, 8 * a["q"].itemsize, entries, blocks)
 
 
 def _causal_blocks(a: Arguments, contexts: Contexts) -> int:
