@@ -3,7 +3,7 @@
 Its main loop runs once for each tile of keys, so little else is in it than products and the softmax:
 
 - where a row of keys lies in its block is the same in every tile, as tiles begin at multiples of their size: an address
-  is that of the tile's first block plus one product (``_Block``);
+  is what lies before the loop plus one product (``_places``);
 - block numbers are loaded one tile ahead;
 - codes become float16 four at a time (``_numbers``), which has every one of them, and so are queries, as in
   ``triton_codes.py``. Products read them from shared memory, so they are converted once for all rows of a tile. Scales
@@ -239,9 +239,10 @@ def prefill_kernel(
 ):  # fmt: skip
     """All requests of more than ``SHORT_QUERY`` rows.
 
-    A task is ``BLOCK_M // GROUP`` tokens of one request for one KV head. There are as many programs as run at once; each
-    looks through the requests once, and then takes one task after another, as it comes to it: ``counter``, zero before
-    the launch, has how many are taken. So a grid for the most tasks that a step may have costs nothing where it has few.
+    A task is ``BLOCK_M // GROUP`` tokens of one request for one KV head. There are as many programs as run at once.
+    Each looks through the requests once, and then takes task after task, as it comes to them: ``counter``, zero before
+    the launch, has how many are taken. So a grid for the most tasks that a step may have costs nothing where there
+    are few.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     requests = tl.arange(0, BLOCK_R)
