@@ -84,6 +84,40 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
             "swap_space_bytes": 2**19,
         },
     ),
+    "states-chunks-swap-async": (
+        "lfm2",
+        {
+            "bucket_sizes": (8,),
+            "max_num_batched_tokens": 24,
+            "num_kv_blocks": 14,
+            "num_state_slots": 9,
+            "preemption_mode": "swap",
+            "swap_space_bytes": 2**21,
+            "async_scheduling": True,
+        },
+    ),
+    "states-recompute-priority": (
+        "lfm2-tied",
+        {
+            "bucket_sizes": (8,),
+            "block_size": 4,
+            "max_num_batched_tokens": 48,
+            "num_kv_blocks": 50,
+            "preemption_mode": "recompute",
+            "scheduling_policy": "priority",
+        },
+    ),
+    "states-compiled": (
+        "lfm2",
+        {
+            "enforce_eager": False,
+            **COMPILED_SIZES,
+            "num_kv_blocks": 14,
+            "preemption_mode": "swap",
+            "swap_space_bytes": 2**21,
+            "async_scheduling": True,
+        },
+    ),
     "compiled-swap-async": (
         "demo",
         {
@@ -108,7 +142,13 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-SMALL = ("chunks-swap-async-priority", "no-cache-no-chunks", "no-chunks-auto-async", "compiled-swap-async")
+SMALL = (
+    "states-chunks-swap-async",
+    "chunks-swap-async-priority",
+    "no-cache-no-chunks",
+    "no-chunks-auto-async",
+    "compiled-swap-async",
+)
 
 
 @dataclasses.dataclass(frozen=True)
