@@ -139,6 +139,8 @@ class EngineStats:
         used_blocks, cached_blocks: of ``num_kv_blocks``, those in use, and those free but still findable.
         peak_used_blocks: most KV blocks in use at once.
         used_swap_blocks: of ``num_swap_blocks`` in host memory.
+        used_slots, cached_slots: of ``num_state_slots``, those in use, and those that hold snapshots alone.
+        num_snapshot_evictions: snapshots whose slot was needed.
         schedule_seconds, prepare_seconds, output_seconds: host time in the scheduler, in filling the steps' buffers,
             and in detokenising. With ``async_scheduling`` the device works meanwhile.
         execute_seconds: launching steps and waiting for their tokens; ``launch_seconds`` of it is launching, which is 0
@@ -171,6 +173,10 @@ class EngineStats:
     peak_used_blocks: int
     num_swap_blocks: int
     used_swap_blocks: int
+    num_state_slots: int
+    used_slots: int
+    cached_slots: int
+    num_snapshot_evictions: int
     schedule_seconds: float
     prepare_seconds: float
     launch_seconds: float
@@ -180,7 +186,7 @@ class EngineStats:
     def since(self, earlier: "EngineStats") -> "EngineStats":
         """Counts and times since ``earlier``; what is a state, or a peak, stays that of now."""
         now, then = dataclasses.asdict(self), dataclasses.asdict(earlier)
-        states = {"num_waiting", "num_running", *(name for name in now if name.endswith("_blocks"))}
+        states = {"num_waiting", "num_running", *(name for name in now if name.endswith(("_blocks", "_slots")))}
         return EngineStats(**{name: now[name] if name in states else now[name] - then[name] for name in now})
 
     @property

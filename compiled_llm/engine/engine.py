@@ -24,7 +24,7 @@ from compiled_llm.report.roofline import ModelWork, windows_of
 from compiled_llm.report.step_log import StepLog
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.drafter import Drafter
-from compiled_llm.step.kv_cache import bytes_per_layer
+from compiled_llm.step.kv_cache import bytes_per_layer, bytes_per_slot
 from compiled_llm.text.chat import messages_list
 from compiled_llm.text.prompts import (
     EncodedPrompt,
@@ -56,7 +56,8 @@ class CompiledEngine(StepEngine):
         super()._start(config, drafter)
         runner = self.runner
         cache_bytes = bytes_per_layer(self.model_config, runner.cache_dtypes)
-        self._work = ModelWork.of(self.model_config, runner.steps.weights, cache_bytes)
+        state_bytes = bytes_per_slot(self.model_config, runner.dtype)
+        self._work = ModelWork.of(self.model_config, runner.steps.weights, cache_bytes, state_bytes)
         self.reset_report()
 
     # -- Serving lists of prompts

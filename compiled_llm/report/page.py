@@ -162,8 +162,10 @@ def _counts_table(report: dict[str, Any]) -> str:
     stats = report["stats"]
     rows = [
         ["KV blocks", f"{stats['num_kv_blocks']}, at most {stats['peak_used_blocks']} used since the start"],
+        *([["state slots", f"{stats['num_state_slots']}"]] if stats["num_state_slots"] else []),
         ["prefix cache", f"{stats['prefix_hit_tokens']} of {stats['prefix_queried_tokens']} tokens found"],
         ["evictions", stats["num_evictions"]],
+        *([["snapshots evicted", stats["num_snapshot_evictions"]]] if stats["num_state_slots"] else []),
         [
             "preemptions",
             f"{stats['num_recompute_preemptions']} by recompute ({stats['num_recomputed_tokens']} tokens), "

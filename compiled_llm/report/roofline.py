@@ -4,15 +4,17 @@ What is counted is what no implementation can leave out:
 
 - read: all weights once a step, of the embedding only the rows of the step's tokens, of a mixture only the experts that
   a token uses, of the head all rows if the step samples; the keys and values (and scales) of each request's context,
-  its new tokens included.
-- written: keys and values of the step's tokens.
+  its new tokens included; of layers with a state, each request's.
+- written: keys and values of the step's tokens, and the states.
 - floating-point operations, a multiply-add is two: the linear layers for each token, attention for each pair of a query
-  and a key that it sees, the head for each row that is sampled from.
+  and a key that it sees, a recurrence (three for each element of a state) for each token, the head for each row that is
+  sampled from.
 
 Padding, activations, norms and softmax count nothing: what they cost is a distance to the limit.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,6 +37,7 @@ class StepWork:
         num_pairs: over all tokens, keys that they see.
         num_experts: experts that some token used, over all layers.
         in_windows: (keys, pairs) likewise in layers with a sliding window, for each of the model's windows.
+        num_states: states read and written: of each request in a step one, and another where tokens come before.
     """
 
     num_steps: float = 0
@@ -45,6 +48,7 @@ class StepWork:
     num_pairs: float = 0
     num_experts: float = 0
     in_windows: tuple[tuple[float, float], ...] = ()
+    num_states: float = 0
 
     @classmethod
     def of(cls, requests: list[tuple[int, int]], windows: Sequence[int] = (), num_experts: float = 0) -> "StepWork":
@@ -64,6 +68,7 @@ class StepWork:
             num_pairs=sum(num_pairs(computed, count) for computed, count in requests),
             num_experts=num_experts,
             in_windows=tuple(work_in_window(window, requests) for window in windows),
+            num_states=sum(1 + (computed > 0) for computed, _ in requests),
         )
 
 
@@ -93,6 +98,7 @@ class ModelWork:
 
     Attributes:
         expert_bytes: of one expert, on average.
+        state_bytes: of one request's states in all layers that keep some.
         windows: of its layers. ``per_key`` has for all layers without one, and then for those with each of them, the
             bytes that are read for a key, and the operations of a pair.
     """
@@ -106,17 +112,23 @@ class ModelWork:
     head_flops_per_row: int
     windows: tuple[int, ...]
     per_key: tuple[tuple[int, int], ...]
+    state_bytes: int = 0
+    state_flops_per_token: int = 0
 
     @classmethod
-    def of(cls, config: ModelConfig, weights: Any, kv_bytes_per_token: Sequence[int]) -> "ModelWork":
+    def of(
+        cls, config: ModelConfig, weights: Any, kv_bytes_per_token: Sequence[int], state_bytes: int = 0
+    ) -> "ModelWork":
         """Of a model with the weights tuple ``weights``, as it was loaded or as its family describes it.
 
-        ``kv_bytes_per_token``: of each layer's cache.
+        ``kv_bytes_per_token``: of each layer's cache; ``state_bytes``: of a slot.
         """
         windows = windows_of(config)
         per_key = dict.fromkeys((0, *windows), (0, 0))
+        state_flops = 0
         for layer, own in zip(layers_of(config), kv_bytes_per_token, strict=True):
             if isinstance(layer, StateSpec):
+                state_flops += 6 * math.prod(layer.recurrent or (0,))
                 continue
             key_bytes = own if layer.shares_cache_of is None else kv_bytes_per_token[layer.shares_cache_of]
             num_bytes, flops = per_key[layer.window]
@@ -137,6 +149,8 @@ class ModelWork:
             head_flops_per_row=_flops_per_row(weights.head),
             windows=windows,
             per_key=tuple(per_key.values()),
+            state_bytes=state_bytes,
+            state_flops_per_token=state_flops,
         )
 
     def bytes(self, work: StepWork) -> float:
@@ -147,13 +161,14 @@ class ModelWork:
             + work.num_experts * self.expert_bytes
             + work.num_tokens * self.embedding_bytes_per_token
             + work.num_tokens * self.kv_bytes_per_token
+            + work.num_states * self.state_bytes
             + sum(keys * num_bytes for (keys, _), (num_bytes, _) in self._attention(work))
         )
 
     def flops(self, work: StepWork) -> float:
         """Floating-point operations that ``work`` has to do."""
         return (
-            work.num_tokens * self.linear_flops_per_token
+            work.num_tokens * (self.linear_flops_per_token + self.state_flops_per_token)
             + work.num_logits * self.head_flops_per_row
             + sum(pairs * flops for (_, pairs), (_, flops) in self._attention(work))
         )

@@ -92,8 +92,8 @@ class StepRow:
         num_requests, num_tokens: of each step.
         recent: seconds of the latest steps in the bucket; all rows of the bucket share it.
         count, seconds: number of steps, and their time on the device.
-        total_requests, total_tokens, num_logits, num_keys, num_pairs, num_experts: sums over the steps; see
-            ``StepWork``.
+        total_requests, total_tokens, num_logits, num_keys, num_pairs, num_experts, num_states: sums over the steps;
+            see ``StepWork``.
     """
 
     bucket: Bucket
@@ -110,10 +110,12 @@ class StepRow:
     num_pairs: int = 0
     num_experts: int = 0
     in_windows: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    num_states: int = 0
 
     def work(self) -> StepWork:
         heads = self.num_head_steps, self.total_tokens, self.num_logits
-        return StepWork(self.count, *heads, self.num_keys, self.num_pairs, self.num_experts, tuple(self.in_windows))
+        keys, windows = (self.num_keys, self.num_pairs, self.num_experts), tuple(self.in_windows)
+        return StepWork(self.count, *heads, *keys, windows, self.num_states)
 
 
 class StepLog:
@@ -202,6 +204,7 @@ class StepLog:
         row.total_requests += requests
         row.total_tokens += tokens
         row.num_experts += num_experts
+        row.num_states += 2 * requests - output.num_computed_tokens.count(0)
         row.num_logits += sum(output.num_samples)
         row.num_head_steps += any(output.num_samples)
         computed = sum(output.num_computed_tokens)

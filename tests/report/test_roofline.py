@@ -16,7 +16,7 @@ from compiled_llm.models.linears.quantized import Quantized
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs, windows_of
-from compiled_llm.step.kv_cache import bytes_per_layer
+from compiled_llm.step.kv_cache import bytes_per_layer, bytes_per_slot
 from tests.families import CONFIGS, checkpoint, transformers_model
 from tests.models.quantized.test_gptq import AWQ, GPTQ
 from tests.worker import test_quantized_reader as published
@@ -84,6 +84,18 @@ def test_what_grows_with_tokens_contexts_and_rows() -> None:
     nothing_sampled = StepWork(num_steps=1, num_tokens=8, num_keys=8, num_pairs=36)
     assert work.bytes(StepWork.of([(0, 8)])) - work.bytes(nothing_sampled) == work.head_bytes_per_step
     assert work.flops(StepWork()) == work.bytes(StepWork()) == 0
+
+
+def test_states_are_read_and_written_once_a_step() -> None:
+    """A prompt's first chunk reads none, since it starts from zeros."""
+    model = read_config(checkpoint("lfm2"))
+    weights = description("lfm2").weights
+    work = ModelWork.of(model, weights, [0] * model.num_layers, state_bytes := bytes_per_slot(model, torch.float32))
+    assert state_bytes == 3 * 3 * model.hidden_size * 4  # layers, tokens that a convolution looks back, channels
+    without = ModelWork.of(model, weights, [0] * model.num_layers)
+    for requests, num_states in (([(0, 8)], 1), ([(8, 1)], 2), ([(8, 1), (0, 3), (4, 4)], 5), ([], 0)):
+        step = StepWork.of(requests)
+        assert work.bytes(step) - without.bytes(step) == num_states * state_bytes
 
 
 def test_pairs_are_those_of_a_causal_mask() -> None:

@@ -41,9 +41,9 @@ def test_steps_of_a_shape_share_a_row_and_their_work_adds_up() -> None:
     ]
     assert log.step_seconds() == {"decode_8": 0.5, "tokens_64": 1.5}
     decode, chunk, mixed = (row.work() for row in log.rows())
-    assert decode == StepWork(2, 2, 4, 4, num_keys=10 + 20 + 11 + 21, num_pairs=10 + 20 + 11 + 21)
-    assert chunk == StepWork(1, 0, 30, 0, num_keys=60, num_pairs=30 * 30 + 465)
-    assert mixed == StepWork(1, 1, 31, 1, num_keys=12 + 30, num_pairs=12 + 465)
+    assert decode == StepWork(2, 2, 4, 4, num_keys=10 + 20 + 11 + 21, num_pairs=10 + 20 + 11 + 21, num_states=8)
+    assert chunk == StepWork(1, 0, 30, 0, num_keys=60, num_pairs=30 * 30 + 465, num_states=2)
+    assert mixed == StepWork(1, 1, 31, 1, num_keys=12 + 30, num_pairs=12 + 465, num_states=3)
 
 
 def test_the_work_in_each_window_adds_up() -> None:
