@@ -144,6 +144,7 @@ PARTS = {
     "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/attention/test_attention_gpu.py"),
     "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
     "tune-linear": (540, "scripts/tune_linear.py --seconds 480"),
+    "tune-products": (360, "scripts/tune_linear.py --kind bfloat16 --seconds 300"),
 }
 
 

@@ -1,14 +1,16 @@
-"""Find fast products and tiles for quantised linear layers on this GPU and write them where the kernels look for them.
+"""Find fast products and tiles for linear layers on this GPU and write them where the kernels look for them.
 
-    python scripts/tune_linear.py                                      # every kind, the layers of Qwen3-8B
+    python scripts/tune_linear.py                                      # all quantised kinds, the layers of Qwen3-8B
     python scripts/tune_linear.py --kind int4 --group-size 128 --layer 6144x4096    # the file keeps the others
     python scripts/tune_linear.py --kind int8_w8a8 --layer 1536x2048 --experts 128
+    python scripts/tune_linear.py --kind bfloat16                      # plain weights: what takes in norms and gates
     python scripts/tune_linear.py --dry-run                            # what would be tried; needs no GPU
 
 For each kind, layer (outputs x inputs) and range of rows, the search starts from the choice in use. A candidate must
 give each row the bits of the others, and be 2% faster over the range: that the bits are the same in every tile is so
 checked on this GPU. ``--seconds`` is divided among the ranges; tiles closest to the start are tried first. The file,
-``ops/tiles/linear/<GPU>.json`` or ``--output``, is used by every engine that is started after that.
+``ops/tiles/linear/<GPU>.json`` or ``--output``, is used by every engine that is started after that. Plain weights, kind
+``bfloat16``, have ``ops/tiles/products/<GPU>.json``; ``tune_linear_products.py`` says what is tried.
 
 In Triton's interpreter (``TRITON_INTERPRET=1``, with ``--output``) the program runs on a CPU. That checks the program:
 such times mean nothing.
@@ -26,13 +28,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import tune_linear_products
 from torch import Tensor
 from tune_attention import graph_seconds, search
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.models.linears.quantizing import SCHEMES
-from compiled_llm.ops.linear import quantized_tiles
+from compiled_llm.ops.linear import product_choices, quantized_tiles
+from compiled_llm.ops.linear.product_choices import Product
 from compiled_llm.ops.linear.quantized_tiles import INT_MM_ROWS, Choice, Layer, Tile
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, quantize
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes, empty_quantized_gpu, pack_quantized_rows_gpu
@@ -41,6 +45,7 @@ QWEN3_8B = ["6144x4096", "4096x4096", "24576x4096", "4096x12288"]
 ROWS = [16, 64, 256, 2048]
 SIZES = (16, 32, 64, 128, 256), (32, 64, 128, 256), (4, 8), (2, 3, 4, 5)  # of Tile
 LARGEST_TILE = 128 * 256
+PLAIN = "bfloat16"
 WEIGHT_BYTES = 256 << 20  # weights of one measurement: more than any GPU's L2 cache
 SHARED_MEMORY = 227 * 1024  # of a program on Hopper: for --dry-run
 
@@ -183,12 +188,14 @@ def tune(
 
 
 def jobs(args: argparse.Namespace) -> list[Job]:
-    """``ValueError`` for a layer that is none."""
+    """Those of quantised weights. ``ValueError`` for a layer that is none."""
     found = []
     for kind, text in itertools.product(args.kind, args.layer):
         sizes = text.split("x")
         if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
             raise ValueError(f"--layer must be OUTPUTSxINPUTS, as 6144x4096, given {text!r}")
+        if kind == PLAIN:
+            continue
         form, activations = SCHEMES[kind]
         if args.group_size and kind.startswith("int4"):
             form = form._replace(group_size=args.group_size)
@@ -203,11 +210,33 @@ def check_arguments(args: argparse.Namespace) -> None:
     jobs(args)
     if args.rows != sorted(set(args.rows)):
         raise ValueError(f"--rows must rise, given {' '.join(map(str, args.rows))}")
+    if PLAIN in args.kind and (args.experts or (args.output and len(args.kind) > 1)):
+        raise ValueError(f"--kind {PLAIN} has no --experts, and an --output of its own, given {' '.join(args.kind)}")
+    if PLAIN in args.kind and args.rows[0] > tune_linear_products.MAX_ROWS:
+        raise ValueError(f"--rows must begin with up to {tune_linear_products.MAX_ROWS} for --kind {PLAIN}")
+
+
+def print_candidates(
+    args: argparse.Namespace, todo: list[Job], plain: list[Product], gpu: str, capability: tuple[int, int], memory: int
+) -> None:
+    """How many choices would be tried."""
+    print(f"for {gpu or 'a GPU of compute capability 9.0'}; candidates for each range of rows:")
+    for job in todo:
+        for below, rows in itertools.pairwise([0, *args.rows]):
+            start = quantized_tiles.choose(job.layer, rows, capability, gpu)
+            found = candidates(job.layer, below, rows, start._replace(rows=rows), capability, memory)
+            names = sorted({choice.implementation for choice in found})
+            sizes = f"{job.layer.out_features}x{job.layer.in_features}"
+            print(f"  {job.kind} {sizes}, {below + 1} to {rows}: {len(found)} of {', '.join(names)}")
+    for product, rows in itertools.product(plain, args.rows):
+        start = product_choices.choose(product, rows, gpu)._replace(rows=rows)
+        count = len(tune_linear_products.candidates(product, rows, start, memory))
+        print(f"  {PLAIN} {product.out_features}x{product.in_features}, {product.around}, to {rows}: {count}")
 
 
 def main() -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", nargs="+", choices=SCHEMES, default=list(SCHEMES))
+    parser.add_argument("--kind", nargs="+", choices=[*SCHEMES, PLAIN], default=list(SCHEMES))
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), help="inputs with one scale (int4: 32)")
     parser.add_argument("--layer", nargs="+", default=QWEN3_8B, metavar="OUTPUTSxINPUTS")
     parser.add_argument("--experts", type=int, default=0, help="each layer is that of so many experts (default: 0)")
@@ -219,6 +248,8 @@ def main() -> int:
     from triton import knobs
 
     has_gpu, todo = torch.cuda.is_available(), jobs(args)
+    sizes = [tuple(map(int, text.split("x"))) for text in args.layer if PLAIN in args.kind]
+    plain = [product for layer in sizes for product in tune_linear_products.products(*layer)]
     if not has_gpu and not args.dry_run and not (knobs.runtime.interpret and args.output):
         print("tune_linear: no CUDA GPU here (torch.cuda.is_available() is False); nothing to tune", file=sys.stderr)
         return 2
@@ -228,30 +259,32 @@ def main() -> int:
         gpu, memory = properties.name, properties.shared_memory_per_block_optin
         capability = properties.major, properties.minor
     if args.dry_run:
-        print(f"for {gpu or 'a GPU of compute capability 9.0'}; candidates for each range of rows:")
-        for job in todo:
-            for below, rows in itertools.pairwise([0, *args.rows]):
-                start = quantized_tiles.choose(job.layer, rows, capability, gpu)
-                found = candidates(job.layer, below, rows, start._replace(rows=rows), capability, memory)
-                names = sorted({choice.implementation for choice in found})
-                sizes = f"{job.layer.out_features}x{job.layer.in_features}"
-                print(f"  {job.kind} {sizes}, {below + 1} to {rows}: {len(found)} of {', '.join(names)}")
+        print_candidates(args, todo, plain, gpu, capability, memory)
         return 0
-    path = args.output or quantized_tiles.path_of(gpu)
-    layers = dict(quantized_tiles.load(path))
     torch.manual_seed(0)
+    share, device = args.seconds / (len(todo) + len(plain)), "cuda" if has_gpu else "cpu"
+    written = []
+    if plain:
+        written.append(args.output or product_choices.path_of(gpu))
+        choices = dict(product_choices.load(written[-1]))
+        for product in plain:
+            print(f"{PLAIN}, {product.out_features}x{product.in_features}, {product.around}", flush=True)
+            choices[product] = tune_linear_products.tune(product, args.rows, gpu, memory, share, device)
+            product_choices.save(written[-1], gpu, choices)
+    path = args.output or quantized_tiles.path_of(gpu)
+    layers = dict(quantized_tiles.load(path)) if todo else {}
     for job in todo:
         print(f"{job.kind}, {job.layer.out_features}x{job.layer.in_features}, {job.layer.experts} experts", flush=True)
-        share, device = args.seconds / len(todo), "cuda" if has_gpu else "cpu"
         try:
             layers[job.layer] = tune(job, args.rows, capability, gpu, memory, share, device)
         except BitsError as error:
             print(f"tune_linear: {error}", file=sys.stderr)
             return 1
         quantized_tiles.save(path, gpu, capability, layers)
-    print(f"written: {path}")
+    written += [path] if todo else []
+    print(f"written: {', '.join(map(str, written))}")
     facts = machine.describe(torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu"))
-    print(json.dumps({"benchmark": "tune_linear", "tiles": str(path), "machine": facts}))
+    print(json.dumps({"benchmark": "tune_linear", "tiles": str(written[-1]), "machine": facts}))
     return 0
 
 

@@ -24,6 +24,7 @@ import torch
 from compiled_llm import hardware as machine
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineLimits
+from compiled_llm.ops.linear import product_choices
 from compiled_llm.outputs import EngineStats
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
@@ -237,8 +238,15 @@ def make_trace(
         "steps": log.trace_rows(),
         "rounded_steps": log.rounded_steps,
         "model": model,
-        "machine": machine.describe(device),
+        "machine": machine.describe(device) | _products(device),
     }
+
+
+def _products(device: torch.device) -> dict[str, str]:
+    """Of a GPU, by what the products of its steps were chosen."""
+    if device.type != "cuda":
+        return {}
+    return {"products": product_choices.said_of(product_choices.gpu_name(device.index or 0))}
 
 
 _PHASES = (("decode", "decode"), ("prefill", "tokens"))

@@ -1,7 +1,8 @@
 """Linear layers and what surrounds them in a model: a sum and a norm before, an activation or a sum behind.
 
 On a GPU these are one launch where the rows are few. Products of plain weights take in all of it
-(``ops/linear/fused_linear.py``), and a gated activation up to a few hundred rows. Exact ones and those of quantised
+(``ops/linear/fused_linear.py``), and a gated activation up to a few hundred rows, unless a file that was measured on
+this GPU says otherwise (``ops/linear/product_choices.py``). Exact ones and those of quantised
 weights take in an RMS norm, a gated activation and a sum (``exact_linear.py``, ``fused_quantized_linear.py``).
 Elsewhere each is an op of its own, and a sum is left to the norm that follows, with which it is one op. Both round at
 the same places.
@@ -26,22 +27,25 @@ from compiled_llm.ops import (
     fused_quantized_linear_a8,
     gated_activation,
 )
-from compiled_llm.ops.linear.fused_linear import MAX_GATED_ROWS, MAX_ROWS
+from compiled_llm.ops.linear.fused_linear import MAX_ROWS
+from compiled_llm.ops.linear.product_choices import is_fused
 
 
-def _are_few(x: Tensor, most: int = MAX_ROWS) -> bool:
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and x.shape[0] <= most
+def _is_halved_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
-def _is_fused(linear: Linear, x: Tensor, most: int = MAX_ROWS) -> TypeGuard[Dense]:
-    """Whether the product with ``x`` takes in all that surrounds it; ``most``: rows for which it does."""
-    return _are_few(x, most) and isinstance(linear, Dense)
+def _is_fused(linear: Linear, x: Tensor, around: str) -> TypeGuard[Dense]:
+    """Whether the product with ``x`` takes in all that surrounds it; ``around`` says what, as in ``Product``."""
+    if not _is_halved_on_gpu(x) or not isinstance(linear, Dense):
+        return False
+    return is_fused(linear.out_features, linear.in_features, around, x.shape[0], x.get_device())
 
 
 def _is_surrounded(linear: Linear, x: Tensor) -> TypeGuard[Exact | Quantized]:
     """Whether ``_surrounded`` has the product with ``x``."""
     in_order = isinstance(linear, Exact) or (isinstance(linear, Quantized) and linear.order is None)
-    return in_order and _are_few(x)
+    return in_order and _is_halved_on_gpu(x) and x.shape[0] <= MAX_ROWS
 
 
 def _surrounded(
@@ -69,7 +73,7 @@ def activated_linear(
     """
     if factor is not None:
         return gated_activation(torch.cat([linear.apply(x), factor], dim=1), activation)
-    if _is_fused(linear, x, MAX_GATED_ROWS if activation and gated else MAX_ROWS):
+    if _is_fused(linear, x, "gate" if activation and gated else "residual"):
         return fused_linear(x, linear.weight, linear.bias, activation=activation, gated=gated)
     if activation and gated and _is_surrounded(linear, x):
         return _surrounded(x, linear, activation=activation)
@@ -100,7 +104,7 @@ def normed_linear(
     if has_rms_norm and (gated or not activation) and _is_surrounded(linear, x):
         assert isinstance(norm, Tensor)
         return x, _surrounded(x, linear, norm, eps, activation)
-    if not _is_fused(linear, x):
+    if not _is_fused(linear, x, "norm and gate" if activation and gated else "norm"):
         x, y = add_norm(x, delta, norm, eps, delta_norm, scale)
         return x, activated_linear(y, linear, activation, gated, factor)
     weight, bias = norm if isinstance(norm, LayerNorm) else (norm, None)
@@ -122,7 +126,7 @@ def added_linear(
 
     With ``delta_norm`` it is always left, as ``normed_linear`` takes norms of what is added.
     """
-    if delta_norm is None and _is_fused(linear, y):
+    if delta_norm is None and _is_fused(linear, y, "residual"):
         return fused_linear(y, linear.weight, linear.bias, multiplier=multiplier, beside=beside, residual=x), None
     if delta_norm is None and multiplier == 1.0 and beside is None and _is_surrounded(linear, y):
         return _surrounded(y, linear, residual=x), None

@@ -9,14 +9,13 @@ Why a row's bits do not depend on how many rows there are, up to 32: a program h
 many outputs it has follows from the layer alone.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.linear.triton_linear import multiply_add
+from compiled_llm.ops.linear.product_choices import FusedTile, Product, choose
+from compiled_llm.ops.linear.triton_linear import gpu_name, multiply_add
 from compiled_llm.ops.rowwise import reference
 from compiled_llm.ops.rowwise.triton_kernels import activated, cast, inverse_rms, rounded, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
@@ -24,16 +23,6 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
 _NORMED_AT_ONCE = 512  # inputs of a row, with what is added to them: 64 registers a thread, and 16 KB in flight
-
-
-class FusedTile(NamedTuple):
-    """What a program computes at a time: ``n`` outputs of ``m`` rows from ``k`` inputs."""
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
 
 
 # (plain, gated): the latter has twice as many columns of weights. At most 99 KB of shared memory, and two or three
@@ -46,7 +35,7 @@ MORE_ROWS = (FusedTile(64, 64, 64, 4, 3), FusedTile(128, 64, 64, 4, 3))
 
 
 def tile_for(rows: int, outputs: int, gated: bool) -> FusedTile:
-    """The tile of a layer of so many outputs."""
+    """The tile of a layer of so many outputs, unless a file has another (``product_choices.py``)."""
     if gated and rows > 2 * FEW_OUTPUTS[1].m:  # which would read the weights more than twice
         return next((tile for tile in MORE_ROWS if rows <= tile.m), MORE_ROWS[-1])
     return (MANY_OUTPUTS if outputs > _MANY else FEW_OUTPUTS)[gated]
@@ -195,15 +184,18 @@ def fused_linear_kernel(
 def fused_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, norm_bias: Tensor | None, eps: float,
     activation: str, gated: bool, multiplier: float, beside: Tensor | None, residual: Tensor | None,
+    tile: FusedTile | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+
+    ``tile`` replaces that of this GPU: ``scripts/tune_linear.py`` looks for a better one.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; an unknown activation.
     """
     return _launch(
         "fused_linear", x, None, None, weight, bias, norm, norm_bias, eps, activation, gated, multiplier, beside,
-        residual,
+        residual, tile=tile,
     )[1]  # fmt: skip
 
 
@@ -224,6 +216,7 @@ def _launch(
     op: str, x: Tensor, delta: Tensor | None, delta_norm: Tensor | None, weight: Tensor, bias: Tensor | None,
     norm: Tensor | None, norm_bias: Tensor | None, eps: float, activation: str, gated: bool, multiplier: float,
     beside: Tensor | None, residual: Tensor | None, scale: Tensor | None = None, factor: Tensor | None = None,
+    tile: FusedTile | None = None,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
     gated = gated and activation != ""
     x, x_stride = aligned_rows(x, op, "x", _DTYPES)
@@ -242,7 +235,10 @@ def _launch(
     total = None if delta is None else x.new_empty(x.shape)
     if not out.numel():
         return total, out
-    tile = tile_for(rows, out_features, gated)
+    before, behind = "norm and gate" if gated else "norm", "gate" if gated else "residual"
+    around = before if norm is not None or delta is not None else behind
+    chosen = choose(Product(weight.shape[0], in_features, around), rows, gpu_name(x.device))
+    tile = tile or chosen.tile or tile_for(rows, out_features, gated)
     at_once = _NORMED_AT_ONCE if delta is None else _NORMED_AT_ONCE // 2
     with torch.cuda.device_of(x):
         fused_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](

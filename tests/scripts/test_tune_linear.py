@@ -11,7 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from compiled_llm.ops.linear import quantized_tiles
+from compiled_llm.ops.linear import product_choices, quantized_tiles
+from compiled_llm.ops.linear.product_choices import Product
 from compiled_llm.ops.linear.quantized_tiles import Choice, Layer, choose, reason_against
 from compiled_llm.ops.linear.quantized_weight import WeightFormat
 
@@ -83,6 +84,48 @@ def test_it_writes_a_file_that_kernels_read(kind: str, layer: list[str], tmp_pat
     assert (found.element, found.int8_activations) == (kind[:4], kind == "int8_w8a8")
     assert found.experts == (2 if "--experts" in layer else 0)
     assert [choice.rows for choice in choices] == [16, 17]
+
+
+@pytest.mark.parametrize("product", [Product(6144, 4096, "norm"), Product(24576, 4096, "norm and gate")])
+def test_candidates_of_plain_products_are_choices_that_there_are(script: ModuleType, product: Product) -> None:
+    for rows in (1, 16, 256):
+        start = product_choices.choose(product, rows, "")._replace(rows=rows)
+        found = script.tune_linear_products.candidates(product, rows, start, 227 * 1024)
+        assert len(set(found)) == len(found) > 10
+        assert start not in found
+        assert {choice.way for choice in (start, *found)} == {"fused", "apart"}
+        for choice in found:
+            assert product_choices.reason_against((choice,)) == ""
+
+
+def test_plain_products_are_chosen_too(tmp_path: Path) -> None:
+    """In the interpreter, whose times mean nothing."""
+    file = tmp_path / "products.json"
+    command = [sys.executable, str(ROOT / "scripts" / "tune_linear.py"), "--kind", "bfloat16", "--layer", "32x64"]
+    done = subprocess.run(
+        [*command, "--rows", "2", "33", "2048", "--seconds", "0.1", "--output", str(file)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "left out" not in done.stdout
+    products = product_choices.load(file)
+    assert set(products) == {Product(32, 64, around) for around in product_choices.AROUND}
+    assert all([choice.rows for choice in choices] == [2, 33] for choices in products.values())
+
+
+def test_a_product_with_other_numbers_is_left_out_and_said(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = script.tune_linear_products.Case(Product(32, 64, "residual"), 4, "cpu")
+    right = case.right(4)
+    assert 0 < case.seconds(4, product_choices.Choice(4, "apart"), right) < 60
+    monkeypatch.setattr(case, "run", lambda copy, rows, choice: right + 1)
+    assert case.seconds(4, product_choices.Choice(4, "fused"), right) == float("inf")
+    assert "left out, off by" in capsys.readouterr().out
 
 
 def test_other_bits_are_left_out_and_said(

@@ -1,0 +1,165 @@
+"""Which products of plain 16-bit weights take in what surrounds them on a GPU, by shape and rows: defaults, and files.
+
+A product of few rows is either "fused", a launch with norm, activation or residual (``fused_linear.py``), or "apart": a
+library's product, and what surrounds it as launches of its own. Which is faster, a GPU has to say:
+``scripts/tune_linear.py`` writes ``ops/tiles/products/<GPU>.json``. What it lacks, and a GPU without a file, get the
+defaults below.
+
+The choice is made when a step is traced. So it is in the graph that is compiled, and in the key by which torch keeps
+its code: a file that is written anew compiles the steps anew that it changes.
+"""
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from compiled_llm.ops.linear.fused_linear import MAX_GATED_ROWS, MAX_ROWS
+
+FOLDER = Path(__file__).parents[1] / "tiles" / "products"
+AROUND = ("norm", "norm and gate", "gate", "residual")
+WAYS = ("fused", "apart")
+
+
+class FusedTile(NamedTuple):
+    """What a program computes at a time: ``n`` outputs of ``m`` rows from ``k`` inputs."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+class Product(NamedTuple):
+    """What a choice is made for.
+
+    Attributes:
+        out_features, in_features: of the weight; with a gate, gates and ups together.
+        around: what surrounds it, one of ``AROUND``: a norm before it (with a sum before that, where one is left), a
+            gated activation behind it, or a residual or nothing.
+    """
+
+    out_features: int
+    in_features: int
+    around: str
+
+
+class Choice(NamedTuple):
+    """What steps of up to ``rows`` rows use: "fused", with a tile or that of ``triton_fused_linear.py``, or "apart"."""
+
+    rows: int
+    way: str
+    tile: FusedTile | None = None
+
+
+def default_choice(product: Product, rows: int) -> Choice:
+    """Without a file: few rows are fused."""
+    most = MAX_GATED_ROWS if product.around == "gate" else MAX_ROWS
+    return Choice(most, "fused") if rows <= most else Choice(rows, "apart")
+
+
+def choose(product: Product, rows: int, gpu: str) -> Choice:
+    """The choice for so many rows: from the file of ``gpu`` if that has the product and as many rows, else a default.
+
+    Raises:
+        ValueError: the file has a choice that there is not.
+    """
+    measured = load(path_of(gpu)).get(product, ())
+    return next((choice for choice in measured if rows <= choice.rows), None) or default_choice(product, rows)
+
+
+@torch.compiler.assume_constant_result
+def is_fused(out_features: int, in_features: int, around: str, rows: int, device: int) -> bool:
+    """Whether such a product is fused on CUDA device number ``device``: a constant of the graph that asks."""
+    return choose(Product(out_features, in_features, around), rows, gpu_name(device)).way == "fused"
+
+
+@functools.cache
+def gpu_name(device: int) -> str:
+    """By which files are found; "" where no GPU is."""
+    return torch.cuda.get_device_name(device) if torch.cuda.is_available() else ""
+
+
+def reason_against(choices: tuple[Choice, ...]) -> str:
+    """Why ``choices``, by rising rows, cannot be those of a product; "" if they can."""
+    above = 0
+    for rows, way, tile in choices:
+        if rows <= above:
+            return f"rows must rise from choice to choice, got {rows} after {above}"
+        if way not in WAYS:
+            return f"way must be one of {', '.join(WAYS)}, got {way!r}"
+        if tile is not None and (way == "apart" or not _is_tile(tile)):
+            return f"a tile belongs to fused; its m, n and k are powers of two from 16 on and warps to 8, got {tile}"
+        above = rows
+    return "" if choices else "there must be one choice at least"
+
+
+def _is_tile(tile: FusedTile) -> bool:
+    is_power = all(size >= 16 and not size & (size - 1) for size in tile[:3])
+    return is_power and tile.warps in (1, 2, 4, 8) and tile.stages >= 1
+
+
+# -- Files
+
+
+def path_of(gpu: str) -> Path:
+    """The file of a GPU, by the name that ``torch.cuda.get_device_name`` gives it."""
+    return FOLDER / (re.sub(r"[^A-Za-z0-9]+", "_", gpu).strip("_") + ".json")
+
+
+def said_of(gpu: str) -> str:
+    """For reports: where choices come from."""
+    path = path_of(gpu)
+    if not path.is_file():
+        return "defaults"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:8]
+    return f"measured, {len(load(path))} products ({path.name}, sha256 {digest})"
+
+
+def save(path: Path, gpu: str, products: Mapping[Product, tuple[Choice, ...]]) -> None:
+    """Write a GPU's file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def written(choice: Choice) -> dict[str, Any]:
+        tile = {} if choice.tile is None else {"tile": choice.tile._asdict()}
+        return {"rows": choice.rows, "way": choice.way, **tile}
+
+    entries = [product._asdict() | {"choices": [*map(written, products[product])]} for product in sorted(products)]
+    path.write_text(json.dumps({"gpu": gpu, "products": entries}, indent=1) + "\n")
+
+
+@functools.cache
+def load(path: Path) -> dict[Product, tuple[Choice, ...]]:
+    """The contents of a file, empty if there is none. Read once: a running engine never changes its choices.
+
+    Raises:
+        ValueError: it is not such a file, or has a choice that there is not.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        products = {}
+        for entry in json.loads(path.read_text())["products"]:
+            choices = tuple(_choice(**fields) for fields in entry.pop("choices"))
+            products[Product(**entry)] = choices
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is no file of choices ({error!r}): write it anew by scripts/tune_linear.py"
+        ) from error
+    for product, choices in products.items():
+        reason = reason_against(choices)
+        if product.around not in AROUND:
+            reason = f"around must be one of {', '.join(AROUND)}"
+        if reason:
+            raise ValueError(f"{path}: {product}: {reason}; write it anew by scripts/tune_linear.py")
+    return products
+
+
+def _choice(rows: int, way: str, tile: Mapping[str, int] | None = None) -> Choice:
+    return Choice(rows, way, None if tile is None else FusedTile(**tile))

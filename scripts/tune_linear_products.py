@@ -1,0 +1,127 @@
+"""Plain 16-bit products, for ``tune_linear.py``: which take in what surrounds them on this GPU, and in which tiles.
+
+Of each layer (outputs x inputs) and what may surround it (``ops/linear/product_choices.py``) the search starts from the
+choice in use. "apart" is a library's product, with a launch for the norm and one for the gate; a residual is then part
+of the next norm, so it costs nothing here. A candidate must give the numbers of the start but for rounding.
+"""
+
+import itertools
+import math
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tune_attention import graph_seconds, search
+
+from compiled_llm.ops import gated_activation, rms_norm
+from compiled_llm.ops.linear import product_choices
+from compiled_llm.ops.linear.fused_linear import MAX_GATED_ROWS
+from compiled_llm.ops.linear.product_choices import AROUND, Choice, FusedTile, Product
+
+MAX_ROWS = MAX_GATED_ROWS  # of a range: larger steps are bound by arithmetic, which a library does best
+SIZES = (16, 32, 64, 128), (16, 32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4, 6)  # of FusedTile
+LARGEST_TILE = 128 * 128
+WEIGHT_BYTES = 256 << 20  # weights of one measurement: more than any GPU's L2 cache
+TOLERANCE = 0.03  # of the largest output, in bfloat16
+EPS = 1e-6
+
+
+def products(outputs: int, inputs: int) -> list[Product]:
+    """Of a layer, with all that may surround it; gates and ups need an even number of outputs."""
+    return [Product(outputs, inputs, around) for around in AROUND if "gate" not in around or outputs % 2 == 0]
+
+
+def candidates(product: Product, rows: int, start: Choice, memory: int) -> list[Choice]:
+    """Choices for up to ``rows`` rows that may fit into ``memory`` bytes of shared memory, the closest first."""
+    from compiled_llm.ops.linear.triton_fused_linear import tile_for
+
+    gated = "gate" in product.around
+    used = start.tile or tile_for(rows, product.out_features // (2 if gated else 1), gated)
+    found = []
+    for sizes in itertools.product(*SIZES):
+        tile = FusedTile(*sizes)
+        wide = tile.n * (2 if gated else 1)
+        fits = tile.stages * tile.k * (tile.m + wide) * 2 <= memory and tile.m * wide <= LARGEST_TILE
+        if fits and tile.m < max(32, 2 * rows):
+            distance = sum(a != b for a, b in zip(tile, used, strict=True))
+            found.append((distance, Choice(rows, "fused", tile)))
+    ordered = [choice for _, choice in sorted(found, key=lambda pair: pair[0])]
+    return [choice for choice in (Choice(rows, "apart"), Choice(rows, "fused"), *ordered) if choice != start]
+
+
+class Case:
+    """The weights of one product, in several copies, and inputs of the largest number of rows."""
+
+    def __init__(self, product: Product, rows: int, device: str) -> None:
+        self.product, self.device = product, device
+        outputs, inputs, around = product
+        nbytes = 2 * outputs * inputs
+        copies = max(1, WEIGHT_BYTES // nbytes) if device == "cuda" else 1
+        weight = (torch.randn(outputs, inputs, device=device) / inputs**0.5).bfloat16()
+        self.copies = [weight.clone() for _ in range(copies)]
+        self.x = torch.randn(rows, inputs, device=device).bfloat16()
+        self.norm = torch.randn(inputs, device=device).bfloat16() if "norm" in around else None
+        self.activation = "silu" if "gate" in around else ""
+        self.residual = torch.randn(rows, outputs, device=device).bfloat16() if around == "residual" else None
+
+    def run(self, copy: int, rows: int, choice: Choice) -> Tensor:
+        """The product and what surrounds it, of ``rows`` rows."""
+        from compiled_llm.ops.linear.triton_fused_linear import fused_linear
+
+        x, weight = self.x[:rows], self.copies[copy]
+        residual = None if self.residual is None else self.residual[:rows]
+        if choice.way == "fused":
+            around: tuple[Any, ...] = (self.norm, None, EPS, self.activation, True, 1.0, None, residual)
+            return fused_linear(x, weight, None, *around, tile=choice.tile)
+        y = F.linear(x if self.norm is None else rms_norm(x, self.norm, EPS), weight)
+        return gated_activation(y, self.activation) if self.activation else y
+
+    def right(self, rows: int) -> Tensor:
+        """The numbers of the product, apart; with the residual that others have added."""
+        y = self.run(0, rows, Choice(rows, "apart"))
+        return y if self.residual is None else self.residual[:rows] + y
+
+    def seconds(self, rows: int, choice: Choice, right: Tensor) -> float:
+        """Median time of one call; infinite if it does not fit, or gives other numbers, which is printed."""
+        from triton.runtime.errors import OutOfResources
+
+        try:
+            out = self.run(0, rows, choice)
+        except OutOfResources:
+            return math.inf
+        is_apart = self.residual is not None and choice.way == "apart"
+        out = self.residual[:rows] + out if is_apart and self.residual is not None else out
+        error = float((out.float() - right.float()).abs().max() / right.float().abs().max())
+        if not error <= TOLERANCE:
+            print(f"  left out, off by {error:.2g} of the largest output: {choice}", flush=True)
+            return math.inf
+        if self.device == "cuda":
+            return graph_seconds(lambda copy: self.run(copy, rows, choice), len(self.copies))
+        start = time.perf_counter()
+        self.run(0, rows, choice)
+        return time.perf_counter() - start
+
+
+def tune(
+    product: Product, bounds: list[int], gpu: str, memory: int, seconds: float, device: str
+) -> tuple[Choice, ...]:  # fmt: skip
+    """A choice for each range of rows up to ``MAX_ROWS``, each with an even share of the time."""
+    bounds = [rows for rows in bounds if rows <= MAX_ROWS]
+    case, chosen, below = Case(product, bounds[-1], device), [], 0
+    for rows in bounds:
+        steps = sorted({max(1, math.isqrt(below * rows)), rows})
+        start = product_choices.choose(product, rows, gpu)._replace(rows=rows)
+        rights = [case.right(step) for step in steps]
+
+        def cost(choice: Choice, steps: list[int] = steps, rights: list[Tensor] = rights) -> float:
+            times = [case.seconds(step, choice, right) for step, right in zip(steps, rights, strict=True)]
+            return math.exp(sum(map(math.log, times)) / len(times))
+
+        tried = candidates(product, rows, start, memory)
+        best, ratio, count = search(start, tried, cost, seconds / len(bounds))
+        print(f"  {below + 1:5} to {rows:5} rows{ratio:8.1%} of the time before, {count} of {len(tried)}: {best[1:]}")
+        chosen.append(best)
+        below = rows
+    return tuple(chosen)
