@@ -17,8 +17,7 @@ from tune_attention import graph_seconds, search
 
 from compiled_llm.ops import gated_activation, rms_norm
 from compiled_llm.ops.linear import product_choices
-from compiled_llm.ops.linear.fused_linear import MAX_GATED_ROWS
-from compiled_llm.ops.linear.product_choices import AROUND, Choice, FusedTile, Product
+from compiled_llm.ops.linear.product_choices import AROUND, MAX_GATED_ROWS, Choice, FusedTile, Product
 
 MAX_ROWS = MAX_GATED_ROWS  # of a range: larger steps are bound by arithmetic, which a library does best
 SIZES = (16, 32, 64, 128), (16, 32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4, 6)  # of FusedTile

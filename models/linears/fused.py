@@ -27,8 +27,7 @@ from compiled_llm.ops import (
     fused_quantized_linear_a8,
     gated_activation,
 )
-from compiled_llm.ops.linear.fused_linear import MAX_ROWS
-from compiled_llm.ops.linear.product_choices import is_fused
+from compiled_llm.ops.linear.product_choices import MAX_ROWS, is_fused
 
 
 def _is_halved_on_gpu(x: Tensor) -> bool:

@@ -17,12 +17,6 @@ from compiled_llm.ops.rowwise.reference import (
     rms_norm_reference,
 )
 
-MAX_ROWS = 32
-"""Most rows that the op is meant for, though it takes any: weights are read once for each 16 of them."""
-
-MAX_GATED_ROWS = 256
-"""The same with a gated activation and no norm: a row's bits are others then than up to ``MAX_ROWS``."""
-
 LIBRARY.define(
     "fused_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, Tensor? norm_bias, float eps, str activation,"
     " bool gated, float multiplier, Tensor? beside, Tensor? residual) -> Tensor"
@@ -49,8 +43,8 @@ def fused_linear(
 ) -> Tensor:
     """``y = norm(x) @ weight.T + bias``, its activation, ``* multiplier``, ``+ beside``, ``+ residual``, in this order.
 
-    What is not given is left out. All is rounded where the ops on their own round. Up to ``MAX_ROWS`` rows, a row's
-    bits depend on nothing but the row.
+    What is not given is left out. All is rounded where the ops on their own round. Up to 32 rows in the default tiles, a
+    row's bits depend on nothing but the row. Any number will do, but weights are read once for each tile of them.
 
     Args:
         x: ``[T, K]``; bfloat16 or float16; rows may be strided, the last stride is 1.

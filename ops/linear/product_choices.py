@@ -19,11 +19,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compiled_llm.ops.linear.fused_linear import MAX_GATED_ROWS, MAX_ROWS
-
 FOLDER = Path(__file__).parents[1] / "tiles" / "products"
 AROUND = ("norm", "norm and gate", "gate", "residual")
 WAYS = ("fused", "apart")
+
+MAX_ROWS = 32
+"""Most rows that are fused by default: weights are read once for each 16 of them."""
+
+MAX_GATED_ROWS = 256
+"""The same with a gated activation and no norm: a row's bits are others then than up to ``MAX_ROWS``."""
 
 
 class FusedTile(NamedTuple):

@@ -34,7 +34,8 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import linears
 from compiled_llm.ops.linear.exact_linear import exact_linear
-from compiled_llm.ops.linear.fused_linear import MAX_ROWS, fused_linear
+from compiled_llm.ops.linear.fused_linear import fused_linear
+from compiled_llm.ops.linear.product_choices import MAX_ROWS
 
 WEIGHT_BYTES = {"cpu": 1 << 20, "cuda": 256 << 20}  # copies together, more than any cache
 TOLERANCE = 0.02  # of the largest output, in bfloat16

@@ -11,7 +11,7 @@ from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
 from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.ops import activation, add_layer_norm, add_rms_norm, gated_activation, rms_norm, scaled_sum
-from compiled_llm.ops.linear.fused_linear import MAX_ROWS
+from compiled_llm.ops.linear.product_choices import MAX_ROWS
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode
 
 EPS = 1e-6

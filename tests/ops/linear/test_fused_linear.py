@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.linear.fused_linear import (
-    MAX_ROWS,
     add_fused_linear,
     add_fused_linear_reference,
     fused_linear,
     fused_linear_reference,
 )
+from compiled_llm.ops.linear.product_choices import MAX_ROWS
 
 triton = pytest.importorskip("triton")
 
