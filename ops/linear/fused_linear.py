@@ -43,8 +43,8 @@ def fused_linear(
 ) -> Tensor:
     """``y = norm(x) @ weight.T + bias``, its activation, ``* multiplier``, ``+ beside``, ``+ residual``, in this order.
 
-    What is not given is left out. All is rounded where the ops on their own round. Up to 32 rows in the default tiles, a
-    row's bits depend on nothing but the row. Any number will do, but weights are read once for each tile of them.
+    What is not given is left out. All is rounded where the ops on their own round. Up to 32 rows, in the default tiles,
+    a row's bits depend on nothing but the row. Any number will do, but weights are read once for each tile of them.
 
     Args:
         x: ``[T, K]``; bfloat16 or float16; rows may be strided, the last stride is 1.
