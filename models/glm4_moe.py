@@ -70,25 +70,40 @@ class SharedMoeWeights(NamedTuple):
     one: Tensor  # [1] float32
 
 
-def take_mlp(config: Glm4MoeConfig, source: Source, name: str) -> MlpWeights | SharedMoeWeights:
+def has_experts(config: Glm4MoeConfig, name: str) -> bool:
+    """Whether the layer whose tensors' names begin with ``name`` has some."""
+    return int(name.rsplit(".", 1)[1]) >= config.first_k_dense_replace
+
+
+def take_mlp(
+    config: Glm4MoeConfig, source: Source, name: str, *, has_choice_bias: bool = True
+) -> MlpWeights | SharedMoeWeights:
     """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
-    if int(name.rsplit(".", 1)[1]) < config.first_k_dense_replace:
+    if not has_experts(config, name):
         return source.mlp(f"{name}.mlp", config)
-    d, inner, num_experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    num_experts = config.n_routed_experts
     routed = source.mixture(
         f"{name}.mlp.gate",
         f"{name}.mlp.experts",
         config,
         num_experts,
         config.num_experts_per_tok,
-        inner,
+        config.moe_intermediate_size,
         router_dtype=torch.float32,
     )
-    bias = source.tensor(f"{name}.mlp.gate.e_score_correction_bias", (num_experts,), dtype=torch.float32)
-    shared, size = f"{name}.mlp.shared_experts", inner * config.n_shared_experts
+    if has_choice_bias:
+        bias = source.tensor(f"{name}.mlp.gate.e_score_correction_bias", (num_experts,), dtype=torch.float32)
+        routed = routed._replace(choice_bias=bias)
+    return beside_shared(config, source, name, routed)
+
+
+def beside_shared(config: Glm4MoeConfig, source: Source, name: str, routed: MoeWeights) -> SharedMoeWeights:
+    """``routed`` and the MLP that all tokens use."""
+    d, size = config.hidden_size, config.moe_intermediate_size * config.n_shared_experts
+    shared = f"{name}.mlp.shared_experts"
     gate_up = source.linear(*(Part(f"{shared}.{x}_proj", size, d) for x in ("gate", "up")))
     down = source.linear(Part(f"{shared}.down_proj", d, size))
-    return SharedMoeWeights(routed._replace(choice_bias=bias), MlpWeights(gate_up, down), source.ones(1))
+    return SharedMoeWeights(routed, MlpWeights(gate_up, down), source.ones(1))
 
 
 def take_layer(config: Any, source: Source, name: str) -> LayerWeights:

@@ -37,10 +37,13 @@ class StepInput(NamedTuple):
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values, and their scales if they are quantised. Written in place by the attention op."""
+    """One layer's keys and values, and their scales if they are quantised. Written in place by the attention op.
+
+    Of latent attention ``k`` has the turned part of keys, and ``v`` the latents.
+    """
 
     k: Tensor  # [B, K, S, H]
-    v: Tensor  # [B, K, S, H]
+    v: Tensor  # [B, K, S, H], of latents [B, 1, S, C]
     k_scale: Tensor | None = None  # [B, K, S] float32
     v_scale: Tensor | None = None  # [B, K, S] float32
 

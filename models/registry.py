@@ -29,6 +29,9 @@ ARCHITECTURES = {
     "Lfm2ForCausalLM": ("lfm2", "LFM2 and LFM2.5"),
     "GptOssForCausalLM": ("gpt_oss", "gpt-oss"),
     "MixtralForCausalLM": ("mixtral", "Mixtral"),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", "DeepSeek-V2-Lite"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "DeepSeek-V3 and R1"),
+    "Mistral4ForCausalLM": ("mistral4", "Mistral Small 4"),
     "Glm4MoeForCausalLM": ("glm4_moe", "GLM-4.5, 4.6 and 4.7"),
     "Qwen3MoeForCausalLM": ("qwen3_moe", "Qwen3 with experts"),
     "Gemma2ForCausalLM": ("gemma2", "Gemma 2"),
@@ -50,7 +53,11 @@ WRAPPERS = {
     "Gemma4UnifiedForConditionalGeneration": {"gemma4_unified_text": "Gemma4UnifiedForCausalLM"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
-    "Mistral3ForConditionalGeneration": {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+        "mistral4": "Mistral4ForCausalLM",
+    },
 }
 # For messages.
 SUPPORTED = "Supported are {}; docs/models.md lists them".format(

@@ -86,6 +86,7 @@ class Rope:
         attention_factor: of cosines and sines, so of queries and keys.
         precise: angles are computed in float64, for positions far beyond those that models are trained with; else in
             float32, as transformers does.
+        score_factor: multiplies the scores, without a part in the angles (DeepSeek's ``mscale_all_dim``).
         query_beta: a query at position p is multiplied by ``1 + query_beta * log(1 + floor(p / original length))``.
     """
 
@@ -96,6 +97,7 @@ class Rope:
     attention_factor: float = 1.0
     precise: bool = False
     query_beta: float = 0.0
+    score_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many elements of a head are turned. ``ValueError`` unless they are pairs."""
@@ -158,6 +160,19 @@ def read_partial_rope(config: dict[str, Any], default: float) -> Rope:
     whole = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
     rope = read_rope({**config, "rope_parameters": whole, "rope_scaling": None})
     return dataclasses.replace(rope, partial=float(factor))
+
+
+def read_latent_rope(config: dict[str, Any], *, interleaved: bool) -> Rope:
+    """The rotary embeddings of latent attention, whose turned part stands by itself; ``score_factor`` by yarn's fields.
+
+    Args:
+        interleaved: each element is paired with its neighbour.
+    """
+    rope = dataclasses.replace(read_rope(config), interleaved=interleaved)
+    slope = _parameters(config).get("mscale_all_dim")
+    if not slope or not isinstance(rope.scaling, YarnRopeScaling):
+        return rope
+    return dataclasses.replace(rope, score_factor=_magnitude(rope.scaling.factor, slope) ** 2)
 
 
 def read_query_scale(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:

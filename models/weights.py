@@ -13,6 +13,7 @@ from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.layers.norm import LayerNorm
 from compiled_llm.models.layers.rope import head_arrangement, rope_table
+from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.mixture import NUM_COUNTERS, UsedExperts
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put, PutQuantized
 from compiled_llm.models.linears.published import in_order_of
@@ -187,6 +188,10 @@ class Source:
         biases = self.tensor(f"{name}_bias", (num_experts, out_features), std=0.1) if bias else None
         parts = [[Part(f"{name}.{e}", out_features, in_features, bias)] for e in range(num_experts)]
         return self._linears.take_experts(StackedTake(self._reader, wanted, biases, in_turn), parts, top_k)
+
+    def heads(self, part: Part, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
+        """Layers of single heads, see ``LinearKind.take_heads``."""
+        return self._linears.take_heads(_PartsTake(self, [part]), part, num_heads, first)
 
     def used_experts(self) -> UsedExperts:
         """The model's count of experts, at 0."""

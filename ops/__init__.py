@@ -7,6 +7,7 @@ when one first runs on a CPU. What the C++ kernels share is in ``cpu/``.
 
 from compiled_llm.ops.attention.decode_attention import decode_attention, rotary_decode_attention
 from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan
+from compiled_llm.ops.attention.latent_attention import latent_attention
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
 from compiled_llm.ops.linear.exact_linear import exact_linear
@@ -76,6 +77,7 @@ __all__ = [
     "grouped_quantized_linear_a8",
     "keep_greedy_tokens",
     "keep_rows",
+    "latent_attention",
     "layer_norm",
     "log_sum_exp",
     "mamba2_scan",

@@ -27,6 +27,7 @@ _FLAGS = ("-O3", "-std=c++20", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-share
 # The ops that have kernels for products of bfloat16: set -> the set that multiplies all else.
 _BASES = {
     "attention_cpu": {"amx": "avx512_bf16", "amx_in_software": "avx512_bf16"},
+    "latent_attention_cpu": {},
     "linear_cpu": {"avx512_bf16": "avx512", "amx": "avx512", "amx_in_software": "avx512"},
     "quantized_linear_cpu": {"avx512_bf16": "avx512"},
 }

@@ -39,6 +39,34 @@ _GEMMA4_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 
+_DEEPSEEK = {
+    **_SMALL,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "vocab_size": 307,
+    "pad_token_id": 0,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8,
+        "beta_fast": 4.0,
+        "beta_slow": 0.5,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.5,
+    },
+}
+
 
 def _heads(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
     return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
@@ -333,6 +361,27 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "bos_token_id": 1,
             "eos_token_id": 2,
             "scale_attn_by_inverse_layer_idx": True,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3ForCausalLM",
+        {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 4, "topk_group": 2, "attention_bias": True},
+    ),
+    "deepseek-v3-halves": (
+        "DeepseekV3ForCausalLM",
+        {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_interleave": False},
+    ),
+    "deepseek-v2": (
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "num_attention_heads": 7, "num_key_value_heads": 7, "q_lora_rank": None},
+    ),
+    "mistral4": (
+        "Mistral4ForCausalLM",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 24,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {**_DEEPSEEK["rope_parameters"], "llama_4_scaling_beta": 0.8},
         },
     ),
     "glm4": ("Glm4ForCausalLM", {**_SMALL, **_heads(7, 1, 16), "vocab_size": 307, "pad_token_id": 0}),

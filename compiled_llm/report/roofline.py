@@ -8,7 +8,8 @@ What is counted is what no implementation can leave out:
 - written: keys and values of the step's tokens, and the states.
 - floating-point operations, a multiply-add is two: the linear layers for each token, attention for each pair of a query
   and a key that it sees, a recurrence (three for each element of a state) for each token, the head for each row that is
-  sampled from.
+  sampled from. Latent attention is counted over latents, as it is computed; in a long prompt heads' own keys and values
+  would take fewer.
 
 Padding, activations, norms and softmax count nothing: what they cost is a distance to the limit.
 """
@@ -132,7 +133,7 @@ class ModelWork:
                 continue
             key_bytes = own if layer.shares_cache_of is None else kv_bytes_per_token[layer.shares_cache_of]
             num_bytes, flops = per_key[layer.window]
-            per_key[layer.window] = num_bytes + key_bytes, flops + 4 * layer.num_heads * layer.head_dim
+            per_key[layer.window] = num_bytes + key_bytes, flops + layer.flops_per_pair
         # The embeddings and the tables of positions are not read whole.
         rows = ("embedding", "per_layer_embedding", "head", "positions", "ropes")
         read = [getattr(weights, name) for name in weights._fields if name not in rows]

@@ -12,7 +12,7 @@ import torch
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.linears.protocol import LinearKind
-from compiled_llm.models.registry import family_of
+from compiled_llm.models.registry import attention_layers, family_of, layers_of
 from compiled_llm.models.weights import linear_layers
 from compiled_llm.ops import native
 from compiled_llm.ops.kernel_build import Library
@@ -27,6 +27,10 @@ _MORE_SECONDS = {
     "attention_cpu.avx512": 3.0,
     "attention_cpu.avx2": 3.0,
     "attention_cpu.portable": 3.0,
+    "latent_attention_cpu.avx512_bf16": 4.0,
+    "latent_attention_cpu.avx512": 3.0,
+    "latent_attention_cpu.avx2": 3.0,
+    "latent_attention_cpu.portable": 3.0,
     "quantized_linear_cpu.avx512_bf16": 5.0,
     "quantized_linear_a8_cpu.amx": 4.0,
     "quantized_linear_a8_cpu.avx512_bf16": 3.0,
@@ -34,13 +38,15 @@ _MORE_SECONDS = {
 
 
 # What the steps of every model call, whatever its linear layers are.
-_COMMON = ("attention_cpu", "rowwise_cpu", "sampling_cpu")
+_COMMON = ("rowwise_cpu", "sampling_cpu")
 
 
 def ops_of(model_config: ModelConfig, dtype: torch.dtype, linears: LinearKind) -> list[str]:
     """The ops of ``kernel_build.OPS`` that the steps of a model call."""
     weights = family_of(model_config).describe(model_config, dtype, linears).weights
-    return sorted({*_COMMON, *(op for layer in linear_layers(weights) for op in layer.cpu_ops)})
+    layers = attention_layers(layers_of(model_config))
+    attention = {"latent_attention_cpu" if spec.latent_dim else "attention_cpu" for spec in layers}
+    return sorted({*_COMMON, *attention, *(op for layer in linear_layers(weights) for op in layer.cpu_ops)})
 
 
 class KernelBuild:

@@ -41,6 +41,8 @@ class AttentionSpec:
             Set by the engine.
         exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
         plan: which of the step's ``plans`` a decode has; None: it has none. Set by the engine.
+        latent_dim: of multi-head latent attention: C, the elements of a latent, which the cache has in the place of
+            values and which keys have besides their ``head_dim`` turned elements; 0: it is none.
     """
 
     num_heads: int
@@ -55,6 +57,17 @@ class AttentionSpec:
     window_table: int | None = None
     exact: bool = False
     plan: int | None = None
+    latent_dim: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Elements of what the cache has as values."""
+        return self.latent_dim or self.head_dim
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Floating-point operations for a query and a key that it sees, of all heads: the score, and the sum."""
+        return 2 * self.num_heads * (self.head_dim + self.latent_dim + self.value_dim)
 
     @property
     def masked_window(self) -> int:
@@ -72,7 +85,10 @@ class AttentionSpec:
         if self.shares_cache_of is not None:
             return {}
         rows = (num_blocks, self.num_kv_heads, block_size)
-        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = dict.fromkeys("kv", ((*rows, self.head_dim), dtype))
+        held: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "k": ((*rows, self.head_dim), dtype),
+            "v": ((*rows, self.value_dim), dtype),
+        }
         if kv_quant.is_quantised(dtype):
             held |= dict.fromkeys(("k_scale", "v_scale"), (rows, torch.float32))
         return held
@@ -109,7 +125,7 @@ def with_plans(layers: Sequence[Spec]) -> tuple[Spec, ...]:
     numbers: dict[tuple[Any, ...], int] = {}
 
     def planned(spec: Spec) -> Spec:
-        if isinstance(spec, StateSpec):
+        if isinstance(spec, StateSpec) or spec.latent_dim:
             return spec
         alike = spec.window_table, spec.masked_window, spec.head_dim
         return dataclasses.replace(spec, plan=numbers.setdefault(alike, len(numbers)))
@@ -191,7 +207,7 @@ def attended(
         )  # fmt: skip
         return out.flatten(1)
     out = rotary_attention(
-        qkv, cos_sin, q_norm, k_norm, query_scale, *_where(cache, step, spec),
+        qkv, cos_sin, q_norm, k_norm, query_scale, *where_keys_are(cache, step, spec),
         num_heads=spec.num_heads, eps=eps, **_how(spec, max_query_len, w.sinks),
     )  # fmt: skip
     return out.flatten(1)
@@ -210,10 +226,10 @@ def attend(
     """What queries ``[T, N, H]`` see of the cache, ``[T, N * H]``, after keys and values ``[T, K, H]`` went there."""
     if spec.plan is not None:
         return decode_attention(q, k, v, *cache, step.plans[spec.plan], **_scores(spec, sinks)).flatten(1)
-    return paged_attention(q, k, v, *_where(cache, step, spec), **_how(spec, max_query_len, sinks)).flatten(1)
+    return paged_attention(q, k, v, *where_keys_are(cache, step, spec), **_how(spec, max_query_len, sinks)).flatten(1)
 
 
-def _where(cache: LayerCache, step: StepInput, spec: AttentionSpec) -> tuple[Any, ...]:
+def where_keys_are(cache: LayerCache, step: StepInput, spec: AttentionSpec) -> tuple[Any, ...]:
     """The cache and the step's tensors that say where in it keys and values are, in the order of the ops."""
     table = step if spec.window_table is None else step.windows[spec.window_table]
     seq_lens = step.seq_lens if table.seq_lens is None else table.seq_lens

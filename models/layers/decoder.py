@@ -36,7 +36,7 @@ class StateMixer(Protocol):
 
 class LayerWeights(NamedTuple):
     input_norm: Norm | None  # [D], of what attention gets; None for none
-    attention: Any  # AttentionWeights, or in a layer with a state a StateMixer
+    attention: Any  # AttentionWeights or LatentAttentionWeights; in a layer with a state a StateMixer
     mlp_norm: Norm | None  # [D], of what the MLP gets
     mlp: Any  # MlpWeights or PlainMlpWeights; in families with experts also MoeWeights
     attention_norm: Tensor | None = None  # [D], an RMS norm of what attention gave

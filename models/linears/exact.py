@@ -8,6 +8,8 @@ from torch import Tensor
 
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.heads import DenseHeads
+from compiled_llm.models.linears.parts import take_split
 from compiled_llm.models.linears.protocol import Part, Take
 from compiled_llm.ops import exact_linear
 
@@ -58,6 +60,11 @@ class Exact(NamedTuple):
     @staticmethod
     def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
         return DenseExperts.take(take, experts, top_k)
+
+    @staticmethod
+    def take_heads(take: Take, part: Part, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
+        to_inputs, to_outputs = take_split(take, part, num_heads, first)
+        return DenseHeads(to_inputs), DenseHeads(to_outputs)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
+from compiled_llm.models.linears.heads import DenseHeads
 from compiled_llm.models.linears.protocol import Part, Take
 
 
@@ -35,3 +36,7 @@ class Names:
     def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> DenseExperts:
         self.parts.extend(part for parts in experts for part in parts)
         return DenseExperts.take(take, experts, top_k)
+
+    def take_heads(self, take: Take, part: Part, num_heads: int, first: int) -> tuple[DenseHeads, DenseHeads]:
+        """Not noted: they are never rounded at load."""
+        return Dense.take_heads(take, part, num_heads, first)

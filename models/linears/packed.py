@@ -8,7 +8,8 @@ from torch import Tensor
 
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import PackedExperts
-from compiled_llm.models.linears.parts import take_bias, weight_shapes
+from compiled_llm.models.linears.heads import PackedHeads
+from compiled_llm.models.linears.parts import take_bias, take_split, weight_shapes
 from compiled_llm.models.linears.protocol import Part, Take
 from compiled_llm.ops import empty_packed, native, pack_rows, packed_linear, unpack_rows
 
@@ -58,6 +59,11 @@ class Packed(NamedTuple):
     @staticmethod
     def take_experts(take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> PackedExperts:
         return PackedExperts.take(take, experts, top_k)
+
+    @staticmethod
+    def take_heads(take: Take, part: Part, num_heads: int, first: int) -> tuple[PackedHeads, PackedHeads]:
+        to_inputs, to_outputs = take_split(take, part, num_heads, first)
+        return PackedHeads.of(to_inputs), PackedHeads.of(to_outputs)
 
     @staticmethod
     def bytes_while_taking(nbytes: int) -> int:

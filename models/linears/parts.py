@@ -21,3 +21,12 @@ def take_bias(take: Take, parts: Sequence[Part]) -> Tensor | None:
     bias = torch.empty(sum(part.out_features for part in parts), dtype=take.dtype, device=take.device)
     taken = [take(f"{part.name}.bias", (part.out_features,)) for part in parts]
     return bias if bias.is_meta else torch.cat(taken, out=bias)
+
+
+def take_split(take: Take, part: Part, num_heads: int, first: int) -> tuple[Tensor, Tensor]:
+    """The weight of ``part``, of each head the first rows, transposed, and the others.
+
+    A head's rows are side by side. Returns ``[N, K, first]`` and ``[N, rows of a head - first, K]``.
+    """
+    weight = take(f"{part.name}.weight", (part.out_features, part.in_features)).unflatten(0, (num_heads, -1))
+    return weight[:, :first].transpose(1, 2).contiguous(), weight[:, first:].contiguous()

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.ops.linear.quantized_weight import QuantizedRows, WeightFormat
 
@@ -154,6 +155,13 @@ class LinearKind(Protocol):
 
     def take_experts(self, take: Take, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
+
+    def take_heads(self, take: Take, part: Part, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
+        """The weight of ``part``, which has rows for each of ``num_heads`` heads, as two layers of single heads.
+
+        The ``first`` rows of a head go the other way, from outputs to inputs; the others as they are. Both are always
+        in the model's dtype: a head's rows are few, and what they are transposed from is quantised along its inputs.
+        """
 
     def bytes_while_taking(self, nbytes: int) -> int:
         """Bytes that making a layer of ``nbytes`` takes besides, until it is made."""

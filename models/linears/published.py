@@ -2,20 +2,22 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_llm.models.linears.experts import take_biases
+from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias
-from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
+from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Put, PutQuantized, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts
 from compiled_llm.models.linears.quantized import Scheme as Computed
 from compiled_llm.models.quantized.plan import QuantizationPlan
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized, pack_quantized_rows
-from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, ZERO_DTYPES, QuantizedRows, WeightFormat
+from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, ZERO_DTYPES, QuantizedRows, WeightFormat, dequantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +107,50 @@ class Published:
         computed = Computed(form, first.activations)
         biases = take_biases(take, experts)
         return QuantizedExperts(weight, biases, computed, len(experts), out_features, in_features, top_k)
+
+    def take_heads(self, take: Take, part: Part, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
+        scheme = self._scheme(part)
+        decoded = take if scheme is None else _Decoded(take, part, scheme)
+        return self.plain.take_heads(decoded, part, num_heads, first)
+
+
+class _Decoded(NamedTuple):
+    """What ``take`` gives, with the weight of one ``part`` in the model's dtype."""
+
+    take: Take
+    part: Part
+    scheme: Scheme
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.take.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.take.device
+
+    def __call__(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        assert name == f"{self.part.name}.weight"
+        form = self.take.kept(self.part, self.scheme)
+        weight = torch.empty(shape, dtype=self.dtype, device=self.device)
+
+        def put(start: int, rows: QuantizedRows) -> None:
+            weight[start : start + len(rows.codes)] = dequantize(rows, form).to(self.dtype)
+
+        order, _ = self.take.quantized(self.part, self.scheme, put)
+        if order is None or weight.is_meta:
+            return weight
+        return weight[:, order.argsort()]
+
+    def rows(self, shapes: Mapping[str, tuple[int, ...]], put: Put) -> None:
+        for name, shape in shapes.items():
+            put(0, self(name, shape))
+
+    def kept(self, part: Part, scheme: Scheme) -> WeightFormat:
+        return self.take.kept(part, scheme)
+
+    def quantized(self, part: Part, scheme: Scheme, put: PutQuantized) -> tuple[Tensor | None, Tensor | None]:
+        return self.take.quantized(part, scheme, put)
 
 
 def _kept(take: Take, parts: Sequence[Part], scheme: Scheme) -> WeightFormat:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import take_biases
+from compiled_llm.models.linears.heads import HeadLinear
 from compiled_llm.models.linears.parts import take_bias, weight_shapes
 from compiled_llm.models.linears.protocol import Experts, Linear, LinearKind, Part, Take
 from compiled_llm.models.linears.quantized import Joined, Quantized, QuantizedExperts, Scheme
@@ -134,3 +135,6 @@ class Quantizing:
         take.rows({name: shape for parts in experts for name, shape in weight_shapes(parts).items()}, put)
         biases = take_biases(take, experts)
         return QuantizedExperts(weight, biases, scheme, len(experts), out_features, in_features, top_k)
+
+    def take_heads(self, take: Take, part: Part, num_heads: int, first: int) -> tuple[HeadLinear, HeadLinear]:
+        return self.plain.take_heads(take, part, num_heads, first)

@@ -70,6 +70,11 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
     elif "num_experts_per_tok" in config:  # which stay, of fewer
         changes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _NUM_EXPERTS)
         changes |= {"moe_intermediate_size": 40}
+    if "kv_lora_rank" in config:
+        small |= {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10}
+        small |= {"hidden_size": 112, "num_attention_heads": 4}
+        changes |= {"num_key_value_heads": 4}
+        small |= {"q_lora_rank": 20 if config["q_lora_rank"] else None, "first_k_dense_replace": 1}
     if config.get("quantization_config"):  # by 32 values
         small |= {"hidden_size": 128}
     small |= {name: value for name, value in changes.items() if config.get(name) is not None}

@@ -37,10 +37,9 @@ def empty_cache(config: ModelConfig, dtype: torch.dtype = torch.float32, num_blo
             poison = {name: torch.full(shape, float("nan")).to(kind) for name, (shape, kind) in states.items()}
             caches.append(StateCache(**poison))
             continue
-        k, v = (
-            torch.full((num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim), float("nan")).to(dtype) for _ in "kv"
-        )
-        caches.append(LayerCache(k, v) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
+        held = spec.cache_tensors(num_blocks, BLOCK_SIZE, dtype)
+        own = {name: torch.full(shape, float("nan")).to(kind) for name, (shape, kind) in held.items()}
+        caches.append(LayerCache(**own) if spec.shares_cache_of is None else caches[spec.shares_cache_of])
     return tuple(caches)
 
 

@@ -34,12 +34,13 @@ from tests.models.published_dense import DENSE, WRAPPED_DENSE
 from tests.models.published_further import FURTHER
 from tests.models.published_gemma4 import GEMMA4
 from tests.models.published_hybrid import HYBRID, WRAPPED_HYBRID
+from tests.models.published_latent import LATENT
 from tests.models.published_moe import MOE
 from tests.models.published_norms import NORMS, WRAPPED
 from tests.models.scaled_down import scaled_down
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 
-LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE, **FURTHER, **HYBRID}
+LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE, **LATENT, **FURTHER, **HYBRID}
 PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | WRAPPED_DENSE | GEMMA4 | WRAPPED_HYBRID
 # Families of which fewer than three configs are published, and what there is.
 FEWER = {
@@ -48,6 +49,7 @@ FEWER = {
     "Gemma4UnifiedForCausalLM": 1,  # 12B
     "Qwen3NextForCausalLM": 2,  # Thinking has the config of Instruct
     "Qwen3_5MoeForCausalLM": 2,  # of 122B-A10B no copy was at hand
+    "Mistral4ForCausalLM": 1,  # Small
 }
 # Billions of weights, as the models' cards say.
 WEIGHTS = {
@@ -58,6 +60,9 @@ WEIGHTS = {
     "Mixtral-8x22B-v0.1": 140.6,
     "GLM-4.5": 353,  # without the layer that guesses tokens, 355 with it
     "GLM-4.5-Air": 107,
+    "DeepSeek-V3": 671,
+    "DeepSeek-V2-Lite": 15.7,
+    "Mistral-Small-4": 119,
     "gpt-oss-20b": 20.9,
     "gpt-oss-120b": 116.8,
     "gemma-2-27b": 27.2,
@@ -144,7 +149,8 @@ def checkpoint_of(content: dict[str, Any], directory: Path) -> tuple[list[int], 
         mxfp4.write_checkpoint(directory, content)
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         return prompt_and_logits(model)
-    model = strengthened(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    made = getattr(transformers, language_model(content)["architectures"][0])  # not all are known to AutoModel
+    model = strengthened(made._from_config(config, dtype=torch.float32).eval())
     save(model, directory)
     (directory / "config.json").write_text(json.dumps(content))
     if "text_config" in content:

@@ -93,7 +93,9 @@ def test_every_position_of_300_tokens(model_type: str, tmp_path: Path) -> None:
         assert torch.equal(found.argmax(-1)[is_clear], wanted.argmax(-1)[is_clear])
 
 
-@pytest.mark.parametrize("model_type", [pytest.param("llama", marks=pytest.mark.battery), "qwen3", "starcoder2"])
+@pytest.mark.parametrize(
+    "model_type", [pytest.param("llama", marks=pytest.mark.battery), "qwen3", "starcoder2", "deepseek_v3"]
+)
 def test_it_agrees_with_our_own_files(model_type: str, tmp_path: Path) -> None:
     save(model_type, tmp_path)
     tokens = torch.randint(3, 331, (60,)).tolist()  # more than the window
@@ -149,7 +151,7 @@ def test_dummy_weights_have_the_shapes_of_a_checkpoint(tmp_path: Path) -> None:
 
 def test_what_transformers_keeps_in_float32_stays_there(tmp_path: Path) -> None:
     save("deepseek_v3", tmp_path)
-    config = read_config(tmp_path, "auto", "bfloat16")
+    config = read_config(tmp_path, "transformers", "bfloat16")
     weights = loader.load_weights(tmp_path, config, torch.bfloat16, CPU, Dense)
     kept = [tensor for tensor in weights.others if tensor.dtype == torch.float32]
     assert [tensor.shape for tensor in kept] == [(8,)] * 3  # what is added to the scores of the experts of three layers

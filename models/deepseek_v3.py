@@ -1,0 +1,135 @@
+"""DeepSeek-V3 and R1: latent attention, and experts beside one that all tokens share (arXiv:2412.19437)."""
+
+import dataclasses
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.models import glm4_moe, llama
+from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.glm4_moe import Glm4MoeConfig
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
+from compiled_llm.models.layers.latent_attention import (
+    LatentSizes,
+    latent_attended,
+    latent_spec,
+    take_latent_attention,
+)
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.linears.heads import HeadRows
+from compiled_llm.models.llama import Experts, TakeMlp, Weights
+from compiled_llm.models.rope_config import Rope, read_latent_rope
+from compiled_llm.models.weights import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepseekConfig(Glm4MoeConfig):
+    """``head_dim`` is that of the part of a head that is turned."""
+
+    kv_lora_rank: int = 512
+    q_lora_rank: int | None = 1536
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        LatentSizes.of(self).check()
+        if self.attention_bias and self.q_lora_rank is None:
+            raise ValueError("config.json: attention_bias must be false where q_lora_rank is null, given true")
+
+
+def take_layer(
+    config: DeepseekConfig, source: Source, name: str, take_mlp: TakeMlp = glm4_moe.take_mlp
+) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``. A family with other experts passes its own ``take_mlp``."""
+    return LayerWeights(
+        input_norm=source.norm(f"{name}.input_layernorm", config.hidden_size),
+        attention=take_latent_attention(
+            config, LatentSizes.of(config), source, f"{name}.self_attn", config.attention_bias
+        ),
+        mlp_norm=source.norm(f"{name}.post_attention_layernorm", config.hidden_size),
+        mlp=take_mlp(config, source, name),
+    )
+
+
+def take(config: DeepseekConfig, source: Source) -> Weights:
+    """The weights."""
+    return llama.take(config, source, take_layer)
+
+
+def layers(config: DeepseekConfig) -> Layers:
+    """All are alike."""
+    return (latent_spec(config, LatentSizes.of(config)),) * config.num_layers
+
+
+def forward(
+    weights: Weights,
+    step: StepInput,
+    kv_cache: KVCache,
+    config: Any,
+    layers: Layers,
+    max_query_len: int,
+    experts: Experts = glm4_moe.experts,
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``.
+
+    A family with other experts passes what computes a layer that has some.
+    """
+    where = HeadRows.of(step.positions, config.num_heads)
+
+    def attention(*args: Any) -> Tensor:
+        return latent_attended(*args, where=where)
+
+    def mixed(x: Tensor, delta: Tensor | None, norm: Any, eps: float, mlp: Any) -> tuple[Tensor, Tensor | None]:
+        return experts(x, delta, norm, eps, mlp, step, config)
+
+    return decoder_layers(
+        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
+        query_scale=F.embedding(step.positions, weights.ropes[1]) if len(weights.ropes) > 1 else None,
+        experts=mixed,
+        attention=attention,
+    )  # fmt: skip
+
+
+def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """One for all layers."""
+    return (read_latent_rope(config, interleaved=config.get("rope_interleave", True) is not False),)
+
+
+DERIVED = ("head_dim", "qk_head_dim")
+"""Fields that transformers writes, and that follow from others."""
+
+
+def check(config: dict[str, Any]) -> None:
+    """``ValueError`` for fields of ``DERIVED`` that do not follow from the others."""
+    turned = config["qk_rope_head_dim"]
+    check_derived(config, head_dim=turned, qk_head_dim=config["qk_nope_head_dim"] + turned)
+
+
+def check_derived(config: dict[str, Any], **wanted: int) -> None:
+    """``ValueError`` for a field of ``wanted`` that is given and has another value."""
+    for name, value in wanted.items():
+        if config.get(name) not in (None, value):
+            raise ValueError(
+                f"config.json: {name} must be {value}, by qk_nope_head_dim and qk_rope_head_dim, given "
+                f"{config[name]!r:.100}"
+            )
+
+
+FAMILY = Family(
+    "DeepseekV3Config",
+    DeepseekConfig,
+    take,
+    layers,
+    forward,
+    llama.head,
+    requires={**llama.FAMILY.requires, "norm_topk_prob": (True,), "rope_interleave": (True, False)},
+    read_ropes=read_ropes,
+    check=check,
+    old_fields=DERIVED,
+)

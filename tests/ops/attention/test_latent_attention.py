@@ -1,0 +1,177 @@
+"""Latent attention: the reference against attention over expanded heads, and the CPU kernel against the reference."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_llm.ops import native
+from compiled_llm.ops.attention.latent_attention import latent_attention, latent_attention_reference
+from tests.drawn import cases
+from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE
+from tests.ops.attention.cpu_kernel import reordered
+from tests.ops.attention.latent_cases import GRID, LatentCase, check, make_case
+
+Attend = Callable[..., Tensor]
+SETS = ["avx512_bf16", "avx512", "avx2", "portable"]
+ALL_KV_DTYPES = {"plain": None, **KV_DTYPES}
+EXACT = pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "window"),
+    [
+        (torch.float32, None, 0),
+        (torch.float32, torch.int8, 0),
+        (torch.bfloat16, None, 0),
+        (torch.bfloat16, None, 100),
+        (torch.bfloat16, torch.int8, 0),
+        (torch.bfloat16, torch.float8_e4m3fn, 0),
+        (torch.float16, None, 0),
+    ],
+    ids=str,
+)
+
+
+def attend_on(kernels: native.Kernels, isa: str | None = None) -> Attend:
+    """The CPU kernel for caches in the reference's order: of the best instruction set, or the one named."""
+
+    def op(*args) -> Tensor:
+        caches = args[4:6]
+        ordered = [reordered(cache, True, True) for cache in caches]
+        out = kernels.run("latent_attention", *args[:4], *ordered, *args[6:], isa=isa)
+        for cache, own in zip(caches, ordered, strict=True):
+            cache.copy_(reordered(own, True, False))
+        return out
+
+    return op
+
+
+@pytest.fixture(scope="module")
+def kernels() -> native.Kernels:
+    module = native.load("latent_attention_cpu")
+    if module is None:
+        pytest.skip("no C++ compiler")
+    return module
+
+
+@pytest.fixture
+def attend(kernels: native.Kernels) -> Attend:
+    return attend_on(kernels)
+
+
+def test_reference_is_attention_over_expanded_heads() -> None:
+    """Keys and values made from the latents, head by head, in float64 by torch."""
+    heads, latent_dim, turned_dim, key_dim, value_dim, length = 3, 24, 8, 10, 7, 33
+    case = make_case([length], [0], num_heads=heads, latent_dim=latent_dim, turned_dim=turned_dim)
+    up_k, up_v = torch.randn(heads, latent_dim, key_dim).double(), torch.randn(heads, value_dim, latent_dim).double()
+    q = torch.randn(length, heads, key_dim).double()
+    latents, turned = case.latent[:, 0].double(), case.k_turned.double()
+    keys = torch.cat([torch.einsum("tc,nck->tnk", latents, up_k), turned.expand(-1, heads, -1)], -1)
+    values = torch.einsum("tc,nvc->tnv", latents, up_v)
+    queries = torch.cat([q, case.q_turned.double()], -1)
+    wanted = F.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in (queries, keys, values)), is_causal=True, scale=case.sm_scale
+    )[0].transpose(0, 1)
+    args = list(case.args())
+    args[0] = torch.einsum("tnk,nck->tnc", q, up_k).float()
+    out = torch.einsum("tnc,nvc->tnv", latent_attention_reference(*args).double(), up_v)
+    torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kv_dtype", ALL_KV_DTYPES)
+@pytest.mark.parametrize("name", GRID)
+def test_kernel(attend: Attend, name: str, kv_dtype: str) -> None:
+    check(make_case(**GRID[name], dtype=torch.bfloat16, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend)
+
+
+_SETS = {"-".join(map(str, given)): given for given in itertools.product(GRID, TOLERANCE, SETS, ALL_KV_DTYPES)}
+_SET_VALUES = {key: (name, f"{dtype} {isa} {kv}") for key, (name, dtype, isa, kv) in _SETS.items()}
+
+
+@pytest.mark.parametrize(("name", "dtype", "isa", "kv_dtype"), cases(_SET_VALUES, 60, _SETS))
+def test_every_instruction_set(kernels: native.Kernels, name: str, dtype: torch.dtype, isa: str, kv_dtype: str) -> None:
+    if isa not in kernels.supported_isas():
+        pytest.skip(f"this machine has no {isa}")
+    check(make_case(**GRID[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend_on(kernels, isa))
+
+
+def alone(case: LatentCase, request: int) -> LatentCase:
+    """One request of a case by itself, its table no wider than it must be."""
+    rows = case.rows(request)
+    seq_len = int(case.seq_lens[request])
+    blocks = max(1, -(-seq_len // case.k_cache.shape[2]))
+    return replace(
+        case,
+        **{name: getattr(case, name)[rows] for name in ("q_latent", "q_turned", "k_turned", "latent", "slot_mapping")},
+        block_table=case.block_table[request : request + 1, :blocks].contiguous(),
+        query_start_loc=case.query_start_loc[request : request + 2] - case.query_start_loc[request],
+        seq_lens=case.seq_lens[request : request + 1],
+        max_query_len=rows.stop - rows.start,
+    )
+
+
+@EXACT
+@pytest.mark.usefixtures("two_threads")
+def test_neighbours_and_shared_prefixes_change_no_bit(
+    attend: Attend, dtype: torch.dtype, kv_dtype: torch.dtype | None, window: int
+) -> None:
+    """The first two requests share two partitions, the third one."""
+    options = {"dtype": dtype, "kv_dtype": kv_dtype, "window": window, "num_heads": 16, "latent_dim": 64}
+    case = make_case([1, 3, 1, 9], [1100, 1090, 600, 60], poison_before_window=False, **options)
+    table = case.block_table.clone()
+    for request, tokens in ((1, 1024), (2, 512)):
+        table[request, : tokens // 16] = table[0, : tokens // 16]
+    case = replace(case, block_table=table)
+    together = check(case, attend)
+    for request in range(4):
+        assert torch.equal(attend(*alone(case, request).args()), together[case.rows(request)])
+
+
+@EXACT
+@pytest.mark.usefixtures("two_threads")
+def test_chunks_and_threads_change_no_bit(
+    attend: Attend, dtype: torch.dtype, kv_dtype: torch.dtype | None, window: int
+) -> None:
+    case = make_case([600], [0], num_heads=5, latent_dim=64, dtype=dtype, kv_dtype=kv_dtype, window=window)
+    whole = attend(*case.args())
+    torch.set_num_threads(1)
+    caches, start, parts = case.args()[4:8], 0, []
+    for length in (1, 480, 30, 65, 21, 1, 2):
+        rows = slice(start, start + length)
+        names = ("q_latent", "q_turned", "k_turned", "latent", "slot_mapping")
+        start += length
+        chunk = replace(
+            case,
+            **{name: getattr(case, name)[rows] for name in names},
+            query_start_loc=torch.tensor([0, length], dtype=torch.int32),
+            seq_lens=torch.tensor([start], dtype=torch.int32),
+        )
+        args = list(chunk.args())
+        args[4:8] = caches
+        parts.append(attend(*args))
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_op_has_a_schema_that_holds() -> None:
+    case = make_case(**GRID["mixed"])
+    torch.library.opcheck(torch.ops.compiled_llm.latent_attention.default, case.args(), test_utils=("test_schema",))
+    torch.library.opcheck(torch.ops.compiled_llm.latent_attention.default, case.args(), test_utils=("test_faketensor",))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q_turned": torch.zeros(3, 16, 30)}, "k_turned must have shape"),
+        ({"latent": torch.zeros(3, 2, 128)}, "latent must have shape"),
+        ({"sm_scale": 0.0}, "sm_scale must be positive"),
+        ({"slot_mapping": torch.tensor([0, 1, 10**6], dtype=torch.int32)}, "outside the cache"),
+    ],
+)
+@pytest.mark.usefixtures("kernels")
+def test_bad_arguments_are_refused(change: dict, message: str) -> None:
+    case = replace(make_case(**GRID["decode"]), **change)
+    *tensors, sm_scale, max_query_len, window = case.args()
+    with pytest.raises((ValueError, IndexError, RuntimeError), match=message):
+        latent_attention(*tensors, sm_scale=sm_scale, max_query_len=max_query_len, window=window)
