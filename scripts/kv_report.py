@@ -40,6 +40,7 @@ from compiled_llm.config import QUANTISED_DTYPES, EngineConfig
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache
+from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.registry import family_of
 from compiled_llm.ops.torch_private import TorchDispatchMode
 from compiled_llm.step.kv_cache import bytes_per_token, describe, dtype_name
@@ -98,9 +99,13 @@ def load_model(args: argparse.Namespace) -> tuple[Model, tuple[torch.dtype, ...]
 
 
 def quantised_layers(config: ModelConfig, skipped: Sequence[int]) -> list[int]:
-    """The layers that have a cache of their own, without those ``skipped``."""
-    specs = family_of(config).layers(config)
-    return [layer for layer, spec in enumerate(specs) if spec.shares_cache_of is None and layer not in skipped]
+    """The layers that have a KV cache of their own, without those ``skipped``."""
+    own = {
+        layer
+        for layer, spec in enumerate(family_of(config).layers(config))
+        if isinstance(spec, AttentionSpec) and spec.shares_cache_of is None
+    }
+    return sorted(own - set(skipped))
 
 
 def main() -> int:

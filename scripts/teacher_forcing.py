@@ -23,9 +23,11 @@ from compiled_llm.config import EngineConfig
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
-from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.inputs import KVCache, LayerCache, StateCache, StepInput
 from compiled_llm.models.registry import family_of
+from compiled_llm.models.weights import tensors
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.recurrent.state_rows import StateRows
 from compiled_llm.step.kv_cache import allocate, layer_dtypes
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker import loader
@@ -80,7 +82,10 @@ Run = Callable[[Model, KVCache, Tensor, int], tuple[Tensor, list[Tensor]]]
 
 
 def step_input(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) -> StepInput:
-    """A chunk of one request whose first token has position ``start``; it has the cache to itself."""
+    """A chunk of one request whose first token has position ``start``; it has the cache to itself.
+
+    States are read from slot 1 and written to slot 2, so that a chunk may run twice.
+    """
     count, end = len(token_ids), start + len(token_ids)
 
     def tensor(values: Any) -> Tensor:
@@ -93,8 +98,17 @@ def step_input(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) -
         query_start_loc=tensor([0, count]),
         seq_lens=tensor([end]),
         logits_indices=tensor(range(count)),
-        block_table=tensor([range(len(kv_cache[0].k))]),
+        block_table=tensor([range(next(len(cache.k) for cache in kv_cache if isinstance(cache, LayerCache)))]),
+        states=StateRows(tensor([1]), tensor([[2]]), tensor([[count]])),
     )
+
+
+def keep_states(kv_cache: KVCache) -> None:
+    """The next chunk goes on from what the last one left."""
+    for cache in kv_cache:
+        if isinstance(cache, StateCache):
+            for states in tensors(cache):
+                states[1] = states[2]
 
 
 def run_chunk(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) -> tuple[Tensor, list[Tensor]]:
@@ -109,6 +123,8 @@ def run_chunk(model: Model, kv_cache: KVCache, token_ids: Tensor, start: int) ->
 def check_scales(kv_cache: KVCache, start: int, end: int) -> None:
     """``BadScaleError`` if a scale of the tokens at ``start..end - 1`` is zero, negative or not finite."""
     for layer, cache in enumerate(kv_cache):
+        if isinstance(cache, StateCache):
+            continue
         for name, scale in (("keys", cache.k_scale), ("values", cache.v_scale)):
             if scale is None:
                 continue
@@ -142,8 +158,8 @@ def compare(
         BadScaleError: a scale in the cache of ``other`` is zero or not finite.
     """
     num_blocks = -(-max(len(window.token_ids) for window in windows) // BLOCK_SIZE)
-    own_cache = allocate(own.config, (own.dtype,) * len(dtypes), num_blocks, BLOCK_SIZE, own.device)
-    cache = allocate(other.config, dtypes, num_blocks, BLOCK_SIZE, other.device)
+    own_cache = allocate(own.config, (own.dtype,) * len(dtypes), num_blocks, BLOCK_SIZE, own.device, num_slots=3)
+    cache = allocate(other.config, dtypes, num_blocks, BLOCK_SIZE, other.device, num_slots=3)
     kl, losses, agreements = [], [], []
     squares: list[Tensor] = []  # of each chunk, [outputs, 2] float64: of the error, of the output
     for window in tqdm(windows, desc=title, unit="window", disable=None, leave=False):
@@ -152,6 +168,8 @@ def compare(
             own_logits, own_outputs = run(own, own_cache, tokens, start)
             logits, outputs = run(other, cache, tokens, start)
             check_scales(cache, start, start + len(tokens))
+            for states in (own_cache, cache):
+                keep_states(states)
             squares.append(_squares(own_outputs, outputs))
             agreements.append(own_logits.argmax(-1) == logits.argmax(-1))
             rows = (tensor.split(ROWS_AT_ONCE) for tensor in (own_logits, logits, targets.long()))

@@ -26,6 +26,7 @@ from compiled_llm.step.kv_cache import allocate, layer_dtypes, short_windows
 from compiled_llm.step.step import Feedback, step_function
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.device import use_device
+from compiled_llm.worker.pool_sizes import with_state_slots
 from compiled_llm.worker.quantization import linears_of
 from compiled_llm.worker.runner import STEP_DEFAULTS
 from compiled_llm.worker.step_buffers import StepBuffers
@@ -91,6 +92,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     """
     dtype = getattr(torch, config.dtype if engine.dtype == "auto" else engine.dtype)
     limits = EngineLimits.resolve(engine, config.max_position_embeddings, STEP_DEFAULTS["cuda"])
+    limits = with_state_slots(limits, engine, config, dtype)
     buckets = {bucket.name: bucket for bucket in buckets_of(limits)}
     if bucket_name not in buckets:
         raise ValueError(f"the bucket must be one of the engine's, {', '.join(buckets)}, given {bucket_name!r}")
@@ -106,7 +108,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
         described = family_of(config).describe(config, dtype, linears_of(engine, config, DEVICE, dtype)).weights
         weights, step_input, source = _Faked().tree((described, buffers.step_input, buffers.feedback))
         places = dict.fromkeys(windows, _BLOCKS)
-        cache = allocate(config, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places)
+        cache = allocate(config, cache_dtypes, _BLOCKS, limits.block_size, DEVICE, places, 1 + limits.num_state_slots)
         feedback = Feedback(
             source,
             torch.empty(bucket.num_rows, dtype=torch.int64, device=DEVICE),
