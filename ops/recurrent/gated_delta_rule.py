@@ -102,5 +102,13 @@ def _exact(*args) -> Tensor:
     return torch.ops.compiled_llm.gated_delta_rule.default(*args)
 
 
+def _cuda(*args) -> Tensor:
+    from compiled_llm.ops.recurrent import triton_steps  # the first call on a GPU loads Triton, not the import
+
+    return triton_steps.gated_delta_rule(*args)
+
+
 LIBRARY.impl("gated_delta_rule", _without_kernels, "CompositeExplicitAutograd")
+LIBRARY.impl("gated_delta_rule", _cuda, "CUDA")
 LIBRARY.impl("gated_delta_rule_exact", _exact, "CompositeExplicitAutograd")
+LIBRARY.impl("gated_delta_rule_exact", _cuda, "CUDA")

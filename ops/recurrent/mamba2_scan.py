@@ -95,5 +95,13 @@ def _exact(*args) -> Tensor:
     return torch.ops.compiled_llm.mamba2_scan.default(*args)
 
 
+def _cuda(*args) -> Tensor:
+    from compiled_llm.ops.recurrent import triton_steps  # the first call on a GPU loads Triton, not the import
+
+    return triton_steps.mamba2_scan(*args)
+
+
 LIBRARY.impl("mamba2_scan", _without_kernels, "CompositeExplicitAutograd")
+LIBRARY.impl("mamba2_scan", _cuda, "CUDA")
 LIBRARY.impl("mamba2_scan_exact", _exact, "CompositeExplicitAutograd")
+LIBRARY.impl("mamba2_scan_exact", _cuda, "CUDA")

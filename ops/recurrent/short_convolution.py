@@ -82,4 +82,11 @@ def _without_kernels(*args) -> Tensor:
     return torch.ops.compiled_llm.short_convolution.default(*args)
 
 
+def _cuda(*args) -> Tensor:
+    from compiled_llm.ops.recurrent import triton_convolution  # the first call on a GPU loads Triton, not the import
+
+    return triton_convolution.short_convolution(*args)
+
+
 LIBRARY.impl("short_convolution", _without_kernels, "CompositeExplicitAutograd")
+LIBRARY.impl("short_convolution", _cuda, "CUDA")

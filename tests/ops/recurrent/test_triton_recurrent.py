@@ -1,0 +1,230 @@
+"""The Triton kernels of layers with a state without a GPU: run in Triton's interpreter, and compiled ahead of time.
+
+As in ``test_triton_attention.py``, the interpreted cases run in one child process: this file as a program, with
+TRITON_INTERPRET=1. It reads a line, a JSON list of names, and prints one JSON object: name of a case -> its traceback,
+or an empty string.
+"""
+
+import functools
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.drawn import cases, parts_of
+from tests.ops.recurrent.recurrent_cases import (
+    CASES,
+    DECODES,
+    DTYPES,
+    MIXED,
+    ONE,
+    SLOTS,
+    Case,
+    Request,
+    check,
+    convolution,
+    gated_delta,
+    mamba2,
+    step,
+)
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.recurrent import triton_convolution, triton_steps  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
+
+KERNELS = {
+    "short_convolution": (triton_convolution, ("convolution_kernel", "convolution_outputs_kernel")),
+    "gated_delta_rule": (triton_steps, ("delta_steps_kernel",)),
+    "mamba2_scan": (triton_steps, ("scan_steps_kernel",)),
+}
+LONG = (Request(21, 0, 4, ((21, 4), (1, 2), (2, 3))), Request(20, 3, 5, ((1, 5), (2, 1), (20, 6))))
+STEPS = {"mixed": MIXED, "decodes": DECODES, "one token": ONE, "long": LONG}
+
+
+def kernel(case: Case) -> Callable[..., Tensor]:
+    return getattr(KERNELS[case.name][0], case.name)
+
+
+# ---- interpreted ----------------------------------------------------------------------------------------------------
+
+
+def agrees_with_the_reference(make: Callable, requests: tuple[Request, ...], dtype: torch.dtype) -> None:
+    tokens, indices = step(requests)
+    case = make(dtype, tokens)
+    got = case.run(kernel(case), indices)
+    check(got, case.run(case.reference, indices), dtype)
+    unwritten = [*{*range(SLOTS)} - {slot for request in requests for _, slot in request.writes}]
+    assert torch.equal(got[1][unwritten], case.state[unwritten])
+
+
+def a_text_has_the_same_bits_however_it_is_cut(make: Callable) -> None:
+    text = 20
+    case = make(torch.bfloat16, text)
+    case = case._replace(state=torch.full_like(case.state, float("nan")))
+    whole, states = case.run(kernel(case), step([Request(text, 0, 5, ((text, 5), (13, 6)))], 0)[1])
+    for cuts in ((1, 1, 1, 10, 7), (13, 7)):
+        state, done, outs = case.state.clone(), 0, []
+        for count in cuts:
+            indices = step([Request(count, done, 1, ((count, 1),))], 0)[1]
+            outs.append(kernel(case)(*case.arguments(indices, state, slice(done, done + count))))
+            done += count
+            if done == 13:
+                assert torch.equal(state[1], states[6])
+        assert torch.equal(torch.cat(outs), whole)
+        assert torch.equal(state[1], states[5])
+
+
+def no_tokens_are_no_launch(make: Callable) -> None:
+    case = make(torch.float32, 0)
+    for requests in ((), (Request(0, 3, 1),)):
+        rows = [torch.zeros(len(requests) + 1), torch.zeros(len(requests)), torch.zeros(len(requests))]
+        indices = [x.int() for x in (*rows, *torch.zeros(2, len(requests), 1))]
+        out, state = case.run(kernel(case), indices)
+        assert out.numel() == 0
+        assert torch.equal(state, case.state)
+
+
+INTERPRETED: dict[str, tuple[Callable, tuple]] = {
+    **{
+        f"{title}-{name}-{str(dtype)[6:]}": (agrees_with_the_reference, (make, requests, dtype))
+        for title, make in CASES.items()
+        for name, requests in STEPS.items()
+        for dtype in (DTYPES if name == "mixed" else DTYPES[:1])
+    },
+    **{f"{title}-cut": (a_text_has_the_same_bits_however_it_is_cut, (make,)) for title, make in CASES.items()},
+    **{f"{title}-none": (no_tokens_are_no_launch, (make,)) for title, make in CASES.items()},
+}
+
+
+def run_interpreted() -> None:
+    functions = {name: functools.partial(function, *given) for name, (function, given) in INTERPRETED.items()}
+    interpreted.run(functions)
+
+
+# ---- launched as one binary -----------------------------------------------------------------------------------------
+
+
+def recorded_launches(monkeypatch: pytest.MonkeyPatch, case: Case, requests: tuple[Request, ...]) -> list[tuple]:
+    launches: list[tuple] = []
+    module, kernels = KERNELS[case.name]
+    for name in kernels:
+        monkeypatch.setattr(module, name, ahead_of_time.Recorder(getattr(module, name), launches))
+    tokens, indices = step(requests, 0)
+    case.run(kernel(case), indices, tokens=slice(tokens))
+    monkeypatch.undo()
+    return launches
+
+
+LARGE = {
+    "convolution of Qwen3-Next": lambda dtype, tokens: convolution(dtype, tokens, 8192, 4),
+    "convolution of LFM2": lambda dtype, tokens: convolution(dtype, tokens, 2048, 3, silu=False, gates=True),
+    "convolution of Granite 4": lambda dtype, tokens: convolution(dtype, tokens, 3328, 4, bias=True),
+    "delta rule of Qwen3-Next": lambda dtype, tokens: gated_delta(dtype, tokens, 2, 4, 128, 128),
+    "delta rule, 64 by 256": lambda dtype, tokens: gated_delta(dtype, tokens, 2, 2, 64, 256),
+    "scan of Granite 4": lambda dtype, tokens: mamba2(dtype, tokens, 4, 64, 1, 128),
+}
+
+
+@pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
+def test_decodes_and_chunks_run_one_binary(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a kernel that has sums: how they lie in threads follows from what Triton specialises by."""
+    case, seen = make(torch.bfloat16, 32), set()
+    for requests in (ONE, (*ONE, *ONE), (Request(16, 0, 1, ((16, 1),)),), (Request(31, 0, 1, ((31, 1),)),)):
+        for launched, args, kwargs in recorded_launches(monkeypatch, case, requests):
+            if case.name != "short_convolution":
+                by = [
+                    None if parameter.do_not_specialize else value
+                    for parameter, value in zip(launched.params, args, strict=False)
+                ]
+                seen.add((launched, ahead_of_time.specialisation(tuple(by)), tuple(kwargs.items())))
+    assert len(seen) == (case.name != "short_convolution")
+
+
+# ---- registered -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_a_gpu_runs_the_triton_kernel(make: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch would call for tensors of a GPU, called with those of a CPU."""
+    tokens, indices = step(ONE)
+    case, calls = make(torch.float32, tokens), []
+    monkeypatch.setattr(
+        KERNELS[case.name][0], case.name, lambda *args: calls.append(case.name) or case.reference(*args)
+    )
+    names = [name for name in (case.name, f"{case.name}_exact") if hasattr(torch.ops.compiled_llm, name)]
+    for name in names:
+        op = getattr(torch.ops.compiled_llm, name).default
+        op._op_dk(torch._C.DispatchKey.CUDA, *case.arguments(indices, case.state.clone()))
+    assert calls == [case.name] * len(names)
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"),
+    [
+        ((9, 0), torch.bfloat16),
+        pytest.param((8, 0), torch.float16, marks=pytest.mark.battery),
+        pytest.param((10, 0), torch.bfloat16, marks=pytest.mark.battery),
+        pytest.param((9, 0), torch.float32, marks=pytest.mark.battery),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills(
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    for title, make in LARGE.items():
+        case = make(dtype, 32)
+        for requests in (DECODES, (Request(32, 0, 1, ((32, 1),)),)):
+            for launched, args, kwargs in recorded_launches(monkeypatch, case, requests):
+                binary = ahead_of_time.compiled(launched, args, kwargs, capability)
+                usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+                print(f"{title}: {usage['REG']} registers, {binary.metadata.shared} bytes of shared memory")
+                assert usage["STACK"] == usage["LOCAL"] == 0, title
+                assert ".fma" not in binary.asm["ptx"], f"{title}: fused by choice of the compiler"
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "value", "message"),
+    [
+        (convolution, "weight", torch.ones(40, 9), "width must be from 2 to 8, got 9"),
+        (convolution, "state", torch.ones(3, 4, 40), r"state must be a contiguous \[3, 3, 40\]"),
+        (convolution, "gate_before", torch.ones(40, 22).t(), "gate_before must be .* with the last stride 1"),
+        (gated_delta, "k", torch.ones(22, 2, 16), r"k must be \[22, 1, 16\]"),
+        (gated_delta, "A_log", torch.ones(2).half(), r"A_log must be a contiguous \[2\] of torch.float32"),
+        (gated_delta, "seq_lens", torch.ones(7), "seq_lens must be .* of torch.int32"),
+        (mamba2, "C", torch.ones(22, 1, 15), r"C must be \[22, 1, 16\]"),
+        (mamba2, "dt_max", -1.0, "dt_min must be at most dt_max"),
+        (mamba2, "x", torch.ones(22, 2, 8).double(), "dtype must be float32"),
+    ],
+)
+def test_refuses_by_name(make: Callable, name: str, value: object, message: str) -> None:
+    tokens, indices = step(MIXED)
+    case = make(torch.float32, tokens)
+    given = dict(zip(case.order(), case.arguments(indices, case.state), strict=True)) | {name: value}
+    with pytest.raises(ValueError, match=message):
+        kernel(case)(*given.values())
+
+
+# ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", cases(parts_of(INTERPRETED), 24, {name: (name,) for name in INTERPRETED}))
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+if __name__ == "__main__":
+    run_interpreted()
