@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 from compiled_llm.ops.recurrent.triton_recurrent import (
     OPTIONS,
     check_contiguous,
@@ -22,6 +21,7 @@ from compiled_llm.ops.recurrent.triton_recurrent import (
 )
 from compiled_llm.ops.rowwise.triton_kernels import activated, cast, rounded
 
+_MAX_WIDTH = 8  # as on a CPU
 _BLOCK = 512  # channels of a program
 _FEW = 8  # tokens of a request, on average, that one program computes one after the other
 
@@ -154,8 +154,8 @@ def short_convolution(
     requests, writes = check_rows(op, x, *indices)
     tokens, channels = x.shape
     width = weight.shape[1]
-    if not 2 <= width <= MAX_WIDTH:
-        raise ValueError(f"{op}: width must be from 2 to {MAX_WIDTH}, got {width}")
+    if not 2 <= width <= _MAX_WIDTH:
+        raise ValueError(f"{op}: width must be from 2 to {_MAX_WIDTH}, got {width}")
     check_strided(op, "x", x, x.dtype, (tokens, channels), device)
     check_contiguous(op, "weight", weight, x.dtype, (channels, width), device)
     check_contiguous(op, "state", state, x.dtype, (len(state), width - 1, channels), device)
