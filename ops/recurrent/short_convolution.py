@@ -8,6 +8,8 @@ from compiled_llm.ops import native
 from compiled_llm.ops.library import LIBRARY
 from compiled_llm.ops.recurrent.reference_rows import first_state, rows_of, write_state
 
+MAX_WIDTH = 8
+
 LIBRARY.define(
     "short_convolution(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) state, Tensor query_start_loc, "
     "Tensor seq_lens, Tensor read_slot, Tensor write_slot, Tensor write_after, Tensor? gate_before, "

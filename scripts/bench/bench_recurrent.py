@@ -4,8 +4,8 @@
 
 The layers are those of published models. A decode reads and writes the states of its requests, in other slots than in
 the rounds before, so that these come from memory; GB/s counts what is read and written. In every round it takes turns
-with the sum, whose rate is that of reading alone. A chunk is one request from its start, in microseconds for each token and
-head (channels of a convolution: for 128 of them).
+with the sum, whose rate is that of reading alone. A chunk is one request from its start, in microseconds for each token
+and head (channels of a convolution: for 128 of them).
 """
 
 import argparse
