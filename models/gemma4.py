@@ -24,7 +24,7 @@ from compiled_llm.models.linears.fused import activated_linear, added_linear, no
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import rms_norm, rope, rope_with_values, scaled_sum, soft_cap
+from compiled_llm.ops import rms_norm, rope, rope_with_values, scaled_sum, soft_cap, sum_of_norms
 
 _ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -97,15 +97,14 @@ class Gemma4Config(WindowedConfig):
 
     @property
     def router(self) -> Router:
-        return Router(self.top_k_experts or 0, "softmax_of_chosen")
+        return Router(self.top_k_experts or 0, "softmax_of_chosen", multiplier=self.hidden_size**-0.5)
 
 
 class MoeBesideMlp(NamedTuple):
     """A mixture of experts over what the MLP gets, too; their sum is the layer's. Norms are ``[D]``."""
 
     norm: Tensor  # float32, of what the experts get
-    router_norm: Tensor  # in the model's dtype, of what the router gets
-    experts: MoeWeights
+    experts: MoeWeights  # whose router has a norm of its own, in the model's dtype
     output_norm: Tensor  # float32, of what the experts gave
     mlp_output_norm: Tensor  # float32, of what the MLP gave
 
@@ -215,10 +214,10 @@ def _take_moe(config: Gemma4Config, source: Source, name: str) -> MoeBesideMlp |
         down=stacked(f"{name}.experts.down_proj", num_experts, d, inner),
         used=source.used_experts(),
         expert_scale=scale.float(),
+        router_norm=source.tensor(f"{name}.router.scale", (d,), mean=1.0),
     )
     return MoeBesideMlp(
         norm=_norm(source, f"{name}.pre_feedforward_layernorm_2", d),
-        router_norm=source.tensor(f"{name}.router.scale", (d,), mean=1.0),
         experts=experts,
         output_norm=_norm(source, f"{name}.post_feedforward_layernorm_2", d),
         mlp_output_norm=_norm(source, f"{name}.post_feedforward_layernorm_1", d),
@@ -302,9 +301,8 @@ def _attended(
 def _with_experts(x: Tensor, out: Tensor, moe: MoeBesideMlp, step: StepInput, config: Gemma4Config) -> Tensor:
     """What the MLP gave, ``out``, and what the experts make of ``x``; each ``[T, D]``, normed and added up."""
     eps = config.rms_norm_eps
-    seen = rms_norm(x, moe.router_norm, eps) * config.hidden_size**-0.5
-    mixed = mixture_of_experts(rms_norm(x, moe.norm, eps), moe.experts, step, config.router, Gate("gelu_tanh"), seen)
-    return rms_norm(out, moe.mlp_output_norm, eps) + rms_norm(mixed, moe.output_norm, eps)
+    mixed = mixture_of_experts(x, moe.norm, eps, moe.experts, step, config.router, Gate("gelu_tanh"))
+    return sum_of_norms(out, moe.mlp_output_norm, mixed, moe.output_norm, eps)
 
 
 def _per_layer_inputs(weights: Weights, x: Tensor, step: StepInput, config: Gemma4Config) -> Tensor | None:

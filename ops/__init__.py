@@ -46,6 +46,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     sigmoid_gated,
     soft_cap,
 )
+from compiled_llm.ops.rowwise.sum_of_norms import sum_of_norms
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens, uniform
 
 __all__ = [
@@ -102,6 +103,7 @@ __all__ = [
     "short_convolution",
     "sigmoid_gated",
     "soft_cap",
+    "sum_of_norms",
     "uniform",
     "unpack_rows",
     "weighted_sum",

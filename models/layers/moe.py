@@ -39,10 +39,11 @@ class MoeWeights(NamedTuple):
     used: UsedExperts
     choice_bias: Tensor | None = None  # [E] float32
     expert_scale: Tensor | None = None  # [E] float32, of each expert's weights
+    router_norm: Tensor | None = None  # [D], of what the router gets, where that is not what the experts get
 
     @property
     def of_router(self) -> RouterWeights:
-        return RouterWeights(self.router, self.choice_bias, self.expert_scale)
+        return RouterWeights(self.router, self.choice_bias, self.expert_scale, self.router_norm)
 
 
 class Shared(NamedTuple):
@@ -58,20 +59,19 @@ SILU = Gate()
 
 def mixture_of_experts(
     x: Tensor,
+    norm: Tensor,
+    eps: float,
     w: MoeWeights,
     step: StepInput,
     router: Router,
     gate: Gate = SILU,
-    seen: Tensor | None = None,
 ) -> Tensor:
-    """The weighted sum of what each token's experts, gated MLPs, give: ``[T, D]`` -> ``[T, D]``; 0 for padding.
+    """The weighted sum of what each token's experts, gated MLPs, make of the norm of ``x`` ``[T, D]``; 0 for padding.
 
-    Shapes are static: every token has ``top_k`` rows, and which expert has which of them is data. The router goes by
-    ``seen`` ``[T, D]``, if that is given, and not by ``x``.
+    Shapes are static: every token has ``top_k`` rows, and which expert has which of them is data.
     """
-    seen = x if seen is None else seen
-    *_, chosen = routed(seen, None, None, 0.0, w.of_router, step.query_start_loc[-1:], w.used, router)
-    return summed_experts(gated_experts(x, w.gate_up, chosen, gate), w.down, chosen, w.used)
+    _, normed, chosen = routed(x, None, norm, eps, w.of_router, step.query_start_loc[-1:], w.used, router)
+    return summed_experts(gated_experts(normed, w.gate_up, chosen, gate), w.down, chosen, w.used)
 
 
 def shared_mlp(x: Tensor, shared: Shared) -> Tensor:

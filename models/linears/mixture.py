@@ -19,6 +19,7 @@ from compiled_llm.ops import (
     gated_activation,
     grouped_gated_linear,
     grouped_linear_sum,
+    rms_norm,
     routed_linear,
     routed_rows,
     weighted_sum,
@@ -43,7 +44,8 @@ class UsedExperts(NamedTuple):
 class Router:
     """How a token's experts are chosen and weighted; ``ops.route`` says what the fields mean.
 
-    ``in_float32``: the logits are computed in float32, by a router of that dtype.
+    ``in_float32``: the logits are computed in float32, by a router of that dtype. ``multiplier``: of what a router with
+    a norm of its own gets.
     """
 
     top_k: int
@@ -52,6 +54,7 @@ class Router:
     groups: int = 1
     top_groups: int = 1
     in_float32: bool = False
+    multiplier: float = 1.0
 
 
 class Gate(NamedTuple):
@@ -75,6 +78,7 @@ class RouterWeights(NamedTuple):
     linear: Linear  # [E, D]
     choice_bias: Tensor | None  # [E] float32
     expert_scale: Tensor | None  # [E] float32, of each expert's weights
+    norm: Tensor | None = None  # [D], of what the router gets, where that is not what the experts get
 
 
 def routes_at_once(x: Tensor, w: RouterWeights, router: Router) -> bool:
@@ -97,12 +101,13 @@ def routed(
         assert isinstance(w.linear, Dense)
         total, normed, *found = routed_linear(
             x, delta, norm, eps, w.linear.weight, w.linear.bias, w.choice_bias, w.expert_scale, num_tokens, used.total,
-            used.counters, *rule,
+            used.counters, *rule, w.norm, router.multiplier,
         )  # fmt: skip
         x = x if delta is None else total
         return x, (x if norm is None else normed), Routed(*found)
     x, normed = add_norm(x, delta, norm, eps)
-    logits = w.linear.apply(normed.float() if router.in_float32 else normed)
+    seen = normed if w.norm is None else rms_norm(x, w.norm, eps) * router.multiplier
+    logits = w.linear.apply(seen.float() if router.in_float32 else seen)
     return x, normed, Routed(*routed_rows(logits, w.choice_bias, w.expert_scale, num_tokens, used.total, *rule))
 
 

@@ -15,7 +15,8 @@ from compiled_llm.ops.rowwise.reference import rms_norm_reference
 LIBRARY.define(
     "routed_linear(Tensor x, Tensor? delta, Tensor? norm, float eps, Tensor weight, Tensor? bias, Tensor? choice_bias,"
     " Tensor? expert_scale, Tensor num_tokens, Tensor(a!) used, Tensor(b!) counters, int top_k, str scoring,"
-    " float scale, int groups, int top_groups) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    " float scale, int groups, int top_groups, Tensor? seen_norm, float multiplier)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -36,6 +37,8 @@ def routed_linear(
     scale: float = 1.0,
     groups: int = 1,
     top_groups: int = 1,
+    seen_norm: Tensor | None = None,
+    multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``normed = rms_norm(x + delta)`` and ``routed_rows(normed @ weight.T + bias)``, whose other arguments it has.
 
@@ -47,6 +50,8 @@ def routed_linear(
         norm, eps: those of ``rms_norm``, ``[K]``; None: ``x`` is what the router goes by, and there is no ``delta``.
         weight: ``[E, K]`` contiguous, at most ``MAX_EXPERTS`` rows, by groups ``MAX_GROUPED_EXPERTS``; bias: ``[E]`` or
             None: both in the dtype of ``x``, or in float32, in which logits then are.
+        seen_norm: ``[K]``, like ``norm``: the router goes by a norm with these weights, times ``multiplier``. None: by
+            ``normed``.
         counters: int32, one for each 16 rows and one more, zero before and after.
 
     Returns:
@@ -54,22 +59,26 @@ def routed_linear(
         weights, places, tokens and starts of ``routed_rows``.
     """
     assert scoring in SCORINGS
-    assert delta is None or norm is not None
+    assert norm is not None or (delta is None and seen_norm is None)
+    assert seen_norm is not None or multiplier == 1.0
     return torch.ops.compiled_llm.routed_linear(
         x, delta, norm, eps, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, top_k, scoring,
-        scale, groups, top_groups,
+        scale, groups, top_groups, seen_norm, multiplier,
     )  # fmt: skip
 
 
 def routed_linear_reference(
     x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
-    choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor, *rule,
+    choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor, *rest,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The op as others."""
+    *rule, seen_norm, multiplier = rest
     total = x.new_empty(0) if delta is None else x + delta
     x = x if delta is None else total
     normed = x.new_empty(0) if norm is None else rms_norm_reference(x, norm, eps)
     seen = x if norm is None else normed
+    if seen_norm is not None:
+        seen = rms_norm_reference(x, seen_norm, eps) * multiplier
     logits = F.linear(seen.float(), weight.float(), None if bias is None else bias.float()).to(weight.dtype)
     return total, normed, *routed_rows_reference(logits, choice_bias, expert_scale, num_tokens, used, *rule)
 

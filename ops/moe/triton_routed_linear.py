@@ -48,8 +48,9 @@ def _inputs(x_rows, delta_rows, inputs, inside):
 
 @triton.jit
 def _share_of_logits(
-    x, delta, norm, weight, total, normed, rows, inside_rows, num_stored, experts, begin, x_stride, delta_stride, eps,
-    EXPERTS: tl.constexpr, IN: tl.constexpr, SHARE: tl.constexpr,
+    x, delta, norm, seen_norm, weight, total, normed, rows, inside_rows, num_stored, experts, begin, x_stride,
+    delta_stride, eps,
+    MULTIPLIER: tl.constexpr, EXPERTS: tl.constexpr, IN: tl.constexpr, SHARE: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Products over ``SHARE`` inputs from ``begin`` on; sums and norms of ``num_stored`` rows are stored."""
@@ -77,8 +78,12 @@ def _share_of_logits(
             if delta is not None:
                 tl.store(total + target, a, mask=stored)
             weights = tl.load(norm + inputs, mask=inside, other=0.0)[None, :]
-            a = weighted(a.to(tl.float32) * scale, weights, dtype)
+            y = a.to(tl.float32) * scale
+            a = weighted(y, weights, dtype)
             tl.store(normed + target, a, mask=stored)
+            if seen_norm is not None:
+                weights = tl.load(seen_norm + inputs, mask=inside, other=0.0)[None, :]
+                a = cast(weighted(y, weights, dtype).to(tl.float32) * MULTIPLIER, dtype)
         b = tl.load(
             weight + experts[:, None].to(tl.int64) * IN + inputs[None, :],
             mask=(experts < EXPERTS)[:, None] & inside[None, :], other=0.0,
@@ -127,10 +132,10 @@ def _is_last(counter, count):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def routed_linear_kernel(
-    x, delta, norm, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, shares, chosen, users,
-    first_rows, total, normed, out_weights, places, tokens, starts, num_rows, x_stride, delta_stride, eps, scale,
+    x, delta, norm, seen_norm, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, shares, chosen,
+    users, first_rows, total, normed, out_weights, places, tokens, starts, num_rows, x_stride, delta_stride, eps, scale,
     EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, TOP_K: tl.constexpr, SCORING: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_POW2: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    MULTIPLIER: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POW2: tl.constexpr, TOP_GROUPS: tl.constexpr,
     IN: tl.constexpr, NUM_SHARES: tl.constexpr, SHARE: tl.constexpr, TOP_K_POW2: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -145,8 +150,8 @@ def routed_linear_kernel(
     rows = (tile % num_m * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     columns = tile // num_m * BLOCK_E + tl.arange(0, BLOCK_E)
     acc = _share_of_logits(
-        x, delta, norm, weight, total, normed, rows, rows < num_rows, tl.where(tile < num_m, num_rows, 0), columns,
-        share * SHARE, x_stride, delta_stride, eps, EXPERTS, IN, SHARE, BLOCK, BLOCK_E, BLOCK_K,
+        x, delta, norm, seen_norm, weight, total, normed, rows, rows < num_rows, tl.where(tile < num_m, num_rows, 0),
+        columns, share * SHARE, x_stride, delta_stride, eps, MULTIPLIER, EXPERTS, IN, SHARE, BLOCK, BLOCK_E, BLOCK_K,
     )  # fmt: skip
     tl.store(
         shares + (share * num_rows + rows[:, None]) * EXPERTS + columns[None, :],
@@ -193,7 +198,7 @@ def shares_of(in_features: int, experts_pow2: int, block_k: int) -> tuple[int, i
 def routed_linear(
     x: Tensor, delta: Tensor | None, norm: Tensor | None, eps: float, weight: Tensor, bias: Tensor | None,
     choice_bias: Tensor | None, expert_scale: Tensor | None, num_tokens: Tensor, used: Tensor, counters: Tensor,
-    top_k: int, scoring: str, scale: float, groups: int, top_groups: int,
+    top_k: int, scoring: str, scale: float, groups: int, top_groups: int, seen_norm: Tensor | None, multiplier: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
@@ -203,7 +208,7 @@ def routed_linear(
     """
     x, x_stride = aligned_rows(x, "routed_linear", "x", _DTYPES)
     most = MAX_EXPERTS if groups == top_groups else MAX_GROUPED_EXPERTS
-    _check(x, delta, norm, weight, bias, counters, most)
+    _check(x, delta, norm, seen_norm, weight, bias, counters, most)
     (count, in_features), num_experts = x.shape, weight.shape[0]
     logits = x.new_empty(0, num_experts)
     check(logits, choice_bias, expert_scale, num_tokens, used, top_k, groups, top_groups)
@@ -225,9 +230,9 @@ def routed_linear(
     block_e = _BLOCK * triton.next_power_of_2(triton.cdiv(count, _ROWS_OF_16_EXPERTS))
     with torch.cuda.device_of(x):
         routed_linear_kernel[(num_shares * num_m * triton.cdiv(num_experts, block_e),)](
-            x, delta, norm, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, shares, chosen, users,
-            first_rows, total, normed, out_weights, places, tokens, starts,
-            count, x_stride, delta_stride, eps, scale, **constants,
+            x, delta, norm, seen_norm, weight, bias, choice_bias, expert_scale, num_tokens, used, counters, shares,
+            chosen, users, first_rows, total, normed, out_weights, places, tokens, starts,
+            count, x_stride, delta_stride, eps, scale, **constants, MULTIPLIER=multiplier,
             IN=in_features, NUM_SHARES=num_shares, SHARE=share, TOP_K_POW2=triton.next_power_of_2(top_k),
             BLOCK=_BLOCK, BLOCK_E=block_e, BLOCK_K=block_k, BLOCK_T=block_t, BLOCKS=triton.next_power_of_2(num_m),
             num_warps=8, num_stages=3, enable_fp_fusion=False,
@@ -236,8 +241,8 @@ def routed_linear(
 
 
 def _check(
-    x: Tensor, delta: Tensor | None, norm: Tensor | None, weight: Tensor, bias: Tensor | None, counters: Tensor,
-    most: int,
+    x: Tensor, delta: Tensor | None, norm: Tensor | None, seen_norm: Tensor | None, weight: Tensor,
+    bias: Tensor | None, counters: Tensor, most: int,
 ) -> None:  # fmt: skip
     count, size = x.shape
     if not 0 < count <= MAX_ROWS:
@@ -246,6 +251,7 @@ def _check(
         ("weight", weight, (weight.shape[0], size), (x.dtype, torch.float32)),
         ("bias", bias, (weight.shape[0],), (weight.dtype,)),
         ("norm", norm, (size,), (x.dtype, torch.float32)),
+        ("seen_norm", seen_norm, (size,), (x.dtype, torch.float32)),
         ("counters", counters, tuple(counters.shape), (torch.int32,)),
     )
     for name, tensor, shape, dtypes in known:
@@ -257,6 +263,8 @@ def _check(
                 f"routed_linear: {name} must be a contiguous {list(shape)} of {' or '.join(map(str, dtypes))} on "
                 f"{x.device}, got {list(tensor.shape)} of {tensor.dtype} on {tensor.device}"
             )
+    if seen_norm is not None and norm is None:
+        raise ValueError("routed_linear: seen_norm must come with a norm, got None")
     if delta is not None and (norm is None or delta.shape != x.shape or delta.device != x.device):
         raise ValueError(
             f"routed_linear: delta must be {list(x.shape)} on {x.device} as x is, and come with a norm, got "

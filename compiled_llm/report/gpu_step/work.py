@@ -292,7 +292,11 @@ def _routed_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wo
 
     With many rows it reads another counter, who uses each expert, and twice what it stored for each token.
     """
-    weights = [a[name] for name in ("weight", "norm", "bias", "choice_bias", "expert_scale") if a[name] is not None]
+    weights = [
+        a[name]
+        for name in ("weight", "norm", "seen_norm", "bias", "choice_bias", "expert_scale")
+        if a[name] is not None
+    ]
     read = a["x"].nbytes + sum(tensor.nbytes for tensor in weights) + a["shares"].nbytes
     stored = ("total", "shares", "normed", "out_weights", "places", "tokens", "starts", "chosen", "users", "first_rows")
     written = sum(a[name].nbytes for name in stored if a[name] is not None)

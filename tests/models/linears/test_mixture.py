@@ -19,6 +19,7 @@ from compiled_llm.models.linears.mixture import (
     routes_at_once,
     summed_experts,
 )
+from compiled_llm.ops import rms_norm
 from compiled_llm.ops.moe.routing import MAX_EXPERTS, MAX_ROWS
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode
 
@@ -66,6 +67,22 @@ def test_computes_what_the_single_ops_compute(monkeypatch: pytest.MonkeyPatch) -
         summed_experts(hidden, DOWN, chosen, apart, beside, residual), residual + (plain + beside)
     )
     assert (plain[4:] == 0).all(), "padding"
+
+
+def test_a_router_may_have_a_norm_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    router, weights = Router(2, "softmax_of_chosen", multiplier=0.3), WEIGHTS._replace(norm=drawn(16, seed=11))
+    weights = weights._replace(linear=Dense(drawn(6, 16, seed=2)))
+    plain = WEIGHTS._replace(linear=weights.linear)
+    assert weights.norm is not None
+    seen = rms_norm(X, weights.norm, EPS) * 0.3
+    want = routed(seen, None, None, EPS, plain, NUM_TOKENS, used(), router)[2]
+    for at_once in (False, True):
+        monkeypatch.setattr(mixture, "routes_at_once", lambda *args, at_once=at_once: at_once)
+        x, normed, chosen = routed(X, None, NORM, EPS, weights, NUM_TOKENS, used(), router)
+        assert torch.equal(x, X)
+        torch.testing.assert_close(normed, rms_norm(X, NORM, EPS))
+        assert torch.equal(chosen.places, want.places)
+        torch.testing.assert_close(chosen.weights, want.weights, atol=1e-2, rtol=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ RULES: dict[str, dict[str, Any]] = {  # as RULES of test_triton_expert_rows.py
     "gpt-oss": {"rule": (4, "softmax_of_chosen", 1.0, 1, 1), "bias": True},
     "glm4-moe": {"rule": (8, "sigmoid", 2.5, 1, 1), "choice_bias": True, "router": torch.float32},
     "groups": {"rule": (3, "sigmoid", 1.5, 4, 2), "choice_bias": True, "router": torch.float32},
-    "gemma4-moe": {"rule": (4, "softmax_of_chosen", 1.0, 1, 1), "expert_scale": True, "norm": None},
+    "gemma4-moe": {"rule": (4, "softmax_of_chosen", 1.0, 1, 1), "expert_scale": True, "multiplier": 0.3},
+    "without a norm": {"rule": (4, "softmax_of_chosen", 1.0, 1, 1), "norm": None},
     "with a sum": {"rule": (8, "softmax", 1.0, 1, 1), "delta": True},
 }
 
@@ -54,6 +55,8 @@ def arguments(name: str, rows: int, experts: int, inputs: int, dtype: torch.dtyp
         torch.tensor([100]),
         torch.zeros(17, dtype=torch.int32),
         *kind["rule"],
+        drawn(inputs, dtype=dtype) if kind.get("multiplier") else None,
+        kind.get("multiplier", 1.0),
     ]
 
 
@@ -73,8 +76,9 @@ def apart(given: list) -> list:
     if delta is not None:
         delta[:, :4] = x[:, :4]
         delta[:, 4:] *= 1e-3
-    if norm is not None:
-        norm.fill_(1.0)
+    for weights in (norm, given[-2]):
+        if weights is not None:
+            weights.fill_(1.0)
     for bias in given[5:7]:
         if bias is not None:
             bias.zero_()
@@ -129,7 +133,7 @@ def sums_are_those_of_the_layer() -> None:
 
 INTERPRETED: dict[str, tuple[Callable, tuple]] = {
     **{f"reference-{name}": (agrees_with_the_reference, (name,)) for name in RULES},
-    **{f"batch-{name}": (a_row_has_the_same_bits_in_every_batch, (name,)) for name in ("with a sum", "gemma4-moe")},
+    **{f"batch-{name}": (a_row_has_the_same_bits_in_every_batch, (name,)) for name in ("with a sum", "without a norm")},
     "sums": (sums_are_those_of_the_layer, ()),
 }
 

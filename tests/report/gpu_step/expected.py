@@ -45,7 +45,7 @@ STEPS = {
     "gemma2": Case("gemma2", (6,), (4, 11)),
     "gemma3": Case("gemma3", (6, 5), (5, 10)),
     "gemma4": Case("gemma4", (9, 8, 8), (11, 14)),
-    "gemma4-moe": Case("gemma4-moe", (15,), (7, 20)),
+    "gemma4-moe": Case("gemma4-moe", (10,), (7, 15)),
     "olmo2": Case("olmo2", (6,), (5, 10)),
     "olmo3": Case("olmo3", (7, 6), (6, 10)),
     "glm": Case("glm", (5,), (4, 8)),
