@@ -35,6 +35,25 @@ _QWEN3_MOE = (
         "norm_topk_prob": True,
     }
 )
+_LATENT = {
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 163840,
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 4096,
+    },
+    "rms_norm_eps": 1e-6,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
     "qwen3-4b": _QWEN3 | dict(zip(_SIZES, (2560, 9728, 36, 32, True), strict=True)),
@@ -73,6 +92,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         # A quarter: three engines with all 201,088 rows do not fit into 24 GB beside each other.
         "vocab_size": 50272,
+    },
+    # One layer with an MLP and one with experts; of DeepSeek-V3's, which take 23 GB, a quarter, and of its vocabulary.
+    "deepseek-v2-lite-2l": dict(zip(_SIZES, (2048, 10944, 2, 16, False), strict=True))
+    | {
+        **_LATENT,
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 16,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "q_lora_rank": None,
+        "vocab_size": 102400,
+    },
+    "deepseek-v3-2l": dict(zip(_SIZES, (7168, 18432, 2, 128, False), strict=True))
+    | {
+        **_LATENT,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 128,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 2,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 1536,
+        "vocab_size": 32320,
     },
     "tiny": _QWEN3 | dict(zip(_SIZES, (128, 256, 2, 8, True), strict=True)) | {"vocab_size": 1000},
 }
