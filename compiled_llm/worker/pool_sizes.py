@@ -82,9 +82,10 @@ class PoolSizes:
             low, high = (middle, high) if self.bytes_of(middle) <= size else (low, middle - 1)
         return low
 
-    def swapped_within(self, size: int) -> tuple[int, int]:
-        """Blocks and slots of swap space of ``size`` bytes: a quarter of it is for slots, if there are some."""
-        slots = min(self.num_slots, size // 4 // self.slot_bytes) if self.num_slots else 0
+    def swapped_within(self, size: int, blocks_per_request: int) -> tuple[int, int]:
+        """Blocks and slots of swap space of ``size`` bytes: a slot for each half of the longest request."""
+        per_request = self.slot_bytes + self.block_bytes * -(-blocks_per_request // 2)
+        slots = min(self.num_slots, size // per_request)
         return (size - slots * self.slot_bytes) // self.block_bytes, slots
 
 

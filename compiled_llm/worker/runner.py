@@ -158,7 +158,7 @@ class ModelRunner(Worker):
             transforms=self.transforms,
             graph_pool=pool,
         )
-        swapped = self.pool_sizes.swapped_within(config.swap_space_bytes)
+        swapped = self.pool_sizes.swapped_within(config.swap_space_bytes, self.limits.blocks_per_request)
         self.swap_space = SwapSpace(self.steps.cache_groups(), *swapped)
         # Used in turns: a step may be launched before the tokens of the one before are read.
         host_tokens = functools.partial(torch.zeros, self.steps.last_tokens.shape, dtype=torch.int64, pin_memory=True)

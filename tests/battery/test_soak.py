@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
+from tests.battery.reference import model_directory
 
 MOST_UNFINISHED = 32
 NUM_PARTS = 10  # after each, nothing is unfinished, and memory is measured
@@ -104,17 +105,27 @@ def memory() -> tuple[int, int]:
 
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize(
-    ("num_requests", "num_kv_blocks", "enforce_eager", "async_scheduling"),
+    ("model", "num_requests", "num_kv_blocks", "enforce_eager", "async_scheduling"),
     [
-        pytest.param(160, 60, True, True, id="small"),
-        pytest.param(20_000, 120, False, False, id="full-sync", marks=pytest.mark.battery),
-        pytest.param(20_000, 120, False, True, id="full-async", marks=pytest.mark.battery),
+        pytest.param("demo", 160, 60, True, True, id="small"),
+        pytest.param("demo", 20_000, 120, False, False, id="full-sync", marks=pytest.mark.battery),
+        pytest.param("demo", 20_000, 120, False, True, id="full-async", marks=pytest.mark.battery),
+        pytest.param("lfm2", 160, 48, True, True, id="small-states"),
+        pytest.param("lfm2", 20_000, 120, False, True, id="full-states", marks=pytest.mark.battery),
     ],
 )
 def test_nothing_is_left_of_any_request(
-    num_requests: int, num_kv_blocks: int, enforce_eager: bool, async_scheduling: bool, battery_counts: Counter[str]
+    model: str,
+    num_requests: int,
+    num_kv_blocks: int,
+    enforce_eager: bool,
+    async_scheduling: bool,
+    battery_counts: Counter[str],
 ) -> None:
+    # 16 blocks, or slots for 2 states: fewer than are preempted at times, so that others are computed again.
+    swap_space_bytes = 16 * 4 * 2**10 if model == "demo" else 24 * 2**10
     with CompiledEngine(
+        model_directory(model),
         enforce_eager=enforce_eager,
         async_scheduling=async_scheduling,
         bucket_sizes=(16,),
@@ -123,10 +134,11 @@ def test_nothing_is_left_of_any_request(
         block_size=2,
         num_kv_blocks=num_kv_blocks,
         preemption_mode="swap",
-        swap_space_bytes=16 * 4 * 2**10,  # 16 blocks, fewer than are preempted at times: the others are recomputed
+        swap_space_bytes=swap_space_bytes,
         check_invariants=True,
     ) as engine:
-        assert engine.stats().num_swap_blocks == 16
+        assert engine.stats().num_swap_blocks == (16 if model == "demo" else 48)
+        assert engine.runner.facts.num_swap_slots == (0 if model == "demo" else 2)
         client = Client(engine, num_requests, battery_counts)
         memories = []
         for _ in range(NUM_PARTS):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from compiled_llm import CompiledEngine, SamplingParams
-from tests.battery.reference import LENGTHS, prompts
+from tests.battery.reference import LENGTHS, model_directory, prompts
 
 NUM_TOKENS = 16
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -16,15 +16,16 @@ SIZES = [pytest.param(20, id="small"), pytest.param(100, id="full", marks=pytest
 BUCKETS: dict[str, Any] = {"bucket_sizes": (1, 8), "token_bucket_sizes": (4, 32)}
 
 
-def engine(kv_cache_dtype: str, **arguments: Any) -> CompiledEngine:
+def engine(kv_cache_dtype: str, model: str = "demo", **arguments: Any) -> CompiledEngine:
     defaults = {"dtype": "float32", "max_model_len": max(LENGTHS) + NUM_TOKENS, "enforce_eager": True}
-    return CompiledEngine(kv_cache_dtype=kv_cache_dtype, check_invariants=True, **defaults | arguments)
+    defaults |= {"kv_cache_dtype": kv_cache_dtype, "check_invariants": True}
+    return CompiledEngine(model_directory(model), **defaults | arguments)
 
 
-def conversations(count: int) -> list[list[int]]:
+def conversations(model: str, count: int) -> list[list[int]]:
     """The prompts of the batteries, and these again with something added, as a next turn has."""
     rng = random.Random(5)
-    known = prompts("demo")
+    known = prompts(model)
     turns = [
         (prompt + rng.choice(known)[: rng.randrange(1, 60)])[: max(LENGTHS)]
         for prompt in (known + known)[: max(0, count - len(known))]
@@ -34,20 +35,26 @@ def conversations(count: int) -> list[list[int]]:
 
 @pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("num_prompts", SIZES)
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(
+    ("model", "kv_cache_dtype"),
+    [("demo", "auto"), ("demo", "int8"), ("demo", "fp8"), ("lfm2", "auto"), ("lfm2", "int8")],
+)
 @pytest.mark.parametrize("num_kv_blocks", [1000, 40])
 def test_cold_equals_warm(
-    kv_cache_dtype: str, num_kv_blocks: int, num_prompts: int, battery_counts: Counter[str]
+    model: str, kv_cache_dtype: str, num_kv_blocks: int, num_prompts: int, battery_counts: Counter[str]
 ) -> None:
-    """Three rounds in other orders: with a pool that keeps every block, and with one that evicts all the time."""
-    asked = conversations(num_prompts)
-    with engine(kv_cache_dtype, enable_prefix_caching=False, num_kv_blocks=1000, **BUCKETS) as cold:
+    """Three rounds in other orders: with a pool that keeps every block, and with one that evicts all the time.
+
+    Of states, the first keeps every snapshot, too.
+    """
+    asked = conversations(model, num_prompts)
+    with engine(kv_cache_dtype, model, enable_prefix_caching=False, num_kv_blocks=1000, **BUCKETS) as cold:
         expected = [output.outputs[0].token_ids for output in cold.generate(asked, GREEDY, use_tqdm=False)]
         assert cold.stats().prefix_hit_tokens == 0
     assert len(set(map(tuple, expected))) > num_prompts // 2, "they would not tell one prompt from another"
 
     rng = random.Random(55)
-    with engine(kv_cache_dtype, num_kv_blocks=num_kv_blocks, **BUCKETS) as warm:
+    with engine(kv_cache_dtype, model, num_kv_blocks=num_kv_blocks, num_state_slots=num_kv_blocks, **BUCKETS) as warm:
         for number in (1, 2, 3):
             order = rng.sample(range(num_prompts), num_prompts)
             hits = warm.stats().prefix_hit_tokens
@@ -63,7 +70,7 @@ def test_cold_equals_warm(
                 ]
         battery_counts["evictions"] = warm.stats().num_evictions
         assert (warm.stats().num_evictions > 0) == (num_kv_blocks == 40)
-        assert warm.stats().used_blocks == 0
+        assert (warm.stats().used_blocks, warm.stats().used_slots) == (0, 0)
 
 
 @pytest.mark.usefixtures("_one_thread")
