@@ -1,6 +1,7 @@
 """LFM2: short convolutions in most layers, attention in the others (Liquid AI, 2025, arXiv:2511.23404)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.short_convolution import ShortConvolutionWeights
 from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Part
-from compiled_llm.models.llama import Weights
+from compiled_llm.models.llama import TakeMlp, Weights
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 
@@ -38,18 +39,22 @@ class Lfm2Config(ModelConfig):
             raise ValueError(f"config.json: conv_L_cache must be from 2 to {MAX_WIDTH}, given {self.conv_L_cache}")
 
 
-def take_layer(config: Lfm2Config, source: Source, name: str) -> LayerWeights:
-    """The layer whose tensors' names begin with ``name``."""
-    d, inner = config.hidden_size, config.intermediate_size
+def take_mlp(config: Lfm2Config, source: Source, name: str) -> MlpWeights:
+    """The MLP of the layer whose tensors' names begin with ``name``."""
+    d, inner, name = config.hidden_size, config.intermediate_size, f"{name}.feed_forward"
+    gate_up = source.linear(*(Part(f"{name}.{w}", inner, d) for w in ("w1", "w3")))
+    return MlpWeights(gate_up, source.linear(Part(f"{name}.w2", d, inner)))
+
+
+def take_layer(config: Any, source: Source, name: str, take_mlp: TakeMlp = take_mlp) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``. A family with experts passes its own ``take_mlp``."""
+    d = config.hidden_size
     is_convolution = config.layer_types[int(name.rsplit(".", 1)[1])] == CONVOLUTION
     return LayerWeights(
         input_norm=source.norm(f"{name}.operator_norm", d),
         attention=(take_convolution if is_convolution else take_attention)(config, source, name),
         mlp_norm=source.norm(f"{name}.ffn_norm", d),
-        mlp=MlpWeights(
-            source.linear(*(Part(f"{name}.feed_forward.{w}", inner, d) for w in ("w1", "w3"))),
-            source.linear(Part(f"{name}.feed_forward.w2", d, inner)),
-        ),
+        mlp=take_mlp(config, source, name),
     )
 
 
@@ -76,7 +81,7 @@ def take_attention(config: Lfm2Config, source: Source, name: str) -> AttentionWe
     )
 
 
-def take(config: Lfm2Config, source: Source) -> Weights:
+def take(config: Any, source: Source, take_layer: Callable[[Any, Source, str], LayerWeights] = take_layer) -> Weights:
     """The weights. The norm before the head has the name of one of the embedding."""
 
     def take_norm(source: Source, _: str, size: int) -> Tensor:

@@ -395,13 +395,24 @@ _DELTA_NET = {
     "linear_value_head_dim": 40,
     "linear_conv_kernel_dim": 3,
 }
+_MAMBA = {
+    "mamba_n_heads": 14,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_d_conv": 3,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.6,
+}
 _SHARED_EXPERT = {
     "num_experts": 9,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 56,
     "shared_expert_intermediate_size": 72,
 }
-# Of families some of whose layers keep a state of a fixed size.
+# Of families some of whose layers keep a state of a fixed size. Apart, since their ops have no kernels for GPUs yet.
 HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2ForCausalLM",
@@ -468,6 +479,59 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 0.01,
         },
     ),
+    "lfm2-moe": (
+        "Lfm2MoeForCausalLM",
+        {
+            **_SMALL,
+            **_HYBRID,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 307,
+            "norm_eps": 0.05,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_dense_layers": 1,
+            "num_experts": 9,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 56,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
+    "granite-hybrid": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_SMALL,
+            **_HYBRID,
+            **_MAMBA,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 307,
+            "rms_norm_eps": 0.05,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 72,
+            "tie_word_embeddings": True,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        },
+    ),
+    "granite-hybrid-moe": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **_SMALL,
+            **_HYBRID,
+            **_MAMBA,
+            "intermediate_size": 56,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "vocab_size": 307,
+            "rms_norm_eps": 0.05,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 72,
+            "position_embedding_type": "rope",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "lfm2-tied": (
         "Lfm2ForCausalLM",
         {
@@ -482,6 +546,8 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+EVERY_CONFIG = {**CONFIGS, **HYBRID_CONFIGS}
+
 # Models whose published checkpoints have each layer's experts in one tensor, where transformers saves them one by one.
 STACKED_EXPERTS = ("Qwen3_5MoeForCausalLM",)
 
@@ -492,7 +558,7 @@ COMPILED_SIZES: dict[str, Any] = {"bucket_sizes": (8,), "token_bucket_sizes": (3
 
 def transformers_model(name: str) -> transformers.PreTrainedModel:
     """transformers' model of a config, float32, seeded random weights (biases and norms too)."""
-    class_name, fields = {**CONFIGS, **HYBRID_CONFIGS}[name]
+    class_name, fields = EVERY_CONFIG[name]
     config = getattr(transformers, class_name).config_class(**copy.deepcopy(fields))  # it fills in their dictionaries
     torch.manual_seed(0)
     return strengthened(getattr(transformers, class_name)(config).eval())
@@ -507,7 +573,7 @@ def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrained
             elif any(part in parameter_name for part in ("norm", ".ln_", "scale")):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("e_score_correction_bias"):
+            if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
             elif buffer_name.endswith("layer_scalar"):
                 buffer.add_(torch.randn_like(buffer), alpha=0.2)

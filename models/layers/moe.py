@@ -50,7 +50,7 @@ class Shared(NamedTuple):
     """An MLP that all tokens use beside their experts."""
 
     mlp: MlpWeights
-    one: Tensor  # [1] float32
+    one: Tensor  # [1] float32, or the multiplier of what is added to the residual stream
     gate: Linear | None = None  # [1, D], of a token: what the MLP gives is multiplied by its sigmoid
 
 
@@ -90,15 +90,16 @@ def experts_block(
     router: Router,
     gate: Gate = SILU,
     shared: Shared | None = None,
+    multiplier: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """A residual stream plus the mixture of its norm.
 
     It takes what ``normed_linear`` takes and gives what ``added_linear`` gives. What ``shared`` gives is added to the
-    mixture first.
+    mixture first, and then all of it is multiplied by ``multiplier``, which is ``shared.one`` if it is not 1.
     """
     x, normed, chosen = routed(x, delta, norm, eps, w.of_router, step.query_start_loc[-1:], w.used, router)
     hidden = gated_experts(normed, w.gate_up, chosen, gate)
-    if x.is_cuda:
+    if x.is_cuda and multiplier == 1.0:
         beside = None if shared is None else shared_mlp(normed, shared)
         return summed_experts(hidden, w.down, chosen, w.used, beside, x), None
     mixed = summed_experts(hidden, w.down, chosen, w.used)

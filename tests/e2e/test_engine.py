@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, RequestOutput, SamplingParams
-from tests.families import CONFIGS, checkpoint, transformers_model
+from tests.families import EVERY_CONFIG, checkpoint, transformers_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 PROMPT = "def add(a, b):\n    return"
@@ -291,7 +291,7 @@ def test_a_request_larger_than_the_pool_is_refused_and_one_that_grows_past_it_en
         assert (len(ended.outputs[0].token_ids), ended.outputs[0].finish_reason) == (12, "length")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY_CONFIG)
 def test_every_familys_greedy_tokens_equal_transformers(name: str) -> None:
     prompt, sizes = [5, 6, 7, 8, 9] * 4, {"bucket_sizes": (2,), "token_bucket_sizes": (8,), "max_model_len": 64}
     with CompiledEngine(str(checkpoint(name)), enforce_eager=True, num_kv_blocks=20, **sizes) as engine:
@@ -303,7 +303,7 @@ def test_every_familys_greedy_tokens_equal_transformers(name: str) -> None:
     assert output.outputs[0].token_ids == reference[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY_CONFIG)
 def test_dummy_weights_serve_every_family(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint(name) / "config.json").read_text())
     with CompiledEngine(str(tmp_path), load_format="dummy", enforce_eager=True, bucket_sizes=(2,)) as engine:

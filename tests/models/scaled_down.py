@@ -33,6 +33,7 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
     num_layers, num_shared = NUM_LAYERS, config.get("num_kv_shared_layers")
     if num_shared:
         num_layers = 2 * (config["layer_types"].index("full_attention") + 1)
+    first_layer = 8 if config.get("mamba_n_heads") else 0  # Granite's first layers are all of one kind
     small = {
         **config,
         "hidden_size": num_heads * HEAD_DIM if config.get("head_dim") is None else 112,
@@ -49,7 +50,7 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": LENGTH,
         "original_max_position_embeddings": round(config.get("original_max_position_embeddings", LENGTH) * ratio),
         "sliding_window": 40,
-        "layer_types": (config.get("layer_types") or [])[:num_layers],
+        "layer_types": (config.get("layer_types") or [])[first_layer : first_layer + num_layers],
         "no_rope_layers": (config.get("no_rope_layers") or [])[:NUM_LAYERS],
         "max_window_layers": 3,
         "bos_token_id": 1,
@@ -61,13 +62,17 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
         "hidden_size_per_layer_input": 20 if config.get("hidden_size_per_layer_input") else 0,
         "vocab_size_per_layer_input": _TOKENS["vocab_size"],
     }
+    if config.get("mamba_n_heads"):
+        inner = 2 * small["hidden_size"]
+        changes |= {"mamba_n_heads": inner // HEAD_DIM, "mamba_d_head": HEAD_DIM, "mamba_d_state": 24}
+        changes |= {"shared_intermediate_size": 56}
     if config.get("linear_num_key_heads"):
         ratio_of_heads = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         changes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * ratio_of_heads}
         changes |= {"linear_key_head_dim": 24, "linear_value_head_dim": 40, "shared_expert_intermediate_size": 56}
     if config.get("enable_moe_block"):
         changes |= {"num_experts": 12, "top_k_experts": 3, "moe_intermediate_size": 40}
-    elif "num_experts_per_tok" in config:  # which stay, of fewer
+    elif config.get("num_experts_per_tok"):  # which stay, of fewer
         changes |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), _NUM_EXPERTS)
         changes |= {"moe_intermediate_size": 40}
     if "kv_lora_rank" in config:

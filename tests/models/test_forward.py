@@ -20,7 +20,7 @@ from compiled_llm.models.registry import family
 from compiled_llm.models.weights import experts, tensors
 from compiled_llm.ops import StateRows, route
 from compiled_llm.worker import loader
-from tests.families import CONFIGS, checkpoint, transformers_model
+from tests.families import EVERY_CONFIG, checkpoint, transformers_model
 
 BLOCK_SIZE = 4
 BLOCKS = 64
@@ -79,7 +79,7 @@ def step_input(
 
 
 @pytest.mark.parametrize("kind", [Dense, Packed])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY_CONFIG)
 def test_logits_equal_transformers_through_chunks_and_decodes(name: str, kind: LinearKind) -> None:
     config = read_config(checkpoint(name))
     weights = loader.load_weights(checkpoint(name), config, torch.float32, torch.device("cpu"), kind)
@@ -104,7 +104,7 @@ def test_logits_equal_transformers_through_chunks_and_decodes(name: str, kind: L
 
 
 @pytest.mark.parametrize("kind", [Dense, Packed])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY_CONFIG)
 def test_bfloat16_is_as_close_as_transformers_is(name: str, kind: LinearKind) -> None:
     """To the float32 logits of the weights that bfloat16 rounded."""
     config, dtype = read_config(checkpoint(name)), torch.bfloat16

@@ -47,6 +47,8 @@ FEWER = {
     "MinistralForCausalLM": 1,  # of layers with and without a window
     "SmolLM3ForCausalLM": 1,  # 3B, whose base differs in nothing that is computed
     "Gemma4UnifiedForCausalLM": 1,  # 12B
+    "Lfm2MoeForCausalLM": 1,  # of 24B-A2B no copy was at hand
+    "GraniteMoeHybridForCausalLM": 2,  # likewise of those with experts
     "Qwen3NextForCausalLM": 2,  # Thinking has the config of Instruct
     "Qwen3_5MoeForCausalLM": 2,  # of 122B-A10B no copy was at hand
     "Mistral4ForCausalLM": 1,  # Small
@@ -69,6 +71,8 @@ WEIGHTS = {
     "Olmo-3-1125-32B": 32.2,
     "Qwen3-Next-80B-A3B-Instruct": 80,
     "Qwen3.5-397B-A17B": 397,
+    "LFM2-8B-A1B": 8.34,
+    "granite-4.0-h-350m": 0.34,
     "LFM2-1.2B": 1.17,
     "LFM2-350M": 0.354,
 }

@@ -15,13 +15,13 @@ from compiled_llm.models.registry import family
 from compiled_llm.models.weights import Source, bytes_to_read, linears, tensors
 from compiled_llm.worker.checkpoint import locate
 from compiled_llm.worker.loader import RandomReader, load_weights
-from tests.families import CONFIGS, checkpoint
+from tests.families import EVERY_CONFIG, checkpoint
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("kind", [Dense, Packed])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", EVERY_CONFIG)
 def test_a_description_has_the_shapes_of_what_is_loaded(name: str, kind: LinearKind) -> None:
     config = read_config(checkpoint(name))
     description = family(config.architecture).describe(config, torch.bfloat16, kind)

@@ -1,0 +1,195 @@
+"""Granite 4: Mamba-2 in most layers, attention in the others, an MLP or experts beside one; Granite's multipliers."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models import granite, llama
+from compiled_llm.models.config import FULL
+from compiled_llm.models.family import Family, MixedLayers
+from compiled_llm.models.granite import GraniteConfig
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
+from compiled_llm.models.layers.mamba import MambaWeights
+from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.moe import MoeWeights, Router, Shared, check_router, experts_block
+from compiled_llm.models.layers.rope import rope_cos_sin
+from compiled_llm.models.layers.state import StateSpec
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.llama import Weights
+from compiled_llm.models.weights import Source
+from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
+
+LINEAR = "linear_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class GraniteHybridConfig(GraniteConfig):
+    layer_types: tuple[str, ...] = ()
+    position_embedding_type: str | None = None
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
+    shared_intermediate_size: int = 1024
+    mamba_n_heads: int = 128
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_head: int = 64
+    mamba_d_conv: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.layer_types) != self.num_layers or not {LINEAR, FULL}.issuperset(self.layer_types):
+            raise ValueError(
+                f"config.json: layer_types must be 'mamba' or 'attention' for each of the {self.num_layers} layers, "
+                f"given {self.layer_types!r:.200}"
+            )
+        if self.position_embedding_type not in (None, "nope", "rope"):
+            raise ValueError(
+                "config.json: position_embedding_type must be 'rope', 'nope' or null, given "
+                f"{self.position_embedding_type!r:.100}"
+            )
+        if self.num_local_experts:
+            check_router(self, "num_local_experts")
+        if not 2 <= self.mamba_d_conv <= MAX_WIDTH:
+            raise ValueError(f"config.json: mamba_d_conv must be from 2 to {MAX_WIDTH}, given {self.mamba_d_conv}")
+        for field in (
+            "shared_intermediate_size", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head",
+        ):  # fmt: skip
+            if not 0 < getattr(self, field) <= 2**24:
+                raise ValueError(f"config.json: {field} must be at least 1, given {getattr(self, field)!r:.100}")
+        if self.mamba_n_heads % self.mamba_n_groups:
+            raise ValueError(
+                "config.json: mamba_n_heads must be a multiple of mamba_n_groups, given "
+                f"{self.mamba_n_heads} and {self.mamba_n_groups}"
+            )
+
+    @property
+    def inner_size(self) -> int:
+        return self.mamba_n_heads * self.mamba_d_head
+
+    @property
+    def convolved_size(self) -> int:
+        return self.inner_size + 2 * self.mamba_n_groups * self.mamba_d_state
+
+
+class GraniteMoeWeights(NamedTuple):
+    routed: MoeWeights
+    shared: Shared
+
+
+def take_mamba(config: GraniteHybridConfig, source: Source, name: str) -> MambaWeights:
+    """The weights of Mamba-2 whose tensors' names begin with ``name``."""
+    d, heads, inner, channels = config.hidden_size, config.mamba_n_heads, config.inner_size, config.convolved_size
+    width, bias = config.mamba_d_conv, config.mamba_proj_bias
+    return MambaWeights(
+        qkv=source.linear(Part(f"{name}.in_proj", inner + channels + heads, d, bias)),
+        o=source.linear(Part(f"{name}.out_proj", d, inner, bias)),
+        convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, width)).view(channels, width),
+        convolution_bias=source.tensor(f"{name}.conv1d.bias", (channels,)) if config.mamba_conv_bias else None,
+        norm=source.norm(f"{name}.norm", inner),
+        **{x: source.tensor(f"{name}.{x}", (heads,), dtype=torch.float32) for x in ("A_log", "D", "dt_bias")},
+    )
+
+
+def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeights | GraniteMoeWeights:
+    """The MLP that all tokens use, of the layer whose tensors' names begin with ``name``, and its experts."""
+    d, inner = config.hidden_size, config.shared_intermediate_size
+    gate_up = source.linear(Part(f"{name}.shared_mlp.input_linear", 2 * inner, d))
+    shared = MlpWeights(gate_up, source.linear(Part(f"{name}.shared_mlp.output_linear", d, inner)))
+    if not config.num_local_experts:
+        return shared
+    inner, name = config.intermediate_size, f"{name}.block_sparse_moe"
+    stacked = functools.partial(
+        source.stacked_experts, num_experts=config.num_local_experts, top_k=config.num_experts_per_tok,
+        transposed=False, bias=False,
+    )  # fmt: skip
+    routed = MoeWeights(
+        router=source.linear(Part(f"{name}.router.layer", config.num_local_experts, d)),
+        gate_up=stacked(f"{name}.input_linear.weight", out_features=2 * inner, in_features=d),
+        down=stacked(f"{name}.output_linear.weight", out_features=d, in_features=inner),
+        used=source.used_experts(),
+    )
+    return GraniteMoeWeights(routed, Shared(shared, source.ones(1) * config.residual_multiplier))
+
+
+def take_layer(config: GraniteHybridConfig, source: Source, name: str) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``."""
+    attention: Any
+    if config.layer_types[int(name.rsplit(".", 1)[1])] == LINEAR:
+        attention = take_mamba(config, source, f"{name}.mamba")
+    else:
+        attention = source.attention(f"{name}.self_attn", config, bias=config.attention_bias)
+    return LayerWeights(
+        input_norm=source.norm(f"{name}.input_layernorm", config.hidden_size),
+        attention=attention,
+        mlp_norm=source.norm(f"{name}.post_attention_layernorm", config.hidden_size),
+        mlp=take_mlp(config, source, name),
+    )
+
+
+def take(config: GraniteHybridConfig, source: Source) -> Weights:
+    """The weights."""
+    return llama.take(config, source, take_layer)
+
+
+def layers(config: GraniteHybridConfig) -> MixedLayers:
+    """Each layer's attention or state."""
+    attention = AttentionSpec(
+        config.num_heads, config.num_kv_heads, config.head_dim, scale=config.attention_multiplier,
+        rotary=config.position_embedding_type == "rope",
+    )  # fmt: skip
+    recurrent = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
+    state = StateSpec((config.mamba_d_conv - 1, config.convolved_size), recurrent)
+    return tuple(state if kind == LINEAR else attention for kind in config.layer_types)
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``, normalised; keys, values and states go to ``kv_cache``."""
+
+    def mixed(
+        x: Tensor, delta: Tensor | None, norm: Any, eps: float, w: GraniteMoeWeights
+    ) -> tuple[Tensor, Tensor | None]:
+        router = Router(config.num_experts_per_tok, "softmax_of_chosen")
+        return experts_block(
+            x, delta, norm, eps, w.routed, step, router, shared=w.shared, multiplier=config.residual_multiplier
+        )
+
+    return decoder_layers(
+        weights.embedding.rows(step.input_ids) * config.embedding_multiplier,
+        weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        angles=(rope_cos_sin(step.positions, weights.ropes[0]),),
+        multiplier=config.residual_multiplier,
+        experts=mixed,
+        final_norm=weights.final_norm,
+    )  # fmt: skip
+
+
+_NO_LIMITS = ([0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])  # of dt; as transformers writes it
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    """The size of experts, which a model without any need not have."""
+    return {"intermediate_size": config.intermediate_size or config.shared_intermediate_size}
+
+
+FAMILY = Family(
+    "GraniteMoeHybridConfig",
+    GraniteHybridConfig,
+    take,
+    layers,
+    forward,
+    granite.head,
+    requires={**llama.FAMILY.requires, "time_step_limit": _NO_LIMITS},
+    old_fields=("head_dim", "mamba_expand", "layers_block_type"),
+    sizes=sizes,
+)

@@ -1,0 +1,96 @@
+"""LFM2 with a mixture of experts in the place of most MLPs (LFM2-8B-A1B, LFM2-24B-A2B; arXiv:2511.23404)."""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models import lfm2, llama
+from compiled_llm.models.family import Family, MixedLayers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.decoder import LayerWeights
+from compiled_llm.models.layers.mlp import MlpWeights
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts_block
+from compiled_llm.models.lfm2 import Lfm2Config
+from compiled_llm.models.llama import Weights
+from compiled_llm.models.weights import Source
+
+
+@dataclasses.dataclass(frozen=True)
+class Lfm2MoeConfig(Lfm2Config):
+    num_dense_layers: int = 2
+    num_experts: int = 32
+    num_experts_per_tok: int = 4
+    moe_intermediate_size: int = 1792
+    use_expert_bias: bool = True
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_router(self, "num_experts")
+        if not 0 < self.moe_intermediate_size <= 2**24:
+            raise ValueError(
+                f"config.json: moe_intermediate_size must be at least 1, given {self.moe_intermediate_size!r:.100}"
+            )
+        if not 0 < self.routed_scaling_factor < math.inf:
+            raise ValueError(
+                "config.json: routed_scaling_factor must be a positive number, given "
+                f"{self.routed_scaling_factor!r:.100}"
+            )
+
+    @property
+    def router(self) -> Router:
+        return Router(self.num_experts_per_tok, "sigmoid", self.routed_scaling_factor)
+
+
+def take_mlp(config: Lfm2MoeConfig, source: Source, name: str) -> MlpWeights | MoeWeights:
+    """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
+    if int(name.rsplit(".", 1)[1]) < config.num_dense_layers:
+        return lfm2.take_mlp(config, source, name)
+    name, experts = f"{name}.feed_forward", config.num_experts
+    routed = source.mixture(
+        f"{name}.gate", f"{name}.experts", config, experts, config.num_experts_per_tok, config.moe_intermediate_size,
+        names=("w1", "w3", "w2"),
+    )  # fmt: skip
+    if not config.use_expert_bias:
+        return routed
+    return routed._replace(choice_bias=source.tensor(f"{name}.expert_bias", (experts,), dtype=torch.float32))
+
+
+def take_layer(config: Lfm2MoeConfig, source: Source, name: str) -> LayerWeights:
+    """The layer whose tensors' names begin with ``name``."""
+    return lfm2.take_layer(config, source, name, take_mlp)
+
+
+def take(config: Lfm2MoeConfig, source: Source) -> Weights:
+    """The weights."""
+    return lfm2.take(config, source, take_layer)
+
+
+def experts(
+    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MoeWeights, step: StepInput, config: Any
+) -> tuple[Tensor, Tensor | None]:
+    """A layer's experts."""
+    return experts_block(x, delta, norm, eps, w, step, config.router)
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; keys, values and states go to ``kv_cache``."""
+    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
+
+
+FAMILY = Family(
+    "Lfm2MoeConfig",
+    Lfm2MoeConfig,
+    take,
+    lfm2.layers,
+    forward,
+    llama.head,
+    requires={"norm_topk_prob": (True,)},
+    old_fields=("norm_eps", "head_dim", "tie_embedding"),
+    sizes=lambda config: {"rms_norm_eps": config.norm_eps},
+)
