@@ -16,6 +16,7 @@ FOLDER = Path(__file__).parents[1] / "tiles"
 MAX_HEAD_DIM = 512
 SPLIT_GRAIN = 64  # keys
 MOST_SPLITS = 64
+MOST_SPLITS_ALONE = 32  # of a request alone, see decode_splits
 TASK_COLUMNS = 8  # of a row of a decode's tasks: 32 bytes, which memory gives at once
 
 
@@ -70,14 +71,14 @@ class ExactTile(NamedTuple):
 # warps, stages, programs per SM. Decodes have two warps where the registers do: twice the keys in a tile, and half the
 # instructions of all that a warp does for itself.
 HOPPER = {
-    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 64, 2, 3, 5),
-    128: TileConfig(32, 4, 4, 3, 64, 128, 128, 8, 2, 64, 2, 3, 3),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 4, 5),
+    128: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 3),
     256: TileConfig(32, 4, 3, 2, 32, 128, 64, 8, 2, 32, 4, 3, 2),
     512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2, 32, 8, 3, 1),
 }
 HOPPER_QUANTISED = {  # converting codes takes registers
     64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6),
-    128: TileConfig(64, 4, 3, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4),
+    128: TileConfig(32, 4, 4, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4),
     256: TileConfig(32, 4, 3, 2, 32, 64, 64, 8, 2, 32, 4, 3, 2),
     512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2, 32, 8, 3, 1),
 }
@@ -95,8 +96,8 @@ OTHERS_QUANTISED = {
 }
 BLACKWELL = {  # an SM has as much shared memory as Hopper's
     **OTHERS,
-    64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 64, 2, 3, 4),
-    128: TileConfig(32, 4, 3, 3, 64, 128, 64, 8, 3, 64, 2, 3, 3),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 4),
+    128: TileConfig(32, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 4, 3),
 }
 BLACKWELL_QUANTISED = {
     **OTHERS_QUANTISED,
@@ -178,12 +179,13 @@ def exact_tile(head_dim: int, q_bytes: int, cache_bytes: int) -> ExactTile:
 def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_sms: int) -> Splits:
     """The splits of a step of so many requests: functions of its size, so they are not another request's affair.
 
-    A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than run at once. Where a
-    few splits of each request give every program some, splits are twice as long: half as many turn their queries.
+    A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than run at once, nor than
+    one program joins in a short time when all others have ended. Where a few splits of each request give every program
+    some, splits are twice as long: half as many turn their queries.
     """
     at_once = num_sms * tiles.decode_programs_per_sm
     if num_requests == 1:
-        return Splits(SPLIT_GRAIN, min(MOST_SPLITS, max(8, at_once // num_kv_heads)))
+        return Splits(SPLIT_GRAIN, min(MOST_SPLITS_ALONE, max(8, at_once // num_kv_heads)))
     is_large = 3 * num_requests * num_kv_heads >= at_once
     return Splits(tiles.split_tokens * (2 if is_large else 1), MOST_SPLITS)
 

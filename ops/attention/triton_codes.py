@@ -12,6 +12,8 @@ element, so that none is out of range, and what is rounded away is less than 2^-
 import triton
 import triton.language as tl
 
+from compiled_llm.ops.attention.triton_slots import load_blocks, rows_of
+
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_UNIT = tl.constexpr(2.0**-40)  # values with scales below this are rounded by less than 1e-16
@@ -86,7 +88,7 @@ def _in_float16(q):
 def attend_codes(
     q, visible, k_pairs, v_pairs, k_scale, v_scale, table_row, kv_head, oldest, begin, end, scale, lowest,
     IS_FP8: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """``attend`` of ``triton_kernels.py`` from its first key on, over int16 pairs of codes: sums, maxima and weights.
 
@@ -105,24 +107,23 @@ def attend_codes(
     factor = scale * LOG2_E
     if SOFT_CAP > 0:
         factor = SOFT_CAP * LOG2_E
-    positions = begin + tl.arange(0, BLOCK_N)
     # Block numbers are loaded one tile ahead, as ``attend`` does. Weights are divided by the largest scale met so far.
-    blocks = tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
+    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, ALIGNED)
     largest = SMALLEST_UNIT
-    for _ in range(begin, end, BLOCK_N):
+    for first in range(begin, end, BLOCK_N):
+        positions = first + tl.arange(0, BLOCK_N)
         inside = positions < end
         if WINDOW > 0:
             inside = inside & (positions >= oldest)
-        slots = (blocks.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
-        offsets = slots[:, None] * HALF + dims[None, :]
-        next_positions = positions + BLOCK_N
-        blocks = tl.load(table_row + next_positions // BLOCK_SIZE, mask=next_positions < end, other=0)
+        starts, places = rows_of(blocks, first, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, ALIGNED)
+        offsets = places[:, None] * HALF + dims[None, :]
+        blocks = load_blocks(table_row, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, ALIGNED)
 
         mask = inside[:, None] & in_head
-        key_pairs = tl.load(k_pairs + offsets, mask=mask, other=0)
+        key_pairs = tl.load(k_pairs + starts[:, None] * HALF + offsets, mask=mask, other=0)
         k_even, k_odd = _parts(tl.trans(key_pairs), IS_FP8)
         scores = _dot(q_odd, k_odd, _dot(q_even, k_even, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
-        scores *= unit[:, None] * tl.load(k_scale + slots, mask=inside, other=0.0)[None, :]
+        scores *= unit[:, None] * tl.load(k_scale + starts + places, mask=inside, other=0.0)[None, :]
         if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
         seen = inside[None, :]
@@ -137,15 +138,14 @@ def attend_codes(
         row_sum = tl.fma(row_sum, decay, tl.sum(probs, 1))
         row_max = new_max
 
-        value_pairs = tl.load(v_pairs + offsets, mask=mask, other=0)
+        value_pairs = tl.load(v_pairs + starts[:, None] * HALF + offsets, mask=mask, other=0)
         v_even, v_odd = _parts(value_pairs, IS_FP8)
-        scales = tl.load(v_scale + slots, mask=inside, other=0.0)
+        scales = tl.load(v_scale + starts + places, mask=inside, other=0.0)
         new_largest = tl.maximum(largest, tl.max(scales, 0))
         weights = (probs * (scales / new_largest)[None, :]).to(tl.float16)
         decay *= largest / new_largest
         largest = new_largest
         acc_even = _dot(weights, v_even, acc_even * decay[:, None])
         acc_odd = _dot(weights, v_odd, acc_odd * decay[:, None])
-        positions = next_positions
     acc = tl.join(acc_even, acc_odd).reshape([BLOCK_M, q.shape[1]]) * largest
     return acc, row_max, row_sum

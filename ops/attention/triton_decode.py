@@ -36,7 +36,6 @@ from compiled_llm.ops.attention.triton_kernels import (
     add_sinks,
     attend,
     load_rows,
-    merge,
     normalised,
 )
 from compiled_llm.ops.attention.triton_write import write_rows, write_turned_keys
@@ -160,14 +159,69 @@ def _write_new(
 
 
 @triton.jit
+def _store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out, HEAD_DIM: tl.constexpr):
+    """The outputs of a token's ``heads`` from all of their keys."""
+    dims = tl.arange(0, acc.shape[1])
+    row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
+    mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    target = out + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _merge_heads(
+    sinks, out, partial, partial_max, partial_sum, row, kv_head, num_splits, partial_rows,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr, SPLITS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """``merge`` of the heads of one token, ``HEADS`` with ``SPLITS`` splits of each at once."""
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    dims = tl.arange(0, BLOCK_H)
+    inside = dims < HEAD_DIM
+    turns = tl.cdiv(num_splits, SPLITS)  # of a head
+    acc = tl.zeros([HEADS, BLOCK_H], tl.float32)
+    row_max = tl.full([HEADS], LOWEST, tl.float32)
+    row_sum = tl.zeros([HEADS], tl.float32)
+    for turn in tl.range(0, tl.cdiv(GROUP, HEADS) * turns, num_stages=1):
+        m = turn // turns * HEADS + tl.arange(0, HEADS)
+        heads = kv_head * GROUP + m
+        first_split = turn % turns * SPLITS
+        splits = first_split + tl.arange(0, SPLITS)
+        known = (m < GROUP)[:, None] & (splits < num_splits)[None, :]
+        part = ((row * NUM_HEADS + heads) * partial_rows)[:, None] + splits[None, :]
+        # From the L2 cache, which all programs write to: that of this SM may have older bytes.
+        split_max = tl.load(partial_max + part, mask=known, other=LOWEST, cache_modifier=".cg")
+        split_sum = tl.load(partial_sum + part, mask=known, other=0.0, cache_modifier=".cg")
+        split_acc = tl.load(
+            partial + part[:, :, None] * HEAD_DIM + dims[None, None, :],
+            mask=known[:, :, None] & inside[None, None, :], other=0.0, cache_modifier=".cg",
+        )  # fmt: skip
+        if first_split == 0:
+            acc = tl.zeros([HEADS, BLOCK_H], tl.float32)
+            row_max = tl.full([HEADS], LOWEST, tl.float32)
+            row_sum = tl.zeros([HEADS], tl.float32)
+        new_max = tl.maximum(row_max, tl.max(split_max, 1))
+        decay = tl.exp2(row_max - new_max)
+        weight = tl.exp2(split_max - new_max[:, None])
+        row_sum = row_sum * decay + tl.sum(weight * split_sum, 1)
+        acc = acc * decay[:, None] + tl.sum(split_acc * weight[:, :, None], 1)
+        row_max = new_max
+        if first_split + SPLITS >= num_splits:
+            total = add_sinks(row_max, row_sum, sinks, heads, m < GROUP)
+            target = out + (row * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+            mask = (m < GROUP)[:, None] & inside[None, :]
+            tl.store(target, normalised(acc, total).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def decode_kernel(
     q, k, v, cos_sin, q_norm, k_norm, query_scale, k_cache, v_cache, k_scale, v_scale, block_table, tasks, counters,
     sinks, out, partial, partial_max, partial_sum,
     eps, scale, partial_rows, table_stride, cos_sin_stride,
     q_stride_t, q_stride_n, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    CODE_MAX: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MERGE_SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    CODE_MAX: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MERGE_HEADS: tl.constexpr,
+    MERGE_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """A task is one of the plan's for one KV head; programs take turns.
 
@@ -215,7 +269,7 @@ def decode_kernel(
         if k_cache.dtype.element_ty == tl.int16:
             acc, row_max, row_sum = attend_codes(
                 q_tile, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head, begin, begin, end, scale,
-                LOWEST, CODE_MAX == 448, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N,
+                LOWEST, CODE_MAX == 448, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N, WINDOW == 0,
             )  # fmt: skip
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
@@ -223,13 +277,12 @@ def decode_kernel(
             row_sum = tl.zeros([BLOCK_M], tl.float32)
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum, q_tile, None, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
-                begin, begin, end, scale, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N,
+                begin, begin, end, scale, True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, 0, SOFT_CAP, BLOCK_N, False,
+                WINDOW == 0,
             )  # fmt: skip
         store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
         if num_splits == 1:
-            row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
-            target = out + (row * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-            tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=store_mask)
+            _store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out + row * (NUM_HEADS * HEAD_DIM), HEAD_DIM)
         else:
             part = (row * NUM_HEADS + heads) * partial_rows + split
             tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=store_mask)
@@ -241,9 +294,9 @@ def decode_kernel(
             counter = counters + row * NUM_KV_HEADS + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 tl.store(counter, 0)
-                merge(
-                    sinks, out, partial, partial_max, partial_sum, row, kv_head, row, 0, GROUP, num_splits,
-                    partial_rows, GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_SPLITS, BLOCK_H,
+                _merge_heads(
+                    sinks, out, partial, partial_max, partial_sum, row, kv_head, num_splits, partial_rows,
+                    GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_HEADS, MERGE_SPLITS, BLOCK_H,
                 )  # fmt: skip
 
 
@@ -304,6 +357,9 @@ def decode_attention(
     block_h, most = max(16, triton.next_power_of_2(head_dim)), (len(tasks) - 1) // num_tokens
     parts = (num_tokens, num_heads, most)
     per_sm, warps = tiles.decode_programs_per_sm, tiles.decode_warps
+    block_g = triton.next_power_of_2(num_heads // num_kv_heads)
+    merged = MERGED_AT_ONCE * max(4, warps) // block_h
+    merged_heads = min(2, block_g) if merged >= 32 else 1  # of fewer splits at once there would be more turns
     with torch.cuda.device_of(q):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
@@ -315,9 +371,8 @@ def decode_attention(
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
             GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), WINDOW=window, SOFT_CAP=soft_cap,
-            MERGE_SPLITS=max(1, min(MOST_SPLITS, MERGED_AT_ONCE * max(4, warps) // block_h)),
-            BLOCK_M=max(16, triton.next_power_of_2(num_heads // num_kv_heads)), BLOCK_N=tiles.decode_block_n,
-            BLOCK_H=block_h,
+            MERGE_HEADS=merged_heads, MERGE_SPLITS=max(1, min(MOST_SPLITS, merged // merged_heads)),
+            BLOCK_M=max(16, block_g), BLOCK_N=tiles.decode_block_n, BLOCK_H=block_h,
             num_warps=warps, num_stages=tiles.decode_stages,
             enable_fp_fusion=False,  # as the write kernel; in the main loop tl.fma says what is fused
         )  # fmt: skip

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from compiled_llm.ops.attention.triton_codes import attend_codes
+from compiled_llm.ops.attention.triton_slots import load_blocks, rows_of
 
 # Triton's interpreter computes garbage in a tl.dot of bfloat16 operands: there they are cast to float32 first.
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
@@ -78,22 +79,22 @@ def attend(
     oldest, begin, end, scale,
     MASKED: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_N: tl.constexpr, EXACT: tl.constexpr = False,
+    ALIGNED: tl.constexpr = False,
 ):  # fmt: skip
     """Online softmax of rows ``q`` over keys ``begin`` to ``end``; row i sees the keys before ``visible[i]``.
 
     With a window only the last ``WINDOW`` of them, and no key before ``oldest`` is loaded. ``visible`` None says that
-    every row sees all that are loaded; not MASKED that these are whole tiles besides. EXACT promises that no row's bits
-    depend on keys that it does not see.
+    every row sees all that are loaded; not MASKED that these are whole tiles besides. ALIGNED says that ``begin`` is a
+    multiple of ``BLOCK_SIZE``. EXACT promises that no row's bits depend on keys that it does not see.
     """
     dims = tl.arange(0, acc.shape[1])
-    positions = begin + tl.arange(0, BLOCK_N)
     # Scores times this are exponents of two.
     factor = scale * LOG2_E
     if SOFT_CAP > 0:
         factor = SOFT_CAP * LOG2_E
     # Block numbers are loaded one tile ahead and carried: a load whose address comes from a load of the same
     # iteration is pipelined less deep.
-    blocks = tl.load(table_row + positions // BLOCK_SIZE, mask=positions < end, other=0)
+    blocks = load_blocks(table_row, begin, end, BLOCK_SIZE, BLOCK_N, ALIGNED)
     # In 16 bits the second product over codes is one of float16, which has every code and rounds the weights finer
     # than bfloat16. Its range is small, so weights are divided by the largest scale met so far, the unit of acc. That
     # may be the scale of a key that a row does not see, so if EXACT the product is one of bfloat16, for its range.
@@ -102,19 +103,19 @@ def attend(
     largest = SMALLEST_UNIT
     if IN_FLOAT16:
         acc = acc / largest
-    for _ in range(begin, end, BLOCK_N):
+    for first in range(begin, end, BLOCK_N):
+        positions = first + tl.arange(0, BLOCK_N)
         inside = positions < end
         if WINDOW > 0:
             inside = inside & (positions >= oldest)
-        slots = (blocks.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + positions % BLOCK_SIZE
-        offsets = slots[:, None] * HEAD_DIM + dims[None, :]
-        next_positions = positions + BLOCK_N
-        blocks = tl.load(table_row + next_positions // BLOCK_SIZE, mask=next_positions < end, other=0)
+        starts, places = rows_of(blocks, first, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, ALIGNED)
+        offsets = places[:, None] * HEAD_DIM + dims[None, :]
+        blocks = load_blocks(table_row, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, ALIGNED)
 
-        keys = load_rows(k_cache + offsets, inside, dims, MASKED, HEAD_DIM)
+        keys = load_rows(k_cache + starts[:, None] * HEAD_DIM + offsets, inside, dims, MASKED, HEAD_DIM)
         scores = _dot(q, tl.trans(keys))
         if k_scale is not None:
-            scores *= _load_scales(k_scale + slots, inside, MASKED)[None, :]
+            scores *= _load_scales(k_scale + starts + places, inside, MASKED)[None, :]
         if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
         if MASKED:
@@ -131,11 +132,11 @@ def attend(
         row_sum = tl.fma(row_sum, decay, tl.sum(probs, 1))
         row_max = new_max
 
-        values = load_rows(v_cache + offsets, inside, dims, MASKED, HEAD_DIM)
+        values = load_rows(v_cache + starts[:, None] * HEAD_DIM + offsets, inside, dims, MASKED, HEAD_DIM)
         if v_scale is None:
             acc = acc * decay[:, None] + _dot(probs.to(q.dtype), values)
         else:
-            scales = _load_scales(v_scale + slots, inside, MASKED)
+            scales = _load_scales(v_scale + starts + places, inside, MASKED)
             if IN_FLOAT16:
                 new_largest = tl.maximum(largest, tl.max(scales, 0))
                 weights = (probs * (scales / new_largest)[None, :]).to(tl.float16)
@@ -150,7 +151,6 @@ def attend(
                     acc += _dot((weights - high.to(tl.float32)).to(tl.bfloat16), values)
             else:
                 acc = acc * decay[:, None] + _dot(weights, values)
-        positions = next_positions
     if IN_FLOAT16:
         acc = acc * largest
     return acc, row_max, row_sum
@@ -284,7 +284,7 @@ def split_kernel(
             acc, row_max, row_sum = attend_codes(
                 q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale, table_row, kv_head,
                 begin, begin, end, scale, LOWEST,
-                IS_FP8, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+                IS_FP8, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, WINDOW == 0,
             )  # fmt: skip
         else:
             acc = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
@@ -293,7 +293,7 @@ def split_kernel(
             acc, row_max, row_sum = attend(
                 acc, row_max, row_sum, q_tile, context_len + tokens + 1, k_cache, v_cache, k_scale, v_scale,
                 table_row, kv_head, begin, begin, end, scale,
-                True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N,
+                True, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_N, False, WINDOW == 0,
             )  # fmt: skip
         store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
         if num_splits == 1:

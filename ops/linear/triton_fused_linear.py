@@ -22,7 +22,7 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
-_NORMED_AT_ONCE = 512  # inputs of a row, with what is added to them: 64 registers a thread, and 16 KB in flight
+_NORMED_AT_ONCE = 256
 
 
 # (plain, gated): the latter has twice as many columns of weights. At most 99 KB of shared memory, and two or three
@@ -34,11 +34,16 @@ _MANY = 8192  # outputs from which tiles of 32 are enough for every SM to have s
 MORE_ROWS = (FusedTile(64, 64, 64, 4, 3), FusedTile(128, 64, 64, 4, 3))
 
 
-def tile_for(rows: int, outputs: int, gated: bool) -> FusedTile:
+def tile_for(rows: int, outputs: int, gated: bool, normed: bool) -> FusedTile:
     """The tile of a layer of so many outputs, unless a file has another (``product_choices.py``)."""
-    if gated and rows > 2 * FEW_OUTPUTS[1].m:  # which would read the weights more than twice
+    few = FEW_OUTPUTS[gated]
+    if gated and rows > 2 * few.m:  # which would read the weights more than twice
         return next((tile for tile in MORE_ROWS if rows <= tile.m), MORE_ROWS[-1])
-    return (MANY_OUTPUTS if outputs > _MANY else FEW_OUTPUTS)[gated]
+    if outputs > _MANY:
+        return MANY_OUTPUTS[gated]
+    # Each program norms its rows, so with more to do for that there are half as many. Inputs are as many at a time.
+    is_wide = normed and rows > (few.m if gated else 1)
+    return few._replace(n=2 * few.n, stages=few.stages - 1) if is_wide else few
 
 
 @triton.jit
@@ -66,13 +71,30 @@ def _inverse_rms_of_rows(
     x_rows, delta_rows, delta_scale, delta_norm, sum_scale, inside_rows, eps, dtype: tl.constexpr,
     IN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of rows of ``_inputs``, ``[BLOCK_M, 1]``."""
-    squares = tl.zeros([BLOCK_M, 1], tl.float32)
-    for k in range(0, IN, BLOCK):
-        inner = tl.arange(0, BLOCK)
-        y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
-        squares += tl.sum(y * y, 1)[:, None]
-    return inverse_rms(squares, eps, IN)[:, None]
+    """Of rows of ``_inputs``, ``[BLOCK_M, 1]``, or of one row, ``[1, 1]``.
+
+    Of few rows the squares are those on the diagonal of the product with themselves: a fraction of the instructions,
+    and an order that does not depend on how many rows there are.
+    """
+    inner = tl.arange(0, BLOCK)
+    if BLOCK_M == 16:
+        products = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
+        for k in range(0, IN, BLOCK):
+            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
+            a = tl.broadcast_to(cast(y, dtype), [BLOCK_M, BLOCK])
+            products = multiply_add(a, tl.trans(a), products)
+        place = tl.arange(0, BLOCK_M)
+        squares = tl.sum(tl.where(place[:, None] == place[None, :], products, 0.0), 1)
+        if inside_rows.shape[0] == 1:
+            squares = tl.max(squares, 0, keep_dims=True)  # they are all the same
+        # Not divided and rooted to the last bit: the slow ways of that are calls, around which registers spill.
+        return tl.rsqrt(squares * (1.0 / IN) + eps)[:, None]
+    else:
+        sums = tl.zeros([BLOCK_M, 1], tl.float32)
+        for k in range(0, IN, BLOCK):
+            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
+            sums += tl.sum(y * y, 1)[:, None]
+        return inverse_rms(sums, eps, IN)[:, None]
 
 
 @triton.jit
@@ -109,31 +131,37 @@ def fused_linear_kernel(
     x, delta, delta_norm, sum_scale, total, weight, bias, norm, norm_bias, factor, beside, residual, out,
     num_rows, x_stride, delta_stride, factor_stride, beside_stride, residual_stride, eps,
     OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    ONE_ROW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_NORM: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
+    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
+
+    ONE_ROW: there is one. Its inputs are made once, and take all rows of the product.
+    """
     dtype: tl.constexpr = x.dtype.element_ty
     num_m = tl.cdiv(num_rows, BLOCK_M)
     rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     columns = (tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inner = tl.arange(0, BLOCK_K)
     inside_rows, inside_columns = rows < num_rows, columns < OUT
-    x_rows, delta_rows, delta_scale = x + rows * x_stride, delta, 1.0
+    made_rows = tl.arange(0, 1).to(tl.int64)[:, None] if ONE_ROW else rows
+    inside_made = made_rows < num_rows
+    x_rows, delta_rows, delta_scale = x + made_rows * x_stride, delta, 1.0
     if sum_scale is not None:
         sum_scale = tl.load(sum_scale)
     if delta is not None:
-        delta_rows = delta + rows * delta_stride
+        delta_rows = delta + made_rows * delta_stride
         if delta_norm is not None:
             delta_scale = _inverse_rms_of_rows(
-                delta_rows, None, 1.0, None, None, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
+                delta_rows, None, 1.0, None, None, inside_made, eps, dtype, IN, BLOCK_M, BLOCK_NORM
             )  # fmt: skip
     if norm_bias is not None:
         mean, scale = _mean_and_inverse_deviation(
-            x_rows, delta_rows, delta_scale, delta_norm, sum_scale, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
+            x_rows, delta_rows, delta_scale, delta_norm, sum_scale, inside_made, eps, dtype, IN, BLOCK_M, BLOCK_NORM
         )  # fmt: skip
     elif norm is not None:
         scale = _inverse_rms_of_rows(
-            x_rows, delta_rows, delta_scale, delta_norm, sum_scale, inside_rows, eps, dtype, IN, BLOCK_M, BLOCK_NORM
+            x_rows, delta_rows, delta_scale, delta_norm, sum_scale, inside_made, eps, dtype, IN, BLOCK_M, BLOCK_NORM
         )  # fmt: skip
     stored_rows = tl.where(tl.program_id(0) < num_m, num_rows, 0)  # of the sums: by the programs of the first outputs
     w_tile = weight + columns[:, None] * IN + inner[None, :]
@@ -143,12 +171,13 @@ def fused_linear_kernel(
         inside = inner < IN - k
         inside_weight = inside_columns[:, None] & inside[None, :]
         if norm is None and delta is None:
-            a = tl.load(x_rows + (k + inner)[None, :], mask=inside_rows & inside[None, :], other=0.0)
+            a = tl.load(x + rows * x_stride + (k + inner)[None, :], mask=inside_rows & inside[None, :], other=0.0)
         else:
-            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
+            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_made, dtype, IN)
             a = cast(y, dtype)
             if total is not None:
-                tl.store(total + rows * IN + (k + inner)[None, :], a, mask=(rows < stored_rows) & inside[None, :])
+                places = total + made_rows * IN + (k + inner)[None, :]
+                tl.store(places, a, mask=(made_rows < stored_rows) & inside[None, :])
             if norm is not None:
                 weights = tl.load(norm + k + inner, mask=inside, other=0.0)[None, :]
                 if norm_bias is not None:
@@ -156,6 +185,7 @@ def fused_linear_kernel(
                     a = cast((y - mean) * scale * weights.to(tl.float32) + shifts, dtype)
                 else:
                     a = weighted(y * scale, weights, dtype)
+            a = tl.broadcast_to(a, [BLOCK_M, BLOCK_K])
         b = tl.load(w_tile + k, mask=inside_weight, other=0.0)
         acc = multiply_add(a, tl.trans(b), acc)
         if GATED:
@@ -238,7 +268,7 @@ def _launch(
     before, behind = "norm and gate" if gated else "norm", "gate" if gated else "residual"
     around = before if norm is not None or delta is not None else behind
     chosen = choose(Product(weight.shape[0], in_features, around), rows, gpu_name(x.device))
-    tile = tile or chosen.tile or tile_for(rows, out_features, gated)
+    tile = tile or chosen.tile or tile_for(rows, out_features, gated, norm is not None)
     at_once = _NORMED_AT_ONCE if delta is None else _NORMED_AT_ONCE // 2
     with torch.cuda.device_of(x):
         fused_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
@@ -246,6 +276,7 @@ def _launch(
             rows, x_stride, delta_stride, 0 if factor is None else factor.stride(0), beside_stride, residual_stride,
             eps,
             OUT=out_features, IN=in_features, ACTIVATION=activation, GATED=gated, MULTIPLIER=multiplier,
+            ONE_ROW=rows == 1 and norm_bias is None,  # sums of layer norms have an order by the threads that have rows
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
             BLOCK_NORM=max(16, min(at_once, triton.next_power_of_2(in_features))),
             num_warps=tile.warps,

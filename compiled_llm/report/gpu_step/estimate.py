@@ -4,16 +4,18 @@ A launch takes the longest of three times, then that of joining if there is any,
 
 - memory: its bytes at the bandwidth that can be had. Where fewer bytes are in flight than Little's law asks for
   (bandwidth times latency; Little, 1961), the share of the bandwidth is that of these bytes.
-- issue: instructions of all warps, one in a cycle by each of an SM's four schedulers.
+- issue: instructions of all warps, one in a cycle by each of an SM's four schedulers; at least those of the program
+  that has most, one in a cycle by each of its warps. Each part of the code counts as often as it runs.
 - matrix: operations on matrix units, whole tiles, at the rate that can be had.
-- join: round trips to the L2 cache that the last program makes one after the other, when all others have ended, where a
-  program joins what others computed.
+- join: where a program joins what others computed, round trips to the L2 cache that the last one makes one after the
+  other when all others have ended, and its instructions for that.
 
 Left out: caches (what a step wrote last is read from memory here), conflicts of banks, waiting for results, cuBLAS's
 own choices of tiles, the tail of the last wave. So an estimate is a lower bound that good kernels come near to.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from compiled_llm.report.gpu_step.gpus import Gpu
 from compiled_llm.report.gpu_step.kernels import Compiled
@@ -60,19 +62,55 @@ def estimate(launch: Launch, work: Work, compiled: Compiled | None, gpu: Gpu) ->
     if compiled is None or launch.triton is None:
         return Estimate(memory, 0.0, matrix, join)
     programs = launch.triton.programs
-    at_once = min(programs, compiled.programs_per_sm * gpu.num_sms)
+    busy = programs if work.entries is None else min(programs, work.entries)  # others find no task
+    at_once = min(busy, compiled.programs_per_sm * gpu.num_sms)
     wanted = gpu.bandwidth * BANDWIDTH_SHARE * LATENCY_SECONDS
     in_flight = at_once * compiled.bytes_in_flight
     if work.read and in_flight:
         memory /= min(1.0, in_flight / wanted)
-    sms = min(programs, gpu.num_sms)
-    issue = warp_instructions(work, compiled, programs) / (sms * _SCHEDULERS * gpu.clock)
+    sms = max(1, min(busy, gpu.num_sms))
+    counted = instructions(work, compiled, programs)
+    share = max(1.0, compiled.num_warps / _SCHEDULERS)  # of a cycle that an instruction of a program takes
+    issue = max(
+        counted.all * compiled.num_warps / (sms * _SCHEDULERS * gpu.clock), counted.longest * share / gpu.clock
+    )  # fmt: skip
+    join += counted.last * share / gpu.clock
     matrix *= gpu.num_sms / sms
     return Estimate(memory, issue, matrix, join, in_flight / gpu.num_sms, wanted / gpu.num_sms)
 
 
-def warp_instructions(work: Work, compiled: Compiled, programs: int) -> float:
-    """Of all warps of a launch. A main loop of unknown length counts once."""
-    loop = 0 if compiled.loop is None or work.trips is None else compiled.loop.size
+class Instructions(NamedTuple):
+    """Of a warp: over ``all`` programs, of the one with most, and of the last one when all others have ended."""
+
+    all: float
+    longest: float
+    last: float
+
+
+def instructions(work: Work, compiled: Compiled, programs: int) -> Instructions:
+    """A main loop of unknown length counts once an entry."""
+    parts = compiled.flow.parts
     entries = programs if work.entries is None else work.entries
-    return compiled.num_warps * (entries * (compiled.code.size - loop) + loop * (work.trips or 0))
+    trips = entries if work.trips is None else work.trips
+    # Where no loop is around the main one, a program has one task.
+    once = programs if any(part.place == "task" for part in parts) else max(programs, entries)
+    every, longest, last = 0.0, 0.0, 0.0
+    for part in parts:
+        share = next((share for name, share in work.shares.items() if name in part.functions), None)
+        if part.place == "called":
+            continue
+        if part.place == "main":
+            runs, most = trips, -(-trips // programs)
+        elif share is not None:
+            most = share.turns if part.looped else 1
+            runs = share.runs * most
+            if share.is_last and share.runs:
+                last += most * part.code.size
+            most = 0 if share.is_last or not share.runs else most
+        elif part.place == "task":
+            runs, most = entries, -(-entries // programs)
+        else:
+            runs, most = once, 1
+        every += runs * part.code.size
+        longest += most * part.code.size
+    return Instructions(every, longest, last)

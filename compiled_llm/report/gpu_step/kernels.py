@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from compiled_llm.report.gpu_step.flow import Flow, read_flow
 from compiled_llm.report.gpu_step.gpus import Gpu
 from compiled_llm.report.gpu_step.launches import TritonKernel
 from compiled_llm.report.gpu_step.sass import Code, read_sass
@@ -52,12 +53,17 @@ class Compiled:
     @property
     def code(self) -> Code:
         """All of it."""
-        return _disassembled(self.cubin)[0]
+        return self.flow.code
 
     @property
     def loop(self) -> Code | None:
         """The main loop; None without one."""
-        return _disassembled(self.cubin)[1]
+        return self.flow.loop
+
+    @property
+    def flow(self) -> Flow:
+        """Its parts."""
+        return _disassembled(self.cubin)
 
     @property
     def bytes_in_flight(self) -> int:
@@ -135,25 +141,25 @@ def _specialised(kernel: TritonKernel) -> tuple[dict[str, str], dict[str, Any], 
 
 def resources(cubin: bytes) -> dict[str, int]:
     """What a kernel uses: REG, STACK, SHARED, LOCAL."""
-    usage = _run("--dump-resource-usage", cubin)
+    usage = _run("cuobjdump", ("--dump-resource-usage",), cubin)
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
 
 
 @functools.cache
-def _disassembled(cubin: bytes) -> tuple[Code, Code | None]:
-    """As ``read_sass``. It takes half a second, so only for those who ask, and once."""
-    return read_sass(_run("--dump-sass", cubin))
+def _disassembled(cubin: bytes) -> Flow:
+    """It takes half a second, so only for those who ask, and once."""
+    return read_flow(read_sass(_run("nvdisasm", ("--print-code", "--print-line-info-inline"), cubin)))
 
 
-def _run(flag: str, cubin: bytes) -> str:
+def _run(tool: str, flags: tuple[str, ...], cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([_disassembler(), flag, file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([_tools() / tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
 
 
 @functools.cache
-def _disassembler() -> Path:
+def _tools() -> Path:
     import triton
 
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -1,8 +1,9 @@
-"""What the machine code of a kernel consists of, read from the disassembler's text (SASS)."""
+"""What the machine code of a kernel consists of, read from the disassembler's text (SASS, ``nvdisasm -gi -c``)."""
 
 import collections
 import dataclasses
 import re
+from collections.abc import Sequence
 
 CLASSES = ("memory", "integer", "float", "tensor", "conversion", "exchange", "control")
 """Loads and stores of any memory; integers and addresses (all that has no other place); arithmetic of floating-point
@@ -20,8 +21,13 @@ _PREFIXES = {
     "float": ("F", "HADD", "HMUL", "HFMA", "HMNMX", "HSET", "DADD", "DMUL", "DFMA", "DSET", "MUFU"),
 }  # fmt: skip
 _FIRST = ("LDGDEPBAR", "FRND", "FENCE")  # which begin as others do that are looked at before
-_LINE = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?);", re.MULTILINE)
-_BRANCH = re.compile(r"\bBRA(?:\.\w+)*\b.*?0x([0-9a-f]+)")
+_INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;")
+_LABEL = re.compile(r"^(\.L_x_\w+|\$\S+):")
+_PLACE = re.compile(r'//## File "(.*?)", line (\d+)')
+_CALLER = re.compile(r' inlined at "(.*?)", line (\d+)')
+_GUARD = re.compile(r"^@!?U?P\w+\s+")
+_BRANCH = re.compile(r"^BRA(?:\.\w+)*\s+(.*?)`\((.*?)\)")
+_ENDS = ("EXIT", "RET")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,26 +59,51 @@ class Code:
         return max(self.loads, key=lambda width: width * self.loads[width], default=0)
 
 
-def read_sass(text: str) -> tuple[Code, Code | None]:
-    """All of a kernel's code; and its main loop: of the innermost ones with most matrix products the shortest, or the
-    longest if none has any."""
-    lines = [(int(address, 16), instruction) for address, instruction in _LINE.findall(text)]
-    instructions = [re.sub(r"^@!?U?P\w+\s+", "", instruction) for _, instruction in lines]
-    places = {address: place for place, (address, _) in enumerate(lines)}
-    loops = []
-    for place, instruction in enumerate(instructions):
-        branch = _BRANCH.search(instruction)
-        start = places.get(int(branch[1], 16), place) if branch else place
-        if start < place:
-            loops.append((start, place + 1))
-    inner = [loop for loop in loops if not any(loop != one and loop[0] <= one[0] < one[1] <= loop[1] for one in loops)]
-    bodies = [_code(instructions[start:end]) for start, end in inner]
-    with_products = [body for body in bodies if body.counts["tensor"]]
-    if with_products:
-        main: Code | None = max(with_products, key=lambda body: (body.counts["tensor"], -body.size))
-    else:
-        main = max(bodies, key=lambda body: body.size, default=None)
-    return _code(instructions), main
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """Attributes:
+
+    text: without what it depends on.
+    lines: of the source it comes from, and of the calls that lead there: (path, line).
+    target: the address that it jumps to; None for others, also for calls.
+    ends: whether what follows it in memory does not follow it in time.
+    is_called: whether it is in a subroutine.
+    """
+
+    address: int
+    text: str
+    lines: tuple[tuple[str, int], ...]
+    target: int | None
+    ends: bool
+    is_called: bool
+
+
+def read_sass(text: str) -> list[Instruction]:
+    """The instructions of a kernel and of its subroutines."""
+    labels, found, waiting = dict[str, int](), list[tuple[int, str, tuple[tuple[str, int], ...], bool]](), list[str]()
+    lines, named, is_called = tuple[tuple[str, int], ...](), list[tuple[str, int]](), False
+    for line in text.splitlines():
+        if place := _PLACE.search(line):
+            pairs = (place, _CALLER.search(line))
+            named += [(pair[1], int(pair[2])) for pair in pairs if pair]
+        elif label := _LABEL.match(line):
+            waiting.append(label[1])
+            is_called = is_called or label[1].startswith("$")
+        elif instruction := _INSTRUCTION.match(line):
+            address = int(instruction[1], 16)
+            labels |= dict.fromkeys(waiting, address)
+            lines, named, waiting = tuple(named) or lines, [], []
+            found.append((address, instruction[2], lines, is_called))
+    return [_instruction(*one, labels) for one in found]
+
+
+def _instruction(
+    address: int, text: str, lines: tuple[tuple[str, int], ...], is_called: bool, labels: dict[str, int]
+) -> Instruction:
+    plain = _GUARD.sub("", text)
+    branch = _BRANCH.match(plain)
+    always = plain == text and (branch[1] == "" if branch else plain.startswith(_ENDS))
+    return Instruction(address, plain, lines, labels[branch[2]] if branch else None, always, is_called)
 
 
 def class_of(instruction: str) -> str:
@@ -83,9 +114,10 @@ def class_of(instruction: str) -> str:
     return next((kind for kind, prefixes in _PREFIXES.items() if name.startswith(prefixes)), "integer")
 
 
-def _code(instructions: list[str]) -> Code:
-    counts = collections.Counter(map(class_of, instructions))
-    loads = [instruction.split()[0] for instruction in instructions if instruction.startswith(("LDG.", "LDGSTS"))]
+def code_of(instructions: Sequence[Instruction]) -> Code:
+    counts = collections.Counter(class_of(instruction.text) for instruction in instructions)
+    names = [instruction.text.split()[0] for instruction in instructions]
+    loads = [name for name in names if name.startswith(("LDG.", "LDGSTS"))]
     widths = collections.Counter(map(_width, loads))
     asynchronous = any(load.startswith("LDGSTS") for load in loads)
     return Code({kind: counts[kind] for kind in CLASSES}, dict(widths), asynchronous)

@@ -5,7 +5,7 @@ function here says it for the kernel of that name. Letters as in docs/design.md.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -45,15 +45,29 @@ class Contexts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Share:
+    """How often the code of a function runs, over all programs: ``runs`` times, its loop ``turns`` times in each.
+
+    Attributes:
+        is_last: whether it is what the last program does, when all others have ended.
+    """
+
+    runs: int
+    turns: int = 1
+    is_last: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Work:
     """Attributes:
 
     read, written: bytes.
     flops: operations that the result needs, a multiply-add is two; ``padded_flops``: those that are made.
     bits: of the products' operands; 0 without products on matrix units.
-    entries: how often a program runs its code outside the main loop, over all; None: once each.
+    entries: how often a program runs its code around the main loop, over all: tasks; None: once each.
     trips: how often a program runs the main loop, over all; None: unknown.
     round_trips: to the L2 cache that the last program makes one after the other, when all others have ended.
+    shares: by names of functions of the kernel, for code that does not run once an entry.
     """
 
     read: int
@@ -64,6 +78,7 @@ class Work:
     entries: int | None = None
     trips: int | None = None
     round_trips: int = 0
+    shares: Mapping[str, Share] = dataclasses.field(default_factory=dict)
 
 
 def work_of(launch: Launch, contexts: Contexts) -> Work:
@@ -142,18 +157,17 @@ def _split(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
     read = a["q"].nbytes + r * kv_heads * keys * _key_bytes(a) + r * -(-keys // a["BLOCK_SIZE"]) * 4
     read += partial
-    entries = max(kernel.programs, r * kv_heads * tiles * splits)
+    rows = min(new, a["BLOCK_M"] // a["BLOCK_G"]) * a["GROUP"]  # of a tile
+    merge = _merge(a, r * kv_heads * tiles, rows, splits)
     return Work(
-        read, partial + out, flops, padded, 8 * a["q"].itemsize, entries, blocks, _joining(a, new, splits)
+        read, partial + out, flops, padded, 8 * a["q"].itemsize, r * kv_heads * tiles * splits, blocks,
+        1 + merge.turns if merge.runs else 0, {"merge": merge},
     )  # fmt: skip
 
 
-def _joining(a: Arguments, new: int, splits: int) -> int:
-    """Of the last tile: the counter, then each row with ``MERGE_SPLITS`` splits at once."""
-    if splits == 1:
-        return 0
-    rows = min(new, a["BLOCK_M"] // a["BLOCK_G"]) * a["GROUP"]
-    return 1 + rows * -(-splits // a["MERGE_SPLITS"])
+def _merge(a: Arguments, tiles: int, rows: int, splits: int) -> Share:
+    """Of all tiles of query rows: each row with ``MERGE_SPLITS`` splits at once."""
+    return Share(tiles if splits > 1 else 0, rows * -(-splits // a["MERGE_SPLITS"]), is_last=True)
 
 
 def _decode(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -175,10 +189,17 @@ def _decode(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     blocks = r * kv_heads * sum(-(-min(size, keys - first) // a["BLOCK_N"]) for first in range(0, keys, size))
     padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
     read = out + new + cached * keys + r * -(-keys // a["BLOCK_SIZE"]) * 4 + partial
-    entries = max(kernel.programs, r * kv_heads * splits)
     flops = 4 * contexts.pairs(a["WINDOW"]) * heads * head_dim
-    joining = 0 if splits == 1 else 1 + a["GROUP"] * -(-splits // a["MERGE_SPLITS"])
-    return Work(read, partial + out + cached, flops, padded, 8 * a["q"].itemsize, entries, blocks, joining)
+    merge = _merge(a, r * kv_heads, -(-a["GROUP"] // a["MERGE_HEADS"]), splits)
+    shares = {
+        "_merge_heads": merge,
+        "_write_new": Share(r * kv_heads),
+        "_store_whole": Share(0 if splits > 1 else r * kv_heads),
+    }
+    return Work(
+        read, partial + out + cached, flops, padded, 8 * a["q"].itemsize, r * kv_heads * splits, blocks,
+        1 + merge.turns if merge.runs else 0, shares,
+    )  # fmt: skip
 
 
 def num_splits(keys: int, rows: int, split_tokens: int) -> int:
@@ -331,8 +352,10 @@ def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wor
     factor = 2 if a["GATED"] else 1
     read = ("delta", "delta_norm", "norm", "norm_bias", "factor", "beside", "residual")
     besides = sum(a[name].nbytes for name in read if a[name] is not None)
+    squares = Share(kernel.programs, -(-a["IN"] // a["BLOCK_NORM"]))
     return dataclasses.replace(
         work,
+        shares={"_inverse_rms_of_rows": squares, "_mean_and_inverse_deviation": squares},
         read=work.read + besides,
         written=work.written + (0 if a["total"] is None else a["total"].nbytes),
         flops=work.flops * factor,
@@ -347,7 +370,15 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
     around = ("norm", "residual", "x_scale", "x_scales", "x_sums")
     besides = sum(a[name].nbytes for name in around if a.get(name) is not None)
     bits = 8 if "x_scales" in a else work.bits
-    return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits)
+    shares = {"inverse_rms_of_rows": Share(kernel.programs, -(-a["IN"] // _places()))}
+    return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
+
+
+def _places() -> int:
+    """Of a row's inputs, whose squares are added up at a time."""
+    from compiled_llm.ops.rowwise.triton_kernels import PLACES
+
+    return PLACES.value
 
 
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {

@@ -337,7 +337,6 @@ DECODES = {
     for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
     if kv_dtype != FP8 or capability != SM_80
 }
-SPILLED = {((9, 0), 128, 5, INT8): 8, ((9, 0), 128, 5, FP8): 8}  # bytes of a thread, known and not mended
 
 
 @pytest.mark.parametrize(("capability", "head_dim", "group", "kv_dtype"), cases(parts_of(DECODES), 8, DECODES))
@@ -355,7 +354,7 @@ def test_decodes_compile_without_spills(
     _, (kernel, args, kwargs) = launches(monkeypatch, capability, head_dim, BF16, kv_dtype, **step)
     binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
     usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
-    assert usage["STACK"] + usage["LOCAL"] == SPILLED.get((capability, head_dim, group, kv_dtype), 0)
+    assert usage["STACK"] + usage["LOCAL"] == 0
     programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).split_programs_per_sm
     assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
     assert programs * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS

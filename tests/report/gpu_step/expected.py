@@ -81,8 +81,5 @@ ON_CPUS_ALONE = {"deepseek-v2", "deepseek-v3", "deepseek-v3-halves", "mistral4"}
 # "addmm_with_matrix" (a product that adds a matrix), "dynamic_inputs" (inputs of a graph without a static address),
 # "skip_reasons" (for no CUDA graph), "spilled" (kernels whose registers go to memory).
 KNOWN: dict[str, dict[str, int]] = {
-    "llama, KV cache in int8": {"spilled": 1},  # the decode kernel: 8 bytes
-    "llama, KV cache in fp8": {"spilled": 1},
     "llama, a batch of 64": {"addmm_with_matrix": 1},
-    "olmo3": {"spilled": 1},  # a decode's attention over windows: 8 bytes
 }
