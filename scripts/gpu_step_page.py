@@ -83,6 +83,10 @@ def page(now: Lines, before: Lines) -> str:
         for gpu, gpu_title in GPUS.items():
             parts += [f"### {title}, {gpu_title}\n", _steps(now, before, model, gpu)]
     parts += [
+        "## A token of context over quantised caches\n",
+        "How much longer a layer's attention takes for a token more of context, from one context to the next, relative"
+        " to a cache in bf16. By bytes it is 0.52.\n",
+        _slopes(now, before),
         "## Attention over quantised caches\n",
         "A layer's attention, with the write to the cache, relative to its time over a cache in bf16 at the same"
         " context. By bytes it is 0.52.\n",
@@ -111,18 +115,37 @@ value: both are the same. Kernels that spill registers now: {", ".join(spilled) 
 
 A launch takes the longest of three times: its bytes at {BANDWIDTH_SHARE:.0%} of the bandwidth (less where too few are
 in flight for a latency of {LATENCY_SECONDS * 1e6:.1f} us), its instructions at one a cycle and scheduler, its matrix
-operations at {MATRIX_SHARE:.0%} of the rate. After it come {L2_SECONDS * 1e6:.1f} us for each round trip in which a
-last program joins what others computed, and {GAP_SECONDS * 1e6:.1f} us to the next launch. So a step is about the least
-that good kernels take. Not known, or not counted as it is:
+operations at {MATRIX_SHARE:.0%} of the rate. Where a last program joins what others computed, its instructions for that
+and {L2_SECONDS * 1e6:.1f} us for each round trip come after it, and then {GAP_SECONDS * 1e6:.1f} us to the next launch.
+So a step is about the least that good kernels take.
+
+Each part of a kernel counts as often as it runs: the main loop, what is done once a task, and by the functions that its
+instructions come from the new key (once a request), joining (in the last program of a request) and the sums of a norm.
+No program can be faster than its own instructions at one a cycle and warp: that of the most counts. Slow ways of
+divisions and roots, which ordinary numbers do not take, are not counted.
+{_older(now, before)}
+Not known, or not counted as it is:
 
 - caches: what one launch wrote and the next one reads counts as memory;
 - waiting: for the first bytes of a launch (the gap has some of it), for results of instructions, for shared memory;
 - the tail of the last wave of programs, and programs of unequal lengths; the host; clocks that fall under load;
 - what cuBLAS chooses: a product of its own counts as whole tiles of 64 rows or more at full rate;
-- who runs what: all instructions outside of the main loop count for every task, also those of joining, which few run;
+- who runs what in the kernels of experts: all instructions outside of the main loop count for every program there;
 - experts: each token chooses them at random and evenly, so as many of them are read as can be expected.
 
 All requests of a decode have the same context. A chunk is one request's, the last 2,048 tokens of its context.
+"""
+
+
+def _older(now: Lines, before: Lines) -> str:
+    """Which estimates are of before parts were counted."""
+    sides = {"left of an arrow": before, "right of it": now}
+    older = [side for side, lines in sides.items() if any(not line.get("counts_parts") for line in lines)]
+    if not older:
+        return ""
+    return f"""
+**Not yet so {" and ".join(older)}**: these estimates are older,
+and count all instructions outside of the main loop for every task.
 """
 
 
@@ -199,6 +222,35 @@ def _attention(now: Lines, before: Lines) -> str:
     return table(("model", "step", "context", *columns), rows)
 
 
+def token_to_bf16(lines: Lines, model: str, bucket: str, kv: str, gpu: str, place: int) -> float | None:
+    """A token of context between this context and the next, over a quantised cache relative to one in bf16."""
+    own, bf16 = (estimates(lines, model, bucket, kind, gpu) for kind in (kv, "auto"))
+    if not own or not bf16:
+        return None
+    more = [one[place + 1]["attention_us"] - one[place]["attention_us"] for one in (own, bf16)]
+    return more[0] / more[1]
+
+
+def _slopes(now: Lines, before: Lines) -> str:
+    rows = [
+        [
+            model_title,
+            title,
+            f"{contexts_of(bucket)[place]} to {contexts_of(bucket)[place + 1]}",
+            *(
+                pair(*(_digits(token_to_bf16(lines, model, bucket, kv, gpu, place)) for lines in (before, now)))
+                for gpu in GPUS
+                for kv in ("int8", "fp8")
+            ),
+        ]
+        for model, model_title in MODELS.items()
+        for bucket, title in BUCKETS.items()
+        for place in (0, 1)
+    ]
+    columns = [f"{gpu} {kv}" for gpu in GPUS.values() for kv in ("int8", "fp8")]
+    return table(("model", "step", "context", *columns), rows)
+
+
 def _digits(value: float | None) -> str | None:
     return None if value is None else f"{value:.2f}"
 
@@ -243,6 +295,9 @@ def _goal_list() -> list[tuple[str, float, bool, list[Read]]]:
     def attention(model: str, bucket: str, kv: str, gpu: str, place: int) -> Read:
         return lambda lines: to_bf16(lines, model, bucket, kv, gpu, place)
 
+    def token(model: str, bucket: str, kv: str, gpu: str, place: int) -> Read:
+        return lambda lines: token_to_bf16(lines, model, bucket, kv, gpu, place)
+
     goals: list[tuple[str, float, bool, list[Read]]] = [
         (f"{title}: launches a layer in decodes {of}", 7, True, launches(model, buckets))
         for model, title in MODELS.items()
@@ -250,8 +305,14 @@ def _goal_list() -> list[tuple[str, float, bool, list[Read]]]:
     ]
     for model, limit in (("llama-3.1-8b", 0.85), ("qwen3-0.6b", 0.6)):
         for place, context in enumerate(contexts_of("decode_1")):
-            shares = [share(model, gpu, place) for gpu in GPUS]
-            goals.append((f"{MODELS[model]}, one request of {context}, bf16: bandwidth", limit, False, shares))
+            for gpu, gpu_title in GPUS.items():
+                title = f"{MODELS[model]}, {gpu_title}, one request of {context}, bf16: bandwidth"
+                goals.append((title, limit, False, [share(model, gpu, place)]))
+    for model, title in MODELS.items():
+        for place, span in enumerate(("1k to 8k", "8k to 32k")):
+            for kv in ("int8", "fp8"):
+                reads = [token(model, bucket, kv, gpu, place) for bucket in _DECODES for gpu in GPUS]
+                goals.append((f"{title}, {span}: a token of context over {kv} to bf16", 0.58, True, reads))
     for model, title in MODELS.items():
         for place, context in enumerate(contexts_of("decode_1")):
             for kv in ("int8", "fp8"):

@@ -94,6 +94,7 @@ def estimates(case: Case, gpus: tuple[str, ...]) -> dict[str, Any]:
     memory = weight_bytes(engine, model), kv_bytes(engine, model)
     first = inspect(made, model.num_layers, CONTEXTS[0])
     return {
+        "counts_parts": True,
         "launches_per_layer": first.launches_per_layer[-1],
         "launches": first.num_launches,
         "layer": [row.name for row in first.rows[first.spans[-1]]],

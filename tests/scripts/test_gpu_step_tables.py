@@ -75,11 +75,29 @@ def test_the_worst_case_decides_whether_a_goal_is_reached(page: Any) -> None:
     title = "Llama-3.1-8B, contexts of 8k: attention over fp8 to bf16"
     assert f"| {title} | at most 0.58 | 0.57 | yes |" in page.page(lines(0.0057), [])
     assert f"| {title} | at most 0.58 | 0.61 | no |" in page.page(lines(0.0061), [])
-    assert "one request of 8k, bf16: bandwidth | at least 85% | 90% | yes |" in page.page(lines(0.0061), [])
+    assert "H200, one request of 8k, bf16: bandwidth | at least 85% | 90% | yes |" in page.page(lines(0.0061), [])
     # Nothing is said of what was not estimated.
     assert "| Qwen3-0.6B: launches a layer in decodes of 1 to 32 | at most 7 |  | not estimated |" in page.page(
         lines(0.0061), []
     )
+
+
+def test_a_token_of_context_costs_what_a_longer_context_takes_more(page: Any) -> None:
+    lines = [line("llama-3.1-8b", "decode_1", kv, slope=slope) for kv, slope in (("auto", 0.01), ("int8", 0.0052))]
+    for one in lines[1]["estimates"]:
+        one["attention_us"] += 100.0  # which every context takes
+    text = page.page(lines, [])
+    assert "| Llama-3.1-8B | decode, 1 | 1k to 8k | 0.52 |  | 0.52 |  |" in text
+    assert "| Llama-3.1-8B, 8k to 32k: a token of context over int8 to bf16 | at most 0.58 | 0.52 | yes |" in text
+    assert "| Llama-3.1-8B, contexts of 1k: attention over int8 to bf16 | at most 0.58 | 10.3 | no |" in text
+
+
+def test_older_estimates_are_called_so(page: Any) -> None:
+    old = [line("qwen3-0.6b", "decode_1", "auto")]
+    new = [line("qwen3-0.6b", "decode_1", "auto", counts_parts=True)]
+    assert "**Not yet so left of an arrow**" in page.page(new, old)
+    assert "**Not yet so left of an arrow and right of it**" in page.page(old, old)
+    assert "Not yet so" not in page.page(new, new)
 
 
 def test_what_does_not_fit_and_caches_that_differ_are_said(page: Any) -> None:
