@@ -365,20 +365,15 @@ def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wor
 
 def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     """As ``_fused_linear``, in tiles whose outputs are gates and ups; int8 activations may be codes already."""
+    from compiled_llm.ops.rowwise.triton_kernels import PLACES  # of a row, whose squares are added up at a time
+
     work = _linear(a, kernel, contexts)
     factor = 2 if a["ACTIVATION"] else 1
     around = ("norm", "residual", "x_scale", "x_scales", "x_sums")
     besides = sum(a[name].nbytes for name in around if a.get(name) is not None)
     bits = 8 if "x_scales" in a else work.bits
-    shares = {"inverse_rms_of_rows": Share(kernel.programs, -(-a["IN"] // _places()))}
+    shares = {"inverse_rms_of_rows": Share(kernel.programs, -(-a["IN"] // PLACES.value))}
     return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
-
-
-def _places() -> int:
-    """Of a row's inputs, whose squares are added up at a time."""
-    from compiled_llm.ops.rowwise.triton_kernels import PLACES
-
-    return PLACES.value
 
 
 _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
