@@ -110,7 +110,7 @@ def memory() -> tuple[int, int]:
         pytest.param("demo", 160, 60, True, True, id="small"),
         pytest.param("demo", 20_000, 120, False, False, id="full-sync", marks=pytest.mark.battery),
         pytest.param("demo", 20_000, 120, False, True, id="full-async", marks=pytest.mark.battery),
-        pytest.param("lfm2", 160, 48, True, True, id="small-states"),
+        pytest.param("lfm2", 160, 44, True, True, id="small-states"),
         pytest.param("lfm2", 20_000, 120, False, True, id="full-states", marks=pytest.mark.battery),
     ],
 )
@@ -122,8 +122,8 @@ def test_nothing_is_left_of_any_request(
     async_scheduling: bool,
     battery_counts: Counter[str],
 ) -> None:
-    # 16 blocks, or slots for 2 states: fewer than are preempted at times, so that others are computed again.
-    swap_space_bytes = 16 * 4 * 2**10 if model == "demo" else 24 * 2**10
+    # 16 blocks, or a slot for one state: fewer than are preempted at times, so that others are computed again.
+    swap_space_bytes = 16 * 4 * 2**10 if model == "demo" else 12 * 2**10
     with CompiledEngine(
         model_directory(model),
         enforce_eager=enforce_eager,
@@ -137,8 +137,8 @@ def test_nothing_is_left_of_any_request(
         swap_space_bytes=swap_space_bytes,
         check_invariants=True,
     ) as engine:
-        assert engine.stats().num_swap_blocks == (16 if model == "demo" else 48)
-        assert engine.runner.facts.num_swap_slots == (0 if model == "demo" else 2)
+        assert engine.stats().num_swap_blocks == (16 if model == "demo" else 24)
+        assert engine.runner.facts.num_swap_slots == (0 if model == "demo" else 1)
         client = Client(engine, num_requests, battery_counts)
         memories = []
         for _ in range(NUM_PARTS):
