@@ -101,7 +101,13 @@ def _cuda(*args) -> Tensor:
     return triton_steps.mamba2_scan(*args)
 
 
+def _exact_cuda(*args) -> Tensor:
+    from compiled_llm.ops.recurrent import triton_steps
+
+    return triton_steps.mamba2_scan(*args, exact=True)
+
+
 LIBRARY.impl("mamba2_scan", _without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("mamba2_scan", _cuda, "CUDA")
 LIBRARY.impl("mamba2_scan_exact", _exact, "CompositeExplicitAutograd")
-LIBRARY.impl("mamba2_scan_exact", _cuda, "CUDA")
+LIBRARY.impl("mamba2_scan_exact", _exact_cuda, "CUDA")

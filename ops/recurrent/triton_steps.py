@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.recurrent.triton_chunks import scan_chunks_kernel
 from compiled_llm.ops.recurrent.triton_recurrent import (
     OPTIONS,
     check_contiguous,
@@ -25,6 +26,8 @@ from compiled_llm.ops.rowwise.triton_kernels import cast
 
 _TILE = 32  # columns or rows of a state in a program: with 128 of the others 32 numbers a thread
 _WARPS = 4
+_CHUNK_WARPS = 8
+_FEW = 16  # tokens of a request, at most, for which products of matrices are not worth their while
 
 
 @triton.jit
@@ -163,9 +166,9 @@ def gated_delta_rule(
 def mamba2_scan(
     x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A_log: Tensor, D: Tensor, dt_bias: Tensor, state: Tensor,
     query_start_loc: Tensor, seq_lens: Tensor, read_slot: Tensor, write_slot: Tensor, write_after: Tensor,
-    dt_min: float, dt_max: float, max_query_len: int,
+    dt_min: float, dt_max: float, max_query_len: int, exact: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The op, likewise."""
+    """The op, likewise; by chunks (``triton_chunks.py``) where that is allowed and faster."""
     op, device = "mamba2_scan", x.device
     indices = (query_start_loc, seq_lens, read_slot, write_slot, write_after)
     requests, writes = check_rows(op, x, *indices)
@@ -186,13 +189,18 @@ def mamba2_scan(
     for name, given in (("A_log", A_log), ("D", D), ("dt_bias", dt_bias)):
         check_contiguous(op, name, given, torch.float32, (heads,), device)
     out = x.new_empty(tokens, heads, head_dim)
-    block_p = min(_TILE, triton.next_power_of_2(head_dim))
+    block_p = max(16, min(_TILE, triton.next_power_of_2(head_dim)))
     if tokens and requests:
         with torch.cuda.device_of(x):
-            scan_steps_kernel[(triton.cdiv(head_dim, block_p), heads, requests)](
+            by_chunks = not exact and max_query_len > _FEW and x.dtype != torch.float32
+            options = (
+                {"num_warps": _CHUNK_WARPS, "enable_fp_fusion": True} if by_chunks else {"num_warps": _WARPS, **OPTIONS}
+            )
+            kernel = scan_chunks_kernel if by_chunks else scan_steps_kernel
+            kernel[(triton.cdiv(head_dim, block_p), heads, requests)](
                 x, dt, B, C, A_log, D, dt_bias, state, out, *indices, requests, tokens,
                 x.stride(0), x.stride(1), dt.stride(0), B.stride(0), B.stride(1), C.stride(0), C.stride(1),
                 dt_min, dt_max, HEADS=heads, GROUP=heads // groups, HEAD_DIM=head_dim, SIZE=size, WRITES=writes,
-                BLOCK_P=block_p, BLOCK_N=triton.next_power_of_2(size), num_warps=_WARPS, **OPTIONS,
+                BLOCK_P=block_p, BLOCK_N=max(16, triton.next_power_of_2(size)), **options,
             )  # fmt: skip
     return out if requests else out.zero_()
