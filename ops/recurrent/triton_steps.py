@@ -166,7 +166,7 @@ def gated_delta_rule(
 def mamba2_scan(
     x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A_log: Tensor, D: Tensor, dt_bias: Tensor, state: Tensor,
     query_start_loc: Tensor, seq_lens: Tensor, read_slot: Tensor, write_slot: Tensor, write_after: Tensor,
-    dt_min: float, dt_max: float, max_query_len: int, exact: bool = False,
+    dt_min: float, dt_max: float, max_query_len: int, *, exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """The op, likewise; by chunks (``triton_chunks.py``) where that is allowed and faster."""
     op, device = "mamba2_scan", x.device
