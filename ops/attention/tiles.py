@@ -97,7 +97,7 @@ OTHERS_QUANTISED = {
 BLACKWELL = {  # an SM has as much shared memory as Hopper's
     **OTHERS,
     64: TileConfig(32, 4, 4, 3, 64, 128, 128, 8, 2, 32, 2, 4, 4),
-    128: TileConfig(32, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 3, 3),
+    128: TileConfig(32, 4, 3, 3, 64, 128, 64, 8, 3, 32, 4, 4, 3),
 }
 BLACKWELL_QUANTISED = {
     **OTHERS_QUANTISED,
