@@ -412,7 +412,7 @@ _SHARED_EXPERT = {
     "moe_intermediate_size": 56,
     "shared_expert_intermediate_size": 72,
 }
-# Of families some of whose layers keep a state of a fixed size. Apart, since their ops have no kernels for GPUs yet.
+# Of families some of whose layers keep a state of a fixed size. Apart: expected.py has no launches of their steps.
 HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2ForCausalLM",

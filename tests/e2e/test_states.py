@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
-from tests.families import HYBRID_CONFIGS, checkpoint, transformers_model
+from tests.families import HYBRID_CONFIGS, checkpoint, logits_of, transformers_model
 
 NUM_TOKENS, BLOCK_SIZE = 600, 16
 PROMPT = [random.Random(1).randrange(3, 300) for _ in range(NUM_TOKENS)]
@@ -47,8 +47,7 @@ def serve(engine: CompiledEngine, prompts: list[list[int]], params: SamplingPara
 def test_every_position_of_a_long_prompt(name: str) -> None:
     """Log-probabilities of 600 tokens against transformers: whole, and to the bit the same in odd chunks."""
     scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    with torch.no_grad():
-        logits = transformers_model(name)(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    logits = logits_of(transformers_model(name), torch.tensor([PROMPT]))[0].log_softmax(-1)
     expected = logits[range(NUM_TOKENS - 1), PROMPT[1:]].tolist()
     found = []
     for sizes in ({"max_num_batched_tokens": 640}, {"max_num_batched_tokens": 37}, {"max_num_batched_tokens": 101}):
