@@ -46,6 +46,7 @@ class TileConfig:
     decode_stages: int
     decode_programs_per_sm: int
     split_tokens: int = 128
+    prefill_programs_per_sm: int = 1  # 0: a program for each tile
 
 
 class Splits(NamedTuple):
@@ -71,15 +72,15 @@ class ExactTile(NamedTuple):
 # warps, stages, programs per SM. Decodes have two warps where the registers do: twice the keys in a tile, and half the
 # instructions of all that a warp does for itself.
 HOPPER = {
-    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 4, 5),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 4, 5, prefill_programs_per_sm=2),
     128: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 3),
-    256: TileConfig(32, 4, 3, 2, 32, 128, 64, 8, 2, 32, 4, 3, 2),
+    256: TileConfig(32, 4, 3, 2, 32, 128, 32, 8, 3, 32, 4, 3, 2),
     512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2, 32, 8, 3, 1),
 }
 HOPPER_QUANTISED = {  # converting codes takes registers
     64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6),
     128: TileConfig(32, 4, 4, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4),
-    256: TileConfig(32, 4, 3, 2, 32, 64, 64, 8, 2, 32, 4, 3, 2),
+    256: TileConfig(32, 4, 3, 2, 32, 64, 64, 8, 2, 32, 4, 3, 2, prefill_programs_per_sm=0),
     512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2, 32, 8, 3, 1),
 }
 OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 99
@@ -90,7 +91,7 @@ OTHERS = {  # at most 82 KB of shared memory: GPUs between the large ones have 9
 }
 OTHERS_QUANTISED = {
     64: TileConfig(64, 4, 3, 3, 64, 128, 32, 8, 3, 32, 2, 4, 6),
-    128: TileConfig(32, 4, 3, 3, 32, 64, 32, 4, 3, 32, 2, 4, 4),
+    128: TileConfig(32, 4, 3, 3, 32, 64, 32, 4, 3, 32, 2, 4, 4, prefill_programs_per_sm=2),
     256: TileConfig(32, 4, 3, 2, 32, 64, 32, 8, 2, 32, 4, 3, 2),
     512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2, 16, 4, 2, 2),
 }

@@ -59,7 +59,6 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 OPTIONS = {"enable_fp_fusion": True}
 _WRITTEN_AT_ONCE = 1024  # elements of a program of the write kernel
 _WRITTEN_BY_WARP = 256  # of these: more take registers that a thread of so many programs has not
-_PREFILLS_PER_SM = 2  # programs; where they find room one after the other, the second finds no task
 MERGED_AT_ONCE = 1024  # elements of partial results that a warp joins at once: 32 registers a thread
 
 
@@ -257,8 +256,9 @@ def _prefill(
     num_tokens, num_requests, group = len(inputs[0]), len(inputs[5]), shape["GROUP"]
     block_m = max(tiles.prefill_block_m, triton.next_power_of_2(group))
     max_tiles = num_tokens // (block_m // group) + min(num_requests, num_tokens // (SHORT_QUERY.value + 1))
-    prefill_kernel[(min(max_tiles * shape["NUM_KV_HEADS"], num_sms * _PREFILLS_PER_SM),)](
-        *inputs, counter, sm_scale, num_requests, *strides,
+    most, at_once = max_tiles * shape["NUM_KV_HEADS"], num_sms * tiles.prefill_programs_per_sm
+    prefill_kernel[(min(most, at_once or most),)](
+        *inputs, counter, sm_scale, num_requests, *strides, ONE_TASK=at_once == 0,
         BLOCK_M=block_m, BLOCK_N=tiles.prefill_block_n, **shape,
         num_warps=tiles.prefill_warps,
         num_stages=tiles.prefill_stages,

@@ -166,14 +166,26 @@ def attend_tiles(
 
 @triton.jit
 def _prefill_tile(
-    q, k_cache, v_cache, k_scale, v_scale, table_row, sinks, out,
-    seq_len, first_row, query_len, first_token, kv_head, scale, q_stride_t, q_stride_n,
+    q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
+    ends, task, scale, table_stride, q_stride_t, q_stride_n,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """The tile of a request's rows that begins with its ``first_token``, for one KV head, at which caches begin."""
+    """A tile of a request's rows, for one KV head; ``ends`` are prefix sums of tiles a request."""
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    kv_head = task % NUM_KV_HEADS
+    request, tile = owner(ends, task // NUM_KV_HEADS)
+    seq_len = tl.load(seq_lens + request)
+    first_row = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - first_row
+    first_token = tile * BLOCK_Q
+    table_row = block_table + request * table_stride
+    k_cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
+    v_cache += kv_head * (BLOCK_SIZE * HEAD_DIM)
+    if k_scale is not None:
+        k_scale += kv_head * BLOCK_SIZE
+        v_scale += kv_head * BLOCK_SIZE
     m = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_H)
     tokens = first_token + m // GROUP
@@ -234,7 +246,7 @@ def prefill_kernel(
     q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out, counter,
     scale, num_requests, table_stride, q_stride_t, q_stride_n,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ONE_TASK: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """All requests of more than ``SHORT_QUERY`` rows.
@@ -242,7 +254,7 @@ def prefill_kernel(
     A task is ``BLOCK_M // GROUP`` tokens of one request for one KV head. There are as many programs as run at once.
     Each looks through the requests once, and then takes task after task, as it comes to them: ``counter``, zero before
     the launch, has how many are taken. So a grid for the most tasks that a step may have costs nothing where there
-    are few.
+    are few. With ONE_TASK there is a program for each task, for tiles that take all registers without the loop.
     """
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     requests = tl.arange(0, BLOCK_R)
@@ -251,22 +263,20 @@ def prefill_kernel(
     query_lens = tl.load(query_start_loc + requests + 1, mask=known, other=0) - first_rows
     ends = tl.cumsum(tl.where(query_lens > SHORT_QUERY, tl.cdiv(query_lens, BLOCK_Q), 0), 0)
     num_tasks = tl.max(ends, 0) * NUM_KV_HEADS
-    taken = tl.atomic_add(counter, 1, sem="relaxed")
-    while taken < num_tasks:
-        following = tl.atomic_add(counter, 1, sem="relaxed")  # answered while this task is under way
-        # Last tiles first: in a causal prompt they are the longest, and the short ones then fill the gaps at the end.
-        task = num_tasks - 1 - taken
-        kv_head = task % NUM_KV_HEADS
-        request, tile = owner(ends, task // NUM_KV_HEADS)
-        first_row = tl.load(query_start_loc + request)
-        query_len = tl.load(query_start_loc + request + 1) - first_row
-        k_scales, v_scales = k_scale, v_scale
-        if k_scale is not None:
-            k_scales, v_scales = k_scale + kv_head * BLOCK_SIZE, v_scale + kv_head * BLOCK_SIZE
-        _prefill_tile(
-            q, k_cache + kv_head * (BLOCK_SIZE * HEAD_DIM), v_cache + kv_head * (BLOCK_SIZE * HEAD_DIM),
-            k_scales, v_scales, block_table + request * table_stride, sinks, out,
-            tl.load(seq_lens + request), first_row, query_len, tile * BLOCK_Q, kv_head, scale, q_stride_t, q_stride_n,
-            GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N, BLOCK_H,
-        )  # fmt: skip
-        taken = following
+    # Last tiles first: in a causal prompt they are the longest, and the short ones then fill the gaps at the end.
+    if ONE_TASK:
+        if tl.program_id(0) < num_tasks:
+            _prefill_tile(
+                q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
+                ends, num_tasks - 1 - tl.program_id(0), scale, table_stride, q_stride_t, q_stride_n,
+                GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N, BLOCK_H,
+            )  # fmt: skip
+    else:
+        taken = tl.atomic_add(counter, 1, sem="relaxed")
+        while taken < num_tasks:
+            _prefill_tile(
+                q, k_cache, v_cache, k_scale, v_scale, block_table, query_start_loc, seq_lens, sinks, out,
+                ends, num_tasks - 1 - taken, scale, table_stride, q_stride_t, q_stride_n,
+                GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, WINDOW, SOFT_CAP, BLOCK_M, BLOCK_N, BLOCK_H,
+            )  # fmt: skip
+            taken = tl.atomic_add(counter, 1, sem="relaxed")

@@ -282,6 +282,7 @@ COMPILED = [
 ALSO_COMPILED = [
     (SM_80, 256, BF16, None, False),
     (SM_80, 128, BF16, INT8, False),
+    (SM_90, 64, BF16, None, False),
     (SM_90, 128, BF16, None, False),
     (SM_90, 128, BF16, INT8, False),
     (SM_90, 256, BF16, None, True),
@@ -319,9 +320,11 @@ def test_compiles_without_spills(
         assert usage["LOCAL"] == 0, kernel.__name__
         # All programs of a persistent grid run at once; not where masks and features take registers beyond the tuned.
         is_decode = kernel.__name__ == "split_kernel" and kwargs["MIN_QUERY"] == 1
-        programs = 1
+        programs, tiles = 1, default_config(head_dim, 2, 1 if kv_dtype else 2, capability)
         if is_decode and not features and head_dim in (64, 128, 256, 512):
-            programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).split_programs_per_sm
+            programs = tiles.split_programs_per_sm
+        elif kernel.__name__ == "prefill_kernel" and not features:
+            programs = max(1, tiles.prefill_programs_per_sm)
         assert programs * (shared + 1024) <= SHARED_MEMORY[capability], kernel.__name__
         assert programs * kwargs.get("num_warps", 4) * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS, (
             kernel.__name__
