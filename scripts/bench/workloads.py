@@ -123,6 +123,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "q_lora_rank": 1536,
         "vocab_size": 32320,
     },
+    "lfm2-1.2b": dict(zip(_SIZES, (2048, 12288, 16, 32, True), strict=True))
+    | {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "max_position_embeddings": 128000,
+        "rope_theta": 1000000.0,
+        "vocab_size": 65536,
+        "norm_eps": 1e-5,
+    },
     "tiny": _QWEN3 | dict(zip(_SIZES, (128, 256, 2, 8, True), strict=True)) | {"vocab_size": 1000},
 }
 
