@@ -121,7 +121,7 @@ class ModelRunner(Worker):
         self.model_config = model_config
         self.dtype = getattr(torch, model_config.dtype if config.dtype == "auto" else config.dtype)
         self.cache_dtypes = layer_dtypes(config, self.dtype, model_config)
-        use_device(self.device, self.cache_dtypes)
+        use_device(self.device, self.cache_dtypes, model_config)
         limits = EngineLimits.resolve(config, model_config.max_position_embeddings, STEP_DEFAULTS[self.device.type])
         limits = with_state_slots(limits, config, model_config, self.dtype)
         self.limits = dataclasses.replace(limits, num_draft_tokens=num_draft_tokens)

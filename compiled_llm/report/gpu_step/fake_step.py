@@ -100,7 +100,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     # No position beyond max_model_len is ever asked for.
     config = dataclasses.replace(config, max_position_embeddings=limits.max_model_len)
     windows, cache_dtypes = short_windows(config, limits.max_model_len), layer_dtypes(engine, dtype, config)
-    use_device(DEVICE, cache_dtypes)
+    use_device(DEVICE, cache_dtypes, config)
     on_host = torch.device("cpu")
     buffers = StepBuffers(bucket, limits, on_host, windows, BlockTables(limits, on_host, len(windows)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
