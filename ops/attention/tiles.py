@@ -78,7 +78,7 @@ HOPPER = {
     512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2, 32, 8, 3, 1),
 }
 HOPPER_QUANTISED = {  # converting codes takes registers
-    64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6),
+    64: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6),
     128: TileConfig(32, 4, 4, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4),
     256: TileConfig(32, 4, 3, 2, 32, 64, 64, 8, 2, 32, 4, 3, 2, prefill_programs_per_sm=0),
     512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2, 32, 8, 3, 1),
