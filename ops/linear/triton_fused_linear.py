@@ -269,7 +269,7 @@ def _launch(
     around = before if norm is not None or delta is not None else behind
     chosen = choose(Product(weight.shape[0], in_features, around), rows, gpu_name(x.device))
     tile = tile or chosen.tile or tile_for(rows, out_features, gated, norm is not None)
-    at_once = _NORMED_AT_ONCE if delta is None else _NORMED_AT_ONCE // 2
+    at_once = _NORMED_AT_ONCE // (1 + (delta is not None or gated))  # what takes registers besides
     with torch.cuda.device_of(x):
         fused_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
             x, delta, delta_norm, scale, total, weight, bias, norm, norm_bias, factor, beside, residual, out,
