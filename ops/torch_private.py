@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_llm.ops.shared_library import is_whole
 
+F = TypeVar("F", bound=Callable[..., Any])
 _SETTINGS = ("torch._inductor.config", "torch._functorch.config", "torch.compiler.config")
 
 # -- Loading what was compiled
@@ -156,6 +157,12 @@ def mark_dynamic(tensor: Tensor, dimension: int) -> None:
 def mark_static_address(tensor: Tensor, guard: bool = False) -> None:
     """Note that a tensor stays at its address, on which code depends with ``guard``. ``tell_compiler`` passes it on."""
     tensor._noted_static = "guarded" if guard else "unguarded"  # type: ignore[attr-defined]
+
+
+def constant_in_graphs(function: F) -> F:
+    """``torch.compiler.assume_constant_result``, which imports the compiler: what it gives is a graph's constant."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def tell_compiler(tensors: Iterable[Tensor]) -> None:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from compiled_llm.ops.torch_private import constant_in_graphs
+
 FOLDER = Path(__file__).parents[1] / "tiles" / "products"
 AROUND = ("norm", "norm and gate", "gate", "residual")
 WAYS = ("fused", "apart")
@@ -78,7 +80,7 @@ def choose(product: Product, rows: int, gpu: str) -> Choice:
     return next((choice for choice in measured if rows <= choice.rows), None) or default_choice(product, rows)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def is_fused(out_features: int, in_features: int, around: str, rows: int, device: int) -> bool:
     """Whether such a product is fused on CUDA device number ``device``: a constant of the graph that asks."""
     return choose(Product(out_features, in_features, around), rows, gpu_name(device)).way == "fused"
