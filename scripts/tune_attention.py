@@ -59,6 +59,7 @@ KINDS: dict[str, dict[str, Sequence[int]]] = {
         "prefill_warps": (4, 8),
         "prefill_stages": (2, 3, 4),
     },
+    "prefill programs": {"prefill_programs_per_sm": (0, 1, 2, 3)},
 }
 STEPS = {
     "decode": ((1, 1, 1023), (1, 1, 32767), (8, 1, 8191), (64, 1, 1023)),

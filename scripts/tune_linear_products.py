@@ -37,7 +37,7 @@ def candidates(product: Product, rows: int, start: Choice, memory: int) -> list[
     from compiled_llm.ops.linear.triton_fused_linear import tile_for
 
     gated = "gate" in product.around
-    used = start.tile or tile_for(rows, product.out_features // (2 if gated else 1), gated)
+    used = start.tile or tile_for(rows, product.out_features // (2 if gated else 1), gated, "norm" in product.around)
     found = []
     for sizes in itertools.product(*SIZES):
         tile = FusedTile(*sizes)

@@ -13,6 +13,9 @@ STATES = {
     "peak_used_blocks",
     "num_swap_blocks",
     "used_swap_blocks",
+    "num_state_slots",
+    "used_slots",
+    "cached_slots",
 }
 
 

@@ -56,7 +56,7 @@ def test_every_field_is_tuned(script: ModuleType) -> None:
 
 def test_the_search_keeps_what_is_clearly_better(script: ModuleType) -> None:
     start = HOPPER[128]
-    configs = [replace(start, split_stages=stages) for stages in (2, 3, 5, 6)]
+    configs = [replace(start, split_stages=stages) for stages in (2, 4, 5, 6)]
     costs = dict(zip([start, *configs], (1.0, 0.99, math.inf, 0.8, 0.79), strict=True))
     assert script.search(start, configs, costs.__getitem__, 10, now=lambda: 0.0) == (configs[2], 0.8, 4)
     assert script.search(start, configs[:2], costs.__getitem__, 10, now=lambda: 0.0) == (start, 1.0, 2)
@@ -109,7 +109,7 @@ def test_files_in_the_package_are_whole() -> None:
 def test_every_shape_has_a_default(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> None:
     config = default_config(head_dim, q_bytes, cache_bytes, capability)
     for name, value in vars(config).items():
-        assert value > 0
+        assert value >= (name != "prefill_programs_per_sm")  # 0: a program for each tile
         if "block" in name:
             assert value >= 16
             assert value & (value - 1) == 0
