@@ -58,7 +58,7 @@ class EngineConfig:
         block_size: tokens in a KV block.
         num_kv_blocks: the KV pool's size in blocks. None: see ``kv_cache_memory_bytes``.
         kv_cache_memory_bytes: the KV pool's size in bytes. None: see ``gpu_memory_utilization``.
-        num_state_slots: slots for requests' states, in layers that keep such. None: 3 x ``max_num_seqs`` + 1.
+        num_state_slots: slots for requests' states, in models with such layers. None: 3 x ``max_num_seqs`` + 1.
         gpu_memory_utilization: the share of the memory that the engine may use, where the KV pool's size is not given:
             on a GPU, of all its memory, weights included; on a CPU, of half the memory that is free after loading. The
             pool is never larger than ``max_num_seqs`` requests of ``max_model_len`` can use.

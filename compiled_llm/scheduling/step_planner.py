@@ -62,10 +62,10 @@ class StepPlanner:
         Returns those that lack more, and those that generate nothing, by rank.
         """
         running, block_size, running_set = self.running, self.limits.block_size, self.running_set
+        has_states, writable = running_set.states.are_used, running_set.make_state_writable
         request_ids, token_ids, feedback = output.request_ids, output.token_ids, output.feedback
-        lacking: list[Request] = []
         index, most_drafts = 0, 0 if self.drafter is None else self._room_for_drafts()
-        num_drafts: dict[int, int] = {}  # index in the step -> drafts
+        lacking, num_drafts = list[Request](), dict[int, int]()  # the latter: index in the step -> drafts
         while index < len(running):
             request = running[index]
             computed = request.num_computed_tokens
@@ -76,7 +76,7 @@ class StepPlanner:
                 continue
             # Its last token is in flight; or the host has to know the token that is.
             awaits = request.waits_for_tokens and request.num_in_flight
-            if awaits or request.num_tokens >= request.max_num_tokens or not running_set.make_state_writable(request):
+            if awaits or request.num_tokens >= request.max_num_tokens or (has_states and not writable(request)):
                 index += 1
                 continue
             if computed == len(request.block_ids) * block_size and not running_set.grow(request):

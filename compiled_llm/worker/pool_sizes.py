@@ -10,6 +10,7 @@ import torch
 
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.scheduling.window_pool import useful_places
 from compiled_llm.step.kv_cache import bytes_per_layer, bytes_per_slot, short_windows, split_by_window
 
@@ -92,8 +93,19 @@ class PoolSizes:
 def with_state_slots(
     limits: EngineLimits, config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype
 ) -> EngineLimits:
-    """``limits`` with the slots of a model. ``ValueError`` where requests would have to wait for them."""
+    """``limits`` with the slots of a model.
+
+    Raises:
+        ValueError: requests would have to wait for slots, or no layer needs any; or no layer has a KV cache.
+    """
+    if not attention_layers(layers_of(model_config)):
+        raise ValueError(f"config.json: {model_config.architecture} must have a layer with attention, given none")
     if not bytes_per_slot(model_config, dtype):
+        if config.num_state_slots is not None:
+            raise ValueError(
+                f"num_state_slots must be None for {model_config.architecture}, whose layers keep no state, given "
+                f"{config.num_state_slots}"
+            )
         return limits
     least = limits.max_num_seqs + 1
     slots = config.num_state_slots or 2 * limits.max_num_seqs + least

@@ -153,7 +153,7 @@ class ModelRunner(Worker):
             self.device,
             self.dtype,
             weights,
-            self._allocate(TRIAL_BLOCKS - 1),
+            self._allocate(TRIAL_BLOCKS - 1, TRIAL_BLOCKS - 1),
             self.pool_sizes,
             transforms=self.transforms,
             graph_pool=pool,
@@ -338,12 +338,11 @@ class ModelRunner(Worker):
         self.weight_bytes = _num_bytes(weights)
         return weights
 
-    def _allocate(self, num_blocks: int) -> KVCache:
-        """A KV cache of ``num_blocks`` and the sink; that of a trial has as few slots."""
+    def _allocate(self, num_blocks: int, num_slots: int) -> KVCache:
+        """A KV cache of so many blocks and slots, and the sinks."""
         sizes, size = self.pool_sizes, self.limits.block_size
         places = {window: count + 1 for window, count in sizes.places(num_blocks).items()}
-        slots = 1 + (num_blocks if num_blocks < TRIAL_BLOCKS else sizes.num_slots)
-        return allocate(self.model_config, self.cache_dtypes, num_blocks + 1, size, self.device, places, slots)
+        return allocate(self.model_config, self.cache_dtypes, num_blocks + 1, size, self.device, places, num_slots + 1)
 
     def _compile(self, config: EngineConfig, kernels: KernelBuild | None, progress: StartProgress) -> None:
         """``kernels``: those of a CPU, which are being built."""
@@ -367,9 +366,9 @@ class ModelRunner(Worker):
 
     def _record_on(self, num_blocks: int) -> None:
         """Exchange the KV pool; on a GPU, what the graphs and the pool before held is free before the new one comes."""
-        self.steps.kv_cache = self._allocate(0)
+        self.steps.kv_cache = self._allocate(0, 0)
         self.steps.drop_graphs()
-        self.steps.record_again(self._allocate(num_blocks))
+        self.steps.record_again(self._allocate(num_blocks, self.limits.num_state_slots))
 
     def _make_pool(self, config: EngineConfig, memory: StartMemory, progress: StartProgress) -> WorkerFacts:
         """Give the KV pool the memory that compiling and the largest steps have left. Measures what it does."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.models.inputs import StateCache
 from tests.families import HYBRID_CONFIGS, checkpoint, logits_of, transformers_model
 
 NUM_TOKENS, BLOCK_SIZE = 600, 16
@@ -142,3 +143,20 @@ def test_continuations_and_beams() -> None:
             searched = engine.beam_search([PROMPT[:33]], beam_width=3, max_tokens=10)
             found.append([[completion.token_ids for completion in output.outputs] for output in (*sampled, *searched)])
     assert found[0] == found[1]
+
+
+def test_a_pool_of_few_blocks_has_all_its_slots() -> None:
+    """The smallest pool is no larger than that of the trial at the start."""
+    with engine_of("lfm2", num_kv_blocks=2, max_model_len=32) as engine:
+        found = serve(engine, [PROMPT[:n] for n in (5, 9, 17)])
+        slots = {len(cache.convolution) for cache in engine.runner.steps.kv_cache if isinstance(cache, StateCache)}
+    assert slots == {1 + 3 * 4 + 1}
+    with engine_of("lfm2", enable_prefix_caching=False) as engine:
+        assert [bits for bits, _ in found] == [bits for bits, _ in serve(engine, [PROMPT[:n] for n in (5, 9, 17)])]
+
+
+def test_slots_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_state_slots must be at least 5 \(max_num_seqs and one\), given 4"):
+        engine_of("lfm2", num_state_slots=4)
+    with pytest.raises(ValueError, match=r"num_state_slots must be None for Qwen3ForCausalLM, .* given 9"):
+        engine_of("qwen3", num_state_slots=9, max_model_len=64)

@@ -275,7 +275,7 @@ def test_one_compiled_graph_serves_pools_of_any_size() -> None:
     with start(40) as engine:
         expected = [output.outputs[0].token_ids for output in engine.generate(prompts, GREEDY, use_tqdm=False)]
         for num_blocks in (2000, 40, 30, 9):
-            engine.runner.steps.kv_cache = engine.runner._allocate(num_blocks)
+            engine.runner.steps.kv_cache = engine.runner._allocate(num_blocks, 0)
             outputs = engine.generate([[4], *prompts], GREEDY, use_tqdm=False)[1:]
             assert [output.outputs[0].token_ids for output in outputs] == expected
         report = engine.compile_report()
