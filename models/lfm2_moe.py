@@ -2,17 +2,14 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from compiled_llm.models import lfm2, llama
-from compiled_llm.models.family import Family, MixedLayers
-from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models import lfm2, llama, qwen3_moe
+from compiled_llm.models.family import Family
 from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts_block
+from compiled_llm.models.layers.moe import MoeWeights, Router, check_router
 from compiled_llm.models.lfm2 import Lfm2Config
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.weights import Source
@@ -69,26 +66,12 @@ def take(config: Lfm2MoeConfig, source: Source) -> Weights:
     return lfm2.take(config, source, take_layer)
 
 
-def experts(
-    x: Tensor, delta: Tensor | None, norm: Tensor, eps: float, w: MoeWeights, step: StepInput, config: Any
-) -> tuple[Tensor, Tensor | None]:
-    """A layer's experts."""
-    return experts_block(x, delta, norm, eps, w, step, config.router)
-
-
-def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
-) -> Tensor:
-    """What ``head`` takes, ``[T, D]``; keys, values and states go to ``kv_cache``."""
-    return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
-
-
 FAMILY = Family(
     "Lfm2MoeConfig",
     Lfm2MoeConfig,
     take,
     lfm2.layers,
-    forward,
+    qwen3_moe.forward,
     llama.head,
     requires={"norm_topk_prob": (True,)},
     old_fields=("norm_eps", "head_dim", "tie_embedding"),

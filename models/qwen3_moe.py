@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from compiled_llm.models import llama, qwen3
-from compiled_llm.models.family import Family, Layers
+from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights, Router, check_router, experts_block
@@ -67,7 +67,7 @@ def experts(
 
 
 def forward(
-    weights: Weights, step: StepInput, kv_cache: KVCache, config: Qwen3MoeConfig, layers: Layers, max_query_len: int
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
 ) -> Tensor:
     """What ``head`` takes, ``[T, D]``; the step's keys and values go to ``kv_cache``."""
     return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)

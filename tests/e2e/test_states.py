@@ -1,7 +1,9 @@
 """Models with states: the numbers of a request do not depend on hits, chunks, company, preemptions, drafts or forks."""
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -160,3 +162,10 @@ def test_slots_that_make_no_sense_are_refused() -> None:
         engine_of("lfm2", num_state_slots=4)
     with pytest.raises(ValueError, match=r"num_state_slots must be None for Qwen3ForCausalLM, .* given 9"):
         engine_of("qwen3", num_state_slots=9, max_model_len=64)
+
+
+def test_a_model_without_any_attention_is_refused(tmp_path: Path) -> None:
+    config = json.loads((checkpoint("lfm2") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["conv"] * 4}))
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM must have a layer with attention, given none"):
+        CompiledEngine(str(tmp_path), load_format="dummy", **ENGINE)
