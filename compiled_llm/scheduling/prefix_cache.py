@@ -105,7 +105,8 @@ class PrefixCache:
             self._pending.pop(digests[index], None)
             resumed += self._take_held_back(digests[index])
         request.num_published_blocks = count
-        self.states.publish(request, digests[:count])
+        if request.state.snapshots:
+            self.states.publish(request, digests[:count])
         return resumed
 
     def remove_pending(self, request: Request) -> list[Request]:

@@ -120,6 +120,20 @@ class CompiledSteps:
         groups.append(of_states(self.model_config, self.kv_cache))
         return [tensors(tuple(group)) for group in groups]
 
+    def undo(self, bucket: Bucket) -> Callable[[], None]:
+        """What will take back the bucket's next step: its last tokens, and the states that it writes in place."""
+        kept: list[tuple[Tensor, Any, Tensor]] = [(self.last_tokens, slice(None), self.last_tokens.clone())]
+        states = self.buffers[bucket].step_input.states
+        if states is not None:
+            slots = states.write_slot.unique().long()
+            kept += [(states_of_layer, slots, states_of_layer[slots]) for states_of_layer in self.cache_groups()[-1]]
+
+        def take_back() -> None:
+            for tensor, rows, values in kept:
+                tensor[rows] = values
+
+        return take_back
+
     def report(self) -> CompileReport:
         """What compiling each function gave."""
         if self._last_report is not None:

@@ -1,7 +1,8 @@
 """StepProfiler: how the time of a step divides into kinds of work, measured on steps that run a second time.
 
-A step that has just run runs again under torch's profiler, with the same inputs: it writes the same keys to the same
-slots. So profiling never slows down the first run, whose results are used, and its own time is left out of all others.
+A step that has just run runs again under torch's profiler, with the same inputs and the states of before: it writes the
+same keys to the same slots. So profiling never slows down the first run, whose results are used, and its own time is
+left out of all others.
 """
 
 import re

@@ -192,7 +192,7 @@ class ModelRunner(Worker):
         copied = time.perf_counter()
         started, ended = self._event(), self._event()
         profiler = self.profiler if self.profiler is not None and self.profiler.is_due(bucket.name) else None
-        tokens_before = None if profiler is None else steps.last_tokens.clone()
+        take_back = None if profiler is None else steps.undo(bucket)
         used = steps.used_experts
         if used is not None:
             used.zero_()
@@ -215,18 +215,20 @@ class ModelRunner(Worker):
         self.times.prepare_seconds += prepared - preparing
         self.times.execute_seconds += finished - prepared
         self.times.num_padding_tokens += bucket.num_tokens - output.num_tokens
-        if profiler is not None and tokens_before is not None:
-            self._profile(profiler, bucket, needs, tokens_before)
+        if profiler is not None and take_back is not None:
+            self._profile(profiler, bucket, needs, take_back)
         seconds = finished - copied
         return LaunchedStep(bucket, num_rows, tokens, logprobs, prompt_logprobs, seconds, started, ended, num_experts)
 
-    def _profile(self, profiler: StepProfiler, bucket: Bucket, needs: SamplingNeeds, tokens_before: Tensor) -> None:
-        """Repeat the step that has just run, for the profiler. ``tokens_before``: the ``last_tokens`` before it."""
+    def _profile(
+        self, profiler: StepProfiler, bucket: Bucket, needs: SamplingNeeds, take_back: Callable[[], None]
+    ) -> None:
+        """Repeat the step that has just run, for the profiler. ``take_back``: as ``CompiledSteps.undo`` gives it."""
         steps = self.steps
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the step itself is no part of what the profile takes
         started, tokens_after = time.monotonic(), steps.last_tokens.clone()
-        steps.last_tokens.copy_(tokens_before)
+        take_back()
         run = functools.partial(steps.sampling.run, bucket, steps.buffers[bucket].sampling_input, needs=needs)
         # Changed logits are not sampled again: the penalties would count the tokens twice.
         sampler = run if any(needs) and not needs.changed_logits else None

@@ -169,3 +169,14 @@ def test_a_model_without_any_attention_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["conv"] * 4}))
     with pytest.raises(ValueError, match="Lfm2ForCausalLM must have a layer with attention, given none"):
         CompiledEngine(str(tmp_path), load_format="dummy", **ENGINE)
+
+
+def test_a_profile_leaves_the_states_as_they_were() -> None:
+    """It runs a step once more, which goes on from what the step itself has left."""
+    prompts = [PROMPT[:n] for n in (5, 40, 100)]
+    with engine_of("lfm2", enable_prefix_caching=False) as engine:
+        expected = serve(engine, prompts)
+        engine.reset_report(profile_steps=3)
+        assert serve(engine, prompts) == expected
+        assert engine.runner.profiler is not None
+        assert engine.runner.profiler.num_steps == {"tokens_256": 1, "decode_4": 2}
