@@ -25,19 +25,25 @@ _NO_EFFECT = {
     "attention_dropout",  # this and other dropouts: of training alone
     "attn_pdrop",
     "bos_token_id",
+    "chunk_size",  # of Mamba's scan, which has one result
     "classifier_dropout",
     "dtype",  # read by itself
     "embd_pdrop",
     "embedding_dropout",
     "eos_token_id",  # likewise
+    "expand",  # what the size of Nemotron-H's Mamba might be, and is not
     "hidden_dropout",
     "id2label",
     "initializer_range",
     "keys_to_ignore_at_inference",
     "label2id",
+    "moe_shared_expert_overlap",  # when it is computed, not what
     "max_window_layers",  # where a sliding window begins, and there is none
     "model_type",  # checked beforehand
-    "num_mtp_layers",  # of layers that guess further tokens, which are left out
+    "mtp_layers_block_type",  # of layers that guess further tokens, which are left out
+    "num_logits_to_keep",  # of a prompt
+    "num_mtp_layers",  # as mtp_layers_block_type
+    "num_nextn_predict_layers",  # likewise
     "original_max_position_embeddings",  # as other fields of rotary embeddings: Family.read_ropes sees to it
     "output_attentions",
     "output_hidden_states",
@@ -46,6 +52,7 @@ _NO_EFFECT = {
     "pretraining_tp",  # changes the order of a sum, not the function
     "problem_type",
     "quantization_config",  # read by itself
+    "rescale_prenorm_residual",  # of the first weights
     "resid_pdrop",
     "residual_dropout",
     "return_dict",
@@ -59,9 +66,13 @@ _NO_EFFECT = {
     "summary_proj_to_labels",
     "summary_type",
     "summary_use_proj",
+    "time_step_floor",  # this, its maximum and minimum: of the first weights
+    "time_step_max",
+    "time_step_min",
     "torch_dtype",
     "transformers_version",
     "use_cache",
+    "use_mamba_kernels",
 }
 # What ModelConfig is made of, by the names in the file.
 _USED = {

@@ -40,6 +40,11 @@ def open_file(path: Path, max_bytes: int | None = None) -> BinaryIO:
         raise
 
 
+def _plain(parsed: dict[str, Any]) -> Any:
+    """A number that JSON lacks, as transformers writes it: ``{"__float__": "Infinity"}``."""
+    return float(str(parsed["__float__"])) if parsed.keys() == {"__float__"} else parsed
+
+
 def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """Parse a JSON object; ``ValueError`` names the file if it is missing, unreadable, too large or something else."""
     try:
@@ -50,7 +55,7 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     if len(content) > max_bytes:  # files that say they are empty, as those of /proc do
         raise ValueError(f"{path}: must have at most {max_bytes} bytes, found more")
     try:
-        parsed = json.loads(content.decode())
+        parsed = json.loads(content.decode(), object_hook=_plain)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(parsed, dict):

@@ -4,7 +4,6 @@ The router is DeepSeek-V3's (arXiv:2412.19437): sigmoids in float32, a bias for 
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,14 @@ from compiled_llm.models import llama
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import MoeWeights, Router, Shared, check_router, experts_block
+from compiled_llm.models.layers.moe import (
+    MoeWeights,
+    Router,
+    Shared,
+    check_grouped_router,
+    experts_block,
+    grouped_router,
+)
 from compiled_llm.models.layers.rope import head_arrangement
 from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
@@ -36,32 +42,14 @@ class Glm4MoeConfig(LlamaConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_router(self, "n_routed_experts")
-        for name in ("n_shared_experts", "moe_intermediate_size", "n_group"):
+        check_grouped_router(self)
+        for name in ("n_shared_experts", "moe_intermediate_size"):
             if not 0 < getattr(self, name) <= 2**24:
                 raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")
-        if not 0 < self.routed_scaling_factor < math.inf:
-            raise ValueError(
-                "config.json: routed_scaling_factor must be a positive number, given "
-                f"{self.routed_scaling_factor!r:.100}"
-            )
-        size, rest = divmod(self.n_routed_experts, self.n_group)
-        if rest or not 0 < self.topk_group <= self.n_group or self.num_experts_per_tok > size * self.topk_group:
-            raise ValueError(
-                f"config.json: n_group must divide n_routed_experts={self.n_routed_experts}, topk_group of them hold "
-                f"num_experts_per_tok={self.num_experts_per_tok} experts, given {self.n_group} and {self.topk_group}"
-            )
 
     @property
     def router(self) -> Router:
-        return Router(
-            self.num_experts_per_tok,
-            "sigmoid",
-            self.routed_scaling_factor,
-            self.n_group,
-            self.topk_group,
-            in_float32=True,
-        )
+        return grouped_router(self)
 
 
 class SharedMoeWeights(NamedTuple):

@@ -5,7 +5,6 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from compiled_llm.models import granite, llama
@@ -15,15 +14,13 @@ from compiled_llm.models.granite import GraniteConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec
 from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
-from compiled_llm.models.layers.mamba import MambaWeights
+from compiled_llm.models.layers.mamba import MambaSizes, take_mamba
 from compiled_llm.models.layers.mlp import MlpWeights
 from compiled_llm.models.layers.moe import MoeWeights, Router, Shared, check_router, experts_block
 from compiled_llm.models.layers.rope import rope_cos_sin
-from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.weights import Source
-from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 
 LINEAR = "linear_attention"
 
@@ -57,45 +54,23 @@ class GraniteHybridConfig(GraniteConfig):
             )
         if self.num_local_experts:
             check_router(self, "num_local_experts")
-        if not 2 <= self.mamba_d_conv <= MAX_WIDTH:
-            raise ValueError(f"config.json: mamba_d_conv must be from 2 to {MAX_WIDTH}, given {self.mamba_d_conv}")
-        for field in (
-            "shared_intermediate_size", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head",
-        ):  # fmt: skip
-            if not 0 < getattr(self, field) <= 2**24:
-                raise ValueError(f"config.json: {field} must be at least 1, given {getattr(self, field)!r:.100}")
-        if self.mamba_n_heads % self.mamba_n_groups:
+        if not 0 < self.shared_intermediate_size <= 2**24:
             raise ValueError(
-                "config.json: mamba_n_heads must be a multiple of mamba_n_groups, given "
-                f"{self.mamba_n_heads} and {self.mamba_n_groups}"
+                "config.json: shared_intermediate_size must be at least 1, given "
+                f"{self.shared_intermediate_size!r:.100}"
             )
+        self.mamba.check(("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"))
 
     @property
-    def inner_size(self) -> int:
-        return self.mamba_n_heads * self.mamba_d_head
-
-    @property
-    def convolved_size(self) -> int:
-        return self.inner_size + 2 * self.mamba_n_groups * self.mamba_d_state
+    def mamba(self) -> MambaSizes:
+        return MambaSizes(
+            self.mamba_n_heads, self.mamba_d_head, self.mamba_n_groups, self.mamba_d_state, self.mamba_d_conv
+        )
 
 
 class GraniteMoeWeights(NamedTuple):
     routed: MoeWeights
     shared: Shared
-
-
-def take_mamba(config: GraniteHybridConfig, source: Source, name: str) -> MambaWeights:
-    """The weights of Mamba-2 whose tensors' names begin with ``name``."""
-    d, heads, inner, channels = config.hidden_size, config.mamba_n_heads, config.inner_size, config.convolved_size
-    width, bias = config.mamba_d_conv, config.mamba_proj_bias
-    return MambaWeights(
-        qkv=source.linear(Part(f"{name}.in_proj", inner + channels + heads, d, bias)),
-        o=source.linear(Part(f"{name}.out_proj", d, inner, bias)),
-        convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, width)).view(channels, width),
-        convolution_bias=source.tensor(f"{name}.conv1d.bias", (channels,)) if config.mamba_conv_bias else None,
-        norm=source.norm(f"{name}.norm", inner),
-        **{x: source.tensor(f"{name}.{x}", (heads,), dtype=torch.float32) for x in ("A_log", "D", "dt_bias")},
-    )
 
 
 def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeights | GraniteMoeWeights:
@@ -123,7 +98,10 @@ def take_layer(config: GraniteHybridConfig, source: Source, name: str) -> LayerW
     """The layer whose tensors' names begin with ``name``."""
     attention: Any
     if config.layer_types[int(name.rsplit(".", 1)[1])] == LINEAR:
-        attention = take_mamba(config, source, f"{name}.mamba")
+        bias, convolution_bias = config.mamba_proj_bias, config.mamba_conv_bias
+        attention = take_mamba(
+            config.mamba, source, f"{name}.mamba", config.hidden_size, bias=bias, convolution_bias=convolution_bias
+        )
     else:
         attention = source.attention(f"{name}.self_attn", config, bias=config.attention_bias)
     return LayerWeights(
@@ -145,8 +123,7 @@ def layers(config: GraniteHybridConfig) -> MixedLayers:
         config.num_heads, config.num_kv_heads, config.head_dim, scale=config.attention_multiplier,
         rotary=config.position_embedding_type == "rope",
     )  # fmt: skip
-    recurrent = config.mamba_n_heads, config.mamba_d_head, config.mamba_d_state
-    state = StateSpec((config.mamba_d_conv - 1, config.convolved_size), recurrent)
+    state = config.mamba.spec()
     return tuple(state if kind == LINEAR else attention for kind in config.layer_types)
 
 
@@ -174,7 +151,7 @@ def forward(
     )  # fmt: skip
 
 
-_NO_LIMITS = ([0.0, math.inf], (0.0, math.inf), [0.0, {"__float__": "Infinity"}])  # of dt; as transformers writes it
+_NO_LIMITS = ([0.0, math.inf], (0.0, math.inf))  # of time steps
 
 
 def sizes(config: Any) -> dict[str, Any]:

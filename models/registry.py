@@ -21,6 +21,7 @@ ARCHITECTURES = {
     "SmolLM3ForCausalLM": ("smollm3", "SmolLM3"),
     "GraniteForCausalLM": ("granite", "Granite 3, dense"),
     "GraniteMoeHybridForCausalLM": ("granite_hybrid", "Granite 4"),
+    "NemotronHForCausalLM": ("nemotron_h", "Nemotron-H, Nemotron Nano 2 and Nemotron 3"),
     "Phi3ForCausalLM": ("phi3", "Phi-3, Phi-3.5 and Phi-4"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2 and Qwen2.5"),
     "Qwen3ForCausalLM": ("qwen3", "dense Qwen3"),
@@ -80,6 +81,12 @@ def with_stream(config: ModelConfig, stream: Stream | None) -> ModelConfig:
             f"sliding_window must be None for {config.architecture}, which runs through transformers' modelling code, "
             f"given {stream.window}"
         )
+    layers = family_of(config).layers(config)
+    if any(isinstance(spec, StateSpec) for spec in layers):
+        raise ValueError(
+            f"sliding_window must be None for {config.architecture}, some of whose layers keep a state of all tokens, "
+            f"given {stream.window}"
+        )
     what = {0: "an embedding for each position", 1: ""}.get(
         len(config.ropes), "another rotary embedding in some layers"
     )
@@ -89,12 +96,6 @@ def with_stream(config: ModelConfig, stream: Stream | None) -> ModelConfig:
         raise ValueError(
             f"sliding_window must be None for {config.architecture}, which has {what}: it needs one rotary embedding "
             f"alone, given {stream.window}"
-        )
-    layers = family_of(config).layers(config)
-    if any(isinstance(spec, StateSpec) for spec in layers):
-        raise ValueError(
-            f"sliding_window must be None for {config.architecture}, some of whose layers keep a state of all tokens, "
-            f"given {stream.window}"
         )
     own = sorted({spec.window for spec in attention_layers(layers) if 0 < spec.window < stream.window})
     if stream.sink_tokens and own:

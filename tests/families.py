@@ -412,6 +412,15 @@ _SHARED_EXPERT = {
     "moe_intermediate_size": 56,
     "shared_expert_intermediate_size": 72,
 }
+_NEMOTRON = {
+    "vocab_size": 307,
+    "layer_norm_epsilon": 0.05,
+    "mamba_num_heads": 14,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "conv_kernel": 3,
+}
 # Of families some of whose layers keep a state of a fixed size. Apart: expected.py has no launches of their steps.
 HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
@@ -532,6 +541,43 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "nemotron-h": (
+        "NemotronHForCausalLM",
+        {
+            **_SMALL,
+            **_HYBRID,
+            **_NEMOTRON,
+            **_heads(7, 1, 24),
+            "num_hidden_layers": 6,
+            "layers_block_type": [
+                *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention"),
+            ],
+            "use_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "nemotron-h-moe": (
+        "NemotronHForCausalLM",
+        {
+            **_SMALL,
+            **_HYBRID,
+            **_NEMOTRON,
+            **_heads(4, 2, 32),
+            "num_hidden_layers": 7,
+            "layers_block_type": [
+                *("linear_attention", "moe", "full_attention", "moe", "linear_attention", "linear_attention", "moe"),
+            ],
+            "use_conv_bias": False,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+            "moe_latent_size": 48,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.7,
+        },
+    ),
     "lfm2-tied": (
         "Lfm2ForCausalLM",
         {
@@ -572,6 +618,11 @@ def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrained
                 parameter.normal_(std=0.2)
             elif any(part in parameter_name for part in ("norm", ".ln_", "scale")):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        for module in model.modules():
+            if hasattr(module, "time_step_limit"):
+                # transformers' Nemotron-H takes time_step_min for the first of its limits, which neither the model's
+                # own code does nor a decode of transformers' (its pull request 48989).
+                module.time_step_limit = tuple(model.config.time_step_limit)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)

@@ -75,6 +75,7 @@ def _ways(root: str) -> list[Callable[[str], str]]:
         lambda name: f"language_model.{name}",  # a whole model in another
         within(f"{root}.language_model."),  # its body in another's, as transformers writes it since 4.52
         within(f"{root}.text_model."),
+        within("model."),  # as transformers names the body of every family
         within(""),  # a body alone
         within("language_model."),  # a body alone in another's
     ]

@@ -38,7 +38,7 @@ class LayerWeights(NamedTuple):
     input_norm: Norm | None  # [D], of what attention gets; None for none
     attention: Any  # AttentionWeights or LatentAttentionWeights; in a layer with a state a StateMixer
     mlp_norm: Norm | None  # [D], of what the MLP gets
-    mlp: Any  # MlpWeights or PlainMlpWeights; in families with experts also MoeWeights
+    mlp: Any  # MlpWeights or PlainMlpWeights; in families with experts also MoeWeights; None: the layer has none
     attention_norm: Tensor | None = None  # [D], an RMS norm of what attention gave
     output_norm: Tensor | None = None  # [D], of what the MLP gave
 
@@ -96,14 +96,18 @@ def decoder_layers(
             delta = None
         else:
             x, delta = added_linear(x, w.attention.o, out, w.attention_norm, multiplier)
+        delta_norm = w.attention_norm
+        if w.mlp is None:
+            assert not parallel, "nothing is beside it"
+            continue
         if isinstance(w.mlp, MlpWeights | PlainMlpWeights):
             x, delta = mlp_block(
                 x, delta, w.mlp_norm, eps, w.mlp, activation,
-                delta_norm=w.attention_norm, output_norm=w.output_norm, multiplier=multiplier, beside=beside,
+                delta_norm=delta_norm, output_norm=w.output_norm, multiplier=multiplier, beside=beside,
             )  # fmt: skip
         else:
             assert experts is not None
-            assert w.attention_norm is None, "no family has it beside experts"
+            assert delta_norm is None, "no family has it beside experts"
             x, delta = experts(x, delta, w.mlp_norm, eps, w.mlp)
         delta_norm = w.output_norm
     if final_norm is not None:

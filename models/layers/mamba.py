@@ -1,13 +1,51 @@
 """Mamba-2 in the place of attention (Dao and Gu, 2024, arXiv:2405.21060), as Granite 4 and Nemotron-H have it."""
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from compiled_llm.models.inputs import StateCache, StepInput
 from compiled_llm.models.layers.state import StateSpec
-from compiled_llm.models.linears.protocol import Linear
+from compiled_llm.models.linears.protocol import Linear, Part
+from compiled_llm.models.weights import Source
 from compiled_llm.ops import gated_rms_norm, mamba2_scan, short_convolution
+from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
+
+
+class MambaSizes(NamedTuple):
+    heads: int  # H
+    head_dim: int  # P
+    groups: int  # G; each has heads of its own
+    state_size: int  # N
+    width: int  # tokens that the convolution sees
+
+    def check(self, names: Sequence[str]) -> None:
+        """``ValueError`` for sizes that cannot be; ``names`` are those that ``config.json`` has for them, in order."""
+        for name, size in zip(names, self, strict=True):
+            if not 0 < size <= 2**24:
+                raise ValueError(f"config.json: {name} must be at least 1, given {size!r:.100}")
+        if self.heads % self.groups:
+            raise ValueError(
+                f"config.json: {names[0]} must be a multiple of {names[2]}, given {self.heads} and {self.groups}"
+            )
+        if not 2 <= self.width <= MAX_WIDTH:
+            raise ValueError(f"config.json: {names[4]} must be from 2 to {MAX_WIDTH}, given {self.width}")
+
+    @property
+    def inner(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def convolved(self) -> int:
+        return self.inner + 2 * self.groups * self.state_size
+
+    def spec(self, time_steps: tuple[float, float] = (0.0, math.inf)) -> StateSpec:
+        """A layer's state; ``time_steps``: as ``StateSpec`` has them."""
+        recurrent = self.heads, self.head_dim, self.state_size
+        return StateSpec((self.width - 1, self.convolved), recurrent, time_steps)
 
 
 class MambaWeights(NamedTuple):
@@ -38,8 +76,25 @@ class MambaWeights(NamedTuple):
             convolved, self.convolution, self.convolution_bias, cache.convolution, *rows, silu=True
         )
         x, b, c = convolved.split([inner, grouped, grouped], dim=-1)
+        dt_min, dt_max = spec.time_steps
         out = mamba2_scan(
             x.unflatten(-1, (heads, size)), dt, b.unflatten(-1, (-1, state_size)), c.unflatten(-1, (-1, state_size)),
-            self.A_log, self.D, self.dt_bias, cache.recurrent, *rows, max_query_len=max_query_len, exact=spec.exact,
+            self.A_log, self.D, self.dt_bias, cache.recurrent, *rows, max_query_len=max_query_len, dt_min=dt_min,
+            dt_max=dt_max, exact=spec.exact,
         )  # fmt: skip
         return gated_rms_norm(out.flatten(1), gate, self.norm, eps, inner * state_size // grouped, norm_first=False)
+
+
+def take_mamba(
+    sizes: MambaSizes, source: Source, name: str, hidden_size: int, *, bias: bool, convolution_bias: bool
+) -> MambaWeights:
+    """The weights of Mamba-2 whose tensors' names begin with ``name``; ``bias``: of both projections."""
+    d, heads, inner, channels = hidden_size, sizes.heads, sizes.inner, sizes.convolved
+    return MambaWeights(
+        qkv=source.linear(Part(f"{name}.in_proj", inner + channels + heads, d, bias)),
+        o=source.linear(Part(f"{name}.out_proj", d, inner, bias)),
+        convolution=source.tensor(f"{name}.conv1d.weight", (channels, 1, sizes.width)).view(channels, sizes.width),
+        convolution_bias=source.tensor(f"{name}.conv1d.bias", (channels,)) if convolution_bias else None,
+        norm=source.norm(f"{name}.norm", inner),
+        **{x: source.tensor(f"{name}.{x}", (heads,), dtype=torch.float32) for x in ("A_log", "D", "dt_bias")},
+    )

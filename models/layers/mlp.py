@@ -24,6 +24,11 @@ def gated_mlp(x: Tensor, w: MlpWeights, activation: str = "silu") -> Tensor:
     return w.down.apply(activated_linear(x, w.gate_up, activation))
 
 
+def plain_mlp(x: Tensor, w: PlainMlpWeights, activation: str) -> Tensor:
+    """``down(activation(up(x)))`` on ``x`` ``[T, D]``. See ``ops.activation``."""
+    return w.down.apply(activated_linear(x, w.up, activation, gated=False))
+
+
 def mlp_block(
     x: Tensor,
     delta: Tensor | None,

@@ -1,12 +1,13 @@
 """A mixture of experts in the place of an MLP (Shazeer et al., 2017, arXiv:1701.06538)."""
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import StepInput
-from compiled_llm.models.layers.mlp import MlpWeights, gated_mlp
+from compiled_llm.models.layers.mlp import MlpWeights, PlainMlpWeights, gated_mlp, plain_mlp
 from compiled_llm.models.linears.mixture import (
     Gate,
     Router,
@@ -32,14 +33,51 @@ def check_router(config: ModelConfig, num_experts: str, top_k: str = "num_expert
         )
 
 
+def check_grouped_router(config: Any) -> None:
+    """``ValueError`` unless ``grouped_router`` can be made of ``config``, whose fields have DeepSeek-V3's names."""
+    check_router(config, "n_routed_experts")
+    if not 0 < config.n_group <= 2**24:
+        raise ValueError(f"config.json: n_group must be at least 1, given {config.n_group!r:.100}")
+    if not 0 < config.routed_scaling_factor < math.inf:
+        raise ValueError(
+            f"config.json: routed_scaling_factor must be a positive number, given {config.routed_scaling_factor!r:.100}"
+        )
+    size, rest = divmod(config.n_routed_experts, config.n_group)
+    if rest or not 0 < config.topk_group <= config.n_group or config.num_experts_per_tok > size * config.topk_group:
+        raise ValueError(
+            f"config.json: n_group must divide n_routed_experts={config.n_routed_experts}, topk_group of them hold "
+            f"num_experts_per_tok={config.num_experts_per_tok} experts, given {config.n_group} and {config.topk_group}"
+        )
+
+
+def grouped_router(config: Any) -> Router:
+    """DeepSeek-V3's router (arXiv:2412.19437): sigmoids in float32, a bias for the choice alone, groups of experts."""
+    return Router(
+        config.num_experts_per_tok,
+        "sigmoid",
+        config.routed_scaling_factor,
+        config.n_group,
+        config.topk_group,
+        in_float32=True,
+    )
+
+
+class Latent(NamedTuple):
+    """Experts of which all get, and give, fewer elements than the residual stream has."""
+
+    into: Linear  # [latent, D]
+    out_of: Linear  # [D, latent]
+
+
 class MoeWeights(NamedTuple):
     router: Linear  # [E, D]
-    gate_up: Experts  # [E, 2 * intermediate, D]
+    gate_up: Experts  # [E, 2 * intermediate, D]; [E, intermediate, D] where there is no gate
     down: Experts  # [E, D, intermediate]
     used: UsedExperts
     choice_bias: Tensor | None = None  # [E] float32
     expert_scale: Tensor | None = None  # [E] float32, of each expert's weights
     router_norm: Tensor | None = None  # [D], of what the router gets, where that is not what the experts get
+    latent: Latent | None = None  # around all experts, which have its size in the place of D
 
     @property
     def of_router(self) -> RouterWeights:
@@ -49,7 +87,7 @@ class MoeWeights(NamedTuple):
 class Shared(NamedTuple):
     """An MLP that all tokens use beside their experts."""
 
-    mlp: MlpWeights
+    mlp: MlpWeights | PlainMlpWeights
     one: Tensor  # [1] float32, or the multiplier of what is added to the residual stream
     gate: Linear | None = None  # [1, D], of a token: what the MLP gives is multiplied by its sigmoid
 
@@ -74,9 +112,10 @@ def mixture_of_experts(
     return summed_experts(gated_experts(normed, w.gate_up, chosen, gate), w.down, chosen, w.used)
 
 
-def shared_mlp(x: Tensor, shared: Shared) -> Tensor:
+def shared_mlp(x: Tensor, shared: Shared, activation: str = SILU.activation) -> Tensor:
     """What ``shared`` gives of ``x``, two ``[T, D]``."""
-    y = gated_mlp(x, shared.mlp)
+    w = shared.mlp
+    y = gated_mlp(x, w, activation) if isinstance(w, MlpWeights) else plain_mlp(x, w, activation)
     return y if shared.gate is None else sigmoid_gated(y, shared.gate.apply(x))
 
 
@@ -98,12 +137,15 @@ def experts_block(
     mixture first, and then all of it is multiplied by ``multiplier``, which is ``shared.one`` if it is not 1.
     """
     x, normed, chosen = routed(x, delta, norm, eps, w.of_router, step.query_start_loc[-1:], w.used, router)
-    hidden = gated_experts(normed, w.gate_up, chosen, gate)
-    if x.is_cuda and multiplier == 1.0:
-        beside = None if shared is None else shared_mlp(normed, shared)
+    taken = normed if w.latent is None else w.latent.into.apply(normed)
+    hidden = gated_experts(taken, w.gate_up, chosen, gate)
+    if x.is_cuda and multiplier == 1.0 and w.latent is None:
+        beside = None if shared is None else shared_mlp(normed, shared, gate.activation)
         return summed_experts(hidden, w.down, chosen, w.used, beside, x), None
     mixed = summed_experts(hidden, w.down, chosen, w.used)
+    if w.latent is not None:
+        mixed = w.latent.out_of.apply(mixed)
     if shared is None:
         return x, mixed
     # An op, which rounds the sum: behind the last layer another follows, and the compiler would round that one alone.
-    return x, scaled_sum(mixed, shared_mlp(normed, shared), shared.one)
+    return x, scaled_sum(mixed, shared_mlp(normed, shared, gate.activation), shared.one)

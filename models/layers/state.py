@@ -1,6 +1,7 @@
 """A layer's state: what layers keep of a request that compress all tokens before into memory of a fixed size."""
 
 import dataclasses
+import math
 
 import torch
 
@@ -12,11 +13,13 @@ class StateSpec:
     Attributes:
         convolution: ``(width - 1, C)``, the last inputs of a causal convolution over C channels; in the model's dtype.
         recurrent: the shape of what a recurrence carries from token to token, in float32; None: there is none.
+        time_steps: limits of those of Mamba-2.
         exact: whether a GPU has to use the kernels that give a row the same bits in every step. Set by the engine.
     """
 
     convolution: tuple[int, int]
     recurrent: tuple[int, ...] | None = None
+    time_steps: tuple[float, float] = (0.0, math.inf)
     exact: bool = False
 
     def state_tensors(self, num_slots: int, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
+from compiled_llm import ops
 from compiled_llm.models.layers.norm import add_norm
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
@@ -58,11 +59,15 @@ class Router:
 
 
 class Gate(NamedTuple):
-    """What makes ``[R, 2 * intermediate]`` to ``[R, intermediate]``: an activation of ``ops.grouped_gated_linear``."""
+    """What makes ``[R, 2 * intermediate]`` to ``[R, intermediate]``: an activation of ``ops.grouped_gated_linear``.
+
+    One that is not gated is an ``ops.activation`` of ``[R, intermediate]``.
+    """
 
     activation: str = "silu"
     alpha: float = 0.0
     limit: float = 0.0
+    is_gated: bool = True
 
 
 class Routed(NamedTuple):
@@ -113,8 +118,11 @@ def routed(
 
 def gated_experts(x: Tensor, experts: Experts, chosen: Routed, gate: Gate) -> Tensor:
     """``gate`` of what the chosen ``experts`` make of ``x`` ``[T, D]``: a row for each token and expert."""
+    if not gate.is_gated:
+        return ops.activation(experts.apply_to(x, chosen.tokens, chosen.starts), gate.activation)
     if x.is_cuda and isinstance(experts, DenseExperts):
-        return grouped_gated_linear(x, experts.weight, experts.bias, chosen.tokens, chosen.starts, *gate)
+        weight, bias, (activation, alpha, limit, _) = experts.weight, experts.bias, gate
+        return grouped_gated_linear(x, weight, bias, chosen.tokens, chosen.starts, activation, alpha, limit)
     gate_up = experts.apply_to(x, chosen.tokens, chosen.starts)
     if gate.activation == "clamped_swiglu":
         return clamped_swiglu(gate_up, gate.alpha, gate.limit)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 GATES = (*ACTIVATIONS, "clamped_swiglu")
 
 
@@ -84,6 +84,8 @@ def activation_reference(x: Tensor, activation: str) -> Tensor:
     """The op in plain torch."""
     if activation == "silu":
         return F.silu(x)
+    if activation == "relu2":
+        return F.relu(x).square()
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 

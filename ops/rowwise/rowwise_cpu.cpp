@@ -128,9 +128,11 @@ std::tuple<Tensor, Tensor> rope(const Tensor& qkv, const Tensor& cos_sin, const 
 }
 
 Activation activation_of(const std::string& name, const char* op) {
-  CHECK_VALUE(name == "silu" || name == "gelu_tanh" || name == "gelu", op,
-              ": activation must be silu, gelu_tanh or gelu, got ", name);
-  return name == "silu" ? Activation::silu : name == "gelu" ? Activation::gelu : Activation::gelu_tanh;
+  if (name == "silu") return Activation::silu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "gelu") return Activation::gelu;
+  CHECK_VALUE(name == "relu2", op, ": activation must be silu, gelu_tanh, gelu or relu2, got ", name);
+  return Activation::relu2;
 }
 
 Tensor gated_activation(const Tensor& gate_up, const std::string& activation) {

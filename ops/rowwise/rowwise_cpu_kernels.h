@@ -166,6 +166,7 @@ INLINE Vec normal_cdf(Vec x) {
 INLINE Vec activated(Activation activation, Vec x) {
   if (activation == Activation::silu) return x * sigmoid(x);
   if (activation == Activation::gelu) return x * normal_cdf(x);
+  if (activation == Activation::relu2) return x < 0 ? broadcast(0) : x * x;  // a NaN stays
   // 0.5 * (1 + tanh(u)) is sigmoid(2 * u).
   return x * sigmoid(1.59576912f * (x + 0.044715f * x * x * x));
 }
@@ -183,6 +184,7 @@ TARGET void gated(Activation activation, const void* gate, const void* up, void*
   const T *g = static_cast<const T*>(gate), *u = static_cast<const T*>(up);
   if (activation == Activation::silu) gated_by<T, Activation::silu>(g, u, static_cast<T*>(out), size);
   else if (activation == Activation::gelu) gated_by<T, Activation::gelu>(g, u, static_cast<T*>(out), size);
+  else if (activation == Activation::relu2) gated_by<T, Activation::relu2>(g, u, static_cast<T*>(out), size);
   else gated_by<T, Activation::gelu_tanh>(g, u, static_cast<T*>(out), size);
 }
 
@@ -198,6 +200,7 @@ TARGET void activate(Activation activation, const void* x, void* out, int64_t si
   const T* from = static_cast<const T*>(x);
   if (activation == Activation::silu) activate_by<T, Activation::silu>(from, static_cast<T*>(out), size);
   else if (activation == Activation::gelu) activate_by<T, Activation::gelu>(from, static_cast<T*>(out), size);
+  else if (activation == Activation::relu2) activate_by<T, Activation::relu2>(from, static_cast<T*>(out), size);
   else activate_by<T, Activation::gelu_tanh>(from, static_cast<T*>(out), size);
 }
 

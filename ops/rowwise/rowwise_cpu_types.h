@@ -6,7 +6,7 @@
 
 namespace {
 
-enum class Activation { silu, gelu_tanh, gelu };
+enum class Activation { silu, gelu_tanh, gelu, relu2 };
 
 // One row of a norm. Where there is a `delta`, x + delta is normed, and written to `sum`. Layer norms have a `bias`.
 struct NormRow {

@@ -263,6 +263,8 @@ def _normal_cdf(x):
 def activated(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         y = x * _normal_cdf(x)
+    elif ACTIVATION == "relu2":
+        y = tl.where(x < 0, 0.0, x * x)  # a NaN stays
     else:
         exponent = x
         if ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) is sigmoid(2 * u)

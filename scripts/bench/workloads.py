@@ -54,6 +54,21 @@ _LATENT = {
     },
     "rms_norm_eps": 1e-6,
 }
+_NEMOTRON_H = dict(zip(_SIZES, (4096, 21504, 52, 32, False), strict=True)) | {
+    "architectures": ["NemotronHForCausalLM"],
+    "model_type": "nemotron_h",
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "max_position_embeddings": 8192,
+    "vocab_size": 131072,
+    "layer_norm_epsilon": 1e-5,
+}
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
     "qwen3-4b": _QWEN3 | dict(zip(_SIZES, (2560, 9728, 36, 32, True), strict=True)),
@@ -182,6 +197,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "vocab_size": 100352,
         "rms_norm_eps": 1e-5,
+    },
+    "nemotron-h-8b": _NEMOTRON_H,
+    "nemotron-3-nano-6l": _NEMOTRON_H
+    | dict(zip(_SIZES, (2688, 1856, 6, 32, False), strict=True))
+    | {
+        "hybrid_override_pattern": "MEMEM*",
+        "num_key_value_heads": 2,
+        "mamba_num_heads": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 262144,
     },
     "tiny": _QWEN3 | dict(zip(_SIZES, (128, 256, 2, 8, True), strict=True)) | {"vocab_size": 1000},
 }

@@ -78,7 +78,7 @@ def engine_and_codes(
 NO_NEW_GRAPH = (
     *("llama", "mistral", "phi3", "qwen2", "olmo2", "glm", "starcoder2-without-biases"),
     *("deepseek-v3-halves", "deepseek-v2", "mistral4"),
-    *("lfm2-tied", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "granite-hybrid-moe"),
+    *("lfm2-tied", "lfm2-moe", "qwen3.5", "qwen3.5-moe", "granite-hybrid-moe", "nemotron-h"),
 )
 
 

@@ -66,6 +66,12 @@ def scaled_down(config: dict[str, Any]) -> dict[str, Any]:
         inner = 2 * small["hidden_size"]
         changes |= {"mamba_n_heads": inner // HEAD_DIM, "mamba_d_head": HEAD_DIM, "mamba_d_state": 24}
         changes |= {"shared_intermediate_size": 56}
+    if "hybrid_override_pattern" in config:  # with a layer of attention among others, and one without an MLP
+        pattern = config["hybrid_override_pattern"]
+        first = pattern.index("*") - 3
+        changes |= {"hybrid_override_pattern": pattern[first : first + num_layers], "ssm_state_size": 24}
+        changes |= {"mamba_num_heads": 2 * config["n_groups"], "mamba_head_dim": HEAD_DIM}
+        changes |= {"moe_shared_expert_intermediate_size": 56}
     if config.get("linear_num_key_heads"):
         ratio_of_heads = config["linear_num_value_heads"] // config["linear_num_key_heads"]
         changes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * ratio_of_heads}

@@ -36,11 +36,12 @@ from tests.models.published_gemma4 import GEMMA4
 from tests.models.published_hybrid import HYBRID, WRAPPED_HYBRID
 from tests.models.published_latent import LATENT
 from tests.models.published_moe import MOE
+from tests.models.published_nemotron import NEMOTRON
 from tests.models.published_norms import NORMS, WRAPPED
 from tests.models.scaled_down import scaled_down
 from tests.models.test_forward import BLOCK_SIZE, empty_cache, step_input
 
-LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE, **LATENT, **FURTHER, **HYBRID}
+LISTED = {**SUPPORTED, **DENSE, **NORMS, **MOE, **LATENT, **FURTHER, **HYBRID, **NEMOTRON}
 PUBLISHED = {name: config for name, (config, _) in LISTED.items()} | WRAPPED | WRAPPED_DENSE | GEMMA4 | WRAPPED_HYBRID
 # Families of which fewer than three configs are published, and what there is.
 FEWER = {
@@ -73,6 +74,9 @@ WEIGHTS = {
     "Qwen3.5-397B-A17B": 397,
     "LFM2-8B-A1B": 8.34,
     "granite-4.0-h-350m": 0.34,
+    "Nemotron-H-8B-Base-8K": 8.1,
+    "NVIDIA-Nemotron-Nano-9B-v2": 8.89,
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": 31.6,
     "LFM2-1.2B": 1.17,
     "LFM2-350M": 0.354,
 }

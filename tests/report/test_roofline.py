@@ -7,17 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.config_file import read_config
 from compiled_llm.models.family import Description
+from compiled_llm.models.inputs import LayerCache, StateCache
 from compiled_llm.models.linears.quantized import Quantized
-from compiled_llm.models.registry import family
+from compiled_llm.models.registry import family, layers_of
 from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.report.roofline import ModelWork, StepWork, num_pairs, windows_of
-from compiled_llm.step.kv_cache import bytes_per_layer, bytes_per_slot
-from tests.families import CONFIGS, checkpoint, transformers_model
+from compiled_llm.step.kv_cache import allocate, bytes_per_layer, bytes_per_slot
+from tests.families import CONFIGS, HYBRID_CONFIGS, checkpoint, transformers_model
 from tests.models.quantized.test_gptq import AWQ, GPTQ
 from tests.worker import test_quantized_reader as published
 
@@ -39,33 +41,44 @@ def numbers_of(weights: Any) -> list[torch.Tensor]:
     inputs = getattr(weights, "per_layer_inputs", None)
     v_norms = [getattr(layer.attention, "v_norm", None) for layer in weights.layers]
     ones = [norm for norm in v_norms if norm is not None]
-    ones += [layer.mlp.one for layer in weights.layers if hasattr(layer, "mlp") and hasattr(layer.mlp, "one")]
+    mlps = [getattr(layer, "mlp", None) for layer in weights.layers]
+    shared = [getattr(mlp, "shared", None) for mlp in mlps]
+    ones += [part.one for part in (*mlps, *shared) if hasattr(part, "one")]
     return ones if inputs is None else [*ones, inputs.scale]
+
+
+def parameters_of(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All that a step reads, of experts all, but for the embedding, the head and tables of which it reads rows."""
+    buffers = ("correction_bias", "expert_bias", "layer_scalar")
+    parameters = dict(model.named_parameters())
+    parameters |= {key: buffer for key, buffer in model.named_buffers() if key.endswith(buffers)}
+    rows = ["transformer.wpe.weight", "model.embed_tokens_per_layer.weight"]
+    once = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+    return {key: p for key, p in parameters.items() if key not in rows and all(p is not other for other in once)}
+
+
+def weight_bytes(name: str, model: transformers.PreTrainedModel) -> int:
+    """What a step of one token reads of weights, besides a row of its embedding."""
+    layers, head = experts(description(name).weights), model.get_output_embeddings().weight
+    total = sum(parameter.nbytes for parameter in parameters_of(model).values()) + head.nbytes
+    total -= sum(layer.nbytes // layer.num_experts * (layer.num_experts - layer.top_k) for layer in layers)
+    return total + sum(tensor.nbytes for tensor in numbers_of(description(name).weights))
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_bytes_and_operations_of_one_token_are_those_of_the_model(name: str) -> None:
     model = transformers_model(name)
-    parameters = dict(model.named_parameters())
-    parameters |= {
-        key: buffer for key, buffer in model.named_buffers() if key.endswith(("correction_bias", "layer_scalar"))
-    }
+    parameters, none = dict(model.named_parameters()), torch.empty(1, 0)
     embedding = model.get_input_embeddings().weight
-    head = model.get_output_embeddings().weight
-    positions = parameters.get("transformer.wpe.weight", torch.empty(1, 0))
-    per_layer = parameters.get("model.embed_tokens_per_layer.weight", torch.empty(1, 0))
-    once = [embedding, head, positions, per_layer]
-    parameters = {name: p for name, p in parameters.items() if all(p is not other for other in once)}
+    positions = parameters.get("transformer.wpe.weight", none)
+    per_layer = parameters.get("model.embed_tokens_per_layer.weight", none)
     work = model_work(name)
     layers = experts(description(name).weights)
     step = StepWork.of([(0, 1)], work.windows, num_experts=sum(layer.top_k for layer in layers) / 2)
-    weights = sum(parameter.nbytes for parameter in parameters.values()) + head.nbytes
-    weights -= sum(layer.nbytes // layer.num_experts * (layer.num_experts - layer.top_k) for layer in layers)
-    weights += sum(tensor.nbytes for tensor in numbers_of(description(name).weights))
     rows = sum(table[0].nbytes for table in (embedding, positions, per_layer))
     config = read_config(checkpoint(name))
     readers = 1 + sum(layer.shares_cache_of == 0 for layer in family(config.architecture).layers(config))
-    assert work.bytes(step) == weights + rows + (1 + readers) * KV_BYTES  # of a key, written and read
+    assert work.bytes(step) == weight_bytes(name, model) + rows + (1 + readers) * KV_BYTES  # of a key, written and read
 
     model.set_attn_implementation("eager")  # whose products are counted
     model.set_experts_implementation("eager")
@@ -94,6 +107,25 @@ def test_what_grows_with_tokens_contexts_and_rows() -> None:
     nothing_sampled = StepWork(num_steps=1, num_tokens=8, num_keys=8, num_pairs=36)
     assert work.bytes(StepWork.of([(0, 8)])) - work.bytes(nothing_sampled) == work.head_bytes_per_step
     assert work.flops(StepWork()) == work.bytes(StepWork()) == 0
+
+
+@pytest.mark.parametrize("name", HYBRID_CONFIGS)
+def test_bytes_of_a_hybrid_model_are_those_of_its_tensors(name: str) -> None:
+    """Of a decode after 99 tokens: weights, 100 keys and values read and one written, states read and written."""
+    model, config = transformers_model(name), read_config(checkpoint(name))
+    dtypes = [torch.float32] * len(layers_of(config))
+    cache = allocate(config, dtypes, num_blocks=100, block_size=1, device=torch.device("cpu"), num_slots=2)
+    keys = sum(t.nbytes for layer in cache if isinstance(layer, LayerCache) for t in (layer.k, layer.v))
+    slots = sum(t.nbytes for layer in cache if isinstance(layer, StateCache) for t in layer if t is not None)
+    per_layer, per_slot = bytes_per_layer(config, dtypes), bytes_per_slot(config, torch.float32)
+    work = ModelWork.of(config, description(name).weights, per_layer, per_slot)
+    chosen = sum(layer.top_k for layer in experts(description(name).weights)) / 2
+    row = model.get_input_embeddings().weight[0].nbytes
+    assert keys > 0
+    assert slots > 0
+    read_and_written = keys + keys / 100 + 2 * slots / 2
+    decode = StepWork.of([(99, 1)], work.windows, num_experts=chosen)
+    assert work.bytes(decode) == weight_bytes(name, model) + row + read_and_written
 
 
 def test_states_are_read_and_written_once_a_step() -> None:

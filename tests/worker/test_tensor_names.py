@@ -34,6 +34,12 @@ def test_other_roots() -> None:
     assert by_family_names(stored, names) == {name: name for name in names}
 
 
+def test_a_body_as_transformers_names_it() -> None:
+    names = ["backbone.embeddings.weight", "backbone.layers.0.norm.weight", "lm_head.weight"]
+    stored = {name.replace("backbone.", "model."): name for name in names}
+    assert by_family_names(stored, names) == {name: name for name in names}
+
+
 def test_nothing_is_renamed_where_nothing_fits() -> None:
     assert by_family_names({"a": 1, "b.0.c": 2}, NAMES) == {"a": 1, "b.0.c": 2}
 

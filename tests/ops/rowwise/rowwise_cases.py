@@ -68,6 +68,8 @@ CASES: dict[str, Case] = {
     "gelu_tanh": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), "gelu_tanh")),
     "gated gelu": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), "gelu")),
     "gelu alone": ("activation", lambda t, r, n: (numbers(r, n, t, 2.0), "gelu")),
+    "relu2 alone": ("activation", lambda t, r, n: (numbers(r, n, t, 2.0), "relu2")),
+    "gated relu2": ("gated_activation", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), "relu2")),
     "gelu_tanh alone": ("activation", lambda t, r, n: (numbers(r, n, t, 2.0), "gelu_tanh")),
     "clamped_swiglu": ("clamped_swiglu", lambda t, r, n: (numbers(r, 2 * n, t, 2.0), 1.7, 1.5)),
     "soft_cap": ("soft_cap", lambda t, r, n: (numbers(r, n, t, 40.0), 30.0)),

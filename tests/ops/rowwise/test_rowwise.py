@@ -110,6 +110,9 @@ def test_extremes() -> None:
     assert capped[0, -1] == 30
     assert rowwise.soft_cap(torch.tensor([[float("nan")]]), 30.0).isnan().all()
     assert rowwise.gated_activation(torch.tensor([[float("nan"), 1.0]]), "silu").isnan().all()
+    squares = rowwise.activation(torch.tensor([[float("-inf"), -1e30, -0.0, 3.0, float("inf"), float("nan")]]), "relu2")
+    assert squares[0, :5].tolist() == [0.0, 0.0, 0.0, 9.0, float("inf")]
+    assert squares[0, 5].isnan()
     peak, log_total = rowwise.log_sum_exp(torch.tensor([[3.0, float("-inf"), 3.0]]))
     assert peak.item() == 3
     assert log_total.item() == pytest.approx(0.6931472)

@@ -76,6 +76,11 @@ def extremes(device: str = "cpu") -> None:
     assert capped[0, -1] == 30
     assert triton_rowwise.soft_cap(nan[:, :1], 30.0).isnan().all()
     assert triton_rowwise.gated_activation(nan, "silu").isnan().all()
+    squares = triton_rowwise.activation(
+        torch.tensor([[float("-inf"), -1e30, -0.0, 3.0, float("inf")]]).to(device), "relu2"
+    )
+    assert squares.tolist() == [[0.0, 0.0, 0.0, 9.0, float("inf")]]
+    assert triton_rowwise.activation(nan[:, :1], "relu2").isnan().all()
     peak, log_total = triton_rowwise.log_sum_exp(torch.tensor([[3.0, float("-inf"), 3.0]], device=device))
     assert peak.item() == 3
     assert log_total.item() == pytest.approx(0.6931472)
@@ -221,8 +226,8 @@ REFUSED: list[tuple[Callable, str]] = [
     (lambda op: op.rope(torch.ones(2, 64), torch.ones(1, 8), None, None, 4, 2, 0.0), "cos_sin must be"),
     (lambda op: op.rope(torch.ones(2, 64), torch.ones(2, 8), torch.ones(8), None, 4, 2, 0.0), "or both None"),
     (lambda op: op.gated_activation(torch.ones(2, 7), "silu"), "even number of columns"),
-    (lambda op: op.gated_activation(ONES, "relu"), "must be silu or gelu_tanh or gelu, got relu"),
-    (lambda op: op.activation(ONES, "relu"), "activation: activation must be silu or gelu_tanh or gelu, got relu"),
+    (lambda op: op.gated_activation(ONES, "relu"), "must be silu or gelu_tanh or gelu or relu2, got relu"),
+    (lambda op: op.activation(ONES, "relu"), "activation: activation must be silu or gelu_tanh or gelu or relu2, got"),
     (lambda op: op.layer_norm(ONES, torch.ones(8), torch.ones(9), 1e-6), r"layer_norm: a weight must be .*\[8\]"),
     (lambda op: op.layer_norm(ONES.half(), torch.ones(8), torch.ones(8), 1e-6), "weight and bias must be of"),
     (lambda op: op.gated_rms_norm(ONES, ONES[:1], ONES[0], 1e-6, 4, True), "gate must be like x"),

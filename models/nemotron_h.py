@@ -1,0 +1,240 @@
+"""Nemotron-H and Nemotron 3: blocks of Mamba-2, attention, an MLP or experts (NVIDIA, 2025, arXiv:2504.03624).
+
+A block of the checkpoint has one of these, a norm before it and a sum behind. A layer here is a block that mixes tokens
+and the MLP or the experts behind it, if these come next. Positions are known by the order alone: nothing is turned.
+"""
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_llm.models import llama
+from compiled_llm.models.config import FULL, ModelConfig
+from compiled_llm.models.family import Family, MixedLayers
+from compiled_llm.models.inputs import KVCache, StepInput
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
+from compiled_llm.models.layers.decoder import LayerWeights, decoder_layers
+from compiled_llm.models.layers.mamba import MambaSizes, MambaWeights, take_mamba
+from compiled_llm.models.layers.mlp import PlainMlpWeights
+from compiled_llm.models.layers.moe import (
+    Gate,
+    Latent,
+    MoeWeights,
+    Router,
+    Shared,
+    check_grouped_router,
+    experts_block,
+    grouped_router,
+)
+from compiled_llm.models.linears.protocol import Part
+from compiled_llm.models.llama import Weights
+from compiled_llm.models.rope_config import Rope
+from compiled_llm.models.weights import Source
+
+MAMBA, MLP, EXPERTS = "linear_attention", "mlp", "moe"
+MIXERS = (MAMBA, FULL)
+RELU2 = Gate("relu2", is_gated=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class NemotronHConfig(ModelConfig):
+    layers_block_type: tuple[str, ...] = ()
+    mlp_bias: bool = False
+    use_bias: bool = False  # of Mamba's projections
+    use_conv_bias: bool = True
+    mamba_num_heads: int = 128
+    mamba_head_dim: int = 64
+    n_groups: int = 8
+    ssm_state_size: int = 128
+    conv_kernel: int = 4
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+    n_routed_experts: int = 8
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 7688
+    moe_shared_expert_intermediate_size: int = 7688
+    moe_latent_size: int | None = None
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tie_word_embeddings:
+            raise ValueError("config.json: tie_word_embeddings must be false, as transformers' model is, given true")
+        self._check_blocks()
+        self.mamba.check(("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"))
+        limits = self.time_step_limit
+        if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
+            raise ValueError(
+                f"config.json: time_step_limit must be the least and the largest time step, given {limits!r:.100}"
+            )
+        if EXPERTS in self.layers_block_type:
+            check_grouped_router(self)
+            latent = () if self.moe_latent_size is None else ("moe_latent_size",)
+            for name in ("moe_intermediate_size", "moe_shared_expert_intermediate_size", *latent):
+                if not 0 < getattr(self, name) <= 2**24:
+                    raise ValueError(f"config.json: {name} must be at least 1, given {getattr(self, name)!r:.100}")
+
+    def _check_blocks(self) -> None:
+        kinds, allowed = self.layers_block_type, {*MIXERS, MLP, EXPERTS}
+        mixes = [kind in MIXERS for kind in kinds]
+        if not allowed.issuperset(kinds) or not all(mixes[i] or (i and mixes[i - 1]) for i in range(len(kinds))):
+            raise ValueError(
+                "config.json: layers_block_type must be 'mamba' or 'attention', each of which may have one 'mlp' or "
+                f"'moe' behind it, given {kinds!r:.200}"
+            )
+
+    @property
+    def blocks(self) -> tuple[tuple[int, int | None], ...]:
+        """Of each layer, the number of the block that mixes tokens, and that of the MLP or experts behind it."""
+        kinds = (*self.layers_block_type, MAMBA)
+        mixers = [i for i, kind in enumerate(self.layers_block_type) if kind in MIXERS]
+        return tuple((i, None if kinds[i + 1] in MIXERS else i + 1) for i in mixers)
+
+    @property
+    def mamba(self) -> MambaSizes:
+        return MambaSizes(
+            self.mamba_num_heads, self.mamba_head_dim, self.n_groups, self.ssm_state_size, self.conv_kernel
+        )
+
+    @property
+    def router(self) -> Router:
+        return grouped_router(self)
+
+
+class MixtureWeights(NamedTuple):
+    routed: MoeWeights
+    shared: Shared
+
+
+def take_attention(config: NemotronHConfig, source: Source, name: str) -> AttentionWeights:
+    """The attention whose tensors' names begin with ``name``."""
+    d, h = config.hidden_size, config.head_dim
+    heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
+    return AttentionWeights(
+        qkv=source.linear(*(Part(f"{name}.{x}_proj", n * h, d) for x, n in heads.items())),
+        o=source.linear(Part(f"{name}.o_proj", d, config.num_heads * h)),
+    )
+
+
+def take_state(config: NemotronHConfig, source: Source, name: str) -> MambaWeights:
+    """The same of Mamba-2."""
+    d, bias, convolution_bias = config.hidden_size, config.use_bias, config.use_conv_bias
+    return take_mamba(config.mamba, source, name, d, bias=bias, convolution_bias=convolution_bias)
+
+
+def take_mlp(config: NemotronHConfig, source: Source, name: str, inner: int | None = None) -> PlainMlpWeights:
+    """The same of an MLP of ``inner`` elements, by default ``intermediate_size``."""
+    d, inner, bias = config.hidden_size, inner or config.intermediate_size, config.mlp_bias
+    return PlainMlpWeights(
+        up=source.linear(Part(f"{name}.up_proj", inner, d, bias)),
+        down=source.linear(Part(f"{name}.down_proj", d, inner, bias)),
+    )
+
+
+def take_experts(config: NemotronHConfig, source: Source, name: str) -> MixtureWeights:
+    """The same of experts, and of the MLP that all tokens use."""
+    d, inner, top_k = config.hidden_size, config.moe_intermediate_size, config.num_experts_per_tok
+    size, latent = config.moe_latent_size or d, None
+    if config.moe_latent_size is not None:
+        latent = Latent(
+            source.linear(Part(f"{name}.fc1_latent_proj", size, d, config.mlp_bias)),
+            source.linear(Part(f"{name}.fc2_latent_proj", d, size, config.mlp_bias)),
+        )
+    count = config.n_routed_experts
+    each = [f"{name}.experts.{e}" for e in range(count)]
+    routed = MoeWeights(
+        router=source.linear(Part(f"{name}.gate", count, d), dtype=torch.float32),
+        gate_up=source.experts([[Part(f"{e}.up_proj", inner, size)] for e in each], top_k),
+        down=source.experts([[Part(f"{e}.down_proj", size, inner)] for e in each], top_k),
+        used=source.used_experts(),
+        choice_bias=source.tensor(f"{name}.gate.e_score_correction_bias", (count,), dtype=torch.float32),
+        latent=latent,
+    )
+    shared = take_mlp(config, source, f"{name}.shared_experts", config.moe_shared_expert_intermediate_size)
+    return MixtureWeights(routed, Shared(shared, source.ones(1)))
+
+
+_TAKE = {MAMBA: take_state, FULL: take_attention, MLP: take_mlp, EXPERTS: take_experts}
+
+
+def take(config: NemotronHConfig, source: Source) -> Weights:
+    """The weights."""
+
+    def norm(block: int) -> Tensor:
+        return source.norm(f"backbone.layers.{block}.norm", config.hidden_size, in_float32=True)
+
+    def mixer(block: int) -> Any:
+        return _TAKE[config.layers_block_type[block]](config, source, f"backbone.layers.{block}.mixer")
+
+    embedding, head = source.embedding_and_head(
+        "backbone.embeddings", "lm_head", config.vocab_size, config.hidden_size, tied=False
+    )
+    return Weights(
+        embedding=embedding,
+        layers=tuple(
+            LayerWeights(norm(first), mixer(first), *((None, None) if mlp is None else (norm(mlp), mixer(mlp))))
+            for first, mlp in config.blocks
+        ),
+        final_norm=source.norm("backbone.norm_f", config.hidden_size, in_float32=True),
+        head=head,
+        ropes=(),
+    )
+
+
+def layers(config: NemotronHConfig) -> MixedLayers:
+    """Each layer's attention or state."""
+    attention = AttentionSpec(
+        config.num_heads, config.num_kv_heads, config.head_dim, scale=config.head_dim**-0.5, rotary=False
+    )
+    state = config.mamba.spec(config.time_step_limit)
+    kinds = [config.layers_block_type[first] for first, _ in config.blocks]
+    return tuple(state if kind == MAMBA else attention for kind in kinds)
+
+
+def forward(
+    weights: Weights, step: StepInput, kv_cache: KVCache, config: Any, layers: MixedLayers, max_query_len: int
+) -> Tensor:
+    """What ``head`` takes, ``[T, D]``; the step's keys, values and states go to ``kv_cache``."""
+
+    def mixed(
+        x: Tensor, delta: Tensor | None, norm: Any, eps: float, w: MixtureWeights
+    ) -> tuple[Tensor, Tensor | None]:
+        return experts_block(x, delta, norm, eps, w.routed, step, config.router, RELU2, w.shared)
+
+    return decoder_layers(
+        weights.embedding.rows(step.input_ids), weights.layers, step, kv_cache, layers, max_query_len,
+        eps=config.rms_norm_eps,
+        activation=RELU2.activation,
+        experts=mixed,
+    )  # fmt: skip
+
+
+def no_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+    """Nothing is turned by its position, whatever the file says of angles."""
+    return ()
+
+
+FAMILY = Family(
+    "NemotronHConfig",
+    NemotronHConfig,
+    take,
+    layers,
+    forward,
+    llama.head,
+    requires={
+        "mlp_hidden_act": ("relu2",),
+        "mamba_hidden_act": ("silu", "swish"),
+        "norm_topk_prob": (True,),
+    },
+    read_ropes=no_ropes,
+    old_fields=(
+        "layer_norm_epsilon",
+        "hybrid_override_pattern",
+        *("mamba_n_groups", "mamba_d_conv", "mamba_dt_limit", "mamba_conv_bias"),
+    ),
+    sizes=lambda config: {"rms_norm_eps": config.layer_norm_epsilon},
+)
