@@ -91,6 +91,9 @@ void clear_padding(const StepRows& rows, const Tensor& out, int64_t row_bytes) {
   clear(rows.starts[rows.requests], rows.tokens);
 }
 
+// The first address from `x` on where a cache line begins.
+float* line_of(float* x) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(x) + 63) / 64 * 64); }
+
 // work(request, head, begin, end, scratch) for each request with tokens and each head: for all blocks of a head, or for one
 // where there are few heads.
 template <class Problem, class Work>
@@ -98,10 +101,11 @@ void for_heads(const Problem& p, int64_t heads, const Work& work) {
   const int64_t blocks = p.blocks(), pairs = p.rows.requests * heads;
   const int64_t parts = pairs < 4 * num_threads() ? blocks : 1, size = blocks / parts;
   parallel_for(0, pairs * parts, 1, [&](int64_t begin, int64_t end) {
-    const std::unique_ptr<float[]> scratch(new float[p.scratch(size)]);
+    const std::unique_ptr<float[]> memory(new float[p.scratch(size) + kLanes]);
+    float* const scratch = line_of(memory.get());
     for (int64_t item = begin; item < end; ++item) {
       const int64_t r = item / parts / heads, head = item / parts % heads, part = item % parts;
-      if (p.rows.length(r) > 0) work(r, head, part * size, (part + 1) * size, scratch.get());
+      if (p.rows.length(r) > 0) work(r, head, part * size, (part + 1) * size, scratch);
     }
   });
 }

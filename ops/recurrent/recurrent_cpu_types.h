@@ -11,6 +11,7 @@ constexpr int64_t kChannels = 128;      // of a short convolution, at once
 constexpr int64_t kColumns = 32;        // of a head's state, at once: 16 KiB with 128 rows
 constexpr int64_t kRows = 32;           // of a head's state in a scan, at once
 constexpr int64_t kTile = 32;           // tokens whose keys and queries are prepared at once
+constexpr int64_t kScanTile = 16;       // tokens of a scan at once
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -27,10 +28,13 @@ struct StepRows {
   bool wants(int64_t r, int64_t w, int64_t after) const {
     return write_after[r * writes + w] == after && slot(r, w) != 0;
   }
-  bool any_wants(int64_t r, int64_t after) const {
-    for (int64_t w = 0; w < writes; ++w)
-      if (wants(r, w, after)) return true;
-    return false;
+  // Of the `count` tokens of a request after the first `done`, those up to the next wanted write, or all.
+  int64_t until_write(int64_t r, int64_t done, int64_t count) const {
+    for (int64_t w = 0; w < writes; ++w) {
+      const int64_t after = write_after[r * writes + w] - done;
+      if (slot(r, w) != 0 && after > 0 && after < count) count = after;
+    }
+    return count;
   }
 };
 
@@ -82,7 +86,7 @@ struct Mamba2 {
 
   int64_t blocks() const { return ceil_div(head_dim, kRows); }
   int64_t padded() const { return ceil_div(size, kLanes) * kLanes; }
-  int64_t scratch(int64_t blocks) const { return (2 * kTile + blocks * kRows) * padded(); }
+  int64_t scratch(int64_t blocks) const { return (2 * kScanTile + blocks * kRows) * padded(); }
   float* at(int64_t slot, int64_t head) const { return state + (slot * heads + head) * head_dim * size; }
 };
 
