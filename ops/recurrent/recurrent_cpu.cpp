@@ -18,7 +18,7 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kGrain = 1 << 14;  // elements: with fewer, waking a thread takes longer than the work
+constexpr int64_t kGrain = 1 << 15;  // elements: with fewer, waking a thread takes longer than the work
 
 void check(const char* op, const Tensor& x, const char* name, Dtype dtype, Shape shape) {
   CHECK_VALUE(x.sizes() == shape && x.dtype() == dtype && x.is_cpu(), op, ": ", name, " must be ", shape, " of ", dtype,

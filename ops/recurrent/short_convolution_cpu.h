@@ -28,22 +28,34 @@ TARGET void turn_weights(const T* weight, int64_t width, int64_t count, float (*
     for (int64_t j = 0; j < width; ++j) turned[j][c] = static_cast<float>(weight[c * width + j]);
 }
 
+// Asks for `count` numbers to be brought into the cache.
+template <class T>
+INLINE void fetch(const T* from, int64_t count) {
+  for (int64_t i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+}
+
 template <class T>
 TARGET void convolution(const Convolution& p, int64_t channel, int64_t begin, int64_t end) {
   const int64_t count = std::min(kChannels, p.channels - channel), width = p.width;
-  float weights[kMostWidth][kChannels], bias[kChannels] = {};
+  // A decode waits for memory: what the channels after these need comes meanwhile.
+  const int64_t next = std::min(kChannels, p.channels - channel - count);
+  fetch(static_cast<const T*>(p.weight) + (channel + count) * width, next * width);
+  alignas(64) float weights[kMostWidth][kChannels], bias[kChannels] = {};
   turn_weights(static_cast<const T*>(p.weight) + channel * width, width, count, weights);
   if (p.bias != nullptr)
     for_vectors(count, [&](int64_t i, int64_t n) __attribute__((always_inline)) TARGET {
       store(bias + i, load_floats(static_cast<const T*>(p.bias) + channel + i, n));
     });
   // The last inputs in turns: that of a row's token t is at (t + width - 1) % width, those of the state before them.
-  float inputs[kMostWidth][kChannels];
+  alignas(64) float inputs[kMostWidth][kChannels];
   for (int64_t r = begin; r < end; ++r) {
     const int64_t first = p.rows.first(r), length = p.rows.length(r);
     const auto slot = [&](int64_t s) {
       return static_cast<T*>(p.state) + s * (width - 1) * p.channels + channel;
     };
+    const bool more = r + 1 < end;
+    const T* later = slot(p.rows.read_slot[more ? r + 1 : begin]) + (more ? 0 : count);
+    for (int64_t j = 0; length == 1 && j < width - 1; ++j) fetch(later + j * p.channels, more ? count : next);
     for (int64_t j = 0; length > 0 && j < width - 1; ++j)
       for_vectors(count, [&](int64_t i, int64_t n) __attribute__((always_inline)) TARGET {
         store(inputs[j] + i,
