@@ -42,7 +42,7 @@ class Forks:
         num_blocks = -(-count // self.block_size)
         if not num_blocks or len(parent.block_ids) < num_blocks:  # it was preempted, or its blocks were taken back
             return
-        # A state is that of all the parent's tokens. Where a child starts earlier, it looks for a snapshot.
+        # Where a child starts with tokens after which the parent kept no state, it looks for a snapshot.
         if not self.states.fork(parent, child, count):
             return
         if not self.places.fork(parent, child, count):
@@ -66,6 +66,7 @@ class Forks:
     def end_forking(self, request: Request) -> None:
         """``request`` will not be forked any more."""
         request.keeps_blocks = False
+        self.states.end_forking(request)
         if request in self.kept:
             self._take_back(request, self.kept)
 

@@ -138,6 +138,8 @@ class HeldState:
         drafted: while a step verifies drafts: its state after each token of that step.
         snapshots: (tokens, slot) that steps in flight write, to be published with their blocks.
         wanted: where the next snapshot is of use to others that share the prefix, in tokens; 0: nowhere.
+        before_last: its state before the last token of its prompt, for forks that compute that token themselves; 0: it
+            is not kept.
         own_snapshot: the digest of the snapshot of its own output; b"": there is none.
     """
 
@@ -146,9 +148,11 @@ class HeldState:
     drafted: list[int] = dataclasses.field(default_factory=list)
     snapshots: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     wanted: int = 0
+    before_last: int = 0
     own_snapshot: bytes = b""
 
     def slots(self) -> list[int]:
         """All that it needs, some twice."""
         targets = [self.target] if self.target and self.target != self.slot else []
-        return [slot for slot in (self.slot, *targets, *self.drafted, *(slot for _, slot in self.snapshots)) if slot]
+        held = self.slot, self.before_last, *targets, *self.drafted, *(slot for _, slot in self.snapshots)
+        return [slot for slot in held if slot]

@@ -3,9 +3,10 @@
 What ``RunningSet`` does with blocks is done here with slots of a ``StatePool``. Where that has none, nothing is done.
 
 A step reads each request's state from one slot and writes it to one: to the same, if nobody else needs what is there.
-Besides, it writes snapshots at the ends of full blocks: where a prompt's last full block ends, where another request
-waits for one or found its prefix computed but no snapshot, and where a decode passes such an end. A request keeps no
-more than one snapshot of its own output; those of prompts stay until their slots are needed.
+A request that is about to be forked also keeps the state before the last token of its prompt, which its forks compute
+themselves. Besides, a step writes snapshots at the ends of full blocks: where a prompt's last full block ends, where
+another request waits for one or found its prefix computed but no snapshot, and where a decode passes such an end. A
+request keeps no more than one snapshot of its own output; those of prompts stay until their slots are needed.
 """
 
 from collections import Counter
@@ -15,7 +16,7 @@ from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler_output import SchedulerOutputBuilder
 from compiled_llm.scheduling.state_pool import HeldState, StatePool
 
-MOST_SNAPSHOTS = 2  # that a step writes for a request besides its state
+MOST_SNAPSHOTS = 2  # states that a step writes for a request besides its own
 
 
 class StateSlots:
@@ -123,8 +124,10 @@ class StateSlots:
             writes = [(target, 1), *((slot, 2 + place) for place, slot in enumerate(held.drafted))]
             if not held.drafted:
                 writes = [(target, count)]
+                writes += self._before_last(request, start, start + count, reserve)
                 if self.keeps_snapshots:
-                    writes += self._snapshots(request, start, start + count, target, ends, reserve)
+                    most = 1 + MOST_SNAPSHOTS - len(writes)
+                    writes += self._snapshots(request, start, start + count, target, ends, reserve, most)
             output.states.reads.append(held.slot)
             output.states.writes.append(tuple(writes))
             if held.slot and held.slot != target:
@@ -136,10 +139,22 @@ class StateSlots:
         for slot in left:
             self.pool.free(slot)
 
+    def _before_last(self, request: Request, start: int, end: int, reserve: int) -> list[tuple[int, int]]:
+        """(slot, tokens of the step) of the state before the last token of a prompt, if it is to be kept for forks."""
+        last = len(request.prompt_token_ids) - 1
+        is_snapshot = self.keeps_snapshots and last % self.block_size == 0
+        if not request.keeps_blocks or is_snapshot or not start < last < end or self.pool.num_free <= reserve:
+            return []
+        slot = self.pool.allocate()
+        assert slot is not None
+        assert not request.state.before_last
+        request.state.before_last = slot
+        return [(slot, last - start)]
+
     def _snapshots(
-        self, request: Request, start: int, end: int, target: int, awaited: Sequence[int], reserve: int
+        self, request: Request, start: int, end: int, target: int, awaited: Sequence[int], reserve: int, most: int
     ) -> list[tuple[int, int]]:
-        """(slot, tokens of the step) of the snapshots that a step writes besides the state itself."""
+        """(slot, tokens of the step) of up to ``most`` snapshots that a step writes besides the state itself."""
         held, size = request.state, self.block_size
         writes: list[tuple[int, int]] = []
         last = end - end % size
@@ -153,7 +168,7 @@ class StateSlots:
             if tokens == end:
                 self.pool.share(target)
                 held.snapshots.append((tokens, target))
-            elif self.pool.num_free > reserve and len(writes) < MOST_SNAPSHOTS:
+            elif self.pool.num_free > reserve and len(writes) < most:
                 slot = self.pool.allocate()
                 assert slot is not None
                 held.snapshots.append((tokens, slot))
@@ -237,15 +252,25 @@ class StateSlots:
         self.free_host(request)
 
     def fork(self, parent: Request, child: Request, count: int) -> bool:
-        """``child`` gets the state after ``count`` tokens. False: ``parent`` has another one."""
+        """``child`` gets the state after ``count`` tokens. False: ``parent`` has none of these."""
         if not self.are_used:
             return True
         held = parent.state
-        if held.drafted or held.target or not held.slot or count != parent.num_computed_tokens:
-            return False
-        self.pool.share(held.slot)
-        child.state = HeldState(held.slot)
+        slot = held.before_last if count == len(parent.prompt_token_ids) - 1 else 0
+        if not slot:
+            if held.drafted or held.target or not held.slot or count != parent.num_computed_tokens:
+                return False
+            slot = held.slot
+        self.pool.share(slot)
+        child.state = HeldState(slot)
         return True
+
+    def end_forking(self, request: Request) -> None:
+        """``request`` will not be forked any more."""
+        held = request.state
+        if held.before_last:
+            self.pool.free(held.before_last)
+            held.before_last = 0
 
     # -- Invariants
 

@@ -159,9 +159,31 @@ def test_forks_share_the_state_that_they_go_on_from() -> None:
     assert len(set(reads)) == 1
 
 
-def test_a_fork_that_starts_earlier_looks_for_a_snapshot() -> None:
-    """Continuations of one prompt compute its last token themselves, from the end of its last full block before it."""
-    scheduler = scheduler_with_states()
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_continuations_share_the_state_before_the_last_token(prefix_caching: bool) -> None:
+    """They compute the prompt's last token themselves, whatever their parent computes meanwhile."""
+    scheduler = scheduler_with_states(prefix_caching=prefix_caching)
+    engine = FakeEngine(scheduler)
+    parent = make_request("parent", list(range(12)), 5, keeps_blocks=True)
+    add(scheduler, parent)
+    engine.step()
+    engine.step()
+    children = [make_request(f"child {n}", parent.prompt_token_ids, 4) for n in range(3)]
+    for child in children:
+        scheduler.fork(parent, child)
+        assert child.num_computed_tokens == 11
+    scheduler.end_forking(parent)
+    engine.run()
+    for request in (parent, *children):
+        check_result(request)
+    states = scheduler.pool.states
+    assert states.num_used == 0
+
+
+@pytest.mark.parametrize(("arguments", "found"), [({"max_num_batched_tokens": 11}, 8), ({"num_slots": 2}, 0)])
+def test_a_fork_without_a_state_to_share_looks_for_a_snapshot(arguments: dict[str, int], found: int) -> None:
+    """Where a step computed the last token alone; where slots are scarce, it may find none."""
+    scheduler = scheduler_with_states(**{"max_num_seqs": 1, **arguments})
     engine = FakeEngine(scheduler)
     parent = make_request("parent", list(range(12)), 2, keeps_blocks=True)
     serve(engine, parent)
@@ -171,7 +193,7 @@ def test_a_fork_that_starts_earlier_looks_for_a_snapshot() -> None:
     scheduler.end_forking(parent)
     engine.run()
     check_result(child)
-    assert child.num_cached_tokens == 8
+    assert child.num_cached_tokens == found
 
 
 def test_a_snapshot_goes_with_its_block() -> None:
