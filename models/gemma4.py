@@ -15,7 +15,7 @@ from compiled_llm.models.config import FULL, SLIDING, WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.gemma2 import rounded
 from compiled_llm.models.inputs import KVCache, LayerCache, StepInput
-from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attend
+from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights, attend, attended
 from compiled_llm.models.layers.mlp import MlpWeights, mlp_block
 from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, mixture_of_experts
 from compiled_llm.models.layers.norm import added
@@ -24,7 +24,8 @@ from compiled_llm.models.linears.fused import activated_linear, added_linear, no
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import rms_norm, rope, rope_with_values, scaled_sum, soft_cap, sum_of_norms
+from compiled_llm.ops import rms_norm, scaled_sum, soft_cap, sum_of_norms
+from compiled_llm.ops.attention.heads import turned_heads
 
 _ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
@@ -119,7 +120,7 @@ class PerLayerWeights(NamedTuple):
 
 class LayerWeights(NamedTuple):
     input_norm: Tensor  # [D] float32, as all norms where nothing else is said
-    attention: AttentionWeights  # its qkv has no values where keys are values, and queries alone where those are shared
+    attention: AttentionWeights
     attention_norm: Tensor  # [D], of what attention gave
     mlp_norm: Tensor  # [D]
     mlp: MlpWeights
@@ -284,17 +285,17 @@ def _attended(
     eps: float,
     max_query_len: int,
     shared: tuple[Tensor, Tensor] | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """What ``w.o`` takes, after ``w.qkv`` gave ``qkv``; and keys and values: ``shared``, or the layer's own."""
-    if shared is None:
-        assert w.q_norm is not None
-        assert w.k_norm is not None
-        assert w.v_norm is not None
-        norms = w.q_norm, w.k_norm, w.v_norm
-        q, k, v = rope_with_values(qkv, cos_sin, *norms, spec.num_heads, spec.num_kv_heads, eps)
-        shared = k, v
-    else:
-        q, _ = rope(qkv, cos_sin, w.q_norm, w.q_norm, spec.num_heads, 0, eps)
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """What ``w.o`` takes, after ``w.qkv`` gave ``qkv``; and keys and values: ``shared``, or the layer's own.
+
+    A CPU's op writes before it reads, so it is given them again. On a GPU nobody needs them who reads the cache: None.
+    """
+    if qkv.is_cuda:
+        return attended(qkv, w, cos_sin, cache, step, spec, eps, max_query_len), None
+    norms = w.q_norm, w.k_norm, w.v_norm
+    q, k, v = turned_heads(qkv, cos_sin, *norms, None, spec.num_heads, spec.num_kv_heads, eps)
+    shared = (k, v) if k is not None and v is not None else shared
+    assert shared is not None
     return attend(q, *shared, cache, step, spec, max_query_len), shared
 
 
@@ -324,7 +325,7 @@ def forward(
     x = x * rounded(config.hidden_size**0.5, x.dtype)
     inputs = _per_layer_inputs(weights, x, step, config)
     angles = [rope_cos_sin(step.positions, table) for table in weights.ropes]
-    keys_values: list[tuple[Tensor, Tensor]] = []
+    keys_values: list[tuple[Tensor, Tensor] | None] = []
     # What is still to be added to x: its norm; and then what the sum is multiplied by.
     delta: Tensor | None = None
     delta_norm: Tensor | None = None

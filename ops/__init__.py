@@ -16,6 +16,7 @@ from compiled_llm.ops.linear.fused_quantized_linear import fused_quantized_linea
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8, quantized_linear_a8
+from compiled_llm.ops.moe.fused_quantized_experts import gated_quantized_experts, summed_quantized_experts
 from compiled_llm.ops.moe.grouped_linear import (
     grouped_gated_linear,
     grouped_linear,
@@ -30,7 +31,6 @@ from compiled_llm.ops.recurrent.short_convolution import short_convolution
 from compiled_llm.ops.recurrent.state_rows import StateRows
 from compiled_llm.ops.rowwise.kept_rows import keep_rows
 from compiled_llm.ops.rowwise.qk_norm import qk_norm
-from compiled_llm.ops.rowwise.rope_with_values import rope_with_values
 from compiled_llm.ops.rowwise.rowwise import (
     activation,
     add_layer_norm,
@@ -46,7 +46,7 @@ from compiled_llm.ops.rowwise.rowwise import (
     sigmoid_gated,
     soft_cap,
 )
-from compiled_llm.ops.rowwise.sum_of_norms import sum_of_norms
+from compiled_llm.ops.rowwise.sum_of_norms import norm_of_sum, sum_of_norms
 from compiled_llm.ops.sampling.token_sampling import greedy_tokens, keep_greedy_tokens, sample_tokens, uniform
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "fused_quantized_linear_a8",
     "gated_activation",
     "gated_delta_rule",
+    "gated_quantized_experts",
     "gated_rms_norm",
     "greedy_tokens",
     "grouped_gated_linear",
@@ -82,6 +83,7 @@ __all__ = [
     "layer_norm",
     "log_sum_exp",
     "mamba2_scan",
+    "norm_of_sum",
     "pack_rows",
     "pack_weight",
     "packed_linear",
@@ -92,7 +94,6 @@ __all__ = [
     "quantized_linear_a8",
     "rms_norm",
     "rope",
-    "rope_with_values",
     "rotary_attention",
     "rotary_decode_attention",
     "route",
@@ -104,6 +105,7 @@ __all__ = [
     "sigmoid_gated",
     "soft_cap",
     "sum_of_norms",
+    "summed_quantized_experts",
     "uniform",
     "unpack_rows",
     "weighted_sum",

@@ -34,8 +34,7 @@ class AttentionSpec:
         window: keys that a query sees, itself included; 0: all before it.
         sink_tokens: of a stream: its first tokens, which a query sees besides its window; the table has no others.
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)``; 0: they stay as they are.
-        shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own. The
-            op writes before it reads, so such a layer gives it the step's keys and values of that earlier one.
+        shares_cache_of: the earlier layer whose keys and values this one reads; None: it has a cache of its own.
         rotary: whether queries and keys are turned by their positions.
         window_table: which of the step's ``windows`` says where the layer's keys are; None: the step's own table does.
             Set by the engine.
@@ -158,7 +157,7 @@ def make_plans(mixed: Sequence[Spec], step: StepInput, kv_cache: KVCache, q_byte
 
 
 class AttentionWeights(NamedTuple):
-    qkv: Linear  # [(N + 2 * K) * H, D]
+    qkv: Linear  # [(N + 2 * K) * H, D]; without values where keys are values, and queries alone where those are shared
     o: Linear  # [D, N * H]
     # For families that normalise queries and keys: [H], of each head; or [N * H] and [K * H], of all heads together.
     q_norm: Tensor | None = None
@@ -181,7 +180,7 @@ def attended(
     """What the layer ``w.o`` takes, ``[T, N * H]``. Also writes this step's keys and values to the cache.
 
     Args:
-        qkv: what the layer ``w.qkv`` gave.
+        qkv: what the layer ``w.qkv`` gave, as ``rotary_attention`` takes it.
         cos_sin: ``[T, H]`` float32, see ``rope_cos_sin``; None where no layer turns its heads.
         eps: of the norms of queries and keys, where there are some.
         max_query_len: an upper bound of the tokens of a request in this step.
@@ -191,9 +190,9 @@ def attended(
     if q_norm is not None and k_norm is not None and len(q_norm) > spec.head_dim:
         qkv = qk_norm(qkv, q_norm, k_norm, eps)
         q_norm = k_norm = None
-    assert w.v_norm is None, "a family whose values have norms has a block of its own"
     if not spec.rotary:
         assert q_norm is None, "the op that turns heads normalises them, too"
+        assert w.v_norm is None, "likewise"
         heads = qkv.unflatten(-1, (-1, spec.head_dim))
         q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if query_scale is not None:
@@ -202,12 +201,12 @@ def attended(
     assert cos_sin is not None
     if spec.plan is not None:
         out = rotary_decode_attention(
-            qkv, cos_sin, q_norm, k_norm, query_scale, *cache, step.plans[spec.plan],
+            qkv, cos_sin, q_norm, k_norm, w.v_norm, query_scale, *cache, step.plans[spec.plan],
             num_heads=spec.num_heads, eps=eps, **_scores(spec, w.sinks),
         )  # fmt: skip
         return out.flatten(1)
     out = rotary_attention(
-        qkv, cos_sin, q_norm, k_norm, query_scale, *where_keys_are(cache, step, spec),
+        qkv, cos_sin, q_norm, k_norm, w.v_norm, query_scale, *where_keys_are(cache, step, spec),
         num_heads=spec.num_heads, eps=eps, **_how(spec, max_query_len, w.sinks),
     )  # fmt: skip
     return out.flatten(1)

@@ -34,8 +34,7 @@ def added(
     if delta is None:
         assert scale is None, "of a sum"
         return x
-    delta = delta if delta_norm is None else ops.rms_norm(delta, delta_norm, eps)
-    return x + delta if scale is None else ops.scaled_sum(x, delta, scale)
+    return ops.sum_of_norms(x, None, delta, delta_norm, eps, scale)
 
 
 def add_norm(
@@ -47,11 +46,13 @@ def add_norm(
     scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``added`` and its norm, two ``[T, D]``; without a ``norm`` twice the same. ``scale``: as that of ``added``."""
-    if delta is None or norm is None or scale is not None:
+    if delta is None or norm is None:
         x = added(x, delta, eps, delta_norm, scale)
         return x, x if norm is None else normed(x, norm, eps)
-    if delta_norm is not None:
-        delta = ops.rms_norm(delta, delta_norm, eps)
     if isinstance(norm, LayerNorm):
+        assert delta_norm is None, "no family has it beside layer norms"
+        assert scale is None, "likewise"
         return ops.add_layer_norm(x, delta, norm.weight, norm.bias, eps)
-    return ops.add_rms_norm(x, delta, norm, eps)
+    if delta_norm is None and scale is None:
+        return ops.add_rms_norm(x, delta, norm, eps)
+    return ops.norm_of_sum(x, delta, delta_norm, norm, eps, scale)

@@ -3,7 +3,7 @@
 On a GPU these are one launch where the rows are few. Products of plain weights take in all of it
 (``ops/linear/fused_linear.py``), and a gated activation up to a few hundred rows, unless a file that was measured on
 this GPU says otherwise (``ops/linear/product_choices.py``). Exact ones and those of quantised
-weights take in an RMS norm, a gated activation and a sum (``exact_linear.py``, ``fused_quantized_linear.py``).
+weights take in all but a sum before the norm and a layer norm (``exact_linear.py``, ``fused_quantized_linear.py``).
 Elsewhere each is an op of its own, and a sum is left to the norm that follows, with which it is one op. Both round at
 the same places.
 """
@@ -28,6 +28,7 @@ from compiled_llm.ops import (
     gated_activation,
 )
 from compiled_llm.ops.linear.product_choices import MAX_ROWS, is_fused
+from compiled_llm.ops.linear.surroundings import Surroundings
 
 
 def _is_halved_on_gpu(x: Tensor) -> bool:
@@ -47,20 +48,16 @@ def _is_surrounded(linear: Linear, x: Tensor) -> TypeGuard[Exact | Quantized]:
     return in_order and _is_halved_on_gpu(x) and x.shape[0] <= MAX_ROWS
 
 
-def _surrounded(
-    x: Tensor, linear: Exact | Quantized, norm: Tensor | None = None, eps: float = 0.0, activation: str = "",
-    residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """``linear`` of the RMS norm of ``x``, then the gated activation, then ``+ residual``, each if given: one op."""
-    around: dict[str, Any] = {"norm": norm, "eps": eps, "activation": activation, "residual": residual}
+def _surrounded(x: Tensor, linear: Exact | Quantized, around: Surroundings) -> Tensor:
+    """``linear`` of ``x`` with what is ``around`` it: one op."""
     if isinstance(linear, Exact):
-        return exact_linear(x, linear.dense.weight, linear.dense.bias, **around)
+        return exact_linear(x, linear.dense.weight, linear.dense.bias, around)
     form = linear.scheme.form
     constants = form.element, form.group_size, linear.out_features
     if linear.scheme.activations == "int8":
         scale = linear.input_scale
-        return fused_quantized_linear_a8(x, *linear.weight, linear.bias, scale, *constants, **around)
-    return fused_quantized_linear(x, *linear.weight, linear.bias, *constants, **around)
+        return fused_quantized_linear_a8(x, *linear.weight, linear.bias, scale, *constants, around=around)
+    return fused_quantized_linear(x, *linear.weight, linear.bias, *constants, around=around)
 
 
 def activated_linear(
@@ -74,8 +71,8 @@ def activated_linear(
         return gated_activation(torch.cat([linear.apply(x), factor], dim=1), activation)
     if _is_fused(linear, x, "gate" if activation and gated else "residual"):
         return fused_linear(x, linear.weight, linear.bias, activation=activation, gated=gated)
-    if activation and gated and _is_surrounded(linear, x):
-        return _surrounded(x, linear, activation=activation)
+    if activation and _is_surrounded(linear, x):
+        return _surrounded(x, linear, Surroundings(activation=activation, gated=gated))
     y = linear.apply(x)
     if not activation:
         return y
@@ -99,10 +96,8 @@ def normed_linear(
     ``x`` and ``delta`` are ``[T, D]``. A ``factor`` comes with a ``delta``, and with an activation that is not gated.
     """
     assert factor is None or (delta is not None and activation and not gated)
-    has_rms_norm = delta is None and isinstance(norm, Tensor)
-    if has_rms_norm and (gated or not activation) and _is_surrounded(linear, x):
-        assert isinstance(norm, Tensor)
-        return x, _surrounded(x, linear, norm, eps, activation)
+    if delta is None and isinstance(norm, Tensor) and _is_surrounded(linear, x):
+        return x, _surrounded(x, linear, Surroundings(norm, eps, activation, gated=gated))
     if not _is_fused(linear, x, "norm and gate" if activation and gated else "norm"):
         x, y = add_norm(x, delta, norm, eps, delta_norm, scale)
         return x, activated_linear(y, linear, activation, gated, factor)
@@ -127,8 +122,8 @@ def added_linear(
     """
     if delta_norm is None and _is_fused(linear, y, "residual"):
         return fused_linear(y, linear.weight, linear.bias, multiplier=multiplier, beside=beside, residual=x), None
-    if delta_norm is None and multiplier == 1.0 and beside is None and _is_surrounded(linear, y):
-        return _surrounded(y, linear, residual=x), None
+    if delta_norm is None and _is_surrounded(linear, y):
+        return _surrounded(y, linear, Surroundings(residual=x, multiplier=multiplier, beside=beside)), None
     delta = activated_linear(y, linear)
     if multiplier != 1.0:
         delta = delta * multiplier

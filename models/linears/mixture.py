@@ -15,17 +15,21 @@ from compiled_llm.models.layers.norm import add_norm
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.experts import DenseExperts
 from compiled_llm.models.linears.protocol import Experts, Linear
+from compiled_llm.models.linears.quantized import QuantizedExperts
 from compiled_llm.ops import (
     clamped_swiglu,
     gated_activation,
+    gated_quantized_experts,
     grouped_gated_linear,
     grouped_linear_sum,
     rms_norm,
     routed_linear,
     routed_rows,
+    summed_quantized_experts,
     weighted_sum,
     weighted_sum_added,
 )
+from compiled_llm.ops.linear.product_choices import MAX_ROWS as FEW_ROWS
 from compiled_llm.ops.moe.routing import MAX_EXPERTS, MAX_GROUPED_EXPERTS, MAX_ROWS
 
 NUM_COUNTERS = 2**17
@@ -123,10 +127,19 @@ def gated_experts(x: Tensor, experts: Experts, chosen: Routed, gate: Gate) -> Te
     if x.is_cuda and isinstance(experts, DenseExperts):
         weight, bias, (activation, alpha, limit, _) = experts.weight, experts.bias, gate
         return grouped_gated_linear(x, weight, bias, chosen.tokens, chosen.starts, activation, alpha, limit)
+    if _is_surrounded(experts, x, x.shape[0]):
+        activation, alpha, limit, _ = gate
+        return gated_quantized_experts(x, experts.arguments(chosen.tokens, chosen.starts), activation, alpha, limit)
     gate_up = experts.apply_to(x, chosen.tokens, chosen.starts)
     if gate.activation == "clamped_swiglu":
         return clamped_swiglu(gate_up, gate.alpha, gate.limit)
     return gated_activation(gate_up, gate.activation)
+
+
+def _is_surrounded(experts: Experts, x: Tensor, tokens: int) -> TypeGuard[QuantizedExperts]:
+    """Whether products with quantised weights take in what follows."""
+    few = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and tokens <= FEW_ROWS
+    return few and isinstance(experts, QuantizedExperts)
 
 
 def _sums_at_once(experts: Experts, hidden: Tensor, chosen: Routed) -> TypeGuard[DenseExperts]:
@@ -148,6 +161,12 @@ def summed_experts(
         return grouped_linear_sum(
             hidden, experts.weight, experts.bias, chosen.tokens, chosen.starts, chosen.places, chosen.weights,
             beside, residual, used.counters,
+        )  # fmt: skip
+    (tokens, top_k), of = chosen.places.shape, experts.out_features
+    if top_k <= _MAX_UNROLLED and tokens * of <= 16 * NUM_COUNTERS and _is_surrounded(experts, hidden, tokens):
+        return summed_quantized_experts(
+            hidden, experts.arguments(chosen.tokens, chosen.starts), chosen.places, chosen.weights, beside, residual,
+            used.counters,
         )  # fmt: skip
     y = experts.apply_to(hidden, None, chosen.starts)
     if beside is None and residual is None:

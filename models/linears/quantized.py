@@ -1,6 +1,6 @@
 """Linear layers whose weights are quantised, at load or in the checkpoint (ops/linear/quantized_weight.py)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +90,11 @@ class QuantizedExperts(NamedTuple):
     @property
     def cpu_ops(self) -> tuple[str, ...]:
         return (self.scheme.cpu_op,)
+
+    def arguments(self, tokens: Tensor, starts: Tensor) -> tuple[Any, ...]:
+        """``experts`` of ``ops.gated_quantized_experts`` and ``ops.summed_quantized_experts``."""
+        form = self.scheme.form.element, self.scheme.form.group_size, self.out_features
+        return *self.weight, self.bias, tokens, starts, *form, self.scheme.activations == "int8"
 
     def apply_to(self, x: Tensor, rows: Tensor | None, starts: Tensor) -> Tensor:
         (element, group_size, *_), of = self.scheme.form, self.out_features

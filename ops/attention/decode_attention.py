@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.attention.decode_plan import DecodePlan
+from compiled_llm.ops.attention.heads import heads_of, turned_heads, without_keys
 from compiled_llm.ops.attention.paged_attention import paged_attention
 from compiled_llm.ops.library import LIBRARY
-from compiled_llm.ops.rowwise.rowwise import rope
 
 # The counters end as they began, as zeros: they are not said to be mutated.
 _REST = (
@@ -19,8 +19,8 @@ _REST = (
 )
 LIBRARY.define(f"decode_attention(Tensor q, Tensor k, Tensor v, {_REST}) -> Tensor")
 LIBRARY.define(
-    "rotary_decode_attention(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, Tensor? query_scale, "
-    f"int num_heads, float eps, {_REST}) -> Tensor"
+    "rotary_decode_attention(Tensor qkv, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, Tensor? v_norm, "
+    f"Tensor? query_scale, int num_heads, float eps, {_REST}) -> Tensor"
 )
 
 
@@ -42,52 +42,46 @@ def decode_attention(
 
 
 def rotary_decode_attention(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, query_scale: Tensor | None,
-    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None, plan: DecodePlan, *,
-    num_heads: int, eps: float, sinks: Tensor | None, sm_scale: float, window: int, soft_cap: float,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
+    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    plan: DecodePlan, *, num_heads: int, eps: float, sinks: Tensor | None, sm_scale: float, window: int,
+    soft_cap: float,
 ) -> Tensor:  # fmt: skip
     """``rotary_attention``, likewise."""
     return torch.ops.compiled_llm.rotary_decode_attention(
-        qkv, cos_sin, q_norm, k_norm, query_scale, num_heads, eps, k_cache, v_cache, k_scale, v_scale, *plan, sinks,
-        sm_scale, window, soft_cap,
+        qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, eps, k_cache, v_cache, k_scale, v_scale, *plan,
+        sinks, sm_scale, window, soft_cap,
     )  # fmt: skip
 
 
 def decode_attention_reference(
-    q: Tensor, k: Tensor, v: Tensor,
+    q: Tensor, k: Tensor | None, v: Tensor | None,
     k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     block_table: Tensor, tasks: Tensor, counters: Tensor, sinks: Tensor | None, sm_scale: float, window: int,
     soft_cap: float,
 ) -> Tensor:  # fmt: skip
-    """By the op that a CPU has, with lengths and slots as the tasks have them."""
+    """By the op that a CPU has, with lengths and slots as the tasks have them. Without keys the cache has them."""
     seq_lens, slots, rows = torch.zeros(3, len(q), dtype=torch.int32, device=q.device)
     for row, table_row, _, end, _, _, slot, _ in tasks[1 : 1 + int(tasks[0, 0])].tolist():
         if slot >= 0:
             seq_lens[row], slots[row], rows[row] = end, slot, table_row
     # Rows without a request write their keys and values to slot 0, which is never a request's.
     starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+    if k is None or v is None:
+        k, v, slots = without_keys(q, k_cache.shape[1], slots)
     return paged_attention(
         q, k, v, k_cache, v_cache, k_scale, v_scale, slots, block_table[rows.long()], starts, seq_lens, sinks=sinks,
         sm_scale=sm_scale, max_query_len=1, window=window, soft_cap=soft_cap,
     )  # fmt: skip
 
 
-def heads_of(qkv: Tensor, num_heads: int, k_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values ``[T, N or K, H]`` of rows that have them side by side."""
-    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
-    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    return q, k, v
-
-
 def rotary_decode_attention_reference(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, query_scale: Tensor | None,
-    num_heads: int, eps: float, k_cache: Tensor, *rest,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
+    query_scale: Tensor | None, num_heads: int, eps: float, k_cache: Tensor, *rest,
 ) -> Tensor:  # fmt: skip
     """By the ops that a CPU has."""
-    q, k = rope(qkv, cos_sin, q_norm, k_norm, num_heads, k_cache.shape[1], eps)
-    if query_scale is not None:
-        q = q * query_scale[:, None]
-    return decode_attention_reference(q, k, heads_of(qkv, num_heads, k_cache)[2], k_cache, *rest)
+    heads = turned_heads(qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, k_cache.shape[1], eps)
+    return decode_attention_reference(*heads, k_cache, *rest)
 
 
 @torch.library.register_fake("compiled_llm::decode_attention", lib=LIBRARY)
@@ -96,7 +90,9 @@ def _fake(q: Tensor, *args) -> Tensor:
 
 
 @torch.library.register_fake("compiled_llm::rotary_decode_attention", lib=LIBRARY)
-def _rotary_fake(qkv: Tensor, cos_sin, q_norm, k_norm, query_scale, num_heads: int, eps, k_cache: Tensor, *args):
+def _rotary_fake(
+    qkv: Tensor, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads: int, eps, k_cache: Tensor, *args
+) -> Tensor:
     return qkv.new_empty(qkv.shape[0], num_heads, k_cache.shape[3])
 
 
@@ -107,13 +103,14 @@ def _cuda(q: Tensor, k: Tensor, v: Tensor, *rest) -> Tensor:
 
 
 def _rotary_cuda(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, query_scale: Tensor | None,
-    num_heads: int, eps: float, k_cache: Tensor, *rest,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
+    query_scale: Tensor | None, num_heads: int, eps: float, k_cache: Tensor, *rest,
 ) -> Tensor:  # fmt: skip
     from compiled_llm.ops.attention import triton_decode
 
-    turn = triton_decode.Turning(cos_sin, q_norm, k_norm, query_scale)
-    return triton_decode.decode_attention(*heads_of(qkv, num_heads, k_cache), turn, eps, k_cache, *rest)
+    turn = triton_decode.Turning(cos_sin, q_norm, k_norm, v_norm, query_scale)
+    heads = heads_of(qkv, num_heads, k_cache.shape[1], k_cache.shape[3])
+    return triton_decode.decode_attention(*heads, turn, eps, k_cache, *rest)
 
 
 LIBRARY.impl("decode_attention", decode_attention_reference, "CompositeExplicitAutograd")

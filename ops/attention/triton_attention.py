@@ -44,6 +44,7 @@ import triton
 from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention.heads import heads_of
 from compiled_llm.ops.attention.tiles import TileConfig, tile_config
 from compiled_llm.ops.attention.triton_kernels import (
     MAX_SPLITS,
@@ -88,19 +89,21 @@ class Turn(NamedTuple):
     cos_sin: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    v_norm: Tensor | None
     query_scale: Tensor | None
     eps: float
     q: Tensor  # [T, N, H] contiguous
 
 
 def write_new_rows(
-    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    slot_mapping: Tensor, query_start_loc: Tensor, out: Tensor, counters: Tensor | None = None,
+    k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+    v_scale: Tensor | None, slot_mapping: Tensor, query_start_loc: Tensor, out: Tensor, counters: Tensor | None = None,
     turn: Turn | None = None,
 ) -> None:  # fmt: skip
     """Launch the write kernel: this step's keys and values to the cache, zeros to the rows of ``out`` without owner.
 
-    Zeros to ``counters``, too. With ``turn``, ``k`` is what is still to be turned.
+    Zeros to ``counters``, too. With ``turn``, ``k`` is what is still to be turned; without ``k`` and ``v`` the cache
+    has them.
     """
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads, block_size = k_cache.shape[1:3]
@@ -108,15 +111,17 @@ def write_new_rows(
     block_h = max(16, triton.next_power_of_2(head_dim))
     most_heads = num_kv_heads if turn is None else max(num_heads, num_kv_heads)
     block_heads = max(1, min(triton.next_power_of_2(most_heads), _WRITTEN_AT_ONCE // block_h))
-    # qkv, cos_sin, q_norm, k_norm, query_scale, eps, q
-    turned = Turn(k, None, None, None, None, 0.0, None) if turn is None else turn  # type: ignore[arg-type]
-    tiles = triton.cdiv(num_kv_heads, block_heads) + (0 if turn is None else triton.cdiv(num_heads, block_heads))
+    # qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, eps, q
+    turned = Turn(k, None, None, None, None, None, 0.0, None) if turn is None else turn  # type: ignore[arg-type]
+    tiles = 0 if k is None else triton.cdiv(num_kv_heads, block_heads)
+    tiles += 0 if turn is None else triton.cdiv(num_heads, block_heads)
+    k_strides, v_strides = ((0, 0) if new is None else new.stride()[:2] for new in (k, v))
     num_counters = 0 if counters is None else counters.numel()
     write_kernel[(num_tokens, tiles)](
-        turned.qkv, k, v, turned.cos_sin, turned.q_norm, turned.k_norm, turned.query_scale, turned.q,
+        turned.qkv, k, v, turned.cos_sin, turned.q_norm, turned.k_norm, turned.v_norm, turned.query_scale, turned.q,
         k_cache, v_cache, k_scale, v_scale, slot_mapping, query_start_loc, counters, out,
         turned.eps, len(query_start_loc) - 1, num_counters,
-        turned.qkv.stride(0), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        turned.qkv.stride(0), *k_strides, *v_strides,
         0 if turn is None else turn.cos_sin.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
         CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0),
@@ -128,25 +133,28 @@ def write_new_rows(
 
 
 def to_turn(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, query_scale: Tensor | None,
-    num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
-) -> tuple[Turn, Tensor, Tensor]:  # fmt: skip
-    """The checked arguments of a rotary op, its keys (not turned) and values, ``[T, K, H]``.
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
+    query_scale: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int, eps: float,
+) -> tuple[Turn, Tensor | None, Tensor | None]:  # fmt: skip
+    """The checked arguments of a rotary op, its keys (not turned) and values, ``[T, K, H]``, if it has such.
 
     Raises:
         ValueError: a tensor of another shape or dtype.
     """
     qkv, _ = aligned_rows(qkv, "rotary_attention", "qkv")
     cos_sin, _ = aligned_rows(cos_sin, "rotary_attention", "cos_sin", (torch.float32,))
-    if qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim or head_dim % 2:
+    with_keys = qkv.shape[1] != num_heads * head_dim
+    if qkv.shape[1] not in [(num_heads + n * num_kv_heads) * head_dim for n in range(3)] or head_dim % 2:
         raise ValueError(
-            f"rotary_attention: qkv must have ({num_heads} + 2 * {num_kv_heads}) * head_dim columns for an even "
-            f"head_dim, got {qkv.shape[1]} and {head_dim}"
+            f"rotary_attention: qkv must have ({num_heads} + n * {num_kv_heads}) * head_dim columns for an n from 0 to "
+            f"2 and an even head_dim, got {qkv.shape[1]} and {head_dim}"
         )
     if cos_sin.shape != (qkv.shape[0], head_dim):
         raise ValueError(f"rotary_attention: cos_sin must be {[qkv.shape[0], head_dim]}, got {list(cos_sin.shape)}")
-    if (q_norm is None) != (k_norm is None):
+    if with_keys and (q_norm is None) != (k_norm is None):
         raise ValueError("rotary_attention: q_norm and k_norm must both be tensors, or both None")
+    if not with_keys and (k_norm is not None or v_norm is not None):
+        raise ValueError("rotary_attention: k_norm and v_norm must be None where qkv has no keys, got a tensor")
     if query_scale is not None and (query_scale.shape != (qkv.shape[0], 1) or query_scale.dtype != qkv.dtype):
         raise ValueError(
             f"rotary_attention: query_scale must be {[qkv.shape[0], 1]} of {qkv.dtype}, got {list(query_scale.shape)} "
@@ -154,15 +162,16 @@ def to_turn(
         )
     if query_scale is not None:
         query_scale = query_scale.contiguous()
-    _, k, v = qkv.unflatten(-1, (-1, head_dim)).split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    _, k, v = heads_of(qkv, num_heads, num_kv_heads, head_dim)
     q = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
-    return Turn(qkv, cos_sin, q_norm, k_norm, query_scale, eps, q), k, v
+    return Turn(qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, eps, q), k, v
 
 
 def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
-    sm_scale: float, max_query_len: int, window: int, soft_cap: float, tiles: TileConfig | None = None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    sinks: Tensor | None, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
+    tiles: TileConfig | None = None,
     turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
@@ -266,14 +275,14 @@ def _prefill(
 
 
 def rotary_attention(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, query_scale: Tensor | None,
-    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
+    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
     num_heads: int, eps: float, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
 ) -> Tensor:  # fmt: skip
     """The op of ``rotary_attention.py`` on CUDA tensors, likewise."""
     turn, k, v = to_turn(
-        qkv, cos_sin, q_norm, k_norm, query_scale, num_heads, k_cache.shape[1], k_cache.shape[3], eps
+        qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, k_cache.shape[1], k_cache.shape[3], eps
     )  # fmt: skip
     return paged_attention(
         turn.q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,

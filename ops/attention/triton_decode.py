@@ -131,7 +131,7 @@ def _turned_queries(queries, heads, row_mask, dims, cosines, norm, eps, query_sc
 
 @triton.jit
 def _write_new(
-    k, v, cosines, norm, eps, k_cache, v_cache, k_scale, v_scale, slot, kv_head, k_stride_h, v_stride_h,
+    k, v, cosines, norm, v_norm, eps, k_cache, v_cache, k_scale, v_scale, slot, kv_head, k_stride_h, v_stride_h,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +154,7 @@ def _write_new(
         )  # fmt: skip
     write_rows(
         v, v_cache, v_scale, slot, v_stride_h, kv_head,
-        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_H,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_H, v_norm, eps,
     )  # fmt: skip
 
 
@@ -215,8 +215,8 @@ def _merge_heads(
 
 @triton.jit
 def decode_kernel(
-    q, k, v, cos_sin, q_norm, k_norm, query_scale, k_cache, v_cache, k_scale, v_scale, block_table, tasks, counters,
-    sinks, out, partial, partial_max, partial_sum,
+    q, k, v, cos_sin, q_norm, k_norm, v_norm, query_scale, k_cache, v_cache, k_scale, v_scale,
+    block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
     eps, scale, partial_rows, table_stride, cos_sin_stride,
     q_stride_t, q_stride_n, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -246,10 +246,11 @@ def decode_kernel(
         cosines = None
         if cos_sin is not None:
             cosines = cos_sin + row * cos_sin_stride
-        if slot >= 0:
+        if k is not None and slot >= 0:  # without k the cache has the new key
             _write_new(
-                k + row * k_stride_t, v + row * v_stride_t, cosines, k_norm, eps, k_cache, v_cache, k_scale, v_scale,
-                slot, kv_head, k_stride_h, v_stride_h, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_H,
+                k + row * k_stride_t, v + row * v_stride_t, cosines, k_norm, v_norm, eps, k_cache, v_cache,
+                k_scale, v_scale, slot, kv_head, k_stride_h, v_stride_h,
+                NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_H,
             )  # fmt: skip
             tl.debug_barrier()  # all threads have stored before one of them reads
 
@@ -328,19 +329,20 @@ class Turning(NamedTuple):
     cos_sin: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    v_norm: Tensor | None
     query_scale: Tensor | None
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, turning: Turning | None, eps: float,
+    q: Tensor, k: Tensor | None, v: Tensor | None, turning: Turning | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     block_table: Tensor, tasks: Tensor, counters: Tensor, sinks: Tensor | None, sm_scale: float,
     window: int, soft_cap: float, tiles: TileConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Both ops on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
-    The plan knows the ``window``. ``tiles`` replaces this GPU's configuration: ``scripts/tune_attention.py`` looks for
-    a better one.
+    Without ``k`` and ``v`` the cache has them. The plan knows the ``window``. ``tiles`` replaces this GPU's
+    configuration: ``scripts/tune_attention.py`` looks for a better one.
     """
     (num_tokens, num_heads, head_dim), (num_kv_heads, block_size) = q.shape, k_cache.shape[1:3]
     gpu, capability, num_sms = device_facts(q.device)
@@ -348,12 +350,13 @@ def decode_attention(
     tiles = tiles or tile_config(head_dim, q.element_size(), k_cache.element_size(), capability, gpu)
     assert sm_scale > 0
     assert (k_scale is not None) == (v_scale is not None) == kv_quant.is_quantised(k_cache.dtype)
-    cos_sin, q_norm, k_norm, query_scale = turning or (None, None, None, None)
+    cos_sin, q_norm, k_norm, v_norm, query_scale = turning or [None] * 5
     if cos_sin is not None:
         cos_sin, _ = aligned_rows(cos_sin, "decode_attention", "cos_sin", (torch.float32,))
-        assert q.stride(1) == k.stride(1) == head_dim
+        assert q.stride(1) == head_dim
         assert head_dim % 2 == 0
-        assert (q_norm is None) == (k_norm is None)
+        assert k is None or (k.stride(1) == head_dim and (q_norm is None) == (k_norm is None))
+    k_strides, v_strides = ((0, 0) if new is None else new.stride()[:2] for new in (k, v))
     block_h, most = max(16, triton.next_power_of_2(head_dim)), (len(tasks) - 1) // num_tokens
     parts = (num_tokens, num_heads, most)
     per_sm, warps = tiles.decode_programs_per_sm, tiles.decode_warps
@@ -365,10 +368,10 @@ def decode_attention(
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
         decode_kernel[(min(num_tokens * most * num_kv_heads, num_sms * per_sm),)](
-            q, k, v, cos_sin, q_norm, k_norm, query_scale, *pairs_of_codes(q, k_cache, v_cache), k_scale, v_scale,
-            block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
+            q, k, v, cos_sin, q_norm, k_norm, v_norm, query_scale, *pairs_of_codes(q, k_cache, v_cache),
+            k_scale, v_scale, block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
             eps, sm_scale, most, block_table.stride(0), 0 if cos_sin is None else cos_sin.stride(0),
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+            *q.stride()[:2], *k_strides, *v_strides,
             GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), WINDOW=window, SOFT_CAP=soft_cap,
             MERGE_HEADS=merged_heads, MERGE_SPLITS=max(1, min(MOST_SPLITS, merged // merged_heads)),

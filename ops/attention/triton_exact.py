@@ -190,9 +190,9 @@ def exact_merge_kernel(
 
 
 def paged_attention(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
-    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
-    sm_scale: float, max_query_len: int, window: int, soft_cap: float, turn: Turn | None = None,
+    q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+    v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    sinks: Tensor | None, sm_scale: float, max_query_len: int, window: int, soft_cap: float, turn: Turn | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
@@ -245,14 +245,14 @@ def paged_attention(
 
 
 def rotary_attention(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, query_scale: Tensor | None,
-    k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None,
+    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
     slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, sinks: Tensor | None,
     num_heads: int, eps: float, sm_scale: float, max_query_len: int, window: int, soft_cap: float,
 ) -> Tensor:  # fmt: skip
     """The op of ``rotary_attention.py``, likewise."""
     turn, k, v = to_turn(
-        qkv, cos_sin, q_norm, k_norm, query_scale, num_heads, k_cache.shape[1], k_cache.shape[3], eps
+        qkv, cos_sin, q_norm, k_norm, v_norm, query_scale, num_heads, k_cache.shape[1], k_cache.shape[3], eps
     )  # fmt: skip
     return paged_attention(
         turn.q, k, v, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, sinks,

@@ -1,14 +1,14 @@
 """The kernel before attention: a step's keys and values to the paged cache, quantised if it is (``kv_quant.py``).
 
 With rotary embeddings it also turns queries and keys, as ``ops.rope`` does, and so takes the place of that op's kernel:
-turned keys go straight to the cache.
+turned keys go straight to the cache. Values may have norms of their heads.
 """
 
 import triton
 import triton.language as tl
 
 from compiled_llm.ops.attention import kv_quant
-from compiled_llm.ops.rowwise.triton_kernels import cast, turned_heads
+from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, turned_heads, weighted
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 SMALLEST_MAXIMUM = tl.constexpr(kv_quant.SMALLEST_MAXIMUM)
@@ -71,14 +71,18 @@ def _slots(slot, first_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexp
 def write_rows(
     new, cache, scale, slot, stride_h, first_head,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_H: tl.constexpr, norm=None, eps=0.0,
 ):  # fmt: skip
-    """One token's keys, or values, of ``BLOCK_K`` KV heads to its slot."""
+    """One token's keys, or values, of ``BLOCK_K`` KV heads to its slot; after the RMS norm of each head, if any."""
     dims = tl.arange(0, BLOCK_H)
     slots, known = _slots(slot, first_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_K)
     inside = known[:, None] & (dims < HEAD_DIM)[None, :]
     heads = first_head + tl.arange(0, BLOCK_K)
     rows = tl.load(new + heads[:, None] * stride_h + dims[None, :], mask=inside, other=0.0)
+    if norm is not None:
+        x = rows.to(tl.float32)
+        weights = tl.load(norm + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
+        rows = weighted(x * inverse_rms(x * x, eps, HEAD_DIM)[:, None], weights, rows.dtype)
     target = cache + slots[:, None] * HEAD_DIM + dims[None, :]
     if scale is None:
         tl.store(target, rows, mask=inside)
@@ -130,7 +134,7 @@ def write_turned_keys(
 
 @triton.jit
 def write_kernel(
-    qkv, k, v, cos_sin, q_norm, k_norm, query_scale, q, k_cache, v_cache, k_scale, v_scale,
+    qkv, k, v, cos_sin, q_norm, k_norm, v_norm, query_scale, q, k_cache, v_cache, k_scale, v_scale,
     slot_mapping, query_start_loc, counters, out,
     eps, num_requests, num_counters, qkv_stride, k_stride_t, k_stride_h, v_stride_t, v_stride_h, cos_sin_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -139,12 +143,12 @@ def write_kernel(
 ):  # fmt: skip
     """For each token programs of ``BLOCK_HEADS`` KV heads each, keys and values; with ``cos_sin`` then its queries'.
 
-    Queries and keys are turned by the same code: what a program reads and writes is chosen before, and what lies in
-    between is there once. The first program of a token also zeroes the output row if no request owns it, and the
-    counters of the split kernel.
+    Without ``k`` the cache has keys and values, and there are queries alone. Queries and keys are turned by the same
+    code: what a program reads and writes is chosen before, and what lies in between is there once. The first program of
+    a token also zeroes the output row if no request owns it, and the counters of the split kernel.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
-    KV_TILES: tl.constexpr = (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    KV_TILES: tl.constexpr = 0 if k is None else (NUM_KV_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     is_new = tile < KV_TILES  # keys and values
@@ -159,10 +163,10 @@ def write_kernel(
                 i = start + tl.arange(0, BLOCK_OUT)
                 zeros = tl.zeros([BLOCK_OUT], out.dtype.element_ty)
                 tl.store(out + token * (NUM_HEADS * HEAD_DIM) + i, zeros, mask=i < NUM_HEADS * HEAD_DIM)
-    if is_new:
+    if k is not None and is_new:
         write_rows(
             v + token * v_stride_t, v_cache, v_scale, slot, v_stride_h, first_head,
-            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_HEADS, BLOCK_H,
+            NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, BLOCK_HEADS, BLOCK_H, v_norm, eps,
         )  # fmt: skip
     if cos_sin is None:
         write_rows(
@@ -171,10 +175,13 @@ def write_kernel(
         )  # fmt: skip
     else:
         dtype: tl.constexpr = q.dtype.element_ty
-        x, num_heads, norm = k + token * k_stride_t, NUM_KV_HEADS, k_norm
-        if not is_new:
+        if k is None:
             x, num_heads, norm = qkv + token * qkv_stride, NUM_HEADS, q_norm
-            first_head -= KV_TILES * BLOCK_HEADS
+        else:
+            x, num_heads, norm = k + token * k_stride_t, NUM_KV_HEADS, k_norm
+            if not is_new:
+                x, num_heads, norm = qkv + token * qkv_stride, NUM_HEADS, q_norm
+                first_head -= KV_TILES * BLOCK_HEADS
         first, second, places, inside = turned_heads(
             x, cos_sin + token * cos_sin_stride, norm, eps, first_head, dtype, num_heads, HALF, BLOCK_HEADS,
             BLOCK_H // 2,

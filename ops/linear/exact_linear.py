@@ -10,59 +10,41 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.ops.library import LIBRARY
-from compiled_llm.ops.rowwise.reference import gated_activation_reference, rms_norm_reference
+from compiled_llm.ops.linear.surroundings import SCHEMA, Surroundings, surrounded
 
-LIBRARY.define(
-    "exact_linear(Tensor x, Tensor weight, Tensor? bias, Tensor? norm, float eps, str activation, Tensor? residual)"
-    " -> Tensor"
-)
+LIBRARY.define(f"exact_linear(Tensor x, Tensor weight, Tensor? bias, {SCHEMA}) -> Tensor")
+NOTHING = Surroundings()
 
 
-def exact_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    activation: str = "",
-    residual: Tensor | None = None,
-) -> Tensor:
-    """``x @ weight.T + bias``, accumulated in float32 (never in TF32) and rounded once.
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, around: Surroundings = NOTHING) -> Tensor:
+    """``x @ weight.T + bias``, accumulated in float32 (never in TF32) and rounded once, with what is ``around`` it.
 
-    Then ``activation(first half) * second half``, then ``+ residual``, of ``rms_norm(x)``, each where it is given: on a
-    GPU with the bits of the single ops.
+    On a GPU with the bits of the single ops.
 
     Args:
         x: ``[T, K]``; bfloat16 or float16, without surroundings also float32; rows may be strided, the last stride
             is 1.
         weight: ``[N, K]`` contiguous, bias: ``[N]`` or None; dtype of ``x``.
-        norm, eps: of ``rms_norm``, ``[K]``.
-        activation: one of ``gated_activation``, or "" for none.
-        residual: as the result.
 
     Returns:
-        ``[T, N]``, with an activation ``[T, N / 2]``; contiguous, dtype of ``x``.
+        ``[T, N]``, with a gated activation ``[T, N / 2]``; contiguous, dtype of ``x``.
     """
-    return torch.ops.compiled_llm.exact_linear(x, weight, bias, norm, eps, activation, residual)
+    return torch.ops.compiled_llm.exact_linear(x, weight, bias, *around)
 
 
-def exact_linear_reference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float, activation: str,
-    residual: Tensor | None,
-) -> Tensor:  # fmt: skip
+def linear_in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer in plain torch, rounded once to the dtype of ``x``."""
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def exact_linear_reference(*args) -> Tensor:
     """The op in plain torch: its numbers, not its order."""
-    if norm is not None:
-        x = rms_norm_reference(x, norm, eps)
-    y = F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
-    if activation:
-        y = gated_activation_reference(y, activation)
-    return y if residual is None else residual + y
+    return surrounded(linear_in_float32, *args)
 
 
 @torch.library.register_fake("compiled_llm::exact_linear", lib=LIBRARY)
-def _fake(x: Tensor, weight: Tensor, bias, norm, eps: float, activation: str, residual) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0] // (2 if activation else 1))
+def _fake(x: Tensor, weight: Tensor, bias, *around) -> Tensor:
+    return x.new_empty(x.shape[0], Surroundings(*around).outputs(weight.shape[0]))
 
 
 def _cuda(*args) -> Tensor:

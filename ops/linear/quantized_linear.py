@@ -24,7 +24,8 @@ from compiled_llm.ops.linear.quantized_weight import (
 )
 
 _WEIGHT, _FORM = "Tensor codes, Tensor scales, Tensor? zeros", "str element, int group_size, int out_features"
-LIBRARY.define(f"quantized_linear(Tensor x, {_WEIGHT}, Tensor? bias, {_FORM}) -> Tensor")
+ARGUMENTS = f"Tensor x, {_WEIGHT}, Tensor? bias, {_FORM}"
+LIBRARY.define(f"quantized_linear({ARGUMENTS}) -> Tensor")
 LIBRARY.define(
     f"grouped_quantized_linear(Tensor x, {_WEIGHT}, Tensor? bias, Tensor? rows, Tensor starts, {_FORM}) -> Tensor"
 )

@@ -30,7 +30,8 @@ from compiled_llm.ops.linear.quantized_weight import DTYPE_NAMES, QuantizedWeigh
 
 _WEIGHT = "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? x_scale"
 _FORM = "str element, int group_size, int out_features"
-LIBRARY.define(f"quantized_linear_a8({_WEIGHT}, {_FORM}) -> Tensor")
+ARGUMENTS = f"{_WEIGHT}, {_FORM}"
+LIBRARY.define(f"quantized_linear_a8({ARGUMENTS}) -> Tensor")
 LIBRARY.define(f"grouped_quantized_linear_a8({_WEIGHT}, Tensor? rows, Tensor starts, {_FORM}) -> Tensor")
 
 

@@ -71,9 +71,9 @@ FLOAT32 = (Tile(16, 32, 4, 2), Tile(32, 64, 8, 2))
 INT8 = (Tile(8, 64, 4, 8), Tile(16, 64, 4, 6), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 INT8_ZEROS = (*INT8[:3], Tile(128, 64, 8, 3))  # in groups, here and below
 INT8_ZEROS_MMA = (*INT8[:2], Tile(64, 128, 8, 3))  # without wgmma what is multiplied takes registers too
-INT8_EXPERTS = (INT8[1], Tile(64, 128, 8, 3))  # their rows' addresses take registers too
-INT8_EXPERTS_ZEROS = (INT8[1], Tile(32, 128, 8, 3))
-INT8_EXPERTS_ZEROS_MMA = (INT8[1], Tile(32, 64, 4, 3))
+INT8_EXPERTS = (*INT8[:2], Tile(64, 128, 8, 3))  # their rows' addresses take registers too
+INT8_EXPERTS_ZEROS = (*INT8[:2], Tile(32, 128, 8, 3))
+INT8_EXPERTS_ZEROS_MMA = (*INT8[:2], Tile(32, 64, 4, 3))
 
 
 def default_tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:

@@ -12,6 +12,7 @@ the tile may follow the number of rows, and ``triton_surroundings.py`` brings no
 """
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear.quantized_tiles import Tile
+from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.linear.triton_surroundings import (
     columns_of,
     inverse_rms_of_rows,
@@ -82,16 +84,16 @@ def multiply_add(a, b, acc):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def exact_linear_kernel(
-    x, weight, bias, norm, residual, out, num_rows, x_stride, residual_stride, eps,
-    OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, weight, bias, norm, beside, residual, out, num_rows, x_stride, beside_stride, residual_stride, eps,
+    OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
     num_m = tl.cdiv(num_rows, BLOCK_M)
     rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     tile = tl.program_id(0) // num_m
-    columns = columns_of(tile, OUT, ACTIVATION, BLOCK_N)
-    inside_columns = columns < (OUT if ACTIVATION == "" else 2 * OUT)
+    columns = columns_of(tile, OUT, GATED, BLOCK_N)
+    inside_columns = columns < (2 * OUT if GATED else OUT)
     inner = tl.arange(0, BLOCK_K)
     inside_rows = rows < num_rows
     x_rows = x + rows * x_stride
@@ -107,15 +109,15 @@ def exact_linear_kernel(
         b = tl.load(w_tile + k, mask=inside_columns[:, None] & inside[None, :], other=0.0)
         acc = multiply_add(b, tl.trans(normed(a, inverse, norm, k + inner, IN)), acc)
     store_outputs(
-        acc, bias, residual, out, tile, columns, rows, inside_rows, residual_stride, OUT, ACTIVATION, BLOCK_M, BLOCK_N
-    )
+        acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
+        OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
-def exact_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None = None, eps: float = 0.0,
-    activation: str = "", residual: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *surroundings: Any) -> Tensor:
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+
+    ``surroundings``: fields of ``Surroundings``, the first or all of them.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; those of ``outputs_of``.
@@ -124,16 +126,17 @@ def exact_linear(
     rows, in_features = x.shape
     if x.data_ptr() % _ALIGNMENT or (rows > 1 and x.stride(0) * x.itemsize % _ALIGNMENT):
         x = x.clone(memory_format=torch.contiguous_format)
-    out, residual, residual_stride = outputs_of(
-        "exact_linear", x, weight.shape[0], norm, activation, residual
-    )  # fmt: skip
+    around = Surroundings(*surroundings)
+    out, beside, residual, *strides = outputs_of("exact_linear", x, weight.shape[0], around)
     if not out.numel():
         return out
     tile = tile_for(rows, x.itemsize, _capability(x.device), outputs_first=True)
     with torch.cuda.device_of(x):
         exact_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(weight.shape[0], tile.n),)](
-            x, weight, bias, norm, residual, out, rows, x.stride(0) if rows > 1 else in_features, residual_stride, eps,
-            OUT=out.shape[1], IN=in_features, ACTIVATION=activation,
+            x, weight, bias, around.norm, beside, residual, out, rows, x.stride(0) if rows > 1 else in_features,
+            *strides, around.eps,
+            OUT=out.shape[1], IN=in_features,
+            ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=_BLOCK_K[x.itemsize],
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4,
         )  # fmt: skip

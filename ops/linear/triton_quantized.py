@@ -17,6 +17,8 @@ Why a row's bits do not depend on how many rows there are: as in ``triton_linear
 steps of 16 inputs, from the first to the last, by one kind of instruction whatever the tile.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +28,7 @@ from compiled_llm.ops.linear import quantized_tiles, triton_linear
 from compiled_llm.ops.linear.quantized_tiles import Choice, Layer
 from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES, ZERO_DTYPES
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
+from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.linear.triton_int8_scaling import load_columns
 from compiled_llm.ops.linear.triton_linear import multiply_add
 from compiled_llm.ops.linear.triton_surroundings import (
@@ -124,16 +127,17 @@ def tile_sums(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantized_linear_kernel(
-    x, codes, scales, zeros, bias, norm, residual, out, num_rows, x_stride, residual_stride, eps,
+    x, codes, scales, zeros, bias, norm, beside, residual, out, num_rows, x_stride, beside_stride, residual_stride, eps,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
-    ACTIVATION: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
-    WIDE: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
+    WIDE: tl.constexpr = 2 * OUT if GATED else OUT
     num_m = tl.cdiv(num_rows, BLOCK_M)
     rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     tile = tl.program_id(0) // num_m
-    columns = columns_of(tile, OUT, ACTIVATION, BLOCK_N)
+    columns = columns_of(tile, OUT, GATED, BLOCK_N)
     x_rows, inside_rows = x + rows * x_stride, rows < num_rows
     inverse = None
     if norm is not None:
@@ -143,19 +147,20 @@ def quantized_linear_kernel(
         BLOCK_N, norm, inverse,
     )  # fmt: skip
     store_outputs(
-        acc, bias, residual, out, tile, columns, rows, inside_rows, residual_stride, OUT, ACTIVATION, BLOCK_M, BLOCK_N
-    )
+        acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
+        OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 def quantized_linear(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-    element: str, group_size: int, out_features: int, norm: Tensor | None = None, eps: float = 0.0,
-    activation: str = "", residual: Tensor | None = None, choice: Choice | None = None,
+    element: str, group_size: int, out_features: int, *surroundings: Any, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter), with or without surroundings.
 
-    Weights as ``quantized_weight_gpu.py`` packs them. ``choice`` replaces this GPU's for the layer:
-    ``scripts/tune_linear.py`` looks for a better one. Never synchronises.
+    Weights as ``quantized_weight_gpu.py`` packs them. ``surroundings``: fields of ``Surroundings``, the first or all of
+    them. ``choice`` replaces this GPU's for the layer: ``scripts/tune_linear.py`` looks for a better one. Never
+    synchronises.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack; those
@@ -164,17 +169,19 @@ def quantized_linear(
     check("quantized_linear", x, codes, scales, zeros, bias, element, group_size, out_features)
     x = aligned(x)
     rows, in_features = x.shape
-    out, residual, residual_stride = outputs_of("quantized_linear", x, out_features, norm, activation, residual)
+    around = Surroundings(*surroundings)
+    out, beside, residual, *strides = outputs_of("quantized_linear", x, out_features, around)
     if not out.numel():
         return out
     tile = (choice or choice_for(rows, x, zeros is not None, element, group_size, out_features)).tile
     assert tile is not None, "only int8 activations have another product than Triton's"
     with torch.cuda.device_of(x):
         quantized_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
-            x, codes, scales, zeros, bias, norm, residual, out, rows, x.stride(0) if rows > 1 else in_features,
-            residual_stride, eps,
+            x, codes, scales, zeros, bias, around.norm, beside, residual, out, rows,
+            x.stride(0) if rows > 1 else in_features, *strides, around.eps,
             ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
-            ACTIVATION=activation, PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
+            ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
+            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4,
         )  # fmt: skip
     return out

@@ -11,6 +11,8 @@ on its batch: sums of integers are exact in any order, and sums of groups are ad
 Zero points are taken off sums, so that they may be any number; the sums of xq are made with xq.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +21,7 @@ from torch import Tensor
 from compiled_llm.ops.linear.quantized_tiles import INT8, Choice
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
+from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns, scale_sums, scaled
 from compiled_llm.ops.linear.triton_linear import INTERPRET
 from compiled_llm.ops.linear.triton_quantize_rows import codes_of_rows, quantize_rows, scales_of_rows
@@ -121,20 +124,21 @@ def tile_sums(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def quantized_linear_a8_kernel(
-    x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, norm, residual, out, num_rows, x_stride,
-    residual_stride, eps,
+    x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, norm, beside, residual, out, num_rows, x_stride,
+    beside_stride, residual_stride, eps,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
-    ACTIVATION: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
     ``x`` has codes and ``x_scales`` their scales; or x is quantised here, which ``x_scale`` and ``norm`` are for.
     """
-    WIDE: tl.constexpr = OUT if ACTIVATION == "" else 2 * OUT
+    WIDE: tl.constexpr = 2 * OUT if GATED else OUT
     num_m = tl.cdiv(num_rows, BLOCK_M)
     rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     tile = tl.program_id(0) // num_m
-    columns = columns_of(tile, OUT, ACTIVATION, BLOCK_N)
+    columns = columns_of(tile, OUT, GATED, BLOCK_N)
     inside_rows = rows < num_rows
     if x_scales is not None:
         of_rows = tl.load(x_scales + rows, mask=inside_rows, other=0.0)
@@ -154,18 +158,19 @@ def quantized_linear_a8_kernel(
         )  # fmt: skip
     acc = finished(acc, of_rows, load_columns(bias, columns, columns < WIDE))
     store_outputs(
-        acc, None, residual, out, tile, columns, rows, inside_rows, residual_stride, OUT, ACTIVATION, BLOCK_M, BLOCK_N
-    )
+        acc, None, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
+        OUT, ACTIVATION, GATED, MULTIPLIER, BLOCK_M, BLOCK_N,
+    )  # fmt: skip
 
 
 def quantized_linear_a8(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
-    element: str, group_size: int, out_features: int, norm: Tensor | None = None, eps: float = 0.0,
-    activation: str = "", residual: Tensor | None = None, choice: Choice | None = None,
+    element: str, group_size: int, out_features: int, *surroundings: Any, choice: Choice | None = None,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter), with or without surroundings.
 
-    Weights as ``quantized_weight_gpu.py`` packs them. ``choice`` replaces this GPU's for the layer. Never synchronises.
+    Weights as ``quantized_weight_gpu.py`` packs them. ``surroundings``: fields of ``Surroundings``, the first or all of
+    them. ``choice`` replaces this GPU's for the layer. Never synchronises.
 
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; an element or group size that it lacks; those
@@ -176,7 +181,9 @@ def quantized_linear_a8(
     check_a8(name, x, x_scale, element)
     x = aligned(x)
     rows, in_features = x.shape
-    out, residual, residual_stride = outputs_of(name, x, out_features, norm, activation, residual)
+    around = Surroundings(*surroundings)
+    norm, eps = around.norm, around.eps
+    out, beside, residual, *strides = outputs_of(name, x, out_features, around)
     if not out.numel():
         return out
     choice = choice or choice_for(rows, x, zeros is not None, element, group_size, out_features, int8_activations=True)
@@ -184,7 +191,7 @@ def quantized_linear_a8(
     if rows > FEW_ROWS:
         x, x_scales, x_sums = quantize_rows(x, x_scale, group_size, zeros is not None, norm, eps)
         x_scale, norm, x_stride = None, None, x.shape[1]
-    if choice.implementation == "int_mm" and not activation and residual is None:
+    if choice.implementation == "int_mm" and not around.follow:
         sums = int_mm(x[:, : codes.shape[1]], codes.view(torch.int8).t())  # past K all codes are 0
         assert x_scales is not None, "int_mm takes many rows"
         scale_sums(sums, x_scales, x_sums, scales, zeros, bias, out)
@@ -192,10 +199,11 @@ def quantized_linear_a8(
     tile = choice.tile or INT8[2]  # where int_mm cannot serve
     with torch.cuda.device_of(out):
         quantized_linear_a8_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(out_features, tile.n),)](
-            x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, norm, residual, out, rows, x_stride,
-            residual_stride, eps,
+            x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, norm, beside, residual, out, rows, x_stride,
+            *strides, eps,
             ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
-            ACTIVATION=activation, PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
+            ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
+            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -4,20 +4,24 @@ For kernels whose tiles are ``W x.T``: outputs are their rows. Every step rounds
 the sum of a norm's squares has the order of theirs (``rowwise/triton_kernels.py``), so the bits are those of the single
 ops. A program computes the norms of its rows by itself: they are small, and in the cache after the first one.
 
-With an activation, a tile has the gates of some outputs and then the ups of the same.
+With a gated activation, a tile has the gates of some outputs and then the ups of the same.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.linear.triton_int8_scaling import load_columns
 from compiled_llm.ops.rowwise import reference
 from compiled_llm.ops.rowwise.triton_kernels import (
     PLACES,
     activated,
     cast,
+    clamped_swiglu,
     inverse_root,
     rounded,
     sum_of_places,
@@ -53,58 +57,83 @@ def normed(x, inverse, norm, places, IN: tl.constexpr):
 
 
 @triton.jit
-def columns_of(tile, OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_N: tl.constexpr):
+def columns_of(tile, OUT: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows of the weight that a tile has, ``[BLOCK_N]``. ``OUT``: outputs of the layer with its activation."""
     place = tl.arange(0, BLOCK_N)
-    if ACTIVATION == "":
-        return tile * BLOCK_N + place
-    else:
+    if GATED:
         HALF: tl.constexpr = BLOCK_N // 2
         return tile * HALF + place % HALF + place // HALF * OUT
+    else:
+        return tile * BLOCK_N + place
+
+
+@triton.jit
+def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr, dtype: tl.constexpr):
+    """Of gates and ups that have been rounded to ``dtype``, float32, still to be rounded."""
+    if ACTIVATION == "clamped_swiglu":
+        return clamped_swiglu(gate, up, alpha, limit)
+    else:
+        return rounded(activated(gate, ACTIVATION), dtype) * up
 
 
 @triton.jit
 def store_outputs(
-    acc, bias, residual, out, tile, columns, rows, inside_rows, residual_stride,
-    OUT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, bias, beside, residual, out, tile, columns, rows, inside_rows, beside_stride, residual_stride,
+    OUT: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, alpha=0.0, limit=0.0,
 ):  # fmt: skip
-    """The sums ``acc`` ``[BLOCK_N, BLOCK_M]``: bias, activation, residual, and to ``out`` ``[T, OUT]``."""
+    """The sums ``acc`` ``[BLOCK_N, BLOCK_M]`` and their biases, what follows, and to ``out`` ``[T, OUT]``."""
     dtype: tl.constexpr = out.dtype.element_ty
     if bias is not None:
-        inside = columns < (OUT if ACTIVATION == "" else 2 * OUT)
-        acc += load_columns(bias, columns, inside)[:, None]
-    if ACTIVATION == "":
-        outputs = columns
-        y = tl.trans(rounded(acc, dtype))
-    else:
+        acc += load_columns(bias, columns, columns < (2 * OUT if GATED else OUT))[:, None]
+    if GATED:
         HALF: tl.constexpr = BLOCK_N // 2
         outputs = tile * HALF + tl.arange(0, HALF)
         gate, up = tl.split(tl.permute(tl.reshape(rounded(acc, dtype), [2, HALF, BLOCK_M]), (2, 1, 0)))
-        y = rounded(rounded(activated(gate, ACTIVATION), dtype) * up, dtype)
+        y = rounded(gated(gate, up, alpha, limit, ACTIVATION, dtype), dtype)
+    else:
+        outputs = columns
+        y = tl.trans(rounded(acc, dtype))
+        if ACTIVATION != "":
+            y = rounded(activated(y, ACTIVATION), dtype)
+    if MULTIPLIER != 1.0:
+        y = rounded(y * MULTIPLIER, dtype)
     inside = inside_rows[:, None] & (outputs < OUT)[None, :]
+    if beside is not None:
+        places = beside + rows[:, None] * beside_stride + outputs[None, :]
+        y = rounded(y + tl.load(places, mask=inside, other=0.0).to(tl.float32), dtype)
     if residual is not None:
         places = residual + rows[:, None] * residual_stride + outputs[None, :]
         y += tl.load(places, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + rows[:, None] * OUT + outputs[None, :], cast(y, dtype), mask=inside)
 
 
-def outputs_of(
-    name: str, x: Tensor, wide: int, norm: Tensor | None, activation: str, residual: Tensor | None
-) -> tuple[Tensor, Tensor | None, int]:
-    """The tensor for the result; the residual, aligned, and the distance of its rows.
+class Outputs(NamedTuple):
+    """The tensor for a result ``[T, N]``, and what is added to it: tensors whose rows are so far apart."""
+
+    out: Tensor
+    beside: Tensor | None
+    residual: Tensor | None
+    beside_stride: int
+    residual_stride: int
+
+
+def outputs_of(name: str, x: Tensor, wide: int, around: Surroundings) -> Outputs:
+    """What the kernels need of ``around``, checked.
 
     Args:
-        name: of the op. x: ``[T, K]``. wide: rows of the weight, twice the outputs where there is an activation.
+        name: of the op. x: ``[T, K]``. wide: rows of the weight, twice the outputs where there is a gated activation.
 
     Raises:
-        ValueError: a norm or residual of another shape, dtype, layout or device; an unknown activation; surroundings
-            of a product in float32, where they are ops of their own.
+        ValueError: a tensor of another shape, dtype, layout or device; an unknown activation; surroundings of a product
+            in float32, where they are ops of their own.
     """
+    norm, activation = around.norm, around.activation
     if activation and activation not in reference.ACTIVATIONS:
         raise ValueError(f"{name}: activation must be {' or '.join(reference.ACTIVATIONS)}, got {activation}")
-    if activation and wide % 2:
-        raise ValueError(f"{name}: with an activation N must be even, got {wide}")
-    if x.dtype not in _DTYPES and (norm is not None or activation or residual is not None):
+    if around.is_gated and wide % 2:
+        raise ValueError(f"{name}: with a gated activation N must be even, got {wide}")
+    if x.dtype not in _DTYPES and (norm is not None or around.follow):
         raise ValueError(f"{name}: with norm, activation or residual x must be bfloat16 or float16, got {x.dtype}")
     if norm is not None:
         fits = norm.shape == x.shape[1:] and norm.is_contiguous() and norm.data_ptr() % _ALIGNMENT == 0
@@ -113,12 +142,19 @@ def outputs_of(
                 f"{name}: norm must be a contiguous [{x.shape[1]}] of {x.dtype} or torch.float32 on {x.device}, "
                 f"aligned to {_ALIGNMENT} bytes; got {list(norm.shape)} of {norm.dtype} on {norm.device}"
             )
-    out = x.new_empty(x.shape[0], wide // (2 if activation else 1))
-    if residual is None:
-        return out, None, out.shape[1]
-    if (residual.shape, residual.dtype, residual.device) != (out.shape, x.dtype, x.device):
+    out = x.new_empty(x.shape[0], around.outputs(wide))
+    beside, beside_stride = _rows_like(out, name, "beside", around.beside)
+    residual, residual_stride = _rows_like(out, name, "residual", around.residual)
+    return Outputs(out, beside, residual, beside_stride, residual_stride)
+
+
+def _rows_like(out: Tensor, op: str, name: str, given: Tensor | None) -> tuple[Tensor | None, int]:
+    """``given``, aligned, and the distance of its rows."""
+    if given is None:
+        return None, out.shape[1]
+    if (given.shape, given.dtype, given.device) != (out.shape, out.dtype, out.device):
         raise ValueError(
-            f"{name}: residual must be like the result, {list(out.shape)} of {x.dtype} on {x.device}, got "
-            f"{list(residual.shape)} of {residual.dtype} on {residual.device}"
+            f"{op}: {name} must be like the result, {list(out.shape)} of {out.dtype} on {out.device}, got "
+            f"{list(given.shape)} of {given.dtype} on {given.device}"
         )
-    return out, *aligned_rows(residual, name, "residual", _DTYPES)
+    return aligned_rows(given, op, name, _DTYPES)

@@ -18,17 +18,18 @@ from torch import Tensor
 
 from compiled_llm.ops.linear import triton_linear
 from compiled_llm.ops.linear.triton_linear import multiply_add
+from compiled_llm.ops.linear.triton_surroundings import gated
 from compiled_llm.ops.moe.triton_routing import check_sum, store_sums
 from compiled_llm.ops.rowwise.reference import GATES
-from compiled_llm.ops.rowwise.triton_kernels import activated, cast, clamped_swiglu, rounded
+from compiled_llm.ops.rowwise.triton_kernels import cast, rounded
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
-_SUMMED_AT_ONCE = 16  # rows of a tile, whose tokens may be complete
+SUMMED_AT_ONCE = 16  # rows of a tile, whose tokens may be complete
 
 
 @triton.jit
-def _own_tile(starts, place, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr):
+def own_tile(starts, place, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr):
     """Of the tile at ``place``: its expert, its rows, which of them there are; and how many rows all experts have.
 
     The expert is EXPERTS or more where no tile is left.
@@ -81,10 +82,7 @@ def _tile_outputs(
     if ACTIVATION != "":
         gate = rounded(acc, dtype)
         up = rounded(_with_bias(up, bias, expert * WIDE + OUT + columns, inside_columns), dtype)
-        if ACTIVATION == "clamped_swiglu":
-            acc = clamped_swiglu(gate, up, alpha, limit)
-        else:
-            acc = rounded(activated(gate, ACTIVATION), dtype) * up
+        acc = gated(gate, up, alpha, limit, ACTIVATION, dtype)
     return cast(acc, dtype)
 
 
@@ -95,7 +93,7 @@ def grouped_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
-    expert, targets, inside_rows, _ = _own_tile(starts, tl.program_id(0) % NUM_M, EXPERTS, EXPERTS_POW2, BLOCK_M)
+    expert, targets, inside_rows, _ = own_tile(starts, tl.program_id(0) % NUM_M, EXPERTS, EXPERTS_POW2, BLOCK_M)
     if expert < EXPERTS:
         sources = targets
         if rows is not None:
@@ -112,6 +110,45 @@ def grouped_kernel(
         )
 
 
+@triton.jit
+def add_complete(
+    y, tokens, places, weights, beside, residual, out, counters, rows, inside_rows, columns, tile, num_tokens,
+    OUT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """After ``rows`` of ``y`` were stored in ``columns``: adds up there the rows of those tokens that now have all.
+
+    In the order of a token's choice, so it does not matter which program does so. ``counters``, one for each token and
+    tile of columns, zero before the launch and after it, tell it.
+    """
+    # All threads have stored before some of them count, with a release of what was stored and an acquire of what
+    # others released; and all threads wait for their answers.
+    tl.debug_barrier()
+    first_row, end_row = tl.min(rows, 0), tl.max(tl.where(inside_rows, rows + 1, 0), 0)
+    for first in range(first_row, end_row, BLOCK_T):
+        row = first + tl.arange(0, BLOCK_T)
+        counted = row < end_row
+        token = tl.load(tokens + row, mask=counted, other=0)
+        counter = counters + tile * num_tokens + token
+        before = tl.atomic_add(counter, 1, mask=counted, sem="acq_rel", scope="gpu")
+        complete = counted & (before == TOP_K - 1)
+        tl.debug_barrier()
+        if tl.max(complete.to(tl.int32), 0) == 1:
+            tl.store(counter, 0, mask=complete)
+            store_sums(y, places, weights, beside, residual, out, token, complete, columns, TOP_K, OUT, True)
+
+
+@triton.jit
+def add_padding(
+    y, places, weights, beside, residual, out, num_rows, place, columns, num_tokens,
+    NUM_M: tl.constexpr, OUT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Padding has no rows: its sums, of nothing, are shared out among all ``NUM_M`` programs of these columns."""
+    real = num_rows // TOP_K
+    for first in range(real + place * BLOCK_T, num_tokens, NUM_M * BLOCK_T):
+        token = first + tl.arange(0, BLOCK_T)
+        store_sums(y, places, weights, beside, residual, out, token, token < num_tokens, columns, TOP_K, OUT, False)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def grouped_sum_kernel(
     x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, x_stride, num_tokens,
@@ -121,11 +158,10 @@ def grouped_sum_kernel(
 ):  # fmt: skip
     """As ``grouped_kernel``; the program that writes the last row of a token adds up the token's rows in its columns.
 
-    It adds in the order of a token's choice, so it does not matter which program that is. ``counters``, one for each
-    token and tile of columns, zero before the launch and after it, tell it.
+    ``add_complete`` says how.
     """
     place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
-    expert, rows, inside_rows, num_rows = _own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
+    expert, rows, inside_rows, num_rows = own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
     columns = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     if expert < EXPERTS:
         outputs = _tile_outputs(
@@ -137,26 +173,13 @@ def grouped_sum_kernel(
             outputs,
             mask=inside_rows[:, None] & (columns < OUT)[None, :],
         )
-        # All threads have stored before some of them count, with a release of what was stored and an acquire of what
-        # others released; and all threads wait for their answers.
-        tl.debug_barrier()
-        first_row, end_row = tl.min(rows, 0), tl.max(tl.where(inside_rows, rows + 1, 0), 0)
-        for first in range(first_row, end_row, BLOCK_T):
-            row = first + tl.arange(0, BLOCK_T)
-            counted = row < end_row
-            token = tl.load(tokens + row, mask=counted, other=0)
-            counter = counters + tile * num_tokens + token
-            before = tl.atomic_add(counter, 1, mask=counted, sem="acq_rel", scope="gpu")
-            complete = counted & (before == TOP_K - 1)
-            tl.debug_barrier()
-            if tl.max(complete.to(tl.int32), 0) == 1:
-                tl.store(counter, 0, mask=complete)
-                store_sums(y, places, weights, beside, residual, out, token, complete, columns, TOP_K, OUT, True)
-    # Padding has no rows: its sums, of nothing, are shared out among all programs of these columns.
-    real = num_rows // TOP_K
-    for first in range(real + place * BLOCK_T, num_tokens, NUM_M * BLOCK_T):
-        token = first + tl.arange(0, BLOCK_T)
-        store_sums(y, places, weights, beside, residual, out, token, token < num_tokens, columns, TOP_K, OUT, False)
+        add_complete(
+            y, tokens, places, weights, beside, residual, out, counters, rows, inside_rows, columns, tile, num_tokens,
+            OUT, TOP_K, BLOCK_T,
+        )  # fmt: skip
+    add_padding(
+        y, places, weights, beside, residual, out, num_rows, place, columns, num_tokens, NUM_M, OUT, TOP_K, BLOCK_T
+    )
 
 
 class _Grid(NamedTuple):
@@ -168,13 +191,13 @@ class _Grid(NamedTuple):
     options: dict[str, Any]
 
 
-def _grid(x: Tensor, weight: Tensor, count: int, gated: bool = False) -> _Grid:
+def _grid(x: Tensor, weight: Tensor, count: int, is_gated: bool = False) -> _Grid:
     experts, out_features, in_features = weight.shape
     # Twice the average, so that an expert with some more rows still has one tile.
     capability = triton_linear._capability(x.device)
     tile = triton_linear.tile_for(-(-2 * count // experts), x.itemsize, capability, outputs_first=False)
     block_n = tile.n
-    if gated:  # of each half
+    if is_gated:  # of each half
         out_features, block_n = out_features // 2, max(16, tile.n // 2)
     num_m = min(count, count // tile.m + experts)
     constants = {
@@ -247,18 +270,23 @@ def grouped_linear_sum(
     y = x.new_empty(num_tokens * top_k, out_features)
     grid = _grid(x, weight, len(x))
     needed = num_tokens * grid.programs // grid.num_m
-    if counters.dtype != torch.int32 or counters.dim() != 1 or len(counters) < needed:
-        raise ValueError(
-            f"grouped_linear_sum: counters must be [{needed}] of torch.int32 or longer, got {list(counters.shape)} of "
-            f"{counters.dtype}"
-        )
+    check_counters("grouped_linear_sum", counters, needed)
     with torch.cuda.device_of(x):
         grouped_sum_kernel[(grid.programs,)](
             x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, _stride(x),
-            num_tokens, TOP_K=top_k, BLOCK_T=min(_SUMMED_AT_ONCE, triton.next_power_of_2(num_tokens)),
+            num_tokens, TOP_K=top_k, BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(num_tokens)),
             **grid.constants, **grid.options,
         )  # fmt: skip
     return out
+
+
+def check_counters(op: str, counters: Tensor, needed: int) -> None:
+    """``ValueError`` for too few."""
+    if counters.dtype != torch.int32 or counters.dim() != 1 or len(counters) < needed:
+        raise ValueError(
+            f"{op}: counters must be [{needed}] of torch.int32 or longer, got {list(counters.shape)} of "
+            f"{counters.dtype}"
+        )
 
 
 def _stride(x: Tensor) -> int:

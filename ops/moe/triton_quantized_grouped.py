@@ -2,7 +2,10 @@
 
 Which tile of which expert a program computes is found as in ``triton_grouped.py``: the grid follows from the shapes. An
 output is added up as in ``triton_quantized.py`` and ``triton_quantized_a8.py``, so it has the bits of a single layer.
+So has what may follow in the same launch: a gate, or the sum of a token's experts.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,34 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear import triton_quantize_rows, triton_quantized, triton_quantized_a8
-from compiled_llm.ops.linear.quantized_tiles import Choice
+from compiled_llm.ops.linear.quantized_tiles import Choice, Tile
 from compiled_llm.ops.linear.quantized_weight import BITS
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.triton_int8_scaling import finished, load_columns
-from compiled_llm.ops.rowwise.triton_kernels import cast
-
-
-@triton.jit
-def _own_rows(rows, starts, place, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of the tile at ``place``: its expert, the rows it writes, those of x it reads, and which of them there are.
-
-    The expert is EXPERTS where no tile is left.
-    """
-    experts = tl.arange(0, EXPERTS_POW2)
-    first = tl.load(starts + experts, mask=experts < EXPERTS, other=0)
-    count = tl.load(starts + experts + 1, mask=experts < EXPERTS, other=0) - first
-    tiles = (count + BLOCK_M - 1) // BLOCK_M
-    ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((ends <= place).to(tl.int32), 0)  # whose tiles end after this place
-    own = experts == expert
-    row = tl.sum(tl.where(own, first + (place - (ends - tiles)) * BLOCK_M, 0), 0)
-    end = tl.sum(tl.where(own, first + count, 0), 0)
-    targets = row + tl.arange(0, BLOCK_M)
-    inside = targets < end  # none where no tile is left
-    sources = targets
-    if rows is not None:
-        sources = tl.load(rows + targets, mask=inside, other=0)
-    return tl.minimum(expert, EXPERTS), targets.to(tl.int64), sources.to(tl.int64), inside
+from compiled_llm.ops.linear.triton_quantize_rows import scales_of_rows
+from compiled_llm.ops.linear.triton_surroundings import columns_of, store_outputs
+from compiled_llm.ops.moe.triton_grouped import SUMMED_AT_ONCE, add_complete, add_padding, check_counters, own_tile
+from compiled_llm.ops.moe.triton_routing import check_sum
+from compiled_llm.ops.rowwise.reference import GATES
 
 
 @triton.jit
@@ -50,64 +34,124 @@ def _of_expert(tensor, expert, SIZE: tl.constexpr):
 
 
 @triton.jit
+def _rows_of(rows, targets, inside):
+    """The rows of x that a tile reads, which writes the rows ``targets``."""
+    if rows is None:
+        return targets.to(tl.int64)
+    else:
+        return tl.load(rows + targets, mask=inside, other=0).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
 def grouped_kernel(
-    x, codes, scales, zeros, bias, rows, starts, out, x_stride, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr, GROUPS: tl.constexpr,
-    ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
+    x, codes, scales, zeros, bias, rows, starts, y, tokens, places, weights, beside, residual, out, counters, x_stride,
+    num_tokens, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
+    GROUPS: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
+    ROW_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
     PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
-    found, targets, sources, inside = _own_rows(
-        rows, starts, tl.program_id(0) % NUM_M, EXPERTS, EXPERTS_POW2, BLOCK_M
-    )  # fmt: skip
+    """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
+
+    Outputs go to ``y``. With ``counters`` the program that writes the last row of a token adds up the token's rows.
+    """
+    GATED: tl.constexpr = ACTIVATION != ""
+    WIDE: tl.constexpr = 2 * OUT if GATED else OUT
+    place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
+    found, targets, inside, num_rows = own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
+    columns = columns_of(tile, OUT, GATED, BLOCK_N)
     if found < EXPERTS:
         expert = found.to(tl.int64)
-        columns = tl.program_id(0) // NUM_M * BLOCK_N + tl.arange(0, BLOCK_N)
         acc = triton_quantized.tile_sums(
-            x + sources * x_stride, inside, codes + expert * OUT * ROW_BYTES,
-            _of_expert(scales, expert, GROUPS * OUT), _of_expert(zeros, expert, GROUPS * OUT), columns,
-            ELEMENT, GROUP, OUT, IN, ROW_BYTES, PART, BLOCK_M, BLOCK_N,
+            x + _rows_of(rows, targets, inside) * x_stride, inside, codes + expert * WIDE * ROW_BYTES,
+            _of_expert(scales, expert, GROUPS * WIDE), _of_expert(zeros, expert, GROUPS * WIDE), columns,
+            ELEMENT, GROUP, WIDE, IN, ROW_BYTES, PART, BLOCK_M, BLOCK_N,
         )  # fmt: skip
-        if bias is not None:
-            acc += load_columns(bias, expert * OUT + columns, columns < OUT)[:, None]
-        tl.store(
-            out + targets[:, None] * OUT + columns[None, :],
-            cast(tl.trans(acc), out.dtype.element_ty),
-            mask=inside[:, None] & (columns < OUT)[None, :],
-        )
+        store_outputs(
+            acc, _of_expert(bias, expert, WIDE), None, None, y, tile, columns, targets.to(tl.int64), inside, 0, 0,
+            OUT, ACTIVATION, GATED, 1.0, BLOCK_M, BLOCK_N, alpha, limit,
+        )  # fmt: skip
+        if counters is not None:
+            add_complete(
+                y, tokens, places, weights, beside, residual, out, counters, targets, inside, columns.to(tl.int64),
+                tile, num_tokens, OUT, TOP_K, BLOCK_T,
+            )  # fmt: skip
+    if counters is not None:
+        add_padding(
+            y, places, weights, beside, residual, out, num_rows, place, columns.to(tl.int64), num_tokens,
+            NUM_M, OUT, TOP_K, BLOCK_T,
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def grouped_a8_kernel(
-    x, x_scales, x_sums, codes, scales, zeros, bias, rows, starts, out, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
-    EXPERTS_POW2: tl.constexpr, GROUPS: tl.constexpr,
-    ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, PADDED: tl.constexpr,
-    ROW_BYTES: tl.constexpr, PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    x, x_scale, x_scales, x_sums, codes, scales, zeros, bias, rows, starts, y, tokens, places, weights, beside,
+    residual, out, counters, x_stride, num_tokens, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
+    EXPERTS_POW2: tl.constexpr, GROUPS: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
+    IN: tl.constexpr, ROW_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """As ``grouped_kernel``, of int8 activations."""
-    found, targets, sources, inside = _own_rows(
-        rows, starts, tl.program_id(0) % NUM_M, EXPERTS, EXPERTS_POW2, BLOCK_M
-    )  # fmt: skip
+    """As ``grouped_kernel``, of int8 activations: codes with ``x_scales``, or rows of x that are quantised here."""
+    GATED: tl.constexpr = ACTIVATION != ""
+    WIDE: tl.constexpr = 2 * OUT if GATED else OUT
+    place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
+    found, targets, inside, num_rows = own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
+    columns = columns_of(tile, OUT, GATED, BLOCK_N)
     if found < EXPERTS:
         expert = found.to(tl.int64)
-        columns = tl.program_id(0) // NUM_M * BLOCK_N + tl.arange(0, BLOCK_N)
+        sources = _rows_of(rows, targets, inside)
+        own_scales = None
+        if x_scales is None:
+            own_scales = scales_of_rows(x + sources * x_stride, inside, x_scale, None, None, IN, BLOCK_M)
         acc = triton_quantized_a8.tile_sums(
-            x, x_sums, sources, inside, codes + expert * OUT * ROW_BYTES,
-            _of_expert(scales, expert, GROUPS * OUT), _of_expert(zeros, expert, GROUPS * OUT), columns,
-            ELEMENT, GROUP, OUT, IN, PADDED, ROW_BYTES, PART, BLOCK_M, BLOCK_N,
+            x, x_sums, sources, inside, codes + expert * WIDE * ROW_BYTES,
+            _of_expert(scales, expert, GROUPS * WIDE), _of_expert(zeros, expert, GROUPS * WIDE), columns,
+            ELEMENT, GROUP, WIDE, IN, x_stride, ROW_BYTES, PART, BLOCK_M, BLOCK_N, own_scales,
         )  # fmt: skip
-        x_scale = tl.load(x_scales + sources, mask=inside, other=0.0)
-        acc = finished(acc, x_scale, load_columns(bias, expert * OUT + columns, columns < OUT))
-        tl.store(
-            out + targets[:, None] * OUT + columns[None, :],
-            cast(tl.trans(acc), out.dtype.element_ty),
-            mask=inside[:, None] & (columns < OUT)[None, :],
-        )
+        of_rows = own_scales if x_scales is None else tl.load(x_scales + sources, mask=inside, other=0.0)
+        acc = finished(acc, of_rows, load_columns(_of_expert(bias, expert, WIDE), columns, columns < WIDE))
+        store_outputs(
+            acc, None, None, None, y, tile, columns, targets.to(tl.int64), inside, 0, 0,
+            OUT, ACTIVATION, GATED, 1.0, BLOCK_M, BLOCK_N, alpha, limit,
+        )  # fmt: skip
+        if counters is not None:
+            add_complete(
+                y, tokens, places, weights, beside, residual, out, counters, targets, inside, columns.to(tl.int64),
+                tile, num_tokens, OUT, TOP_K, BLOCK_T,
+            )  # fmt: skip
+    if counters is not None:
+        add_padding(
+            y, places, weights, beside, residual, out, num_rows, place, columns.to(tl.int64), num_tokens,
+            NUM_M, OUT, TOP_K, BLOCK_T,
+        )  # fmt: skip
+
+
+class Sum(NamedTuple):
+    """What adds up the rows of a token's experts, see ``summed_quantized_experts``."""
+
+    tokens: Tensor
+    places: Tensor
+    weights: Tensor
+    beside: Tensor | None
+    residual: Tensor | None
+    counters: Tensor
+
+
+class _Behind(NamedTuple):
+    """What follows a product in its launch: a gate, a sum or nothing."""
+
+    activation: str = ""
+    alpha: float = 0.0
+    limit: float = 0.0
+    sum: Sum | None = None
+
+
+_NOTHING = _Behind()
 
 
 def grouped_quantized_linear(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, rows: Tensor | None,
     starts: Tensor, element: str, group_size: int, out_features: int, choice: Choice | None = None,
+    behind: _Behind = _NOTHING,
 ) -> Tensor:  # fmt: skip
     """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
 
@@ -116,59 +160,137 @@ def grouped_quantized_linear(
     Raises:
         ValueError: a tensor of another shape, dtype, layout or device; a group size that the GPU kernels lack.
     """
-    name = "grouped_quantized_linear"
-    _check(name, x, codes, scales, zeros, bias, rows, starts, element, group_size, out_features)
-    experts, count = len(codes), x.shape[0] if rows is None else rows.shape[0]
-    x = triton_quantized.aligned(x)
-    out = x.new_empty(count, out_features)
-    if not out.numel():
+    name, weight, form = "grouped_quantized_linear", (codes, scales, zeros, bias), (element, group_size, out_features)
+    _check(name, x, *weight, rows, starts, *form)
+    y, out = _results(x, rows, out_features, behind)
+    if not y.numel():
         return out
-    # Twice the average, so that an expert with some more rows still has one tile.
-    form = zeros is not None, element, group_size, out_features
-    per_expert = -(-2 * count // experts)
-    tile = (choice or triton_quantized.choice_for(per_expert, x, *form, experts=experts)).tile
-    assert tile is not None, "experts are multiplied by Triton"
-    num_m = min(count, count // tile.m + experts)
-    with torch.cuda.device_of(x):
-        grouped_kernel[(num_m * triton.cdiv(out_features, tile.n),)](
-            x, codes, scales, zeros, bias, rows, starts, out, x.stride(0) if x.shape[0] > 1 else x.shape[1],
-            NUM_M=num_m, EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), GROUPS=scales.shape[1],
-            ELEMENT=element, GROUP=group_size, OUT=out_features, IN=x.shape[1], ROW_BYTES=codes.shape[-1],
-            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4,
-        )  # fmt: skip
+    x = triton_quantized.aligned(x)
+    tile = _tile(x, zeros, form, len(codes), len(y), choice, int8_activations=False)
+    stride = x.stride(0) if x.shape[0] > 1 else x.shape[1]
+    _launch(grouped_kernel, (x, *weight, rows, starts), stride, y, out, tile, form, behind, x.itemsize == 4)
     return out
 
 
 def grouped_quantized_linear_a8(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, x_scale: Tensor | None,
     rows: Tensor | None, starts: Tensor, element: str, group_size: int, out_features: int,
-    choice: Choice | None = None,
+    choice: Choice | None = None, behind: _Behind = _NOTHING,
 ) -> Tensor:  # fmt: skip
-    """As ``grouped_quantized_linear``, of int8 activations. A token's row is quantised once, for all of its experts."""
-    name = "grouped_quantized_linear_a8"
-    _check(name, x, codes, scales, zeros, bias, rows, starts, element, group_size, out_features)
+    """As ``grouped_quantized_linear``, of int8 activations.
+
+    A token's row is quantised once, for all of its experts; where tiles have few rows, by each program that takes it.
+    """
+    name, weight, form = (
+        "grouped_quantized_linear_a8",
+        (codes, scales, zeros, bias),
+        (element, group_size, out_features),
+    )
+    _check(name, x, *weight, rows, starts, *form)
     triton_quantized_a8.check_a8(name, x, x_scale, element)
-    experts, count = len(codes), x.shape[0] if rows is None else rows.shape[0]
-    out = x.new_empty(count, out_features)
-    if not out.numel():
+    y, out = _results(x, rows, out_features, behind)
+    if not y.numel():
         return out
-    quantized, x_scales, x_sums = triton_quantize_rows.quantize_rows(x, x_scale, group_size, zeros is not None)
-    form = zeros is not None, element, group_size, out_features
-    per_expert = -(-2 * count // experts)
-    own = choice or triton_quantized.choice_for(per_expert, x, *form, int8_activations=True, experts=experts)
-    tile = own.tile
-    assert tile is not None, "experts are multiplied by Triton"
-    num_m = min(count, count // tile.m + experts)
-    with torch.cuda.device_of(x):
-        grouped_a8_kernel[(num_m * triton.cdiv(out_features, tile.n),)](
-            quantized, x_scales, x_sums, codes, scales, zeros, bias, rows, starts, out,
-            NUM_M=num_m, EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), GROUPS=scales.shape[1],
-            ELEMENT=element, GROUP=group_size, OUT=out_features, IN=x.shape[1], PADDED=quantized.shape[1],
-            ROW_BYTES=codes.shape[-1], PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-        )  # fmt: skip
+    tile = _tile(x, zeros, form, len(codes), len(y), choice, int8_activations=True)
+    in_features, x = x.shape[1], triton_quantized.aligned(x)
+    x_scales, x_sums, stride = None, None, x.stride(0) if x.shape[0] > 1 else in_features
+    if tile.m > triton_quantized_a8.FEW_ROWS:
+        x, x_scales, x_sums = triton_quantize_rows.quantize_rows(x, x_scale, group_size, zeros is not None)
+        x_scale, stride = None, x.shape[1]
+    given = x, x_scale, x_scales, x_sums
+    _launch(
+        grouped_a8_kernel, (*given, *weight, rows, starts), stride, y, out, tile, form, behind, False,
+        in_features=in_features,
+    )  # fmt: skip
     return out
+
+
+def gated_quantized_experts(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, tokens: Tensor, starts: Tensor,
+    element: str, group_size: int, out_features: int, int8_activations: bool, activation: str, alpha: float,
+    limit: float,
+) -> Tensor:  # fmt: skip
+    """The op on CUDA tensors, likewise.
+
+    Raises:
+        ValueError: those of the product; an unknown activation; x in float32.
+    """
+    if activation not in GATES or out_features % 2 or x.dtype == torch.float32:
+        raise ValueError(
+            f"gated_quantized_experts: activation must be {' or '.join(GATES)}, N even and x in 16 bits, got "
+            f"{activation!r}, N={out_features} and {x.dtype}"
+        )
+    weight, form = (codes, scales, zeros, bias), (element, group_size, out_features)
+    behind = _Behind(activation, alpha, limit)
+    if int8_activations:
+        return grouped_quantized_linear_a8(x, *weight, None, tokens, starts, *form, behind=behind)
+    return grouped_quantized_linear(x, *weight, tokens, starts, *form, behind=behind)
+
+
+def summed_quantized_experts(
+    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, tokens: Tensor, starts: Tensor,
+    element: str, group_size: int, out_features: int, int8_activations: bool, *added: Any,
+) -> Tensor:  # fmt: skip
+    """The op on CUDA tensors, likewise.
+
+    Raises:
+        ValueError: those of the product; a tensor of another shape, dtype, layout or device; too few counters.
+    """
+    weight, form, own = (codes, scales, zeros, bias), (element, group_size, out_features), Sum(tokens, *added)
+    if x.dtype == torch.float32 or x.shape[0] != own.places.numel() or len(tokens) != len(x):
+        raise ValueError(
+            f"summed_quantized_experts: x must be [{own.places.numel()}, K] of bfloat16 or float16, got "
+            f"{list(x.shape)} of {x.dtype} with {len(tokens)} tokens"
+        )
+    check_sum(x, own.places, own.weights, own.beside, own.residual, out_features)
+    behind = _Behind(sum=own)
+    if int8_activations:
+        return grouped_quantized_linear_a8(x, *weight, None, None, starts, *form, behind=behind)
+    return grouped_quantized_linear(x, *weight, None, starts, *form, behind=behind)
+
+
+def _results(x: Tensor, rows: Tensor | None, out_features: int, behind: _Behind) -> tuple[Tensor, Tensor]:
+    """Where the products go, and what is returned: the same unless they are added up."""
+    y = x.new_empty((x if rows is None else rows).shape[0], out_features // (2 if behind.activation else 1))
+    return y, y if behind.sum is None else x.new_empty(len(behind.sum.places), out_features)
+
+
+def _tile(
+    x: Tensor, zeros: Tensor | None, form: tuple[str, int, int], experts: int, count: int, choice: Choice | None,
+    *, int8_activations: bool,
+) -> Tile:  # fmt: skip
+    per_expert = -(-2 * count // experts)  # twice the average, so that one with some more rows still has one tile
+    choice = choice or triton_quantized.choice_for(
+        per_expert, x, zeros is not None, *form, int8_activations=int8_activations, experts=experts
+    )
+    assert choice.tile is not None, "experts are multiplied by Triton"
+    return choice.tile
+
+
+def _launch(
+    kernel: Any, given: tuple, x_stride: int, y: Tensor, out: Tensor, tile: Tile, form: tuple[str, int, int],
+    behind: _Behind, fused: bool, in_features: int = 0,
+) -> None:  # fmt: skip
+    """``given``: the kernel's first arguments, x first, then among others the weights, and ``starts`` last."""
+    element, group_size, wide = form
+    codes, scales, own = given[-6], given[-5], behind.sum
+    experts, num_m = len(codes), min(len(y), len(y) // tile.m + len(codes))
+    tiles = triton.cdiv(wide, tile.n)
+    num_tokens, top_k = (0, 1) if own is None else own.places.shape
+    added = (None,) * 5 if own is None else own[:5]
+    if own is not None:
+        check_counters("summed_quantized_experts", own.counters, num_tokens * tiles)
+    with torch.cuda.device_of(y):
+        kernel[(num_m * tiles,)](
+            *given, y, *added, None if own is None else out, None if own is None else own.counters, x_stride,
+            num_tokens, behind.alpha, behind.limit,
+            NUM_M=num_m, EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), GROUPS=scales.shape[1],
+            ELEMENT=element, GROUP=group_size, OUT=y.shape[1], IN=in_features or given[0].shape[1],
+            ROW_BYTES=codes.shape[-1], ACTIVATION=behind.activation, TOP_K=top_k,
+            BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(max(1, num_tokens))),
+            PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=fused,
+        )  # fmt: skip
 
 
 def _check(

@@ -176,8 +176,6 @@ def turned_heads(
 ):  # fmt: skip
     """``BLOCK_HEADS`` heads of one token from ``first_head`` on; each head's first half is paired with its second.
 
-    Without ``cosines`` they are normed alone.
-
     Returns the halves, of ``dtype``, the places of the first in ``x``, and which of them are inside; zeros elsewhere.
     """
     d = tl.arange(0, BLOCK_HALF)[None, :]
@@ -191,9 +189,8 @@ def turned_heads(
         first = weighted(first * scale, weights, dtype).to(tl.float32)
         weights = tl.load(norm + HALF + d, mask=d < HALF, other=0.0)
         second = weighted(second * scale, weights, dtype).to(tl.float32)
-    if cosines is not None:
-        cos, sin = _load(cosines, d, d < HALF), _load(cosines, HALF + d, d < HALF)
-        first, second = first * cos - second * sin, second * cos + first * sin
+    cos, sin = _load(cosines, d, d < HALF), _load(cosines, HALF + d, d < HALF)
+    first, second = first * cos - second * sin, second * cos + first * sin
     return cast(first, dtype), cast(second, dtype), places, inside
 
 
@@ -211,15 +208,14 @@ def _rotate_heads(
 
 @triton.jit
 def rope_kernel(
-    qkv, cos_sin, q_norm, k_norm, v_norm, q, k, v, qkv_stride, cos_sin_stride, values, eps,
+    qkv, cos_sin, q_norm, k_norm, q, k, qkv_stride, cos_sin_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
 ):  # fmt: skip
-    """A program for some heads of a token: of its queries, its keys, or its values, which begin at ``values``."""
+    """A program for some heads of a token: of its queries, or its keys."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     q_tiles: tl.constexpr = tl.cdiv(NUM_HEADS, BLOCK_HEADS)
-    k_tiles: tl.constexpr = tl.cdiv(NUM_KV_HEADS, BLOCK_HEADS)
     qkv += row * qkv_stride
     cos_sin += row * cos_sin_stride
     if tile < q_tiles:
@@ -227,15 +223,10 @@ def rope_kernel(
             qkv, cos_sin, q_norm, q + row * (NUM_HEADS * 2 * HALF), eps, tile * BLOCK_HEADS,
             NUM_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
         )  # fmt: skip
-    elif tile < q_tiles + k_tiles:
+    else:
         _rotate_heads(
             qkv + NUM_HEADS * 2 * HALF, cos_sin, k_norm, k + row * (NUM_KV_HEADS * 2 * HALF), eps,
             (tile - q_tiles) * BLOCK_HEADS, NUM_KV_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
-        )  # fmt: skip
-    elif v is not None:
-        _rotate_heads(
-            qkv + values, None, v_norm, v + row * (NUM_KV_HEADS * 2 * HALF), eps,
-            (tile - q_tiles - k_tiles) * BLOCK_HEADS, NUM_KV_HEADS, HALF, BLOCK_HEADS, BLOCK_HALF,
         )  # fmt: skip
 
 

@@ -195,25 +195,6 @@ def rope(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     """The op."""
-    q, k, _ = _rope(qkv, cos_sin, q_norm, k_norm, None, num_heads, num_kv_heads, eps)
-    return q, k
-
-
-def rope_with_values(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor, k_norm: Tensor, v_norm: Tensor, num_heads: int, num_kv_heads: int,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The op."""
-    q, k, v = _rope(qkv, cos_sin, q_norm, k_norm, v_norm, num_heads, num_kv_heads, eps)
-    assert v is not None
-    return q, k, v
-
-
-def _rope(
-    qkv: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, v_norm: Tensor | None, num_heads: int,
-    num_kv_heads: int, eps: float,
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Both ops; values are the last columns of ``qkv``."""
     qkv, stride = aligned_rows(qkv, "rope", "qkv")
     cos_sin, cos_sin_stride = aligned_rows(cos_sin, "rope", "cos_sin", (torch.float32,))
     rows, head_dim = cos_sin.shape
@@ -231,20 +212,19 @@ def _rope(
         q_norm is not None and k_norm is not None and q_norm.dtype != k_norm.dtype
     ):
         raise ValueError("rope: q_norm and k_norm must be of one dtype, or both None")
-    norms = [None if norm is None else _weight(norm, qkv, head_dim, "rope") for norm in (q_norm, k_norm, v_norm)]
+    norms = [None if norm is None else _weight(norm, qkv, head_dim, "rope") for norm in (q_norm, k_norm)]
     q, k = qkv.new_empty(rows, num_heads, head_dim), qkv.new_empty(rows, num_kv_heads, head_dim)
-    v = None if v_norm is None else torch.empty_like(k)
     block_half = triton.next_power_of_2(head_dim // 2)
     block_heads = max(1, min(triton.next_power_of_2(num_heads), _PIECE // (2 * block_half)))
-    tiles = triton.cdiv(num_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads) * (1 if v is None else 2)
+    tiles = triton.cdiv(num_heads, block_heads) + triton.cdiv(num_kv_heads, block_heads)
     if rows:
         with torch.cuda.device_of(qkv):
             rope_kernel[(rows, tiles)](
-                qkv, cos_sin, *norms, q, k, v, stride, cos_sin_stride, qkv.shape[1] - num_kv_heads * head_dim, eps,
+                qkv, cos_sin, *norms, q, k, stride, cos_sin_stride, eps,
                 NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HALF=head_dim // 2,
                 BLOCK_HEADS=block_heads, BLOCK_HALF=block_half, **_options(2 * block_heads * block_half),
             )  # fmt: skip
-    return q, k, v
+    return q, k
 
 
 def gated_activation(gate_up: Tensor, activation: str) -> Tensor:

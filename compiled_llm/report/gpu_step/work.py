@@ -5,7 +5,7 @@ function here says it for the kernel of that name. Letters as in docs/design.md.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -94,7 +94,7 @@ def work_of(launch: Launch, contexts: Contexts) -> Work:
     return Work(_bytes(launch.read), _bytes(launch.written))
 
 
-def _bytes(tensors: tuple[Tensor, ...]) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -125,9 +125,9 @@ Arguments = dict[str, Any]
 
 
 def _write(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """Keys and values to the cache; with ``cos_sin`` queries and keys are turned before."""
-    new = a["k"].nbytes + a["v"].nbytes
-    elements = a["k"].numel() + a["v"].numel()
+    """Keys and values to the cache, if there are some; with ``cos_sin`` queries and keys are turned before."""
+    made = [a[name] for name in ("k", "v") if a[name] is not None]
+    new, elements = _bytes(made), sum(tensor.numel() for tensor in made)
     written = elements * a["k_cache"].itemsize + (0 if a["k_scale"] is None else elements // a["HEAD_DIM"] * 4)
     read = new + a["slot_mapping"].nbytes
     if a["cos_sin"] is not None:
@@ -183,21 +183,21 @@ def _decode(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     tiles = tile_config(head_dim, a["q"].itemsize, cache_bytes, capability, gpu)
     size, splits = splits_of(keys, decode_splits(tiles, r, kv_heads, num_sms))
     partial = r * heads * splits * (head_dim + 2) * 4 if splits > 1 else 0  # written, and read by the last program
-    new = 2 * r * kv_heads * head_dim * a["q"].itemsize + (0 if a["cos_sin"] is None else a["cos_sin"].nbytes)
+    made = 0 if a["k"] is None else r * kv_heads  # new keys
+    new = 2 * made * head_dim * a["q"].itemsize + (0 if a["cos_sin"] is None else a["cos_sin"].nbytes)
     out = r * heads * head_dim * a["q"].itemsize
-    cached = r * kv_heads * _key_bytes(a)  # of a key and a value
     blocks = r * kv_heads * sum(-(-min(size, keys - first) // a["BLOCK_N"]) for first in range(0, keys, size))
     padded = 4 * blocks * a["BLOCK_N"] * a["BLOCK_M"] * a["BLOCK_H"]
-    read = out + new + cached * keys + r * -(-keys // a["BLOCK_SIZE"]) * 4 + partial
+    read = out + new + r * kv_heads * _key_bytes(a) * keys + r * -(-keys // a["BLOCK_SIZE"]) * 4 + partial
     flops = 4 * contexts.pairs(a["WINDOW"]) * heads * head_dim
     merge = _merge(a, r * kv_heads, -(-a["GROUP"] // a["MERGE_HEADS"]), splits)
     shares = {
         "_merge_heads": merge,
-        "_write_new": Share(r * kv_heads),
+        "_write_new": Share(made),
         "_store_whole": Share(0 if splits > 1 else r * kv_heads),
     }
     return Work(
-        read, partial + out + cached, flops, padded, 8 * a["q"].itemsize, r * kv_heads * splits, blocks,
+        read, partial + out + made * _key_bytes(a), flops, padded, 8 * a["q"].itemsize, r * kv_heads * splits, blocks,
         1 + merge.turns if merge.runs else 0, shares,
     )  # fmt: skip
 
@@ -276,7 +276,7 @@ def _state_bytes(contexts: Contexts, heads: int, head_dim: int, partitions: int)
 
 
 def _rope(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    made = a["q"].nbytes + a["k"].nbytes + (0 if a["v"] is None else a["v"].nbytes)
+    made = a["q"].nbytes + a["k"].nbytes
     return Work(made + a["cos_sin"].nbytes, made)
 
 
@@ -285,26 +285,29 @@ def _grouped(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
 
     With gates and ups a tile has the weights of both.
     """
-    experts, rows = a["EXPERTS"], (a["y"] if "y" in a else a["out"]).shape[0]
-    factor = 2 if a.get("ACTIVATION") else 1
+    made = a["y"] if a.get("y") is not None else a["out"]
+    experts, rows, factor = a["EXPERTS"], made.shape[0], 2 if a.get("ACTIVATION") else 1
+    in_tile = factor if "weight" in a else 1  # a tile of codes is ``W x.T``, and has some outputs' gates and ups
     used = experts * (1 - (1 - 1 / experts) ** rows)
     weights = [a[name] for name in ("weight", "codes", "scales", "zeros", "bias") if a.get(name) is not None]
     of_weights = round(sum(tensor.nbytes for tensor in weights) * used / experts)
     flops = 2 * factor * rows * a["OUT"] * a["IN"]
-    tiles = round(used + rows // a["BLOCK_M"]) * -(-a["OUT"] // a["BLOCK_N"])
+    tiles = round(used + rows // a["BLOCK_M"]) * -(-a["OUT"] * factor // (a["BLOCK_N"] * in_tile))
     trips = tiles * _trips(a)
-    padded = 2 * factor * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
+    padded = 2 * in_tile * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     x = rows * a["IN"] * a["x"].itemsize
-    return Work(of_weights + x, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, kernel.programs, trips)
+    return Work(of_weights + x, made.nbytes, flops, padded, 8 * a["x"].itemsize, kernel.programs, trips)
 
 
 def _grouped_sum(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     """The last program counts its rows, some at a time, reads the places of their tokens, and all rows of these."""
     work = _grouped(a, kernel, contexts)
+    if a.get("counters") is None:
+        return work
     around = sum(a[name].nbytes for name in ("y", "places", "weights", "beside", "residual") if a[name] is not None)
     rounds = 3 * -(-min(a["BLOCK_M"], a["y"].shape[0]) // a["BLOCK_T"])
     return dataclasses.replace(
-        work, read=work.read + around, written=work.written + a["y"].nbytes, round_trips=rounds
+        work, read=work.read + around, written=work.written + a["out"].nbytes, round_trips=rounds
     )  # fmt: skip
 
 
@@ -368,8 +371,8 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
     from compiled_llm.ops.rowwise.triton_kernels import PLACES  # of a row, whose squares are added up at a time
 
     work = _linear(a, kernel, contexts)
-    factor = 2 if a["ACTIVATION"] else 1
-    around = ("norm", "residual", "x_scale", "x_scales", "x_sums")
+    factor = 2 if a["GATED"] else 1
+    around = ("norm", "beside", "residual", "x_scale", "x_scales", "x_sums")
     besides = sum(a[name].nbytes for name in around if a.get(name) is not None)
     bits = 8 if "x_scales" in a else work.bits
     shares = {"inverse_rms_of_rows": Share(kernel.programs, -(-a["IN"] // PLACES.value))}
@@ -384,10 +387,10 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "exact_attention_kernel": _exact_attention,
     "exact_merge_kernel": _exact_merge,
     "rope_kernel": _rope,
-    "grouped_kernel": _grouped,
+    "grouped_kernel": _grouped_sum,
     "grouped_sum_kernel": _grouped_sum,
     "routed_linear_kernel": _routed_linear,
-    "grouped_a8_kernel": _grouped,
+    "grouped_a8_kernel": _grouped_sum,
     "fused_linear_kernel": _fused_linear,
     "exact_linear_kernel": _surrounded_linear,
     "quantized_linear_kernel": _surrounded_linear,

@@ -7,7 +7,7 @@ or an empty string.
 
 import functools
 import subprocess
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops import paged_attention, rope, rotary_attention
-from compiled_llm.ops.rowwise.reference import rope_reference
+from compiled_llm.ops.rowwise.reference import rms_norm_reference, rope_reference
 from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, make_case
 
 triton = pytest.importorskip("triton")
@@ -35,19 +35,29 @@ STEP = {
 }
 
 
-def turning(case: AttentionCase, norm_dtype: torch.dtype | None, scaled: bool) -> tuple[Tensor | None, ...]:
-    """``qkv``, ``cos_sin``, ``q_norm``, ``k_norm`` and ``query_scale`` for the queries, keys and values of a case."""
+def turning(
+    case: AttentionCase, norm_dtype: torch.dtype | None, scaled: bool, values: str = "plain"
+) -> tuple[Tensor | None, ...]:
+    """``qkv``, norms and so on for the queries, keys and values of a case, in the order of the ops.
+
+    ``values``: "plain", "normed", or "keys" where they are those that the keys are made of, normed.
+    """
     rows, _, head_dim = case.q.shape
-    qkv = torch.cat([case.q, case.k, case.v], dim=1).flatten(1)
+    qkv = torch.cat([case.q, case.k, *([] if values == "keys" else [case.v])], dim=1).flatten(1)
     radians = torch.arange(rows)[:, None] * torch.linspace(0, 1, head_dim // 2)
     norms = [None if norm_dtype is None else torch.linspace(a, 1.5, head_dim).to(norm_dtype) for a in (0.5, 0.7)]
     scale = (1 + torch.arange(rows)[:, None] / 8).to(qkv.dtype) if scaled else None
-    return qkv, torch.cat([radians.cos(), radians.sin()], dim=1), *norms, scale
+    v_norm = None if values == "plain" else torch.linspace(0.6, 1.4, head_dim)
+    return qkv, torch.cat([radians.cos(), radians.sin()], dim=1), *norms, v_norm, scale
 
 
 def in_two_ops(rope_op, attention_op, case: AttentionCase, turn: tuple) -> tuple[Tensor, dict[str, Tensor | None]]:
-    qkv, cos_sin, q_norm, k_norm, scale = turn
+    qkv, cos_sin, q_norm, k_norm, v_norm, scale = turn
     values = dict(zip((field.name for field in fields(case)), case.args(), strict=True))
+    if qkv.shape[1] == (case.q.shape[1] + case.k.shape[1]) * case.q.shape[2]:
+        values["v"] = case.k
+    if v_norm is not None:
+        values["v"] = rms_norm_reference(values["v"], v_norm, EPS)
     q, k = rope_op(qkv, cos_sin, q_norm, k_norm, case.q.shape[1], case.k.shape[1], EPS)
     values |= {"q": q if scale is None else q * scale[:, None], "k": k}
     return attention_op(*values.values()), {name: values[name] for name in CACHES}
@@ -60,11 +70,20 @@ def in_one(op, case: AttentionCase, turn: tuple) -> tuple[Tensor, dict[str, Tens
     return out, {name: values[name] for name in CACHES}
 
 
-def same(case: AttentionCase, module, norm_dtype: torch.dtype | None, scaled: bool) -> None:
-    """The two Triton kernels' bits; and the references' numbers, from caches whose last bits may differ."""
-    turn = turning(case, norm_dtype, scaled)
+def same(case: AttentionCase, module, norm_dtype: torch.dtype | None, scaled: bool, values: str) -> None:
+    """The two Triton kernels' bits; and the references' numbers, from caches whose last bits may differ.
+
+    Norms of values are the reference's in both, so there the last bits may differ, too.
+    """
+    turn = turning(case, norm_dtype, scaled, values)
     out, caches = in_one(module.rotary_attention, case, turn)
     expected, expected_caches = in_two_ops(triton_rowwise.rope, module.paged_attention, case, turn)
+    if values != "plain":
+        torch.testing.assert_close(out, expected, atol=case.tolerance, rtol=case.tolerance)
+        written = caches["v_cache"][1:], expected_caches["v_cache"][1:]
+        torch.testing.assert_close(*written, atol=case.tolerance, rtol=case.tolerance, equal_nan=True)
+        assert torch.equal(caches["k_cache"][1:].view(torch.uint8), expected_caches["k_cache"][1:].view(torch.uint8))
+        return
     assert torch.equal(out, expected)
     for name, cache in caches.items():
         if cache is not None:
@@ -73,9 +92,27 @@ def same(case: AttentionCase, module, norm_dtype: torch.dtype | None, scaled: bo
     torch.testing.assert_close(out, reference, atol=2 * case.tolerance, rtol=2 * case.tolerance)
 
 
-def run(kernels: str = "triton_attention", norm_dtype=None, scaled: bool = False, **kwargs) -> None:
-    modules = {"triton_attention": triton_attention, "triton_exact": triton_exact}
-    same(make_case(**{**STEP, **kwargs}), modules[kernels], norm_dtype, scaled)
+MODULES = {"triton_attention": triton_attention, "triton_exact": triton_exact}
+
+
+def run(
+    kernels: str = "triton_attention", norm_dtype=None, scaled: bool = False, values: str = "plain", **kwargs
+) -> None:
+    same(make_case(**{**STEP, **kwargs}), MODULES[kernels], norm_dtype, scaled, values)
+
+
+def reads_what_another_layer_wrote(kernels: str, **kwargs) -> None:
+    """Queries alone see the keys of the step that are in the cache, and nothing is written."""
+    op, case = MODULES[kernels].rotary_attention, make_case(**{**STEP, **kwargs})
+    qkv, cos_sin, q_norm, k_norm, *rest = turning(case, FP32, False)
+    expected, caches = in_one(op, case, (qkv, cos_sin, q_norm, k_norm, *rest))
+    assert qkv is not None
+    queries = qkv[:, : case.q.shape[1] * case.q.shape[2]]
+    out, after = in_one(op, replace(case, **caches), (queries, cos_sin, q_norm, None, *rest))
+    assert torch.equal(out, expected)
+    for name, cache in caches.items():
+        if cache is not None:
+            assert torch.equal(cache.view(torch.uint8), after[name].view(torch.uint8)), name
 
 
 def a_decode(**kwargs) -> None:
@@ -88,6 +125,16 @@ CASES = {
     "float32-norms-h80": functools.partial(run, dtype=FP16, norm_dtype=FP32, head_dim=80),
     "scaled-queries": functools.partial(run, dtype=BF16, scaled=True, head_dim=40, num_heads=6, num_kv_heads=3),
     "float32": functools.partial(a_decode, dtype=FP32, norm_dtype=FP32, scaled=True),
+    "normed-values": functools.partial(run, dtype=BF16, norm_dtype=FP32, values="normed", head_dim=48),
+    "keys-are-values": functools.partial(run, dtype=FP16, norm_dtype=FP32, values="keys", num_heads=6, num_kv_heads=3),
+    "exact-keys-are-values": functools.partial(
+        a_decode, dtype=BF16, norm_dtype=FP32, values="keys", kernels="triton_exact"
+    ),
+    "shared": functools.partial(reads_what_another_layer_wrote, "triton_attention", dtype=BF16, num_heads=12),
+    "shared-int8": functools.partial(
+        reads_what_another_layer_wrote, "triton_attention", dtype=BF16, kv_dtype=torch.int8
+    ),
+    "shared-exact": functools.partial(reads_what_another_layer_wrote, "triton_exact", dtype=BF16, head_dim=40),
     "exact": functools.partial(a_decode, dtype=BF16, norm_dtype=BF16, kernels="triton_exact"),
     **{
         f"{name}-{len(given)}": functools.partial(a_decode, dtype=BF16, kv_dtype=dtype, **given)
@@ -104,9 +151,11 @@ def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("normed_values", [False, True])
 def test_compiles_without_spills(
     capability: tuple[int, int],
     kv_dtype: torch.dtype | None,
+    normed_values: bool,
     child: subprocess.Popen,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -121,9 +170,9 @@ def test_compiles_without_spills(
 
     caches = [empty(1024, 8, 16, 128, dtype=kv_dtype or BF16) for _ in range(2)]
     scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
-    norm = empty(128, dtype=BF16)
+    norm, v_norm = empty(128, dtype=BF16), empty(128, dtype=FP32) if normed_values else None
     turn, k, v = triton_attention.to_turn(
-        empty(32, 48 * 128, dtype=BF16), empty(32, 128, dtype=FP32), norm, norm, None, 32, 8, 128, EPS
+        empty(32, 48 * 128, dtype=BF16), empty(32, 128, dtype=FP32), norm, norm, v_norm, None, 32, 8, 128, EPS
     )
     triton_attention.write_new_rows(k, v, *caches, *scales, empty(32), empty(33), turn.q, empty(32 * 8), turn)
     [(kernel, args, kwargs)] = recorded
@@ -159,16 +208,17 @@ def test_on_a_cpu_it_is_its_two_ops(scaled: bool) -> None:
 
 def test_tensors_of_other_shapes_are_refused() -> None:
     case = make_case([1, 1], [3, 4], dtype=BF16)
-    qkv, cos_sin, q_norm, k_norm, scale = turning(case, BF16, True)
+    qkv, cos_sin, q_norm, k_norm, v_norm, scale = turning(case, BF16, True, "normed")
 
     def refused(match: str, *turn) -> None:
         with pytest.raises(ValueError, match=match):
             triton_attention.to_turn(*turn, 4, 2, 64, EPS)
 
-    refused("columns", qkv[:, :-64], cos_sin, q_norm, k_norm, scale)
-    refused("cos_sin must be", qkv, cos_sin[:1], q_norm, k_norm, scale)
-    refused("both be tensors", qkv, cos_sin, q_norm, None, scale)
-    refused("query_scale must be", qkv, cos_sin, q_norm, k_norm, scale.float())
+    refused("columns", qkv[:, :-64], cos_sin, q_norm, k_norm, v_norm, scale)
+    refused("cos_sin must be", qkv, cos_sin[:1], q_norm, k_norm, v_norm, scale)
+    refused("both be tensors", qkv, cos_sin, q_norm, None, v_norm, scale)
+    refused("must be None where qkv has no keys", qkv[:, : 4 * 64], cos_sin, q_norm, None, v_norm, scale)
+    refused("query_scale must be", qkv, cos_sin, q_norm, k_norm, v_norm, scale.float())
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import decode_attention, rope, rotary_decode_attention
-from compiled_llm.ops.attention.decode_attention import heads_of
+from compiled_llm.ops import decode_attention, rms_norm, rope, rotary_decode_attention
 from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan_reference
+from compiled_llm.ops.attention.heads import heads_of
 from compiled_llm.ops.attention.tiles import (
     MOST_SPLITS,
     TASK_COLUMNS,
@@ -61,7 +61,7 @@ def attended(case: AttentionCase, plan: tuple, turn: tuple | None = None, table:
     turning = None
     if turn is not None:
         turning = triton_decode.Turning(*turn[1:])
-        q, k, v = heads_of(turn[0], case.q.shape[1], case.k_cache)
+        q, k, v = heads_of(turn[0], case.q.shape[1], case.k.shape[1], case.q.shape[2])
     caches = {name: values[name] for name in CACHES}
     table = case.block_table if table is None else table
     scores = (case.sinks, case.sm_scale, case.window, case.soft_cap)
@@ -96,10 +96,13 @@ def plain(context_lens: list[int], **kwargs) -> None:
     assert not plan[1].any(), "the next layer finds counters that are zero"
 
 
-def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, **kwargs) -> None:
-    """As what two launches give, to the bit but for norms of queries and splits; by the tables of more requests."""
+def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, new_values: str = "plain", **kwargs) -> None:
+    """As what two launches give, to the bit but for norms of queries and splits; by the tables of more requests.
+
+    And the same once more from queries alone, of a cache that has the new keys.
+    """
     case = decode_case(context_lens, fused_qkv=True, **kwargs)
-    turn = turning(case, norm_dtype, scaled)
+    turn = turning(case, norm_dtype, scaled, new_values)
     requests = len(case.seq_lens)
     rows = torch.randperm(requests + 3)[:requests].int()
     table = torch.full((requests + 3, case.block_table.shape[1]), 2**30, dtype=torch.int32)
@@ -118,6 +121,11 @@ def turned(context_lens: list[int], norm_dtype=None, scaled: bool = False, **kwa
     for name, cache in caches.items():
         if cache is not None:
             assert torch.equal(cache[1:].view(torch.uint8), values[name][1:].view(torch.uint8)), name
+    qkv, cos_sin, q_norm, _, _, scale = turn
+    queries = qkv[:, : case.q.shape[1] * case.q.shape[2]], cos_sin, q_norm, None, None, scale
+    again, after = attended(replace(case, **caches), plan, queries, table)
+    assert torch.equal(again, out)
+    assert all(torch.equal(a.view(torch.uint8), after[n].view(torch.uint8)) for n, a in caches.items() if a is not None)
 
 
 def any_program_may_be_the_last() -> None:
@@ -160,6 +168,10 @@ CASES = {
     },
     "turned-scaled-float16": functools.partial(turned, LENGTHS, dtype=FP16, norm_dtype=FP32, scaled=True),
     "turned-float32-int8": functools.partial(turned, [0, 200], dtype=FP32, kv_dtype=INT8),
+    "turned-normed-values": functools.partial(turned, LENGTHS, dtype=BF16, norm_dtype=FP32, new_values="normed"),
+    "turned-keys-are-values": functools.partial(
+        turned, LENGTHS, dtype=BF16, norm_dtype=FP32, new_values="keys", head_dim=512, kv_dtype=INT8
+    ),
     "turned-in-one-split": functools.partial(turned, [0, 33, 127], dtype=BF16, head_dim=128),  # tiles alike
     "turned-without-norms": functools.partial(turned, LENGTHS, dtype=BF16, without_row=3),
     "turned-alone": functools.partial(turned, [1200], dtype=BF16, norm_dtype=BF16, num_heads=8),
@@ -182,7 +194,7 @@ CASES = {
 # The others: battery.
 ORDINARY = (
     "plain-h80-gqa4-fp8", "plain-h128-gqa8-int8", "plain-only-padding", "turned-h64-gqa2-bf16", "turned-h128-gqa1-int8",
-    "turned-in-one-split", "turned-without-norms", "turned-window", "turned-alone", "bad-key",
+    "turned-in-one-split", "turned-keys-are-values", "turned-without-norms", "turned-window", "turned-alone", "bad-key",
 )  # fmt: skip
 
 
@@ -218,7 +230,7 @@ def launch(
     caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
     scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
     turning = triton_decode.Turning(
-        empty(8, head_dim, dtype=FP32), empty(head_dim, dtype=BF16), empty(head_dim, dtype=BF16), None
+        empty(8, head_dim, dtype=FP32), empty(head_dim, dtype=BF16), empty(head_dim, dtype=BF16), None, None
     )
     plan = empty(1 + 8 * MOST_SPLITS, TASK_COLUMNS), empty(64)
     scores = None, head_dim**-0.5, 0, 0.0
@@ -271,18 +283,19 @@ def test_many_requests_have_longer_splits() -> None:
 
 
 @pytest.mark.parametrize("rotary", [False, True])
-def test_the_reference_is_the_two_ops(rotary: bool) -> None:
+def test_the_reference_is_the_ops_of_a_cpu(rotary: bool) -> None:
     """The ops that a CPU has, from lengths that are in the plan alone."""
     case = decode_case([0, 0, 0], without_row=1, dtype=BF16, fused_qkv=True)
     plan = DecodePlan(case.block_table, *plan_of(case, None, decode_plan_reference))
     values, own = values_of(case), [values_of(case)[name] for name in CACHES]
     scores = {"sinks": None, "sm_scale": case.sm_scale, "window": 0, "soft_cap": 0.0}
     if rotary:
-        qkv, cos_sin, q_norm, k_norm, scale = turning(case, BF16, True)
+        qkv, cos_sin, q_norm, k_norm, v_norm, scale = turning(case, BF16, True, "normed")
         out = rotary_decode_attention(
-            qkv, cos_sin, q_norm, k_norm, scale, *own, plan, num_heads=4, eps=EPS, **scores
+            qkv, cos_sin, q_norm, k_norm, v_norm, scale, *own, plan, num_heads=4, eps=EPS, **scores
         )  # fmt: skip
         q, values["k"] = rope(qkv, cos_sin, q_norm, k_norm, 4, 2, EPS)
+        values["v"] = rms_norm(case.v.reshape(-1, 64), v_norm, EPS).view(case.v.shape)
         values["q"] = q * scale[:, None]
     else:
         out = decode_attention(case.q, case.k, case.v, *own, plan, **scores)
@@ -290,6 +303,9 @@ def test_the_reference_is_the_two_ops(rotary: bool) -> None:
     assert torch.equal(out[:3], expected[:3])
     assert not out[3:].any()
     assert torch.equal(own[0][1:].view(torch.int16), values["k_cache"][1:].view(torch.int16))
+    if rotary:  # from queries alone, of a cache that has the new keys
+        queries = qkv[:, : 4 * 64], cos_sin, q_norm, None, None, scale
+        assert torch.equal(rotary_decode_attention(*queries, *own, plan, num_heads=4, eps=EPS, **scores), out)
 
 
 if __name__ == "__main__":

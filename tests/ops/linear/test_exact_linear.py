@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.ops.linear.exact_linear import exact_linear, exact_linear_reference
+from compiled_llm.ops.linear.surroundings import Surroundings
 
 triton = pytest.importorskip("triton")
 
@@ -39,7 +40,7 @@ def arguments(
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return exact_linear_reference(x, weight, bias, None, 0.0, "", None)
+    return exact_linear_reference(x, weight, bias, *Surroundings())
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ def test_the_op_is_registered_as_torch_expects(dtype: torch.dtype) -> None:
         given = arguments(3, 5, 8, dtype, bias)
         torch.library.opcheck(
             torch.ops.compiled_llm.exact_linear,
-            (*given, None, 0.0, "", None),
+            (*given, *Surroundings()),
             test_utils=("test_schema", "test_faketensor"),
         )
         torch.testing.assert_close(exact_linear(*given), torch.nn.functional.linear(*given), atol=0.02, rtol=0.02)

@@ -19,6 +19,7 @@ from torch import Tensor
 from compiled_llm.ops.linear import fused_quantized_linear as registered
 from compiled_llm.ops.linear.quantized_weight import QuantizedWeight, WeightFormat, quantize
 from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu, pack_quantized_rows_gpu
+from compiled_llm.ops.linear.surroundings import Surroundings
 
 triton = pytest.importorskip("triton")
 
@@ -49,10 +50,12 @@ SURROUNDINGS: dict[str, dict[str, Any]] = {
     "norm-float32-gated": {"norm": torch.float32, "activation": "silu"},
     "gelu": {"activation": "gelu_tanh"},
     "residual": {"residual": True},
-    "all": {"norm": torch.bfloat16, "activation": "silu", "residual": True},
+    "gelu-not-gated": {"norm": torch.bfloat16, "activation": "gelu", "gated": False},
+    "multiplier-beside": {"residual": True, "multiplier": 0.37, "beside": True},
+    "all": {"norm": torch.bfloat16, "activation": "silu", "residual": True, "multiplier": 1.3, "beside": True},
 }
 
-Layer = Callable[..., Tensor]  # (x, norm, eps, activation, residual)
+Layer = Callable[..., Tensor]  # (x, and fields of Surroundings)
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -78,13 +81,14 @@ def layer_of(kind: str, outputs: int, inputs: int, bias: bool, device: str = "cp
     return lambda x, *around: triton_quantized.quantized_linear(x, *codes, columns, *constants, *around)
 
 
-def by_single_ops(
-    layer: Layer, x: Tensor, norm: Tensor | None, activation: str, residual: Tensor | None
-) -> Tensor:  # fmt: skip
-    y = layer(x if norm is None else triton_rowwise.rms_norm(x, norm, EPS))
-    if activation:
-        y = triton_rowwise.gated_activation(y, activation)
-    return y if residual is None else residual + y
+def by_single_ops(layer: Layer, x: Tensor, around: Surroundings) -> Tensor:
+    y = layer(x if around.norm is None else triton_rowwise.rms_norm(x, around.norm, EPS))
+    if around.activation:
+        op = triton_rowwise.gated_activation if around.gated else triton_rowwise.activation
+        y = op(y, around.activation)
+    y = y * around.multiplier
+    y = y if around.beside is None else y + around.beside
+    return y if around.residual is None else around.residual + y
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
@@ -93,19 +97,24 @@ def by_single_ops(
 def has_the_bits_of_single_ops(kind: str, around: str, inputs: int, device: str = "cpu") -> None:
     """Of 40 rows by the single ops; their tiles and launches are others than those of a few rows."""
     surroundings = SURROUNDINGS[around]
-    activation = surroundings.get("activation", "")
-    outputs = 2 * 21 if activation else 21
+    gated = "activation" in surroundings and surroundings.get("gated", True)
+    outputs = 2 * 21 if gated else 21
     layer = layer_of(kind, outputs, inputs, bias=around != "residual", device=device)
     x = drawn(40, inputs, seed=3).bfloat16().to(device)
     norm_dtype = surroundings.get("norm")
     norm = None if norm_dtype is None else (1 + drawn(inputs, seed=4) / 4).to(norm_dtype).to(device)
-    residual = drawn(40, 21, seed=5).bfloat16().to(device) if "residual" in surroundings else None
-    whole = by_single_ops(layer, x, norm, activation, residual)
+    added = {
+        name: drawn(40, 21, seed=seed).bfloat16().to(device)
+        for name, seed in (("residual", 5), ("beside", 6))
+        if name in surroundings
+    }
+    given = Surroundings(**{**surroundings, "norm": norm, "eps": EPS, **added})
+    whole = by_single_ops(layer, x, given)
     assert whole.shape == (40, 21)
     assert whole.isfinite().all()
     for rows in (slice(0, 1), slice(3, 10), slice(20, 31), slice(8, 40)):
-        own = None if residual is None else residual[rows]
-        assert torch.equal(layer(x[rows], norm, EPS, activation, own), whole[rows])
+        own = given._replace(**{name: tensor[rows] for name, tensor in added.items()})
+        assert torch.equal(layer(x[rows], *own), whole[rows])
 
 
 def rows_with_nan_stay_apart(kind: str) -> None:
@@ -129,7 +138,10 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
     **{f"bits-long-{kind}": (has_the_bits_of_single_ops, (kind, "all", 2200)) for kind in ("exact", "int8", "int8-a8")},
     **{f"nan-{kind}": (rows_with_nan_stay_apart, (kind,)) for kind in ("exact", "int8", "int8-a8", "int4-32-a8")},
 }
-OFTEN = ("bits-exact-all", "bits-int8-all", "bits-mxfp4-norm", "bits-int4-64-zeros-a8-all", "nan-int8-a8")
+OFTEN = (
+    "bits-exact-all", "bits-exact-gelu-not-gated", "bits-int8-multiplier-beside", "bits-int8-all", "bits-mxfp4-norm",
+    "bits-int4-64-zeros-a8-all", "nan-int8-a8",
+)  # fmt: skip
 
 
 def run_interpreted() -> None:
@@ -226,12 +238,13 @@ def test_the_ops_are_registered_as_torch_expects(a8: bool) -> None:
     quantized_layouts.quantize_into(packed, 0, drawn(12, 32, seed=1), form)
     x, norm, residual = drawn(3, 32, seed=2).bfloat16(), drawn(32, seed=3).bfloat16(), drawn(3, 6, seed=4).bfloat16()
     weights = *packed, None, *((None,) if a8 else ()), "int8", 0, 12
+    around = Surroundings(norm, EPS, "silu", residual)
     name = "fused_quantized_linear_a8" if a8 else "fused_quantized_linear"
     op, public = getattr(torch.ops.compiled_llm, name), getattr(registered, name)
     torch.library.opcheck(
-        op, (x, *weights, norm, EPS, "silu", residual), test_utils=("test_schema", "test_faketensor")
+        op, (x, *weights, *around), test_utils=("test_schema", "test_faketensor")
     )  # fmt: skip
-    got = public(x, *weights, norm=norm, eps=EPS, activation="silu", residual=residual)
+    got = public(x, *weights, around=around)
     exact = torch.nn.functional.rms_norm(x.float(), (32,), norm.float(), EPS) @ drawn(12, 32, seed=1).T
     want = torch.nn.functional.silu(exact[:, :6]) * exact[:, 6:] + residual.float()
     torch.testing.assert_close(got.float(), want, atol=0.5, rtol=0.1)

@@ -1,0 +1,116 @@
+"""Experts on quantised weights with the gate or the sum behind them, for few rows on a GPU: schemas, registration.
+
+As ``grouped_gated_linear`` and ``grouped_linear_sum`` for plain weights. On a GPU each is one launch of the kernels of
+``triton_quantized_grouped.py`` (int8 activations of tiles of more than ``triton_quantized_a8.FEW_ROWS`` rows: two),
+with the bits of the single ops.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear
+from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8
+from compiled_llm.ops.moe.routing import weighted_sum_added_reference
+from compiled_llm.ops.rowwise.reference import GATES, clamped_swiglu_reference, gated_activation_reference
+
+_EXPERTS = (
+    "Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor tokens, Tensor starts, str element,"
+    " int group_size, int out_features, bool int8_activations"
+)
+LIBRARY.define(f"gated_quantized_experts({_EXPERTS}, str activation, float alpha, float limit) -> Tensor")
+LIBRARY.define(
+    f"summed_quantized_experts({_EXPERTS}, Tensor places, Tensor weights, Tensor? beside, Tensor? residual,"
+    " Tensor(a!) counters) -> Tensor"
+)
+
+
+def gated_quantized_experts(
+    x: Tensor, experts: tuple[Any, ...], activation: str, alpha: float = 0.0, limit: float = 0.0
+) -> Tensor:
+    """``grouped_quantized_linear``, or that of int8 activations, and a gate of what it gives.
+
+    Args:
+        x: ``[T, K]`` bfloat16 or float16.
+        experts: codes, scales, zeros, bias, tokens (``rows`` of that op), starts, element, group_size, out_features and
+            whether activations are int8.
+        activation, alpha, limit: those of ``grouped_gated_linear``.
+
+    Returns:
+        ``[R, N / 2]``. Rows that belong to no expert are not written.
+    """
+    assert activation in GATES
+    return torch.ops.compiled_llm.gated_quantized_experts(x, *experts, activation, alpha, limit)
+
+
+def summed_quantized_experts(
+    x: Tensor, experts: tuple[Any, ...], places: Tensor, weights: Tensor, beside: Tensor | None,
+    residual: Tensor | None, counters: Tensor,
+) -> Tensor:  # fmt: skip
+    """``grouped_quantized_linear``, or that of int8 activations, and ``weighted_sum_added`` of what it gives.
+
+    Args:
+        x: ``[R, K]`` bfloat16 or float16: each row is its own.
+        experts: as above.
+        places, weights, beside, residual, counters: those of ``grouped_linear_sum``, as tokens and starts are.
+
+    Returns:
+        ``[T, N]``.
+    """
+    return torch.ops.compiled_llm.summed_quantized_experts(x, *experts, places, weights, beside, residual, counters)
+
+
+def _product(x: Tensor, weight: tuple, rows: Tensor | None, starts: Tensor, *form_and_kind: Any) -> Tensor:
+    element, group_size, out_features, int8_activations = form_and_kind
+    codes, scales, zeros, bias = weight
+    own = codes, scales, zeros, bias
+    if int8_activations:
+        return grouped_quantized_linear_a8(x, *own, None, rows, starts, element, group_size, out_features)
+    return grouped_quantized_linear(x, *own, rows, starts, element, group_size, out_features)
+
+
+def gated_quantized_experts_reference(x: Tensor, *args) -> Tensor:
+    """The op by the single ops."""
+    *weight, tokens, starts, element, group_size, out_features, int8_activations, activation, alpha, limit = args
+    y = _product(x, tuple(weight), tokens, starts, element, group_size, out_features, int8_activations)
+    if activation == "clamped_swiglu":
+        return clamped_swiglu_reference(y, alpha, limit)
+    return gated_activation_reference(y, activation)
+
+
+def summed_quantized_experts_reference(x: Tensor, *args) -> Tensor:
+    """The op by the single ops."""
+    weight, (_, starts, *form), (places, weights, beside, residual, _) = args[:4], args[4:10], args[10:]
+    return weighted_sum_added_reference(_product(x, weight, None, starts, *form), places, weights, beside, residual)
+
+
+@torch.library.register_fake("compiled_llm::gated_quantized_experts", lib=LIBRARY)
+def _fake_gated(x: Tensor, *args) -> Tensor:
+    tokens, out_features = args[4], args[8]
+    return x.new_empty(tokens.shape[0], out_features // 2)
+
+
+@torch.library.register_fake("compiled_llm::summed_quantized_experts", lib=LIBRARY)
+def _fake_summed(x: Tensor, *args) -> Tensor:
+    out_features, places = args[8], args[10]
+    return x.new_empty(places.shape[0], out_features)
+
+
+def _cuda_gated(*args) -> Tensor:
+    from compiled_llm.ops.moe import triton_quantized_grouped  # the first call on a GPU loads Triton, not the import
+
+    return triton_quantized_grouped.gated_quantized_experts(*args)
+
+
+def _cuda_summed(*args) -> Tensor:
+    from compiled_llm.ops.moe import triton_quantized_grouped
+
+    return triton_quantized_grouped.summed_quantized_experts(*args)
+
+
+LIBRARY.impl("gated_quantized_experts", gated_quantized_experts_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("summed_quantized_experts", summed_quantized_experts_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("gated_quantized_experts", _cuda_gated, "CUDA")
+LIBRARY.impl("summed_quantized_experts", _cuda_summed, "CUDA")

@@ -1,0 +1,219 @@
+"""Experts on quantised weights with a gate or a sum behind them: the bits of the single ops, in Triton's interpreter;
+compiled ahead of time; registered, refused.
+
+As in ``test_exact_linear.py``, the interpreted cases run in one child process: this file as a program.
+"""
+
+import functools
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.linear import quantized_layouts
+from compiled_llm.ops.linear.quantized_tiles import INT8, Choice
+from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
+from compiled_llm.ops.linear.quantized_weight_gpu import empty_quantized_gpu
+from compiled_llm.ops.moe import fused_quantized_experts as registered
+from compiled_llm.ops.moe.routing import routed_rows_reference
+
+triton = pytest.importorskip("triton")
+
+from compiled_llm.ops.linear import triton_linear, triton_quantize_rows  # noqa: E402
+from compiled_llm.ops.moe import triton_quantized_grouped as grouped  # noqa: E402
+from compiled_llm.ops.moe import triton_routing  # noqa: E402
+from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
+from tests.ops import ahead_of_time, interpreted  # noqa: E402
+from tests.ops.linear.test_triton_quantized import packed  # noqa: E402
+
+EXPERTS, TOP_K, INPUTS = 5, 2, 100
+FORMS = {
+    "int8": WeightFormat("int8"),
+    "int8-128-zeros": WeightFormat("int8", 128, True),
+    "int4-32": WeightFormat("int4", 32, scale_dtype="bfloat16"),
+    "int4-64-zeros": WeightFormat("int4", 64, True),
+    "int4-128": WeightFormat("int4", 128),
+    "fp8-128": WeightFormat("fp8", 128),
+    "mxfp4": WeightFormat("fp4", 32, scale_dtype="bfloat16"),
+}
+KINDS = (*((name, False) for name in FORMS), *((name, True) for name in FORMS if name.startswith("int")))
+IN_TWO_LAUNCHES = Choice(INT8[1].m, "triton", INT8[1])  # rows are quantised before
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def routing(tokens: int, real: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights, places, tokens and starts of ``tokens`` tokens, of which ``real`` are no padding."""
+    used, logits = torch.zeros(1, dtype=torch.int64), drawn(tokens, EXPERTS, seed=1)
+    count = torch.tensor([real], dtype=torch.int32)
+    weights, places, rows, starts = routed_rows_reference(logits, None, None, count, used, TOP_K, "softmax", 1.0, 1, 1)
+    return weights, places, rows, starts
+
+
+def product(name: str, a8: bool, x: Tensor, weight: tuple, rows: Tensor | None, starts: Tensor, outputs: int) -> Tensor:
+    form = FORMS[name].element, FORMS[name].group_size, outputs
+    if a8:
+        return grouped.grouped_quantized_linear_a8(x, *weight, None, rows, starts, *form, choice=IN_TWO_LAUNCHES)
+    return grouped.grouped_quantized_linear(x, *weight, rows, starts, *form)
+
+
+def gates_have_the_bits_of_single_ops(name: str, a8: bool, activation: str) -> None:
+    outputs = 2 * 21
+    codes, _ = packed(FORMS[name], outputs, INPUTS, EXPERTS)
+    weight = *codes, drawn(EXPERTS, outputs, seed=2).bfloat16()
+    for tokens in (1, 9):
+        _, _, rows, starts = routing(tokens, tokens)
+        x = drawn(tokens, INPUTS, seed=3).bfloat16()
+        form = FORMS[name].element, FORMS[name].group_size, outputs, a8
+        got = grouped.gated_quantized_experts(x, *weight, rows, starts, *form, activation, 1.7, 0.9)
+        y = product(name, a8, x, weight, rows, starts, outputs)
+        if activation == "clamped_swiglu":
+            want = triton_rowwise.clamped_swiglu(y, 1.7, 0.9)
+        else:
+            want = triton_rowwise.gated_activation(y, activation)
+        assert got.isfinite().all()
+        assert torch.equal(got, want)
+
+
+def sums_have_the_bits_of_single_ops(name: str, a8: bool) -> None:
+    """With padding, of which all is zero but what is added; counters are zero again."""
+    outputs, counters = 37, torch.zeros(4096, dtype=torch.int32)
+    codes, _ = packed(FORMS[name], outputs, INPUTS, EXPERTS)
+    weight = *codes, drawn(EXPERTS, outputs, seed=2).bfloat16()
+    for tokens, real in ((1, 1), (9, 6)):
+        weights, places, rows, starts = routing(tokens, real)
+        x = drawn(tokens * TOP_K, INPUTS, seed=3).bfloat16()
+        beside, residual = (drawn(tokens, outputs, seed=seed).bfloat16() for seed in (4, 5))
+        form = FORMS[name].element, FORMS[name].group_size, outputs, a8
+        got = grouped.summed_quantized_experts(
+            x, *weight, rows, starts, *form, places, weights, beside, residual, counters
+        )  # fmt: skip
+        y = product(name, a8, x, weight, None, starts, outputs)
+        assert torch.equal(got, triton_routing.weighted_sum(y, places, weights, beside, residual))
+        assert not counters.any()
+
+
+INTERPRETED = {
+    **{
+        f"gate-{name}{'-a8' * a8}": functools.partial(gates_have_the_bits_of_single_ops, name, a8, "silu")
+        for name, a8 in KINDS
+    },
+    "gate-mxfp4-clamped": functools.partial(gates_have_the_bits_of_single_ops, "mxfp4", False, "clamped_swiglu"),
+    **{
+        f"sum-{name}{'-a8' * a8}": functools.partial(sums_have_the_bits_of_single_ops, name, a8)
+        for name, a8 in KINDS
+    },
+}  # fmt: skip
+OFTEN = ("gate-int8", "gate-mxfp4-clamped", "gate-int4-64-zeros-a8", "sum-fp8-128", "sum-int4-128-a8")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.battery) for name in INTERPRETED]
+)
+def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
+    assert not outcomes[name], outcomes[name]
+
+
+# ---- compiled ahead of time -----------------------------------------------------------------------------------------
+
+LAYERS = {  # outputs, inputs, experts, of which a token uses, activation: of Qwen3-30B-A3B, gpt-oss and Mixtral
+    "qwen3-gate": (1536, 2048, 128, 8, "silu"),
+    "qwen3-down": (2048, 768, 128, 8, ""),
+    "gpt-oss-gate": (5760, 2880, 32, 4, "clamped_swiglu"),
+    "gpt-oss-down": (2880, 2880, 32, 4, ""),
+    "mixtral-gate": (28672, 4096, 8, 2, "silu"),
+    "mixtral-down": (4096, 14336, 8, 2, ""),
+}
+CASES = [
+    (layer, *kind, tokens, capability)
+    for layer in LAYERS
+    for kind in KINDS
+    for tokens in (1, 8, 32)
+    for capability in ((8, 0), (9, 0), (10, 0))
+    if capability[0] != 8 or not kind[0].startswith("fp8")
+]
+SOME = (("qwen3-gate", "int4-128", True, 32, (9, 0)), ("gpt-oss-down", "mxfp4", False, 8, (9, 0)))
+
+
+@pytest.mark.parametrize(
+    ("layer", "name", "a8", "tokens", "capability"),
+    [pytest.param(*case, marks=() if case in SOME else pytest.mark.battery) for case in CASES],
+    ids=str,
+)
+def test_compiles_without_spills(
+    layer: str, name: str, a8: bool, tokens: int, capability: tuple[int, int], child: subprocess.Popen,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    recorded: list = []
+    for module, kernel in (
+        (grouped, "grouped_kernel"), (grouped, "grouped_a8_kernel"), (triton_quantize_rows, "quantize_rows_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, kernel, ahead_of_time.Recorder(getattr(module, kernel), recorded))
+    monkeypatch.setattr(triton_linear, "_capability", lambda device: capability)
+    outputs, inputs, experts, top_k, activation = LAYERS[layer]
+    meta = functools.partial(torch.empty, device="meta")
+    weight = empty_quantized_gpu(FORMS[name], outputs, inputs, torch.device("meta"), experts)
+    rows, starts = meta(tokens * top_k, dtype=torch.int32), meta(experts + 1, dtype=torch.int32)
+    form = FORMS[name].element, FORMS[name].group_size, outputs, a8
+    if activation:
+        x = meta(tokens, inputs, dtype=torch.bfloat16)
+        grouped.gated_quantized_experts(x, *weight, None, rows, starts, *form, activation, 1.7, 7.0)
+    else:
+        x, residual = meta(tokens * top_k, inputs, dtype=torch.bfloat16), meta(tokens, outputs, dtype=torch.bfloat16)
+        added = meta(tokens, top_k, dtype=torch.int32), meta(tokens, top_k), None, residual
+        counters = meta(2**17, dtype=torch.int32)
+        grouped.summed_quantized_experts(x, *weight, None, rows, starts, *form, *added, counters)
+    monkeypatch.undo()
+    kernel, args, kwargs = recorded[-1]
+    binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
+    usage = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin")
+    print(f"| {layer} {name} a8 {a8} {tokens} {capability} | {len(recorded)} | {usage['REG']} | {usage['STACK']} |")
+    assert usage["STACK"] == usage["LOCAL"] == 0
+    assert binary.metadata.shared <= (227 if capability[0] > 8 else 99) * 1024
+
+
+# ---- registered, refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("a8", [False, True])
+def test_the_ops_are_registered_as_torch_expects(a8: bool) -> None:
+    form = FORMS["int8"]
+    weight = quantized_layouts.empty_quantized(form, 12, 32, torch.device("cpu"), EXPERTS)
+    plain = drawn(EXPERTS, 12, 32, seed=1)
+    for expert in range(EXPERTS):
+        quantized_layouts.pack_quantized_rows(weight.expert(expert), 0, quantize(plain[expert], form), form)
+    weights, places, rows, starts = routing(3, 3)
+    experts = *weight, None, rows, starts, "int8", 0, 12, a8
+    x, hidden = drawn(3, 32, seed=2).bfloat16(), drawn(6, 32, seed=3).bfloat16()
+    ops, utils = torch.ops.compiled_llm, ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.gated_quantized_experts, (x, *experts, "silu", 0.0, 0.0), test_utils=utils)
+    counters, residual = torch.zeros(64, dtype=torch.int32), drawn(3, 12, seed=4).bfloat16()
+    added = places, weights, None, residual, counters
+    torch.library.opcheck(ops.summed_quantized_experts, (hidden, *experts, *added), test_utils=utils)
+    got = registered.summed_quantized_experts(hidden, experts, *added)
+    owner = torch.repeat_interleave(torch.arange(EXPERTS), starts.diff())
+    y = torch.einsum("rk,rnk->rn", hidden.float(), plain[owner])
+    want = residual + sum(weights[:, j, None] * y[places[:, j].long()] for j in range(TOP_K))
+    torch.testing.assert_close(got.float(), want, atol=0.2, rtol=0.1)
+    assert registered.gated_quantized_experts(x, experts, "silu").shape == (6, 6)
+
+
+def test_refuses_by_name() -> None:
+    form, (weights, places, rows, starts) = FORMS["int8"], routing(3, 3)
+    weight = empty_quantized_gpu(form, 12, 64, torch.device("cpu"), EXPERTS)
+    experts, x = (*weight, None, rows, starts, "int8", 0, 12, False), torch.ones(3, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="activation must be silu or"):
+        grouped.gated_quantized_experts(x, *experts, "relu", 0.0, 0.0)
+    counters = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"x must be \[6, K\] of bfloat16"):
+        grouped.summed_quantized_experts(x, *experts, places, weights, None, None, counters)
+    with pytest.raises(ValueError, match=r"counters must be \[3\] of torch.int32"):
+        grouped.summed_quantized_experts(x.repeat(2, 1), *experts, places, weights, None, None, counters)
+
+
+if __name__ == "__main__":
+    interpreted.run(INTERPRETED)
