@@ -10,9 +10,15 @@ from compiled_llm.ops.attention.decode_plan import DecodePlan, decode_plan
 from compiled_llm.ops.attention.latent_attention import latent_attention
 from compiled_llm.ops.attention.paged_attention import paged_attention, paged_attention_reference
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
+from compiled_llm.ops.attention.rotary_latent_attention import (
+    latent_decode_plan,
+    rotary_latent_attention,
+    rotary_latent_decode_attention,
+)
 from compiled_llm.ops.linear.exact_linear import exact_linear
 from compiled_llm.ops.linear.fused_linear import add_fused_linear, fused_linear
 from compiled_llm.ops.linear.fused_quantized_linear import fused_quantized_linear, fused_quantized_linear_a8
+from compiled_llm.ops.linear.head_linear import head_linear
 from compiled_llm.ops.linear.packed_linear import TILE, empty_packed, pack_rows, pack_weight, packed_linear, unpack_rows
 from compiled_llm.ops.linear.quantized_linear import grouped_quantized_linear, quantized_linear
 from compiled_llm.ops.linear.quantized_linear_a8 import grouped_quantized_linear_a8, quantized_linear_a8
@@ -77,9 +83,11 @@ __all__ = [
     "grouped_packed_linear",
     "grouped_quantized_linear",
     "grouped_quantized_linear_a8",
+    "head_linear",
     "keep_greedy_tokens",
     "keep_rows",
     "latent_attention",
+    "latent_decode_plan",
     "layer_norm",
     "log_sum_exp",
     "mamba2_scan",
@@ -96,6 +104,8 @@ __all__ = [
     "rope",
     "rotary_attention",
     "rotary_decode_attention",
+    "rotary_latent_attention",
+    "rotary_latent_decode_attention",
     "route",
     "routed_linear",
     "routed_rows",

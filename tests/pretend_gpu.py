@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from compiled_llm.ops.attention.rotary_attention import rotary_attention
+from compiled_llm.ops.attention.rotary_latent_attention import rotary_latent_attention
 from compiled_llm.worker import checkpoint_reader
 
 GPU = torch.device("cuda", 0)
@@ -102,9 +103,11 @@ class PretendGpu(TorchDispatchMode):
         if self.serving:
             self._check(name, args, kwargs, to_gpu)
         arguments = tree_map(_inner, args)
-        if name.startswith("compiled_llm::rotary_attention"):  # which a CPU has as two ops
+        in_one = {"rotary_attention": rotary_attention, "rotary_latent_attention": rotary_latent_attention}
+        as_several = in_one.get(name.removeprefix("compiled_llm::").removesuffix("_exact"))  # ops of a CPU
+        if as_several is not None:
             names = [argument.name for argument in function._schema.arguments]
-            output = rotary_attention(**dict(zip(names, arguments, strict=True)), exact=name.endswith("_exact"))
+            output = as_several(**dict(zip(names, arguments, strict=True)), exact=name.endswith("_exact"))
         else:
             output = function(*arguments, **tree_map(_inner, kwargs))
         if name in ("aten::_to_copy", "aten::clone") and not to_gpu:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.registry import attention_layers, layers_of
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.resources import granted_cores
 
@@ -33,11 +32,6 @@ def use_device(device: torch.device, cache_dtypes: Sequence[torch.dtype], model_
         ValueError: the GPU cannot serve one of ``cache_dtypes``, or a layer of the model.
     """
     if device.type == "cuda":
-        if any(spec.latent_dim for spec in attention_layers(layers_of(model_config))):
-            raise ValueError(
-                f"device must be 'cpu' for {model_config.architecture}, given 'cuda': no GPU kernel computes its "
-                "latent attention yet"
-            )
         torch.cuda.set_device(device)
         capability = torch.cuda.get_device_capability(device)
         for dtype in cache_dtypes:

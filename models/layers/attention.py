@@ -15,6 +15,7 @@ from compiled_llm.ops import (
     DecodePlan,
     decode_attention,
     decode_plan,
+    latent_decode_plan,
     paged_attention,
     qk_norm,
     rotary_attention,
@@ -124,9 +125,9 @@ def with_plans(layers: Sequence[Spec]) -> tuple[Spec, ...]:
     numbers: dict[tuple[Any, ...], int] = {}
 
     def planned(spec: Spec) -> Spec:
-        if isinstance(spec, StateSpec) or spec.latent_dim:
+        if isinstance(spec, StateSpec):
             return spec
-        alike = spec.window_table, spec.masked_window, spec.head_dim
+        alike = spec.window_table, spec.masked_window, spec.head_dim, spec.latent_dim
         return dataclasses.replace(spec, plan=numbers.setdefault(alike, len(numbers)))
 
     return tuple(map(planned, layers))
@@ -144,15 +145,23 @@ def make_plans(mixed: Sequence[Spec], step: StepInput, kv_cache: KVCache, q_byte
         spec, cache = layers[places[0]], kv_cache[places[0]]
         table = step if spec.window_table is None else step.windows[spec.window_table]
         of_all = isinstance(table, StepInput) or table.seq_lens is None
-        plans.append(
-            decode_plan(
-                table.slot_mapping, table.block_table, step.table_rows if of_all else None, step.query_start_loc,
-                step.seq_lens if table.seq_lens is None else table.seq_lens,
-                block_size=cache.k.shape[2], window=spec.masked_window, head_dim=spec.head_dim,
-                num_kv_heads=max(layers[place].num_kv_heads for place in places),
-                q_bytes=q_bytes, cache_bytes=cache.k.element_size(),
-            )
-        )  # fmt: skip
+        rows = step.table_rows if of_all else None
+        seq_lens = step.seq_lens if table.seq_lens is None else table.seq_lens
+        alike: dict[str, Any] = {
+            "block_size": cache.k.shape[2], "window": spec.masked_window,
+            "q_bytes": q_bytes, "cache_bytes": cache.k.element_size(),
+        }  # fmt: skip
+        if spec.latent_dim:
+            made = latent_decode_plan(
+                table.slot_mapping, table.block_table, rows, step.query_start_loc, seq_lens,
+                num_heads=spec.num_heads, latent_dim=spec.latent_dim, **alike,
+            )  # fmt: skip
+        else:
+            made = decode_plan(
+                table.slot_mapping, table.block_table, rows, step.query_start_loc, seq_lens,
+                num_kv_heads=max(layers[place].num_kv_heads for place in places), head_dim=spec.head_dim, **alike,
+            )  # fmt: skip
+        plans.append(made)
     return tuple(plans)
 
 

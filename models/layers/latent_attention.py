@@ -21,7 +21,7 @@ from compiled_llm.models.linears.fused import normed_linear
 from compiled_llm.models.linears.heads import HeadLinear, HeadRows
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.weights import Source
-from compiled_llm.ops import latent_attention, rms_norm, rope
+from compiled_llm.ops import rotary_latent_attention, rotary_latent_decode_attention
 
 _EPS = 1e-6  # of the norms of latents: transformers' default, whatever rms_norm_eps is
 
@@ -130,13 +130,14 @@ def latent_attended(
         queries = normed_linear(queries, None, w.q_norm, _EPS, w.q_up)[1]
     heads = queries.unflatten(-1, (spec.num_heads, -1))
     q, q_turned = heads.split([heads.shape[-1] - spec.head_dim, spec.head_dim], dim=-1)
-    to_turn = torch.cat([q_turned.flatten(1), k_turned], dim=-1)
-    q_turned, k_turned = rope(to_turn, cos_sin, None, None, spec.num_heads, 1, eps)
     if query_scale is not None:
-        q, q_turned = q * query_scale[:, None], q_turned * query_scale[:, None]
-    attended = latent_attention(
-        w.q_to_latent.apply(q, where), q_turned, k_turned, rms_norm(latent, w.norm, _EPS)[:, None],
-        *where_keys_are(cache, step, spec),
-        sm_scale=spec.scale, max_query_len=max_query_len, window=spec.masked_window,
-    )  # fmt: skip
+        q = q * query_scale[:, None]
+    new = w.q_to_latent.apply(q, where), q_turned, k_turned[:, None], latent[:, None], cos_sin, w.norm, query_scale
+    how: dict[str, Any] = {"eps": _EPS, "sm_scale": spec.scale, "window": spec.masked_window}
+    if spec.plan is not None:
+        attended = rotary_latent_decode_attention(*new, *cache, step.plans[spec.plan], **how)
+    else:
+        attended = rotary_latent_attention(
+            *new, *where_keys_are(cache, step, spec), max_query_len=max_query_len, exact=spec.exact, **how
+        )
     return w.latent_to_value.apply(attended, where).flatten(1)

@@ -128,7 +128,7 @@ def query_scale_table(rope: Rope, length: int, like: Tensor) -> Tensor:
         return like.new_empty(length, 1)
     assert isinstance(rope.scaling, YarnRopeScaling)
     periods = torch.floor(torch.arange(length) / rope.scaling.original_max_position_embeddings)
-    return (1 + rope.query_beta * torch.log(1 + periods))[:, None].to(like)
+    return (1 + rope.query_beta * torch.log(1 + periods))[:, None].to(like.device, like.dtype)
 
 
 def rope_cos_sin(positions: Tensor, table: Tensor) -> Tensor:

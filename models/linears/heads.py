@@ -8,7 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_llm.ops import TILE, empty_packed, grouped_linear, grouped_packed_linear, pack_rows, unpack_rows
+from compiled_llm.ops import (
+    TILE,
+    empty_packed,
+    grouped_linear,
+    grouped_packed_linear,
+    head_linear,
+    pack_rows,
+    unpack_rows,
+)
 
 
 class HeadRows(NamedTuple):
@@ -48,7 +56,9 @@ class DenseHeads(NamedTuple):
         return ()
 
     def apply(self, x: Tensor, where: HeadRows | None = None) -> Tensor:
-        """``[T, N, in_features]`` -> ``[T, N, outputs of a head]``; ``where``: ``HeadRows.of`` of ``x``."""
+        """``[T, N, in_features]`` -> ``[T, N, outputs of a head]``; ``where``: ``HeadRows.of`` of ``x``, for a CPU."""
+        if x.is_cuda:
+            return head_linear(x, self.weight)
         rows, starts = where or HeadRows.of(x, x.shape[1])
         return _by_token(grouped_linear(x.flatten(0, 1), self.weight, None, rows, starts), x)
 

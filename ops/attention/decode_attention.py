@@ -61,18 +61,26 @@ def decode_attention_reference(
     soft_cap: float,
 ) -> Tensor:  # fmt: skip
     """By the op that a CPU has, with lengths and slots as the tasks have them. Without keys the cache has them."""
-    seq_lens, slots, rows = torch.zeros(3, len(q), dtype=torch.int32, device=q.device)
-    for row, table_row, _, end, _, _, slot, _ in tasks[1 : 1 + int(tasks[0, 0])].tolist():
-        if slot >= 0:
-            seq_lens[row], slots[row], rows[row] = end, slot, table_row
-    # Rows without a request write their keys and values to slot 0, which is never a request's.
-    starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+    slots, table, starts, seq_lens = keys_of_tasks(block_table, tasks, len(q))
     if k is None or v is None:
         k, v, slots = without_keys(q, k_cache.shape[1], slots)
     return paged_attention(
-        q, k, v, k_cache, v_cache, k_scale, v_scale, slots, block_table[rows.long()], starts, seq_lens, sinks=sinks,
+        q, k, v, k_cache, v_cache, k_scale, v_scale, slots, table, starts, seq_lens, sinks=sinks,
         sm_scale=sm_scale, max_query_len=1, window=window, soft_cap=soft_cap,
     )  # fmt: skip
+
+
+def keys_of_tasks(block_table: Tensor, tasks: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A plan's slots, block table, starts of queries and lengths for ``count`` rows, as a CPU's ops take them.
+
+    Rows without a request write their keys and values to slot 0, which is never a request's.
+    """
+    seq_lens, slots, rows = torch.zeros(3, count, dtype=torch.int32, device=tasks.device)
+    for row, table_row, _, end, _, _, slot, _ in tasks[1 : 1 + int(tasks[0, 0])].tolist():
+        if slot >= 0:
+            seq_lens[row], slots[row], rows[row] = end, slot, table_row
+    starts = torch.arange(count + 1, dtype=torch.int32, device=tasks.device)
+    return slots, block_table[rows.long()], starts, seq_lens
 
 
 def rotary_decode_attention_reference(

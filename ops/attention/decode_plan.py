@@ -66,8 +66,18 @@ def decode_plan_reference(
     window: int, num_kv_heads: int, head_dim: int, q_bytes: int, cache_bytes: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The op in plain torch, with the splits of a GPU with one SM."""
+    tiles = tile_config(head_dim, q_bytes, cache_bytes, (9, 0))
+    splits = decode_splits(tiles, len(seq_lens), num_kv_heads, num_sms=1)
+    tasks = planned(slot_mapping, table_rows, query_start_loc, seq_lens, table_tokens, window, splits)
+    return tasks, seq_lens.new_zeros(len(seq_lens) * num_kv_heads)
+
+
+def planned(
+    slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
+    window: int, splits: Splits,
+) -> Tensor:  # fmt: skip
+    """The tasks of a plan with these splits, in plain torch."""
     num_requests = len(seq_lens)
-    splits = decode_splits(tile_config(head_dim, q_bytes, cache_bytes, (9, 0)), num_requests, num_kv_heads, num_sms=1)
     starts, lengths, slots = query_start_loc.tolist(), seq_lens.tolist(), slot_mapping.tolist()
     places = list(range(num_requests)) if table_rows is None else table_rows.tolist()
     tasks, without_row = [], starts[-1]
@@ -84,7 +94,7 @@ def decode_plan_reference(
     filled = torch.zeros(1 + num_requests * most_splits(table_tokens), TASK_COLUMNS, dtype=torch.int32)
     filled[0, 0] = len(tasks)
     filled[1 : 1 + len(tasks)] = torch.tensor(tasks, dtype=torch.int32)
-    return filled.to(seq_lens.device), seq_lens.new_zeros(num_requests * num_kv_heads)
+    return filled.to(seq_lens.device)
 
 
 @torch.library.register_fake("compiled_llm::decode_plan", lib=LIBRARY)

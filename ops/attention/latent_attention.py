@@ -22,22 +22,25 @@ from compiled_llm.ops import native
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.library import LIBRARY
 
-LIBRARY.define(
-    "latent_attention(Tensor q_latent, Tensor q_turned, Tensor k_turned, Tensor latent, "
+_ARGUMENTS = (
+    "Tensor q_latent, Tensor q_turned, Tensor k_turned, Tensor latent, "
     "Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale, "
     "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens, "
-    "float sm_scale, int max_query_len, int window) -> Tensor"
+    "float sm_scale, int max_query_len, int window"
 )
+LIBRARY.define(f"latent_attention({_ARGUMENTS}) -> Tensor")
+LIBRARY.define(f"latent_attention_exact({_ARGUMENTS}) -> Tensor")
 
 
 def latent_attention(
     q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, k_cache: Tensor, v_cache: Tensor,
     k_scale: Tensor | None, v_scale: Tensor | None, slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor,
     seq_lens: Tensor, *, sm_scale: float, max_query_len: int, window: int = 0,
+    exact: bool = False,
 ) -> Tensor:  # fmt: skip
     """Write ``k_turned`` and ``latent`` to the cache, then return causal attention over it.
 
-    A row has the same bits alone and in any batch, as a decode and in any chunk. Kernels take C and H up to 512.
+    Kernels take C and H up to 512.
 
     Args:
         q_latent: ``[T, N, C]``; float32, bfloat16 or float16; any strides with the last one 1.
@@ -47,11 +50,14 @@ def latent_attention(
         k_scale, v_scale, slot_mapping, block_table, query_start_loc, seq_lens, max_query_len, window: as of
             ``paged_attention``.
         sm_scale: positive scale of the scores.
+        exact: a row has the same bits alone and in any batch, as a decode and in any chunk. The CPU kernel always does
+            so; on a GPU other tiles and an order of their own do.
 
     Returns:
         ``[T, N, C]`` contiguous, dtype of ``q_latent``, a fresh tensor.
     """
-    return torch.ops.compiled_llm.latent_attention(
+    op = torch.ops.compiled_llm.latent_attention_exact if exact else torch.ops.compiled_llm.latent_attention
+    return op(
         q_latent, q_turned, k_turned, latent, k_cache, v_cache, k_scale, v_scale, slot_mapping, block_table,
         query_start_loc, seq_lens, sm_scale, max_query_len, window,
     )  # fmt: skip
@@ -102,6 +108,7 @@ def latent_attention_reference(
 
 
 @torch.library.register_fake("compiled_llm::latent_attention", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::latent_attention_exact", lib=LIBRARY)
 def _fake(q_latent: Tensor, *args) -> Tensor:
     return torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
 
@@ -114,10 +121,23 @@ def _without_kernels(*args) -> Tensor:
 
 
 def _cuda(*args) -> Tensor:
-    raise ValueError(
-        "device must be 'cpu' for models with latent attention, given 'cuda': no GPU kernel computes it yet"
-    )
+    from compiled_llm.ops.attention import triton_latent  # the first call on a GPU loads Triton, not the import
+
+    return triton_latent.latent_attention(*args)
+
+
+def _exact(*args) -> Tensor:
+    """On a CPU, whose one kernel is exact."""
+    return torch.ops.compiled_llm.latent_attention.default(*args)
+
+
+def _exact_cuda(*args) -> Tensor:
+    from compiled_llm.ops.attention import triton_latent
+
+    return triton_latent.latent_attention(*args, exact=True)
 
 
 LIBRARY.impl("latent_attention", _without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("latent_attention", _cuda, "CUDA")
+LIBRARY.impl("latent_attention_exact", _exact, "CompositeExplicitAutograd")
+LIBRARY.impl("latent_attention_exact", _exact_cuda, "CUDA")

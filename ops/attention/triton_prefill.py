@@ -5,7 +5,7 @@ Its main loop runs once for each tile of keys, so little else is in it than prod
 - where a row of keys lies in its block is the same in every tile, as tiles begin at multiples of their size: an address
   is what lies before the loop plus one product (``_places``);
 - block numbers are loaded one tile ahead;
-- codes become float16 four at a time (``_numbers``), which has every one of them, and so are queries, as in
+- codes become float16 four at a time (``numbers``), which has every one of them, and so are queries, as in
   ``triton_codes.py``. Products read them from shared memory, so they are converted once for all rows of a tile. Scales
   multiply scores and weights, not keys and values.
 """
@@ -29,7 +29,7 @@ INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _numbers(codes, dtype: tl.constexpr):
+def numbers(codes, dtype: tl.constexpr):
     """Codes, int8 or fp8, as the same numbers of ``dtype``: float16 or float32."""
     if INTERPRET or dtype == tl.float32:
         return codes.to(dtype)
@@ -60,7 +60,7 @@ def _numbers(codes, dtype: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, acc):
+def dot(a, b, acc):
     if INTERPRET:  # whose tl.dot of 16 bits is exact in float32 alone
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -127,9 +127,9 @@ def attend_tiles(
             blocks = tl.load(table_row + following)
 
         keys = load_rows(k_cache + within + rows[:, None], inside, dims, MASKED, HEAD_DIM)
-        scores = _dot(
+        scores = dot(
             q,
-            tl.trans(_numbers(keys, q.dtype) if k_scale is not None else keys),
+            tl.trans(numbers(keys, q.dtype) if k_scale is not None else keys),
             tl.zeros([BLOCK_M, BLOCK_N], tl.float32),
         )
         if k_scale is not None:
@@ -158,9 +158,9 @@ def attend_tiles(
                 largest = new_largest
                 scales *= inverse
             probs *= scales[None, :]
-            acc = _dot(probs.to(q.dtype), _numbers(values, q.dtype), acc * decay[:, None])
+            acc = dot(probs.to(q.dtype), numbers(values, q.dtype), acc * decay[:, None])
         else:
-            acc = _dot(probs.to(q.dtype), values, acc * decay[:, None])
+            acc = dot(probs.to(q.dtype), values, acc * decay[:, None])
     return acc, row_max, row_sum, largest
 
 

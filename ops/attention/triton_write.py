@@ -68,6 +68,19 @@ def _slots(slot, first_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexp
 
 
 @triton.jit
+def store_rows(rows, inside, target, scale, slots, known, CODE_MAX: tl.constexpr):
+    """Rows of keys or values, as ``CODE_MAX`` says quantised, to ``target``, and their scales."""
+    if scale is None:
+        tl.store(target, rows, mask=inside)
+    else:
+        x = rows.to(tl.float32)
+        largest, is_bad = _largest(x)
+        inverse, row_scale = _factors(largest, is_bad, CODE_MAX)
+        tl.store(target, _codes(x, inverse, is_bad, CODE_MAX), mask=inside)
+        tl.store(scale + slots, row_scale, mask=known)
+
+
+@triton.jit
 def write_rows(
     new, cache, scale, slot, stride_h, first_head,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, CODE_MAX: tl.constexpr,
@@ -83,15 +96,7 @@ def write_rows(
         x = rows.to(tl.float32)
         weights = tl.load(norm + dims, mask=dims < HEAD_DIM, other=0.0)[None, :]
         rows = weighted(x * inverse_rms(x * x, eps, HEAD_DIM)[:, None], weights, rows.dtype)
-    target = cache + slots[:, None] * HEAD_DIM + dims[None, :]
-    if scale is None:
-        tl.store(target, rows, mask=inside)
-    else:
-        x = rows.to(tl.float32)
-        largest, is_bad = _largest(x)
-        inverse, row_scale = _factors(largest, is_bad, CODE_MAX)
-        tl.store(target, _codes(x, inverse, is_bad, CODE_MAX), mask=inside)
-        tl.store(scale + slots, row_scale, mask=known)
+    store_rows(rows, inside, cache + slots[:, None] * HEAD_DIM + dims[None, :], scale, slots, known, CODE_MAX)
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def test_tables_of_windows_are_on_the_gpu_too(monkeypatch: pytest.MonkeyPatch, k
 
 @pytest.mark.battery
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "glm4-moe", "gemma4-moe"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "glm4-moe", "gemma4-moe", "deepseek-v3", "mistral4"])
 def test_experts_are_those_of_a_cpu(monkeypatch: pytest.MonkeyPatch, family: str, dtype: str) -> None:
     """In 16 bits by the ops that are several of a CPU's."""
     sizes = SIZES | {"model": str(checkpoint(family)), "num_kv_blocks": 24, "dtype": dtype}

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
-from compiled_llm.models.config_file import read_config
 from compiled_llm.worker import device
-from tests.families import checkpoint
 
 EAGER = {"enforce_eager": True, "num_kv_blocks": 8, "bucket_sizes": (1,), "max_model_len": 64, "progress": "off"}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
@@ -45,10 +43,3 @@ def test_engines_of_one_process_compute_with_their_own_numbers() -> None:
             torch.set_num_threads(3)  # the program's own number does not matter
     assert found == [1] * 4 + [2] * 4 + [1] * 4
     assert outputs[0] == outputs[1] == outputs[2]
-
-
-def test_a_gpu_is_refused_for_latent_attention() -> None:
-    """Before any weight is read: no kernel of a GPU computes it."""
-    config = read_config(checkpoint("deepseek-v3"))
-    with pytest.raises(ValueError, match="device must be 'cpu' for DeepseekV3ForCausalLM, given 'cuda'"):
-        device.use_device(torch.device("cuda", 0), [torch.float32], config)

@@ -17,10 +17,10 @@ own choices of tiles, the tail of the last wave. So an estimate is a lower bound
 import dataclasses
 from typing import NamedTuple
 
+from compiled_llm.report.gpu_step.amounts import Work
 from compiled_llm.report.gpu_step.gpus import Gpu
 from compiled_llm.report.gpu_step.kernels import Compiled
 from compiled_llm.report.gpu_step.launches import Launch
-from compiled_llm.report.gpu_step.work import Work
 
 # Assumptions. The shares are those that copies (4.3 of 4.8 TB/s) and bf16 products (790 of 989 TFLOP/s) reached on an
 # H200; the gap is that between kernels of a CUDA graph there. The latency is that of a load from a busy memory; from

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.report.gpu_step.amounts import Contexts, Work
 from compiled_llm.report.gpu_step.estimate import GAP_SECONDS, Estimate, estimate
 from compiled_llm.report.gpu_step.fake_step import FakeStep
 from compiled_llm.report.gpu_step.gpus import Gpu
 from compiled_llm.report.gpu_step.kernels import Compiled, Compiler
 from compiled_llm.report.gpu_step.launches import Launch, launches_of, spans_of
-from compiled_llm.report.gpu_step.work import Contexts, Work, work_of
+from compiled_llm.report.gpu_step.work import work_of
 
 
 @dataclasses.dataclass(frozen=True)

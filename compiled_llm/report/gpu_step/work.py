@@ -5,80 +5,14 @@ function here says it for the kernel of that name. Letters as in docs/design.md.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
+from compiled_llm.report.gpu_step.amounts import Contexts, Share, Work
+from compiled_llm.report.gpu_step.latent_work import LATENT_RULES
 from compiled_llm.report.gpu_step.launches import Launch, TritonKernel
-from compiled_llm.scheduling.bucket import Bucket
-
-
-@dataclasses.dataclass(frozen=True)
-class Contexts:
-    """A step whose requests are all alike.
-
-    Attributes:
-        num_requests: with ``num_new`` tokens each, the last of ``num_keys`` keys.
-    """
-
-    num_requests: int
-    num_new: int
-    num_keys: int
-
-    @classmethod
-    def of(cls, bucket: Bucket, context: int) -> "Contexts":
-        """A full bucket: a decode's requests, or one chunk of a prompt; ``context`` keys each, at least the new."""
-        if bucket.kind == "decode":
-            return cls(bucket.num_requests, bucket.query_len, max(context, bucket.query_len))
-        return cls(1, bucket.num_tokens, max(context, bucket.num_tokens))
-
-    def pairs(self, window: int) -> int:
-        """Of a query and a key that it sees, over all requests."""
-        first = self.num_keys - self.num_new + 1
-        seen = [min(keys, window) if window else keys for keys in range(first, self.num_keys + 1)]
-        return self.num_requests * sum(seen)
-
-    def keys(self, window: int) -> int:
-        """That some query of a request sees."""
-        return min(self.num_keys, window + self.num_new - 1) if window else self.num_keys
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """How often the code of a function runs, over all programs: ``runs`` times, its loop ``turns`` times in each.
-
-    Attributes:
-        is_last: whether it is what the last program does, when all others have ended.
-    """
-
-    runs: int
-    turns: int = 1
-    is_last: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Attributes:
-
-    read, written: bytes.
-    flops: operations that the result needs, a multiply-add is two; ``padded_flops``: those that are made.
-    bits: of the products' operands; 0 without products on matrix units.
-    entries: how often a program runs its code around the main loop, over all: tasks; None: once each.
-    trips: how often a program runs the main loop, over all; None: unknown.
-    round_trips: to the L2 cache that the last program makes one after the other, when all others have ended.
-    shares: by names of functions of the kernel, for code that does not run once an entry.
-    """
-
-    read: int
-    written: int
-    flops: int = 0
-    padded_flops: int = 0
-    bits: int = 0
-    entries: int | None = None
-    trips: int | None = None
-    round_trips: int = 0
-    shares: Mapping[str, Share] = dataclasses.field(default_factory=dict)
 
 
 def work_of(launch: Launch, contexts: Contexts) -> Work:
@@ -346,6 +280,15 @@ def _linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips)
 
 
+def _head_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Of single heads."""
+    rows = a["out"].shape[0]
+    trips, flops = kernel.programs * _trips(a), 2 * rows * a["weight"].numel()
+    padded = 2 * kernel.programs * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
+    read = rows * a["HEADS"] * a["IN"] * a["x"].itemsize + a["weight"].nbytes
+    return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips)
+
+
 def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     """With gates and ups, a tile has the weights of both; with a norm, rows are read before the main loop too.
 
@@ -387,6 +330,8 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "exact_attention_kernel": _exact_attention,
     "exact_merge_kernel": _exact_merge,
     "rope_kernel": _rope,
+    "head_linear_kernel": _head_linear,
+    **LATENT_RULES,
     "grouped_kernel": _grouped_sum,
     "grouped_sum_kernel": _grouped_sum,
     "routed_linear_kernel": _routed_linear,

@@ -5,7 +5,7 @@ the same requests the latents.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -95,6 +95,36 @@ GRID: dict[str, dict[str, Any]] = {
     "window": {"query_lens": [1, 9, 70, 1], "context_lens": [600, 290, 100, 20], "window": 71},
     "only-padding": {"query_lens": [], "context_lens": [], "padding_query_lens": [1, 1], "trailing_rows": 2},
 }
+
+
+OF_TOKENS = ("q_latent", "q_turned", "k_turned", "latent", "slot_mapping")
+
+
+def alone(case: LatentCase, request: int) -> LatentCase:
+    """One request of a case by itself, its table no wider than it must be."""
+    rows = case.rows(request)
+    seq_len = int(case.seq_lens[request])
+    blocks = max(1, -(-seq_len // case.k_cache.shape[2]))
+    return replace(
+        case,
+        **{name: getattr(case, name)[rows] for name in OF_TOKENS},
+        block_table=case.block_table[request : request + 1, :blocks].contiguous(),
+        query_start_loc=case.query_start_loc[request : request + 2] - case.query_start_loc[request],
+        seq_lens=case.seq_lens[request : request + 1],
+        max_query_len=rows.stop - rows.start,
+    )
+
+
+def one_chunk(case: LatentCase, start: int, length: int) -> LatentCase:
+    """Some tokens of the only request of a case, which begins with it."""
+    rows = slice(start, start + length)
+    return replace(
+        case,
+        **{name: getattr(case, name)[rows] for name in OF_TOKENS},
+        query_start_loc=torch.tensor([0, length], dtype=torch.int32),
+        seq_lens=torch.tensor([start + length], dtype=torch.int32),
+        max_query_len=length,
+    )
 
 
 def check(case: LatentCase, op: Callable[..., Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from compiled_llm.ops.attention.latent_attention import latent_attention, latent
 from tests.drawn import cases
 from tests.ops.attention.attention_cases import KV_DTYPES, TOLERANCE
 from tests.ops.attention.cpu_kernel import reordered
-from tests.ops.attention.latent_cases import GRID, LatentCase, check, make_case
+from tests.ops.attention.latent_cases import GRID, alone, check, make_case, one_chunk
 
 Attend = Callable[..., Tensor]
 SETS = ["avx512_bf16", "avx512", "avx2", "portable"]
@@ -97,21 +97,6 @@ def test_every_instruction_set(kernels: native.Kernels, name: str, dtype: torch.
     check(make_case(**GRID[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend_on(kernels, isa))
 
 
-def alone(case: LatentCase, request: int) -> LatentCase:
-    """One request of a case by itself, its table no wider than it must be."""
-    rows = case.rows(request)
-    seq_len = int(case.seq_lens[request])
-    blocks = max(1, -(-seq_len // case.k_cache.shape[2]))
-    return replace(
-        case,
-        **{name: getattr(case, name)[rows] for name in ("q_latent", "q_turned", "k_turned", "latent", "slot_mapping")},
-        block_table=case.block_table[request : request + 1, :blocks].contiguous(),
-        query_start_loc=case.query_start_loc[request : request + 2] - case.query_start_loc[request],
-        seq_lens=case.seq_lens[request : request + 1],
-        max_query_len=rows.stop - rows.start,
-    )
-
-
 @EXACT
 @pytest.mark.usefixtures("two_threads")
 def test_neighbours_and_shared_prefixes_change_no_bit(
@@ -139,18 +124,10 @@ def test_chunks_and_threads_change_no_bit(
     torch.set_num_threads(1)
     caches, start, parts = case.args()[4:8], 0, []
     for length in (1, 480, 30, 65, 21, 1, 2):
-        rows = slice(start, start + length)
-        names = ("q_latent", "q_turned", "k_turned", "latent", "slot_mapping")
-        start += length
-        chunk = replace(
-            case,
-            **{name: getattr(case, name)[rows] for name in names},
-            query_start_loc=torch.tensor([0, length], dtype=torch.int32),
-            seq_lens=torch.tensor([start], dtype=torch.int32),
-        )
-        args = list(chunk.args())
+        args = list(one_chunk(case, start, length).args())
         args[4:8] = caches
         parts.append(attend(*args))
+        start += length
     assert torch.equal(torch.cat(parts), whole)
 
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from compiled_llm.report.gpu_step.amounts import Contexts, Work
 from compiled_llm.report.gpu_step.estimate import Estimate
 from compiled_llm.report.gpu_step.fake_step import FakeStep
 from compiled_llm.report.gpu_step.gpus import GPUS
 from compiled_llm.report.gpu_step.inspection import Inspection, Row
 from compiled_llm.report.gpu_step.launches import Launch, spans_of
-from compiled_llm.report.gpu_step.work import Contexts, Work
 from compiled_llm.scheduling.bucket import Bucket
 
 ATTENTION = (("write_kernel", "op", "rotary_attention"), ("split_kernel", "op", "rotary_attention"))

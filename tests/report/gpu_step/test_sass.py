@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from compiled_llm.report.gpu_step.amounts import Share, Work
 from compiled_llm.report.gpu_step.estimate import instructions
 from compiled_llm.report.gpu_step.flow import read_flow
 from compiled_llm.report.gpu_step.kernels import Compiled
 from compiled_llm.report.gpu_step.sass import CLASSES, class_of, code_of, read_sass
-from compiled_llm.report.gpu_step.work import Share, Work
 
 TEXT = """
         /*0000*/                   LDC R1, c[0x0][0x28] ;

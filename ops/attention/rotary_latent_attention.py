@@ -1,0 +1,181 @@
+"""Latent attention of queries and keys that are still to be turned, and of latents that are still to be normalised:
+``ops.rope``, ``ops.rms_norm`` and ``ops.latent_attention``, and on a GPU one op.
+
+There the kernel that writes to the cache turns and normalises, in a decode the one that attends. A CPU has its ops,
+whose calls the compiled step makes itself. Both compute the same, and round at the same places.
+"""
+
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.attention.decode_attention import keys_of_tasks
+from compiled_llm.ops.attention.decode_plan import DecodePlan, planned
+from compiled_llm.ops.attention.latent_attention import latent_attention
+from compiled_llm.ops.attention.latent_tiles import latent_splits, latent_tiles
+from compiled_llm.ops.attention.tiles import TASK_COLUMNS, most_splits
+from compiled_llm.ops.library import LIBRARY
+from compiled_llm.ops.rowwise.rowwise import rms_norm, rope
+
+_NEW = (
+    "Tensor q_latent, Tensor q_turned, Tensor k_turned, Tensor latent, Tensor cos_sin, Tensor norm, "
+    "Tensor? query_scale, float eps, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_scale, Tensor(d!)? v_scale"
+)
+_KEYS = "Tensor slot_mapping, Tensor block_table, Tensor query_start_loc, Tensor seq_lens"
+_HOW = "float sm_scale, int max_query_len, int window"
+LIBRARY.define(f"rotary_latent_attention({_NEW}, {_KEYS}, {_HOW}) -> Tensor")
+LIBRARY.define(f"rotary_latent_attention_exact({_NEW}, {_KEYS}, {_HOW}) -> Tensor")
+LIBRARY.define(
+    f"rotary_latent_decode_attention({_NEW}, Tensor block_table, Tensor tasks, float sm_scale, int window) -> Tensor"
+)
+LIBRARY.define(
+    "latent_decode_plan(Tensor slot_mapping, Tensor? table_rows, Tensor query_start_loc, Tensor seq_lens, "
+    "int table_tokens, int window, int num_heads, int latent_dim, int q_bytes, int cache_bytes) -> (Tensor, Tensor)"
+)
+
+
+def rotary_latent_attention(
+    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
+    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    slot_mapping: Tensor, block_table: Tensor, query_start_loc: Tensor, seq_lens: Tensor, *,
+    eps: float, sm_scale: float, max_query_len: int, window: int = 0, exact: bool = False,
+) -> Tensor:  # fmt: skip
+    """``latent_attention`` after ``rope`` of the turned parts and ``rms_norm`` of the latents.
+
+    Args:
+        q_turned, k_turned: ``[T, N, H]`` and ``[T, 1, H]``, not turned yet; latent: ``[T, 1, C]``, not normalised yet.
+        cos_sin: ``[T, H]`` float32, that of ``rope``.
+        norm: ``[C]``, the weights of ``rms_norm``, and its ``eps``.
+        query_scale: ``[T, 1]`` in the dtype of ``q_turned``, multiplies the turned parts of queries; or None.
+
+    The others, and the result ``[T, N, C]``, are those of ``latent_attention``.
+    """
+    caches, keys = (k_cache, v_cache, k_scale, v_scale), (slot_mapping, block_table, query_start_loc, seq_lens)
+    if q_latent.is_cuda:
+        name = "rotary_latent_attention_exact" if exact else "rotary_latent_attention"
+        return getattr(torch.ops.compiled_llm, name)(
+            q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, *caches, *keys,
+            sm_scale, max_query_len, window,
+        )  # fmt: skip
+    q_turned, k_turned, latent = _turned(q_turned, k_turned, latent, cos_sin, norm, query_scale, eps)
+    return latent_attention(
+        q_latent, q_turned, k_turned, latent, *caches, *keys,
+        sm_scale=sm_scale, max_query_len=max_query_len, window=window, exact=exact,
+    )  # fmt: skip
+
+
+def _turned(
+    q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor, query_scale: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Turned parts of queries and keys, and normalised latents, by the ops that a CPU has."""
+    to_turn = torch.cat([q_turned.flatten(1), k_turned.flatten(1)], dim=-1)
+    q_turned, k_turned = rope(to_turn, cos_sin, None, None, q_turned.shape[1], 1, eps)
+    if query_scale is not None:
+        q_turned = q_turned * query_scale[:, None]
+    return q_turned, k_turned, rms_norm(latent[:, 0], norm, eps)[:, None]
+
+
+def rotary_latent_decode_attention(
+    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
+    query_scale: Tensor | None, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    plan: DecodePlan, *, eps: float, sm_scale: float, window: int,
+) -> Tensor:  # fmt: skip
+    """``rotary_latent_attention`` of at most one query a request.
+
+    Args:
+        plan: of ``latent_decode_plan``, for this ``window``. Padding rows write nothing.
+    """
+    return torch.ops.compiled_llm.rotary_latent_decode_attention(
+        q_latent, q_turned, k_turned, latent, cos_sin, norm, query_scale, eps, k_cache, v_cache, k_scale, v_scale,
+        plan.block_table, plan.tasks, sm_scale, window,
+    )  # fmt: skip
+
+
+def latent_decode_plan(
+    slot_mapping: Tensor, block_table: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, *,
+    block_size: int, window: int, num_heads: int, latent_dim: int, q_bytes: int, cache_bytes: int,
+) -> DecodePlan:  # fmt: skip
+    """As ``decode_plan``, with the splits of latents, which follow from sizes of their own. No one counts."""
+    tasks, counters = torch.ops.compiled_llm.latent_decode_plan(
+        slot_mapping, table_rows, query_start_loc, seq_lens, block_table.shape[1] * block_size, window, num_heads,
+        latent_dim, q_bytes, cache_bytes,
+    )  # fmt: skip
+    return DecodePlan(block_table, tasks, counters)
+
+
+def latent_decode_plan_reference(
+    slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
+    window: int, num_heads: int, latent_dim: int, q_bytes: int, cache_bytes: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The op in plain torch, with the splits of a GPU with one SM."""
+    tile = latent_tiles(latent_dim, q_bytes, cache_bytes, (9, 0)).decode
+    splits = latent_splits(tile, len(seq_lens), num_heads, num_sms=1)
+    tasks = planned(slot_mapping, table_rows, query_start_loc, seq_lens, table_tokens, window, splits)
+    return tasks, seq_lens.new_zeros(len(seq_lens))
+
+
+def _decode_reference(
+    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
+    query_scale: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+    v_scale: Tensor | None, block_table: Tensor, tasks: Tensor, sm_scale: float, window: int,
+) -> Tensor:  # fmt: skip
+    """By the ops that a CPU has."""
+    made = _turned(q_turned, k_turned, latent, cos_sin, norm, query_scale, eps)
+    return latent_attention(
+        q_latent, *made, k_cache, v_cache, k_scale, v_scale, *keys_of_tasks(block_table, tasks, len(q_latent)),
+        sm_scale=sm_scale, max_query_len=1, window=window,
+    )  # fmt: skip
+
+
+@torch.library.register_fake("compiled_llm::rotary_latent_attention", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::rotary_latent_attention_exact", lib=LIBRARY)
+@torch.library.register_fake("compiled_llm::rotary_latent_decode_attention", lib=LIBRARY)
+def _fake(q_latent: Tensor, *args) -> Tensor:
+    return torch.empty(q_latent.shape, dtype=q_latent.dtype, device=q_latent.device)
+
+
+@torch.library.register_fake("compiled_llm::latent_decode_plan", lib=LIBRARY)
+def _plan_fake(slot_mapping, table_rows, query_start_loc, seq_lens: Tensor, table_tokens: int, *_):
+    rows = 1 + len(seq_lens) * most_splits(table_tokens)
+    return seq_lens.new_empty(rows, TASK_COLUMNS), seq_lens.new_empty(len(seq_lens))
+
+
+def _cuda(
+    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
+    query_scale: Tensor | None, eps: float, *rest, exact: bool = False,
+) -> Tensor:  # fmt: skip
+    from compiled_llm.ops.attention import triton_latent  # the first call on a GPU loads Triton, not the import
+
+    turn = triton_latent.ToTurn(cos_sin, norm, query_scale, eps)
+    return triton_latent.latent_attention(q_latent, q_turned, k_turned, latent, *rest, exact=exact, turn=turn)
+
+
+def _exact_cuda(*args) -> Tensor:
+    return _cuda(*args, exact=True)
+
+
+def _decode_cuda(
+    q_latent: Tensor, q_turned: Tensor, k_turned: Tensor, latent: Tensor, cos_sin: Tensor, norm: Tensor,
+    query_scale: Tensor | None, eps: float, k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None,
+    v_scale: Tensor | None, *rest,
+) -> Tensor:  # fmt: skip
+    from compiled_llm.ops.attention import triton_latent
+
+    turn, caches = triton_latent.ToTurn(cos_sin, norm, query_scale, eps), (k_cache, v_cache, k_scale, v_scale)
+    return triton_latent.latent_decode_attention(
+        q_latent, q_turned, k_turned, latent, turn, triton_latent.Caches(*caches), *rest
+    )  # fmt: skip
+
+
+def _plan_cuda(*args) -> tuple[Tensor, Tensor]:
+    from compiled_llm.ops.attention import triton_latent
+
+    return triton_latent.latent_decode_plan(*args)
+
+
+LIBRARY.impl("rotary_latent_attention", _cuda, "CUDA")
+LIBRARY.impl("rotary_latent_attention_exact", _exact_cuda, "CUDA")
+LIBRARY.impl("rotary_latent_decode_attention", _decode_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("rotary_latent_decode_attention", _decode_cuda, "CUDA")
+LIBRARY.impl("latent_decode_plan", latent_decode_plan_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("latent_decode_plan", _plan_cuda, "CUDA")

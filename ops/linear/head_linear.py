@@ -1,0 +1,48 @@
+"""Linear layers of single heads on a GPU, each for its own head's rows: reference, schema, registration.
+
+    y[t, n] = W[n] @ x[t, n]
+
+One op for all heads, which takes ``x`` as it lies and gives ``y`` in the order of tokens: nothing is copied around it.
+A CPU has ``grouped_linear`` for that. T tokens, N heads, K inputs of a head.
+"""
+
+import torch
+from torch import Tensor
+
+from compiled_llm.ops.library import LIBRARY
+
+LIBRARY.define("head_linear(Tensor x, Tensor weight) -> Tensor")
+
+
+def head_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Accumulated in float32 over the inputs in one order, whatever T is, and rounded once.
+
+    Args:
+        x: ``[T, N, K]`` float32, bfloat16 or float16; any strides with the last one 1.
+        weight: ``[N, outputs of a head, K]`` contiguous, dtype of ``x``.
+
+    Returns:
+        ``[T, N, outputs of a head]`` contiguous, dtype of ``x``.
+    """
+    return torch.ops.compiled_llm.head_linear(x, weight)
+
+
+def head_linear_reference(x: Tensor, weight: Tensor) -> Tensor:
+    """The op in plain torch."""
+    y = x.transpose(0, 1).float() @ weight.transpose(1, 2).float()
+    return y.to(x.dtype).transpose(0, 1).contiguous()
+
+
+@torch.library.register_fake("compiled_llm::head_linear", lib=LIBRARY)
+def _fake(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:2], weight.shape[1])
+
+
+def _cuda(x: Tensor, weight: Tensor) -> Tensor:
+    from compiled_llm.ops.linear import triton_head_linear  # the first call on a GPU loads Triton, not the import
+
+    return triton_head_linear.head_linear(x, weight)
+
+
+LIBRARY.impl("head_linear", head_linear_reference, "CompositeExplicitAutograd")
+LIBRARY.impl("head_linear", _cuda, "CUDA")
