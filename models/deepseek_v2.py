@@ -1,6 +1,6 @@
-"""DeepSeek-V2-Lite and Coder-V2-Lite: latent attention and a mixture of experts (DeepSeek-AI, 2024, arXiv:2405.04434).
+"""DeepSeek-V2 and Coder-V2, also Lite: latent attention and a mixture of experts (DeepSeek-AI, 2024, arXiv:2405.04434).
 
-As DeepSeek-V3, but for the router, whose weights are a softmax of all logits.
+As DeepSeek-V3, but for the router, whose weights are a softmax of all logits, and who takes groups by their best expert.
 """
 
 import dataclasses
@@ -17,16 +17,26 @@ from compiled_llm.models.rope_config import Rope, read_latent_rope
 from compiled_llm.models.weights import Source
 
 
+_METHODS = ("greedy", "group_limited_greedy")
+
+
 @dataclasses.dataclass(frozen=True)
 class DeepseekV2Config(DeepseekConfig):
+    topk_method: str = "greedy"
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.topk_method not in _METHODS:
+            raise ValueError(
+                f"config.json: topk_method must be {' or '.join(_METHODS)}, given {self.topk_method!r:.100}"
+            )
         if self.mlp_bias:
             raise ValueError("config.json: mlp_bias must be false for this architecture, given true")
 
     @property
     def router(self) -> Router:
-        return Router(self.num_experts_per_tok, "softmax", self.routed_scaling_factor, in_float32=True)
+        groups = self.n_group, self.topk_group
+        return Router(self.num_experts_per_tok, "softmax", self.routed_scaling_factor, *groups, in_float32=True)
 
 
 def take_mlp(config: Any, source: Source, name: str) -> MlpWeights | glm4_moe.SharedMoeWeights:
@@ -49,6 +59,13 @@ def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
     return (read_latent_rope(config, interleaved=True),)
 
 
+def _groups(config: Any) -> dict[str, int]:
+    """Of experts: the greedy choice has none."""
+    if config.topk_method == "greedy":
+        return {"n_group": 1, "topk_group": 1}
+    return {"n_group": config.n_group or 0, "topk_group": config.topk_group or 0}
+
+
 FAMILY = Family(
     "DeepseekV2Config",
     DeepseekV2Config,
@@ -56,10 +73,9 @@ FAMILY = Family(
     deepseek_v3.layers,
     deepseek_v3.forward,
     llama.head,
-    requires={**llama.FAMILY.requires, "norm_topk_prob": (False,), "topk_method": ("greedy",)},
+    requires={**llama.FAMILY.requires, "norm_topk_prob": (False,)},
     read_ropes=read_ropes,
     check=deepseek_v3.check,
     old_fields=deepseek_v3.DERIVED,
-    # Of groups, which the greedy choice does not have.
-    sizes=lambda config: {"n_group": 1, "topk_group": 1},
+    sizes=_groups,
 )

@@ -33,7 +33,7 @@ Parts, short ones that decide what is worth doing first:
   ``prefix-off``: requests with a common prefix, with and without the prefix cache.
 - ``quantised``: linear layers on quantised weights against the reference, every format; ``quantised-speed``: each kind,
   of layers and of experts, checked, and timed beside bfloat16.
-- ``kernels``: attention against the reference at real sizes.
+- ``kernels``: attention, also over latents, against the reference at real sizes.
 - ``tune`` and ``tune-linear`` run only if they are named: they write the tiles that suit this GPU to ``ops/tiles``,
   files to commit. Name ``code`` after them, and the archive has them too.
 
@@ -78,6 +78,7 @@ _LATENCY = "scripts/bench/bench_latency.py --device cuda --output-json {json}"
 _THROUGHPUT = "scripts/bench/bench_throughput.py --device cuda --output-json {json}"
 _W2 = "--shape qwen3-0.6b --workload W2"
 _BUCKETS = "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048"
+_ATTENTION_TESTS = "tests/ops/attention/test_attention_gpu.py tests/ops/attention/test_triton_latent.py"
 _GPU_TESTS = "-m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py"
 _EXACT_TESTS = (
     "-m gpu tests/ops/rowwise/test_rowwise_gpu.py tests/ops/linear/test_exact_linear.py "
@@ -141,7 +142,7 @@ PARTS = {
     },
     "quantised": (300, f"{_PYTEST} -m gpu tests/ops/linear/test_triton_quantized.py"),
     "quantised-speed": (480, "scripts/bench/bench_quantized.py --json {json}"),
-    "kernels": (500, f"{_PYTEST} {_PARALLEL} tests/ops/attention/test_attention_gpu.py"),
+    "kernels": (500, f"{_PYTEST} {_PARALLEL} -m gpu {_ATTENTION_TESTS}"),
     "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
     "tune-linear": (540, "scripts/tune_linear.py --seconds 480"),
     "tune-products": (360, "scripts/tune_linear.py --kind bfloat16 --seconds 300"),

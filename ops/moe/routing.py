@@ -64,7 +64,8 @@ def route(
             "sigmoid": of its logit, divided by the sum over the k experts.
         scale: of the weights.
         groups, top_groups: experts are chosen from those ``top_groups`` of ``groups`` equal parts of all whose two best
-            scores have the largest sums.
+            scores have the largest sums (DeepSeek-V3), or if scores are no sigmoids, whose best score is the largest
+            (DeepSeek-V2, arXiv:2405.04434).
 
     Returns:
         Weights ``[T, k]`` float32 and experts ``[T, k]`` int32. Of equal scores the lower number is first.
@@ -148,8 +149,8 @@ def route_reference(
     choice = scores if choice_bias is None else scores + choice_bias
     if top_groups < groups:
         parts = choice.unflatten(-1, (groups, -1))
-        best_two = parts.topk(min(2, parts.shape[-1]), dim=-1).values.sum(-1)
-        left_out = best_two.argsort(dim=-1, descending=True, stable=True)[:, top_groups:]
+        best = parts.topk(min(2 if scoring == "sigmoid" else 1, parts.shape[-1]), dim=-1).values.sum(-1)
+        left_out = best.argsort(dim=-1, descending=True, stable=True)[:, top_groups:]
         choice = parts.scatter(1, left_out[:, :, None].expand(-1, -1, parts.shape[-1]), -torch.inf).flatten(1)
     experts = choice.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
     chosen = scores.gather(1, experts)

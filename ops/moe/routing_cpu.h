@@ -45,7 +45,7 @@ inline void keep_best_groups(const Router& router, float* choice, std::vector<fl
       second = std::max(second, std::min(first, choice[e]));
       first = std::max(first, choice[e]);
     }
-    sums[g] = size > 1 ? first + second : first;
+    sums[g] = router.scoring == Scoring::sigmoid && size > 1 ? first + second : first;
   }
   take_largest(sums.data(), router.groups, router.top_groups, kept.data());
   for (int64_t g = 0; g < router.groups; ++g)

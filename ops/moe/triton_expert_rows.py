@@ -58,8 +58,8 @@ def _number_in(key):
 
 @triton.jit
 def _in_best_groups(keys, experts, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POW2: tl.constexpr,
-                    TOP_GROUPS: tl.constexpr):  # fmt: skip
-    """Which experts of ``[T, E]`` are in those groups whose two best have the largest sums."""
+                    TOP_GROUPS: tl.constexpr, BY_TWO: tl.constexpr):  # fmt: skip
+    """Which experts of ``[T, E]`` are in those groups whose two best have the largest sums, or not BY_TWO whose best."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     groups = tl.arange(0, GROUPS_POW2)
     sums = tl.full([keys.shape[0], GROUPS_POW2], LOWEST, tl.int64)
@@ -67,7 +67,7 @@ def _in_best_groups(keys, experts, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, 
         own = tl.where((experts // SIZE == group)[None, :], keys, LOWEST)
         best = tl.max(own, 1)
         total = _number_of(best)
-        if SIZE > 1:
+        if BY_TWO and SIZE > 1:
             total += _number_of(tl.max(tl.where(own != best[:, None], own, LOWEST), 1))
         sums = tl.where((groups == group)[None, :], _keys(total[:, None], groups[None, :]), sums)
     found = tl.zeros(keys.shape, tl.int32)
@@ -94,7 +94,7 @@ def choose(
         choice += tl.load(choice_bias + experts, mask=inside, other=0.0)[None, :]
     keys = _keys(choice, experts[None, :])
     if TOP_GROUPS < GROUPS:
-        found = _in_best_groups(keys, experts, EXPERTS, GROUPS, GROUPS_POW2, TOP_GROUPS)
+        found = _in_best_groups(keys, experts, EXPERTS, GROUPS, GROUPS_POW2, TOP_GROUPS, SCORING == "sigmoid")
         keys = _keys(tl.where(found, choice, float("-inf")), experts[None, :])
     keys = tl.where(inside[None, :], keys, LOWEST)
     mark = tl.full([1, 1], LOWEST + 1, tl.int64)

@@ -1,6 +1,6 @@
 """Configs of well-known models with latent attention, with the fields that the published ``config.json`` has.
 
-Of Mistral Small 4 no copy was at hand: it is put together from what is known, and so is what R1 and V3.1 differ in.
+Of Mistral Small 4 no copy was at hand: it is put together from what is known, and so is what V2, R1 and V3.1 differ in.
 DeepSeek's own files of V3 are in fp8; these are those of the same weights in bfloat16.
 """
 
@@ -110,6 +110,22 @@ _V2_LITE: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 102400,
 }
+_V2: dict[str, Any] = {
+    **_V2_LITE,
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "n_group": 8,
+    "n_routed_experts": 160,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 16.0,
+    "topk_group": 3,
+    "topk_method": "group_limited_greedy",
+    "transformers_version": "4.39.3",
+}
 _V2_IGNORED = ["aux_loss_alpha", "moe_layer_freq", "scoring_func", "seq_aux"]
 _MISTRAL_SMALL_4: dict[str, Any] = {
     "architectures": ["Mistral4ForCausalLM"],
@@ -167,6 +183,7 @@ LATENT: dict[str, tuple[dict[str, Any], list[str]]] = {
     "DeepSeek-V3": (_V3, _V3_IGNORED),
     "DeepSeek-R1": ({**_V3, "transformers_version": "4.46.3"}, _V3_IGNORED),
     "DeepSeek-V3.1": ({**_V3, "transformers_version": "4.44.2"}, _V3_IGNORED),
+    "DeepSeek-V2": (_V2, _V2_IGNORED),
     "DeepSeek-V2-Lite": (_V2_LITE, _V2_IGNORED),
     "DeepSeek-V2-Lite-Chat": ({**_V2_LITE, "transformers_version": "4.39.3"}, _V2_IGNORED),
     "DeepSeek-Coder-V2-Lite-Instruct": ({**_V2_LITE, "transformers_version": "4.39.3"}, _V2_IGNORED),

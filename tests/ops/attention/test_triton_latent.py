@@ -243,6 +243,15 @@ def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", OPS)
+@pytest.mark.parametrize("kind", SOME)
+@pytest.mark.parametrize("name", GRID)
+def test_on_a_gpu(name: str, kind: str, how: str) -> None:
+    dtype, kv_dtype = SOME[kind]
+    check(make_case(**GRID[name], dtype=dtype, kv_dtype=kv_dtype, device="cuda"), OPS[how])
+
+
 # ---- compiled ahead of time -----------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ ROUTERS = {  # scoring, choice bias, scale, groups, top groups
     "chosen": ("softmax_of_chosen", False, 1.0, 1, 1),
     "sigmoid": ("sigmoid", True, 2.5, 1, 1),
     "groups": ("sigmoid", True, 1.5, 4, 2),
+    "groups by their best": ("softmax", False, 1.5, 4, 2),
 }
 
 
@@ -66,6 +67,7 @@ def test_experts_are_of_the_best_groups() -> None:
     logits = torch.tensor([[3.0, -9.0, -9.0, 1.9, 1.8, -9.0, 0.0, 0.0, 0.0]])
     assert routing.route(logits, None, 2, "sigmoid", groups=3, top_groups=1)[1].tolist() == [[3, 4]]
     assert routing.route(logits, None, 2, "sigmoid", groups=1, top_groups=1)[1].tolist() == [[0, 3]]
+    assert routing.route(logits, None, 2, "softmax", groups=3, top_groups=1)[1].tolist() == [[0, 1]]
 
 
 def test_equal_scores_go_to_the_lower_number() -> None:

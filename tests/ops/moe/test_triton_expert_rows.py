@@ -25,6 +25,7 @@ RULES = {  # top k, scoring, scale, groups, top groups; biased, scaled: whether 
     "glm4-moe": ((8, "sigmoid", 2.5, 1, 1), True, False),
     "groups": ((3, "sigmoid", 1.5, 4, 2), True, False),
     "groups of one": ((2, "sigmoid", 1.0, 8, 3), True, False),
+    "groups by their best": ((3, "softmax", 1.5, 4, 2), False, False),
     "gemma4-moe": ((4, "softmax_of_chosen", 1.0, 1, 1), False, True),
 }
 
