@@ -1,6 +1,6 @@
 """DeepSeek-V2 and Coder-V2, also Lite: latent attention and a mixture of experts (DeepSeek-AI, 2024, arXiv:2405.04434).
 
-As DeepSeek-V3, but for the router, whose weights are a softmax of all logits, and who takes groups by their best expert.
+As DeepSeek-V3, but for the router: its weights are a softmax of all logits, and it takes groups by their best expert.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from compiled_llm.models.linears.mixture import Router
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.rope_config import Rope, read_latent_rope
 from compiled_llm.models.weights import Source
-
 
 _METHODS = ("greedy", "group_limited_greedy")
 

@@ -1,6 +1,6 @@
 """Configs of well-known models with latent attention, with the fields that the published ``config.json`` has.
 
-Of Mistral Small 4 no copy was at hand: it is put together from what is known, and so is what V2, R1 and V3.1 differ in.
+Of Mistral Small 4 no copy was at hand: it is put together from what is known, and so is what V2, R1, V3.1 differ in.
 DeepSeek's own files of V3 are in fp8; these are those of the same weights in bfloat16.
 """
 
