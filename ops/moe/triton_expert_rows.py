@@ -59,7 +59,7 @@ def _number_in(key):
 @triton.jit
 def _in_best_groups(keys, experts, EXPERTS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POW2: tl.constexpr,
                     TOP_GROUPS: tl.constexpr, BY_TWO: tl.constexpr):  # fmt: skip
-    """Which experts of ``[T, E]`` are in the best groups: by the sum of a group's best two, or not BY_TWO by its best."""
+    """Which experts of ``[T, E]`` are in the best groups: by the sum of their best two, or not BY_TWO by their best."""
     SIZE: tl.constexpr = EXPERTS // GROUPS
     groups = tl.arange(0, GROUPS_POW2)
     sums = tl.full([keys.shape[0], GROUPS_POW2], LOWEST, tl.int64)
