@@ -1084,6 +1084,16 @@ _STATE_SLOTS = [
         "if held.drafted or held.target or not held.slot:",
     ),
     (
+        "a continuation has the state after the whole prompt",
+        "return [(slot, last - start)]",
+        "return [(slot, end - start)]",
+    ),
+    (
+        "the state that continuations start from is never given back",
+        "            self.pool.free(held.before_last)\n",
+        "",
+    ),
+    (
         "a request that ends leaks its slots",
         "        for slot in request.state.slots():\n            self.pool.free(slot)\n",
         "",
