@@ -15,6 +15,7 @@ from compiled_llm.worker.profiler import KINDS
 _BLUE, _ORANGE, _GREEN, _PINK, _GREY, _SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#999999", "#56B4E9"
 _COLOURS = {
     "attention": _BLUE,
+    "states": "#F0E442",
     "linears": _SKY,
     "sampling": _GREEN,
     "everything else": "#4C566A",
@@ -50,7 +51,9 @@ def _png(draw_on: Callable[[Figure], None], width: float, height: float) -> byte
 def _draw_time(figure: Figure, report: dict[str, Any]) -> None:
     """One bar of the whole time: the device's work by kind where it was profiled, padding, host, waiting."""
     axes = figure.subplots()
-    shares = {kind: report["device_shares"][kind] for kind in KINDS} if report["device_shares"] else {"device": 1.0}
+    shares = {"device": 1.0}
+    if report["device_shares"]:
+        shares = {kind: share for kind in KINDS if (share := report["device_shares"].get(kind))}
     parts = [(kind, report["time"]["device"] * share) for kind, share in shares.items()]
     parts += [(name, report["time"][name]) for name in ("padding", "host", "waiting")]
     left = 0.0

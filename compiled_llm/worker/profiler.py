@@ -17,13 +17,20 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 
-KINDS = ("attention", "linears", "sampling", "everything else")
+KINDS = ("attention", "states", "linears", "sampling", "everything else")
 
 _SAMPLER = "compiled_llm::sampler"  # the name of the second graph in the profile
 _STEP = "compiled_llm::step"
 # Ops on a CPU, kernels on a GPU: the first pattern that is found in the name decides.
 _PATTERNS = [
     ("attention", re.compile(r"paged_attention|attention|split_kernel|exact_merge|prefill_kernel|write_kernel|flash")),
+    # Of layers with a state: its ops, and the norm that follows them.
+    (
+        "states",
+        re.compile(
+            r"convolution|gated_delta|delta_(steps|factors|chunks)|mamba2|scan_(steps|chunks)|gated_(rms_)?norm"
+        ),
+    ),
     ("sampling", re.compile(r"greedy_tokens|sample_tokens|argmax|sort|cumsum|topk|multinomial|philox")),
     (
         "linears",

@@ -103,12 +103,18 @@ def _exact(*args) -> Tensor:
 
 
 def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.recurrent import triton_steps  # the first call on a GPU loads Triton, not the import
+    from compiled_llm.ops.recurrent import triton_gated_delta  # the first call on a GPU loads Triton, not the import
 
-    return triton_steps.gated_delta_rule(*args)
+    return triton_gated_delta.gated_delta_rule(*args)
+
+
+def _exact_cuda(*args) -> Tensor:
+    from compiled_llm.ops.recurrent import triton_gated_delta
+
+    return triton_gated_delta.gated_delta_rule(*args, exact=True)
 
 
 LIBRARY.impl("gated_delta_rule", _without_kernels, "CompositeExplicitAutograd")
 LIBRARY.impl("gated_delta_rule", _cuda, "CUDA")
 LIBRARY.impl("gated_delta_rule_exact", _exact, "CompositeExplicitAutograd")
-LIBRARY.impl("gated_delta_rule_exact", _cuda, "CUDA")
+LIBRARY.impl("gated_delta_rule_exact", _exact_cuda, "CUDA")

@@ -96,15 +96,15 @@ def _exact(*args) -> Tensor:
 
 
 def _cuda(*args) -> Tensor:
-    from compiled_llm.ops.recurrent import triton_steps  # the first call on a GPU loads Triton, not the import
+    from compiled_llm.ops.recurrent import triton_mamba2  # the first call on a GPU loads Triton, not the import
 
-    return triton_steps.mamba2_scan(*args)
+    return triton_mamba2.mamba2_scan(*args)
 
 
 def _exact_cuda(*args) -> Tensor:
-    from compiled_llm.ops.recurrent import triton_steps
+    from compiled_llm.ops.recurrent import triton_mamba2
 
-    return triton_steps.mamba2_scan(*args, exact=True)
+    return triton_mamba2.mamba2_scan(*args, exact=True)
 
 
 LIBRARY.impl("mamba2_scan", _without_kernels, "CompositeExplicitAutograd")

@@ -21,6 +21,17 @@ def request_of(query_start_loc, seq_lens, request):
 
 
 @triton.jit
+def first_tile(
+    state, read_slot, request, has_state, places, rows, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLOT: tl.constexpr,
+):  # fmt: skip
+    """The tile that a request's first token follows; zeros where a text starts, whatever its slot holds."""
+    slot = tl.load(read_slot + request).to(tl.int64)
+    inside = (rows < tl.where(has_state, ROWS, 0))[:, None] & (columns < COLUMNS)[None, :]
+    return tl.load(state + slot * SLOT + places, mask=inside, other=0.0)
+
+
+@triton.jit
 def store_state(state, read, tile, inside, write_slot, write_after, request, after, slot_size, WRITES: tl.constexpr):
     """To the slots that want the state after so many tokens. ``read``: where a tile's elements are in a slot."""
     for w in tl.static_range(WRITES):

@@ -23,6 +23,15 @@ from compiled_llm.worker.profiler import KINDS, StepProfiler, kind_of, seconds_b
         ("triton_red_fused_argmax_3", "sampling"),
         ("triton_poi_fused_mul_silu_2", None),
         ("split_kernel", "attention"),
+        ("compiled_llm::short_convolution", "states"),
+        ("convolution_outputs_kernel", "states"),
+        ("compiled_llm::gated_delta_rule", "states"),
+        ("delta_factors_kernel", "states"),
+        ("compiled_llm::mamba2_scan_exact", "states"),
+        ("scan_steps_kernel", "states"),
+        ("compiled_llm::gated_rms_norm", "states"),
+        ("gated_norm_kernel", "states"),
+        ("gated_kernel", None),
         ("nvjet_hsh_64x64_64x16_1x2_h_bz_TNN", "linears"),
         ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>", "linears"),
     ],
@@ -43,6 +52,7 @@ def test_kernels_are_told_apart_by_name_and_by_the_samplers_range() -> None:
         event("compiled_llm::step", 100, 160),
         event("nvjet_tst_64x8", 100, 130),
         event("split_kernel", 130, 140),
+        event("delta_steps_kernel", 140, 145),
         event("triton_poi_fused_0", 150, 160),
         event("compiled_llm::sampler", 160, 180),
         event("triton_red_fused_1", 165, 180),
@@ -51,8 +61,9 @@ def test_kernels_are_told_apart_by_name_and_by_the_samplers_range() -> None:
     assert {kind: round(value * 1e6) for kind, value in seconds.items()} == {
         "linears": 30,
         "attention": 10,
+        "states": 5,
         "sampling": 15,
-        "everything else": 25,  # a kernel, and the gaps between kernels
+        "everything else": 20,  # a kernel, and the gaps between kernels
     }
 
 
@@ -88,11 +99,11 @@ def test_profiled_steps_change_no_token_and_no_count(overlaps: bool) -> None:
     assert shares is not None
     assert set(shares) == set(KINDS)
     assert sum(shares.values()) == pytest.approx(1)
-    assert all(share > 0 for kind, share in shares.items() if kind != "sampling")
+    assert all(share > 0 for kind, share in shares.items() if kind not in ("sampling", "states"))
 
 
 def test_one_disturbed_profile_of_several_changes_no_share() -> None:
     profiler = StepProfiler(3, torch.device("cpu"))
-    quiet = dict(zip(KINDS, (1.0, 6.0, 1.0, 2.0), strict=True))
+    quiet = dict(zip(KINDS, (1.0, 0.0, 6.0, 1.0, 2.0), strict=True))
     profiler._seconds["decode_1"] = [quiet, {**quiet, "sampling": 100.0}, quiet]
-    assert profiler.shares("decode_1") == dict(zip(KINDS, (0.1, 0.6, 0.1, 0.2), strict=True))
+    assert profiler.shares("decode_1") == dict(zip(KINDS, (0.1, 0.0, 0.6, 0.1, 0.2), strict=True))

@@ -34,21 +34,33 @@ from tests.ops.recurrent.recurrent_cases import (
 
 triton = pytest.importorskip("triton")
 
-from compiled_llm.ops.recurrent import triton_convolution, triton_steps  # noqa: E402
+from compiled_llm.ops.recurrent import triton_convolution, triton_gated_delta, triton_mamba2  # noqa: E402
+from compiled_llm.ops.recurrent.triton_delta_chunks import most_chunks  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 KERNELS = {
     "short_convolution": (triton_convolution, ("convolution_kernel", "convolution_outputs_kernel")),
-    "gated_delta_rule": (triton_steps, ("delta_steps_kernel",)),
-    "mamba2_scan": (triton_steps, ("scan_steps_kernel", "scan_chunks_kernel")),
+    "gated_delta_rule": (
+        triton_gated_delta,
+        ("delta_steps_kernel", "delta_factors_kernel", "delta_chunks_kernel"),
+    ),
+    "mamba2_scan": (triton_mamba2, ("scan_steps_kernel", "scan_chunks_kernel")),
 }
 LONG = (Request(21, 0, 4, ((21, 4), (1, 2), (2, 3))), Request(20, 3, 5, ((1, 5), (2, 1), (20, 6))))
+# Beside short ones: chunks of 64 and what is left, states inside of a chunk, at its ends and at the end of the request.
+SEVERAL = (
+    Request(1, 5, 3, ((1, 3),)),
+    Request(150, 12, 5, ((65, 2), (128, 7), (150, 5))),
+    Request(2, padding=True),
+    Request(7, 4, 1, ((2, 4), (7, 1), (5, 6))),
+    Request(64, 0, 8, ((64, 8), (1, 9))),
+)
 STEPS = {"mixed": MIXED, "decodes": DECODES, "one token": ONE, "long": LONG}
 
 
 def kernel(case: Case, *, exact: bool = False) -> Callable[..., Tensor]:
     function = getattr(KERNELS[case.name][0], case.name)
-    return functools.partial(function, exact=True) if exact and case.name == "mamba2_scan" else function
+    return functools.partial(function, exact=True) if exact and case.name != "short_convolution" else function
 
 
 # ---- interpreted ----------------------------------------------------------------------------------------------------
@@ -60,7 +72,8 @@ def agrees_with_the_reference(make: Callable, requests: tuple[Request, ...], dty
     want = case.run(case.reference, indices)
     check(case.run(kernel(case, exact=True), indices), want, dtype)
     got = case.run(kernel(case), indices)
-    check(got, want, dtype, states=1e-5 if dtype == torch.float32 else 2e-3)
+    states = {"mamba2_scan": 2e-3, "gated_delta_rule": 3e-5}.get(case.name, 1e-5)  # of those by chunks
+    check(got, want, dtype, states=1e-5 if dtype == torch.float32 else states)
     unwritten = [*{*range(SLOTS)} - {slot for request in requests for _, slot in request.writes}]
     assert torch.equal(got[1][unwritten], case.state[unwritten])
 
@@ -82,6 +95,34 @@ def a_text_has_the_same_bits_however_it_is_cut(make: Callable) -> None:
         assert torch.equal(state[1], states[5])
 
 
+def chunks_agree_with_the_reference() -> None:
+    tokens, indices = step(SEVERAL)
+    case = gated_delta(torch.bfloat16, tokens, 1, 2, 21, 18)
+    got = case.run(kernel(case), indices)
+    check(got, case.run(case.reference, indices), torch.bfloat16, states=3e-5)
+    unwritten = [*{*range(SLOTS)} - {slot for request in SEVERAL for _, slot in request.writes}]
+    assert torch.equal(got[1][unwritten], case.state[unwritten])
+
+
+def repeated_keys_agree_with_the_reference() -> None:
+    """The system of such a chunk is as far from the unit matrix as it can be, and powers of it are huge."""
+    tokens, indices = step((Request(100, 7, 5, ((100, 5), (64, 2))),))
+    case = gated_delta(torch.bfloat16, tokens, 1, 2, 16, 32)
+    same = case.inputs["k"][:1].expand_as(case.inputs["k"]).contiguous()
+    gates = {"a": torch.full_like(case.inputs["a"], -20.0), "b": torch.full_like(case.inputs["b"], 6.0)}
+    case = case._replace(inputs={**case.inputs, "k": same, **gates})
+    check(case.run(kernel(case), indices), case.run(case.reference, indices), torch.bfloat16, states=1e-4)
+
+
+def every_chunk_is_some_request_s() -> None:
+    """Of steps whose requests are just too long, or just long enough, for as many programs as there are."""
+    for counts in ((17,) * 5, (65, 16, 0, 64), (16, 15)):
+        tokens, indices = step([Request(count, 0, 1, ((count, n + 1),)) for n, count in enumerate(counts)], 0)
+        assert sum(-(-count // 64) for count in counts if count > 16) <= most_chunks(tokens, len(counts))
+        case = gated_delta(torch.bfloat16, tokens, 1, 1, 16, 16)
+        check(case.run(kernel(case), indices), case.run(case.reference, indices), torch.bfloat16, states=3e-5)
+
+
 def no_tokens_are_no_launch(make: Callable) -> None:
     case = make(torch.float32, 0)
     for requests in ((), (Request(0, 3, 1),)):
@@ -100,6 +141,9 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
         for dtype in (DTYPES if name == "mixed" else DTYPES[:1])
     },
     "scan by chunks-bfloat16": (agrees_with_the_reference, (CASES["scan"], CHUNK, torch.bfloat16)),
+    "delta rule by chunks-bfloat16": (chunks_agree_with_the_reference, ()),
+    "delta rule by chunks, one key again and again": (repeated_keys_agree_with_the_reference, ()),
+    "delta rule by chunks of any number of requests": (every_chunk_is_some_request_s, ()),
     **{f"{title}-cut": (a_text_has_the_same_bits_however_it_is_cut, (make,)) for title, make in CASES.items()},
     **{f"{title}-none": (no_tokens_are_no_launch, (make,)) for title, make in CASES.items()},
 }
@@ -177,6 +221,7 @@ def test_a_gpu_runs_the_triton_kernel(make: Callable, monkeypatch: pytest.Monkey
     [
         ((9, 0), torch.bfloat16),
         pytest.param((8, 0), torch.float16, marks=pytest.mark.battery),
+        pytest.param((8, 0), torch.bfloat16, marks=pytest.mark.battery),
         pytest.param((10, 0), torch.bfloat16, marks=pytest.mark.battery),
         pytest.param((9, 0), torch.float32, marks=pytest.mark.battery),
     ],

@@ -8,12 +8,8 @@ to the dtype of the inputs, sums and the state stay in float32. (Dao and Gu, 202
 import triton
 import triton.language as tl
 
-from compiled_llm.ops.recurrent.triton_recurrent import (
-    clear_padding,
-    request_of,
-    softplus,
-    store_state,
-)
+from compiled_llm.ops.recurrent.triton_recurrent import store_state
+from compiled_llm.ops.recurrent.triton_steps import scan_step, scan_tile, scan_weights
 from compiled_llm.ops.rowwise.triton_kernels import INTERPRET, cast, rounded
 
 CHUNK = tl.constexpr(32)
@@ -73,49 +69,36 @@ def scan_chunks_kernel(
 ):  # fmt: skip
     """Program (rows of a state, head, request)."""
     dtype: tl.constexpr = out.dtype.element_ty
-    head = tl.program_id(1)
-    request = tl.program_id(2)
-    rows = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
-    numbers = tl.arange(0, BLOCK_N)
+    request, first, length, head, rows, numbers, places, kept = scan_tile(
+        state, out, query_start_loc, seq_lens, read_slot, num_requests, num_tokens, HEADS, HEAD_DIM, SIZE, BLOCK_P,
+        BLOCK_N,
+    )  # fmt: skip
     is_row, is_number = rows < HEAD_DIM, numbers < SIZE
     inside = is_row[:, None] & is_number[None, :]
-    places = (head * HEAD_DIM + rows)[:, None] * SIZE + numbers[None, :]
-    clear_padding(
-        out, query_start_loc, seq_lens, request, num_requests, num_tokens, HEADS * HEAD_DIM, head * HEAD_DIM + rows,
-        is_row,
-    )  # fmt: skip
-    first, length, has_state = request_of(query_start_loc, seq_lens, request)
-    if length > 0:
-        slot = tl.load(read_slot + request).to(tl.int64)
-        is_kept = (rows < tl.where(has_state, HEAD_DIM, 0))[:, None] & is_number[None, :]
-        kept = tl.load(state + slot * (HEADS * HEAD_DIM * SIZE) + places, mask=is_kept, other=0.0)
-        rate = tl.exp(tl.load(A_log + head))
-        bias, through = tl.load(dt_bias + head), tl.load(D + head)
-        i = tl.arange(0, CHUNK)
-        start = length * 0
-        while start < length:
-            end = _end_of_chunk(write_after, request, start, length, WRITES)
-            is_token = start + i < end
-            chunk = first + start
-            tokens = chunk.to(tl.int64) + i
-            step = softplus(tl.load(dt + tokens * dt_token + head, mask=is_token, other=0.0).to(tl.float32) + bias)
-            step = tl.where(is_token, tl.minimum(tl.maximum(step, dt_min), dt_max), 0.0)
-            sums, decay = _decays(-rate * step)
-            total = tl.sum(tl.where(i == CHUNK - 1, sums, 0.0), 0)
-            of_numbers = is_token[:, None] & is_number[None, :]
-            of_rows = is_token[:, None] & is_row[None, :]
-            b = _rows(B + (head // GROUP) * b_head, chunk, b_token, numbers, of_numbers)
-            c = _rows(C + (head // GROUP) * c_head, chunk, c_token, numbers, of_numbers)
-            value = _rows(x + head * x_head, chunk, x_token, rows, of_rows).to(tl.float32)
-            added = value * step[:, None]
+    rate, bias, through = scan_weights(A_log, D, dt_bias, head)
+    i = tl.arange(0, CHUNK)
+    start = length * 0
+    while start < length:
+        end = _end_of_chunk(write_after, request, start, length, WRITES)
+        is_token = start + i < end
+        chunk = first + start
+        tokens = chunk.to(tl.int64) + i
+        step = tl.load(dt + tokens * dt_token + head, mask=is_token, other=0.0)
+        step = tl.where(is_token, scan_step(step, bias, dt_min, dt_max), 0.0)
+        sums, decay = _decays(-rate * step)
+        total = tl.sum(tl.where(i == CHUNK - 1, sums, 0.0), 0)
+        of_numbers = is_token[:, None] & is_number[None, :]
+        of_rows = is_token[:, None] & is_row[None, :]
+        b = _rows(B + (head // GROUP) * b_head, chunk, b_token, numbers, of_numbers)
+        c = _rows(C + (head // GROUP) * c_head, chunk, c_token, numbers, of_numbers)
+        value = _rows(x + head * x_head, chunk, x_token, rows, of_rows).to(tl.float32)
+        added = value * step[:, None]
 
-            y = _product(c, tl.trans(kept), dtype) * tl.exp(sums)[:, None] + through * value
-            y += _product(_product(c, tl.trans(b), dtype) * decay, added, dtype)
-            _store_rows(out, chunk, HEADS * HEAD_DIM, head * HEAD_DIM + rows, y, of_rows)
+        y = _product(c, tl.trans(kept), dtype) * tl.exp(sums)[:, None] + through * value
+        y += _product(_product(c, tl.trans(b), dtype) * decay, added, dtype)
+        _store_rows(out, chunk, HEADS * HEAD_DIM, head * HEAD_DIM + rows, y, of_rows)
 
-            to_end = tl.exp(total - sums)
-            kept = kept * tl.exp(total) + _product(tl.trans(added * to_end[:, None]), b, dtype)
-            store_state(
-                state, places, kept, inside, write_slot, write_after, request, end, HEADS * HEAD_DIM * SIZE, WRITES
-            )
-            start = end
+        to_end = tl.exp(total - sums)
+        kept = kept * tl.exp(total) + _product(tl.trans(added * to_end[:, None]), b, dtype)
+        store_state(state, places, kept, inside, write_slot, write_after, request, end, HEADS * HEAD_DIM * SIZE, WRITES)
+        start = end

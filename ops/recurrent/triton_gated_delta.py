@@ -1,0 +1,91 @@
+"""The gated delta rule on a GPU: which kernels compute it, and their launch."""
+
+import torch
+import triton
+from torch import Tensor
+
+from compiled_llm.ops.recurrent.triton_delta_chunks import (
+    CHUNK,
+    FEW,
+    LARGEST,
+    delta_chunks_kernel,
+    delta_factors_kernel,
+    most_chunks,
+)
+from compiled_llm.ops.recurrent.triton_recurrent import OPTIONS, check_contiguous, check_rows, check_strided
+from compiled_llm.ops.recurrent.triton_steps import TILE, WARPS, delta_steps_kernel
+
+# Found by compiling for sm_80, sm_90 and sm_100: with more columns, or all elements of keys at once, registers spill.
+_CHUNK_TILE = 16
+_FACTOR_KEYS = 32
+_FACTOR_WARPS = 8
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, state: Tensor,
+    query_start_loc: Tensor, seq_lens: Tensor, read_slot: Tensor, write_slot: Tensor, write_after: Tensor, eps: float,
+    max_query_len: int, *, exact: bool = False,
+) -> Tensor:  # fmt: skip
+    """The op on CUDA tensors (on CPU tensors under Triton's interpreter). Never synchronises.
+
+    Raises:
+        ValueError: a tensor of another shape, dtype, layout or device; likewise the other.
+    """
+    op, device = "gated_delta_rule", q.device
+    indices = (query_start_loc, seq_lens, read_slot, write_slot, write_after)
+    requests, writes = check_rows(op, q, *indices)
+    tokens, key_heads, dk = q.shape
+    heads, dv = v.shape[1:]
+    if heads % key_heads:
+        raise ValueError(
+            f"{op}: the number of value heads must be a multiple of that of key heads, got {heads} and {key_heads}"
+        )
+    for name, x, shape in (
+        ("q", q, (tokens, key_heads, dk)),
+        ("k", k, (tokens, key_heads, dk)),
+        ("v", v, (tokens, heads, dv)),
+        ("a", a, (tokens, heads)),
+        ("b", b, (tokens, heads)),
+    ):
+        check_strided(op, name, x, q.dtype, shape, device)
+    check_contiguous(op, "state", state, torch.float32, (len(state), heads, dk, dv), device)
+    check_contiguous(op, "A_log", A_log, torch.float32, (heads,), device)
+    check_contiguous(op, "dt_bias", dt_bias, torch.float32, (heads,), device)
+    out = q.new_empty(tokens, heads, dv)
+    if not (tokens and requests):
+        return out.zero_()
+    block_k = max(16, triton.next_power_of_2(dk))
+    by_chunks = not exact and max_query_len > FEW and q.dtype == torch.bfloat16 and block_k <= LARGEST
+    block_v = max(16, min(_CHUNK_TILE if by_chunks else TILE, triton.next_power_of_2(dv)))
+    strides = (
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), a.stride(0), b.stride(0)
+    )  # fmt: skip
+    sizes = {"HEADS": heads, "GROUP": heads // key_heads, "DK": dk, "DV": dv, "BLOCK_K": block_k}
+    grid = (triton.cdiv(dv, block_v), heads, requests)
+    steps = (q, k, v, a, b, A_log, dt_bias, state, out, *indices, requests, tokens, *strides, eps, dk**-0.5)
+    with torch.cuda.device_of(q):
+        if not by_chunks:
+            delta_steps_kernel[grid](*steps, **sizes, WRITES=writes, BLOCK_V=block_v, num_warps=WARPS, **OPTIONS)
+            return out
+        inverses, scores = (q.new_empty(2, tokens, heads, CHUNK.value, dtype=torch.bfloat16) for _ in range(2))
+        scalars = q.new_empty(3, heads, tokens, dtype=torch.float32)
+        delta_factors_kernel[(most_chunks(tokens, requests), heads)](
+            q, k, a, b, A_log, dt_bias, inverses, scores, scalars, query_start_loc, seq_lens, requests, tokens,
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), a.stride(0), b.stride(0), eps, dk**-0.5,
+            HEADS=heads, GROUP=heads // key_heads, DK=dk, BLOCK_K=min(block_k, _FACTOR_KEYS),
+            BLOCK_R=triton.next_power_of_2(requests), num_warps=_FACTOR_WARPS,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        delta_chunks_kernel[grid](
+            *steps,
+            inverses,
+            scores,
+            scalars,
+            **sizes,
+            WRITES=writes,
+            BLOCK_V=block_v,
+            num_warps=WARPS,
+            num_stages=1,
+            enable_fp_fusion=True,
+        )
+    return out
