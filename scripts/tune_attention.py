@@ -46,6 +46,8 @@ KINDS: dict[str, dict[str, Sequence[int]]] = {
     },
     "decode programs": {"decode_programs_per_sm": (1, 2, 3, 4, 5, 6, 8)},
     "decode splits": {"split_tokens": (64, 128, 256)},
+    "alone tiles": {"alone_block_n": (32, 64, 128), "alone_warps": (2, 4, 8), "alone_stages": (2, 3, 4)},
+    "alone programs": {"alone_programs_per_sm": (1, 2, 3, 4)},
     "short tiles": {
         "split_block_n": (16, 32, 64, 128),
         "split_warps": (2, 4, 8),
@@ -62,7 +64,8 @@ KINDS: dict[str, dict[str, Sequence[int]]] = {
     "prefill programs": {"prefill_programs_per_sm": (0, 1, 2, 3)},
 }
 STEPS = {
-    "decode": ((1, 1, 1023), (1, 1, 32767), (8, 1, 8191), (64, 1, 1023)),
+    "decode": ((8, 1, 1023), (8, 1, 8191), (64, 1, 1023)),
+    "alone": ((1, 1, 1023), (1, 1, 32767)),
     "short": ((1, 16, 16384), (16, 8, 4096)),
     "prefill": ((1, 2048, 0), (1, 512, 8192)),
 }

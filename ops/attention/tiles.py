@@ -17,6 +17,7 @@ MAX_HEAD_DIM = 512
 SPLIT_GRAIN = 64  # keys
 MOST_SPLITS = 64
 MOST_SPLITS_ALONE = 32  # of a request alone, see decode_splits
+SM_REGISTERS = 65536
 TASK_COLUMNS = 8  # of a row of a decode's tasks: 32 bytes, which memory gives at once
 
 
@@ -24,11 +25,12 @@ TASK_COLUMNS = 8  # of a row of a decode's tasks: 32 bytes, which memory gives a
 class TileConfig:
     """Tile sizes of the attention kernels. ``n`` counts keys, ``m`` rows: tokens times the heads of a KV head.
 
-    ``decode`` are those of steps of decodes alone (``triton_decode.py``), ``split`` of decodes and short queries in
-    others. The split kernel's tiles have as few rows as possible (``triton_attention.py``). Only queries of several
-    tokens have larger ones, up to ``short_block_m``, and share their keys. ``programs_per_sm`` should be no more than
-    can run at once: programs share the work evenly, so any that start late end late. ``split_tokens``, a multiple of
-    64, are the keys of one split at least: few for more programs at short contexts, many for fewer partial results.
+    ``decode`` are those of steps of decodes alone (``triton_decode.py``), ``alone`` of such a step of one request: its
+    programs are few, so they have more warps and registers. ``split`` are those of decodes and short queries in others.
+    The split kernel's tiles have as few rows as possible (``triton_attention.py``). Only queries of several tokens have
+    larger ones, up to ``short_block_m``, and share their keys. ``programs_per_sm`` should be no more than can run at
+    once: programs share the work evenly, so any that start late end late. ``split_tokens``, a multiple of 64, are the
+    keys of one split at least: few for more programs at short contexts, many for fewer partial results.
     A request's bits follow from them, so they are the same for every bucket.
     """
 
@@ -47,6 +49,24 @@ class TileConfig:
     decode_programs_per_sm: int
     split_tokens: int = 128
     prefill_programs_per_sm: int = 1  # 0: a program for each tile
+    alone_block_n: int = 0  # 0, as the next three: that of ``decode``
+    alone_warps: int = 0
+    alone_stages: int = 0
+    alone_programs_per_sm: int = 0
+
+
+class DecodeTile(NamedTuple):
+    """Of ``triton_decode.py``: ``n`` keys."""
+
+    n: int
+    warps: int
+    stages: int
+    programs_per_sm: int
+
+    @property
+    def registers(self) -> int:
+        """That a thread can have, if all programs are to run at once."""
+        return min(255, SM_REGISTERS // (32 * self.warps * self.programs_per_sm))
 
 
 class Splits(NamedTuple):
@@ -71,15 +91,16 @@ class ExactTile(NamedTuple):
 # In the order of the fields: split n, warps, stages, programs per SM; short m; prefill m, n, warps, stages; decode n,
 # warps, stages, programs per SM. Decodes have two warps where the registers do: twice the keys in a tile, and half the
 # instructions of all that a warp does for itself.
+ALONE = {"alone_block_n": 64, "alone_warps": 4, "alone_stages": 3, "alone_programs_per_sm": 2}
 HOPPER = {
-    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 4, 5, prefill_programs_per_sm=2),
-    128: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 3),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 4, 5, prefill_programs_per_sm=2, **ALONE),
+    128: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 3, **ALONE),
     256: TileConfig(32, 4, 3, 2, 32, 128, 32, 8, 3, 32, 4, 3, 2),
     512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2, 32, 8, 3, 1),
 }
 HOPPER_QUANTISED = {  # converting codes takes registers
-    64: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6),
-    128: TileConfig(32, 4, 4, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4),
+    64: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6, **ALONE),
+    128: TileConfig(32, 4, 4, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4, **ALONE),
     256: TileConfig(32, 4, 3, 2, 32, 64, 64, 8, 2, 32, 4, 3, 2, prefill_programs_per_sm=0),
     512: TileConfig(32, 8, 3, 1, 32, 32, 16, 8, 2, 32, 8, 3, 1),
 }
@@ -98,12 +119,12 @@ OTHERS_QUANTISED = {
 BLACKWELL = {  # an SM has as much shared memory as Hopper's
     **OTHERS,
     64: TileConfig(32, 4, 4, 3, 64, 128, 128, 8, 2, 32, 2, 4, 4),
-    128: TileConfig(32, 4, 3, 3, 64, 128, 64, 8, 3, 32, 4, 4, 3),
+    128: TileConfig(32, 4, 3, 3, 64, 128, 64, 8, 3, 32, 4, 4, 3, **ALONE),
 }
 BLACKWELL_QUANTISED = {
     **OTHERS_QUANTISED,
-    64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6),
-    128: TileConfig(32, 4, 3, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4),
+    64: TileConfig(64, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6, **ALONE),
+    128: TileConfig(32, 4, 3, 3, 32, 128, 64, 8, 2, 64, 2, 3, 4, **ALONE),
 }
 FLOAT32 = {  # exact float32 has no tensor cores, and its operands sit in registers
     64: TileConfig(32, 4, 2, 4, 16, 32, 32, 8, 1, 32, 4, 2, 4),
@@ -177,6 +198,15 @@ def exact_tile(head_dim: int, q_bytes: int, cache_bytes: int) -> ExactTile:
     return tiles[padded_head_dim(head_dim)]
 
 
+def decode_tile(tiles: TileConfig, num_requests: int) -> DecodeTile:
+    """The tile of a step of so many decodes."""
+    many = tiles.decode_block_n, tiles.decode_warps, tiles.decode_stages, tiles.decode_programs_per_sm
+    if num_requests > 1:
+        return DecodeTile(*many)
+    alone = tiles.alone_block_n, tiles.alone_warps, tiles.alone_stages, tiles.alone_programs_per_sm
+    return DecodeTile(*(own or other for own, other in zip(alone, many, strict=True)))
+
+
 def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_sms: int) -> Splits:
     """The splits of a step of so many requests: functions of its size, so they are not another request's affair.
 
@@ -184,7 +214,7 @@ def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_s
     one program joins in a short time when all others have ended. Where a few splits of each request give every program
     some, splits are twice as long: half as many turn their queries.
     """
-    at_once = num_sms * tiles.decode_programs_per_sm
+    at_once = num_sms * decode_tile(tiles, num_requests).programs_per_sm
     if num_requests == 1:
         return Splits(SPLIT_GRAIN, min(MOST_SPLITS_ALONE, max(8, at_once // num_kv_heads)))
     is_large = 3 * num_requests * num_kv_heads >= at_once

@@ -21,15 +21,16 @@ from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.tiles import (
-    MOST_SPLITS,
     SPLIT_GRAIN,
     TASK_COLUMNS,
+    DecodeTile,
     TileConfig,
     decode_splits,
+    decode_tile,
     most_splits,
     tile_config,
 )
-from compiled_llm.ops.attention.triton_attention import MERGED_AT_ONCE, device_facts, pairs_of_codes
+from compiled_llm.ops.attention.triton_attention import device_facts, pairs_of_codes
 from compiled_llm.ops.attention.triton_codes import attend_codes
 from compiled_llm.ops.attention.triton_kernels import (
     LOWEST,
@@ -44,6 +45,7 @@ from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 
 GRAIN = tl.constexpr(SPLIT_GRAIN)
 TASK = tl.constexpr(TASK_COLUMNS)
+_MERGED_SPLITS = 32  # that are joined at once: each takes registers for its weight
 
 
 @triton.jit
@@ -186,25 +188,26 @@ def _merge_heads(
         m = turn // turns * HEADS + tl.arange(0, HEADS)
         heads = kv_head * GROUP + m
         first_split = turn % turns * SPLITS
-        splits = first_split + tl.arange(0, SPLITS)
-        known = (m < GROUP)[:, None] & (splits < num_splits)[None, :]
-        part = ((row * NUM_HEADS + heads) * partial_rows)[:, None] + splits[None, :]
-        # From the L2 cache, which all programs write to: that of this SM may have older bytes.
-        split_max = tl.load(partial_max + part, mask=known, other=LOWEST, cache_modifier=".cg")
-        split_sum = tl.load(partial_sum + part, mask=known, other=0.0, cache_modifier=".cg")
+        splits = tl.arange(0, SPLITS)
+        known = (splits < num_splits - first_split)[:, None] & (m < GROUP)[None, :]
+        # What differs from split to split are constants. From the L2 cache, which all programs write to: that of this
+        # SM may have older bytes.
+        part = ((row * NUM_HEADS + heads) * partial_rows + first_split)[None, :]
+        split_max = tl.load(partial_max + part + splits[:, None], mask=known, other=LOWEST, cache_modifier=".cg")
+        split_sum = tl.load(partial_sum + part + splits[:, None], mask=known, other=0.0, cache_modifier=".cg")
         split_acc = tl.load(
-            partial + part[:, :, None] * HEAD_DIM + dims[None, None, :],
+            partial + (part * HEAD_DIM)[:, :, None] + (splits[:, None, None] * HEAD_DIM + dims[None, None, :]),
             mask=known[:, :, None] & inside[None, None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         if first_split == 0:
             acc = tl.zeros([HEADS, BLOCK_H], tl.float32)
             row_max = tl.full([HEADS], LOWEST, tl.float32)
             row_sum = tl.zeros([HEADS], tl.float32)
-        new_max = tl.maximum(row_max, tl.max(split_max, 1))
+        new_max = tl.maximum(row_max, tl.max(split_max, 0))
         decay = tl.exp2(row_max - new_max)
-        weight = tl.exp2(split_max - new_max[:, None])
-        row_sum = row_sum * decay + tl.sum(weight * split_sum, 1)
-        acc = acc * decay[:, None] + tl.sum(split_acc * weight[:, :, None], 1)
+        weight = tl.exp2(split_max - new_max[None, :])
+        row_sum = row_sum * decay + tl.sum(weight * split_sum, 0)
+        acc = acc * decay[:, None] + tl.sum(split_acc * weight[:, :, None], 0)
         row_max = new_max
         if first_split + SPLITS >= num_splits:
             total = add_sinks(row_max, row_sum, sinks, heads, m < GROUP)
@@ -333,6 +336,15 @@ class Turning(NamedTuple):
     query_scale: Tensor | None
 
 
+def merged_at_once(tile: DecodeTile, block_g: int, block_h: int) -> tuple[int, int]:
+    """Heads and splits of each that a program joins in a turn: as many heads as registers allow."""
+    has_room = tile.registers >= 224 and block_h <= 128
+    elements = (128 if has_room else 64) * 32 * tile.warps // block_h
+    heads = min(block_g, max(1, elements // 16))
+    most = _MERGED_SPLITS if has_room or heads == 1 else _MERGED_SPLITS // 2
+    return heads, min(most, elements // heads)
+
+
 def decode_attention(
     q: Tensor, k: Tensor | None, v: Tensor | None, turning: Turning | None, eps: float,
     k_cache: Tensor, v_cache: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
@@ -359,24 +371,23 @@ def decode_attention(
     k_strides, v_strides = ((0, 0) if new is None else new.stride()[:2] for new in (k, v))
     block_h, most = max(16, triton.next_power_of_2(head_dim)), (len(tasks) - 1) // num_tokens
     parts = (num_tokens, num_heads, most)
-    per_sm, warps = tiles.decode_programs_per_sm, tiles.decode_warps
+    tile = decode_tile(tiles, num_tokens)
     block_g = triton.next_power_of_2(num_heads // num_kv_heads)
-    merged = MERGED_AT_ONCE * max(4, warps) // block_h
-    merged_heads = min(2, block_g) if merged >= 32 else 1  # of fewer splits at once there would be more turns
+    merged_heads, merged_splits = merged_at_once(tile, block_g, block_h)
     with torch.cuda.device_of(q):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
-        decode_kernel[(min(num_tokens * most * num_kv_heads, num_sms * per_sm),)](
+        decode_kernel[(min(num_tokens * most * num_kv_heads, num_sms * tile.programs_per_sm),)](
             q, k, v, cos_sin, q_norm, k_norm, v_norm, query_scale, *pairs_of_codes(q, k_cache, v_cache),
             k_scale, v_scale, block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
             eps, sm_scale, most, block_table.stride(0), 0 if cos_sin is None else cos_sin.stride(0),
             *q.stride()[:2], *k_strides, *v_strides,
             GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
             CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), WINDOW=window, SOFT_CAP=soft_cap,
-            MERGE_HEADS=merged_heads, MERGE_SPLITS=max(1, min(MOST_SPLITS, merged // merged_heads)),
-            BLOCK_M=max(16, block_g), BLOCK_N=tiles.decode_block_n, BLOCK_H=block_h,
-            num_warps=warps, num_stages=tiles.decode_stages,
+            MERGE_HEADS=merged_heads, MERGE_SPLITS=merged_splits,
+            BLOCK_M=max(16, block_g), BLOCK_N=tile.n, BLOCK_H=block_h,
+            num_warps=tile.warps, num_stages=tile.stages,
             enable_fp_fusion=False,  # as the write kernel; in the main loop tl.fma says what is fused
         )  # fmt: skip
     return out

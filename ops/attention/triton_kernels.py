@@ -195,14 +195,15 @@ def merge(
         token = first_token + m // GROUP
         head = kv_head * GROUP + m % GROUP
         first_split = turn % turns * MERGE_SPLITS
-        splits = first_split + tl.arange(0, MERGE_SPLITS)
-        known = splits < num_splits
-        part = (request.to(tl.int64) * NUM_HEADS + head) * partial_rows + token * num_splits + splits
-        # From the L2 cache, which all programs write to: that of this SM may have older bytes.
-        split_max = tl.load(partial_max + part, mask=known, other=LOWEST, cache_modifier=".cg")
-        split_sum = tl.load(partial_sum + part, mask=known, other=0.0, cache_modifier=".cg")
+        splits = tl.arange(0, MERGE_SPLITS)
+        known = splits < num_splits - first_split
+        # What differs from split to split are constants, so that one address serves them all. From the L2 cache, which
+        # all programs write to: that of this SM may have older bytes.
+        part = (request.to(tl.int64) * NUM_HEADS + head) * partial_rows + token * num_splits + first_split
+        split_max = tl.load(partial_max + part + splits, mask=known, other=LOWEST, cache_modifier=".cg")
+        split_sum = tl.load(partial_sum + part + splits, mask=known, other=0.0, cache_modifier=".cg")
         split_acc = tl.load(
-            partial + part[:, None] * HEAD_DIM + dims[None, :],
+            partial + part * HEAD_DIM + (splits[:, None] * HEAD_DIM + dims[None, :]),
             mask=known[:, None] & inside[None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
         if first_split == 0:

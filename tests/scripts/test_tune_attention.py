@@ -109,6 +109,8 @@ def test_files_in_the_package_are_whole() -> None:
 def test_every_shape_has_a_default(head_dim: int, q_bytes: int, cache_bytes: int, capability: tuple[int, int]) -> None:
     config = default_config(head_dim, q_bytes, cache_bytes, capability)
     for name, value in vars(config).items():
+        if name.startswith("alone") and value == 0:  # as many requests' tile
+            continue
         assert value >= (name != "prefill_programs_per_sm")  # 0: a program for each tile
         if "block" in name:
             assert value >= 16

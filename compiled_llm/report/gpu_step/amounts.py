@@ -60,6 +60,7 @@ class Work:
     trips: how often a program runs the main loop, over all; None: unknown.
     round_trips: to the L2 cache that the last program makes one after the other, when all others have ended.
     shares: by names of functions of the kernel, for code that does not run once an entry.
+    single: functions whose loops beside the main one count as if they ran once each time.
     """
 
     read: int
@@ -71,3 +72,4 @@ class Work:
     trips: int | None = None
     round_trips: int = 0
     shares: Mapping[str, Share] = dataclasses.field(default_factory=dict)
+    single: frozenset[str] = frozenset()

@@ -18,6 +18,7 @@ import dataclasses
 from typing import NamedTuple
 
 from compiled_llm.report.gpu_step.amounts import Work
+from compiled_llm.report.gpu_step.flow import BESIDES
 from compiled_llm.report.gpu_step.gpus import Gpu
 from compiled_llm.report.gpu_step.kernels import Compiled
 from compiled_llm.report.gpu_step.launches import Launch
@@ -61,6 +62,7 @@ def estimate(launch: Launch, work: Work, compiled: Compiled | None, gpu: Gpu) ->
     join = work.round_trips * L2_SECONDS
     if compiled is None or launch.triton is None:
         return Estimate(memory, 0.0, matrix, join)
+    check_loops(launch.name, work, compiled)
     programs = launch.triton.programs
     busy = programs if work.entries is None else min(programs, work.entries)  # others find no task
     at_once = min(busy, compiled.programs_per_sm * gpu.num_sms)
@@ -68,7 +70,7 @@ def estimate(launch: Launch, work: Work, compiled: Compiled | None, gpu: Gpu) ->
     in_flight = at_once * compiled.bytes_in_flight
     if work.read and in_flight:
         memory /= min(1.0, in_flight / wanted)
-    sms = max(1, min(busy, gpu.num_sms))
+    sms = min(busy or programs, gpu.num_sms)  # where there is no task, all look for one
     counted = instructions(work, compiled, programs)
     share = max(1.0, compiled.num_warps / _SCHEDULERS)  # of a cycle that an instruction of a program takes
     issue = max(
@@ -77,6 +79,21 @@ def estimate(launch: Launch, work: Work, compiled: Compiled | None, gpu: Gpu) ->
     join += counted.last * share / gpu.clock
     matrix *= gpu.num_sms / sms
     return Estimate(memory, issue, matrix, join, in_flight / gpu.num_sms, wanted / gpu.num_sms)
+
+
+def check_loops(name: str, work: Work, compiled: Compiled) -> None:
+    """``ValueError`` for a kernel with a loop of which nobody says how often it runs: it would count as once."""
+    parts = compiled.flow.parts
+    main = {function for part in parts if part.place == "main" for function in part.looping}
+    for part in parts:
+        counts = part.looping == main or bool(part.looping & work.single)
+        is_known = part.place in ("main", "called") or not part.looped or counts
+        if not is_known and not part.looping & BESIDES & work.shares.keys():
+            others = ", ".join(sorted(part.looping ^ main))
+            raise ValueError(
+                f"{name}: beside its main loop, that of {', '.join(sorted(main))}, it has one in other functions "
+                f"({others}): say in work.py how often that one runs (shares), and add it to BESIDES of flow.py"
+            )
 
 
 class Instructions(NamedTuple):

@@ -14,9 +14,17 @@ from typing import NamedTuple
 from compiled_llm.report.gpu_step.sass import Code, Instruction, code_of
 
 _PACKAGE = Path(__file__).parents[2]  # whose files have the kernels
-# Functions whose loops come before or after the main one, though some have more products.
+# Functions whose loops come before or after the main one, though some have more products. ``estimate.py`` refuses a
+# kernel with such a loop in another function.
 BESIDES = frozenset(
-    {"_inverse_rms_of_rows", "_mean_and_inverse_deviation", "inverse_rms_of_rows", "merge", "_merge_heads"}
+    {
+        "_inverse_rms_of_rows",
+        "_mean_and_inverse_deviation",
+        "inverse_rms_of_rows",
+        "scales_of_rows",
+        "merge",
+        "_merge_heads",
+    }
 )
 
 
@@ -27,12 +35,13 @@ class Part(NamedTuple):
         shortest, or the longest if none has any; "task" for what else is in a loop around it; "once" for the rest;
         "called" for subroutines, the slow ways of divisions and roots, which ordinary numbers do not take.
     looped: whether it is in a loop that has no part of the main loop.
-    functions: of the package, that most of a block's instructions are in.
+    functions: of the package, that most of a block's instructions are in; ``looping``: those of them with a loop.
     """
 
     place: str
     looped: bool
     functions: frozenset[str]
+    looping: frozenset[str]
     code: Code
 
 
@@ -57,13 +66,14 @@ def read_flow(instructions: Sequence[Instruction]) -> Flow:
     loops = _loops(blocks, [instructions[block.start].address for block in blocks])
     bodies = [_code(instructions, (blocks[n] for n in loop)) for loop in loops]
     functions = [_functions_of(instructions[block.start : block.end]) for block in blocks]
+    looping = [_looping_of(instructions[block.start : block.end]) & functions[n] for n, block in enumerate(blocks)]
     inner = [
         n
         for n, loop in enumerate(loops)
         if not any(other < loop for other in loops) and not all(functions[place] & BESIDES for place in loop)
     ]
     main = _main_loop(inner, bodies)
-    keyed: dict[tuple[str, bool, frozenset[str]], list[_Block]] = {}
+    keyed: dict[tuple[str, bool, frozenset[str], frozenset[str]], list[_Block]] = {}
     for n, block in enumerate(blocks):
         around = [loop for loop in loops if n in loop]
         place = "once"
@@ -74,7 +84,7 @@ def read_flow(instructions: Sequence[Instruction]) -> Flow:
         elif main is not None and any(loops[main] < loop for loop in around):
             place = "task"
         looped = place != "main" and any(main is None or not loops[main] <= loop for loop in around)
-        keyed.setdefault((place, looped, functions[n]), []).append(block)
+        keyed.setdefault((place, looped, functions[n], looping[n]), []).append(block)
     parts = tuple(Part(*key, _code(instructions, of_part)) for key, of_part in keyed.items())
     return Flow(code_of(instructions), None if main is None else bodies[main], parts)
 
@@ -135,21 +145,48 @@ def _loops(blocks: Sequence[_Block], addresses: Sequence[int]) -> list[frozenset
 
 
 def _functions_of(instructions: Sequence[Instruction]) -> frozenset[str]:
-    names = [{_function(*line) for line in instruction.lines} for instruction in instructions]
-    known = {name for some in names for name in some if name}
+    names = [{definition.name for definition in _definitions_at(instruction)} for instruction in instructions]
+    known = {name for some in names for name in some}
     return frozenset(name for name in known if 2 * sum(name in some for some in names) > len(names))
 
 
-@functools.cache
-def _function(path: str, line: int) -> str:
-    """Of the package; "" for another. The path may be that of another copy of it, which compiled the same code."""
-    return next((name for name, start, end in _definitions(path) if start <= line <= end), "")
+def _looping_of(instructions: Sequence[Instruction]) -> frozenset[str]:
+    found = (definition for instruction in instructions for definition in _definitions_at(instruction))
+    return frozenset(definition.name for definition in found if definition.has_loop)
+
+
+class _Definition(NamedTuple):
+    """A function of the package; its lines, and whether its code has a loop when it is compiled."""
+
+    name: str
+    start: int
+    end: int
+    has_loop: bool
+
+
+def _definitions_at(instruction: Instruction) -> list[_Definition]:
+    """Of the functions that it comes from. Paths may be those of another copy of the package: it has the same code."""
+    found = (_definition(*line) for line in instruction.lines)
+    return [definition for definition in found if definition is not None]
 
 
 @functools.cache
-def _definitions(path: str) -> tuple[tuple[str, int, int], ...]:
+def _definition(path: str, line: int) -> _Definition | None:
+    return next((one for one in _definitions(path) if one.start <= line <= one.end), None)
+
+
+@functools.cache
+def _definitions(path: str) -> tuple[_Definition, ...]:
     file = _PACKAGE / path.rpartition("/compiled_llm/")[2]
     if "/compiled_llm/" not in path or not file.is_file():
         return ()
     nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
-    return tuple((node.name, node.lineno, node.end_lineno or node.lineno) for node in nodes)
+    return tuple(_Definition(node.name, node.lineno, node.end_lineno or node.lineno, _has_loop(node)) for node in nodes)
+
+
+def _has_loop(function: ast.FunctionDef) -> bool:
+    """``tl.static_range`` is written out instead."""
+    nodes = list(ast.walk(function))
+    loops = (node for node in nodes if isinstance(node, ast.For))
+    remaining = any("static_range" not in ast.unparse(node.iter) for node in loops)
+    return remaining or any(isinstance(node, ast.While) for node in nodes)

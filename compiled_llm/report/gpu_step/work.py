@@ -5,6 +5,7 @@ function here says it for the kernel of that name. Letters as in docs/design.md.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -35,9 +36,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def _generated(launch: Launch, kernel: TritonKernel) -> Work:
     """Of each tensor no more elements than the kernel has: it may take some rows of it alone."""
     sizes = [value for name, value in kernel.arguments.items() if name.endswith("numel")]
-    elements = 1
-    for size in sizes:
-        elements *= size
+    elements = math.prod(sizes)
     read, written = (
         sum(min(tensor.numel(), elements) * tensor.itemsize for tensor in tensors)
         for tensors in (launch.read, launch.written)
@@ -66,7 +65,9 @@ def _write(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     read = new + a["slot_mapping"].nbytes
     if a["cos_sin"] is not None:
         read, written = read + a["q"].nbytes + a["cos_sin"].nbytes, written + a["q"].nbytes
-    return Work(read, written)
+    # Of a token's programs those of its queries write nothing to the cache. Rows without a request, there are none.
+    writing = Share(0 if a["k"] is None else kernel.grid[0] * -(-a["NUM_KV_HEADS"] // a["BLOCK_HEADS"]))
+    return Work(read, written, trips=0, shares={"write_rows": writing, "_write_halves": writing})
 
 
 def _key_bytes(a: Arguments) -> int:
@@ -78,7 +79,7 @@ def _key_bytes(a: Arguments) -> int:
 def _split(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     r, new, window = contexts.num_requests, contexts.num_new, a["WINDOW"]
     if not a["MIN_QUERY"] <= new <= a["MAX_QUERY"]:
-        return Work(0, 0, entries=kernel.programs, trips=0)
+        return Work(0, 0, entries=0, trips=0, shares={"merge": Share(0, is_last=True)})
     heads, head_dim = a["q"].shape[1:]
     keys, kv_heads = contexts.keys(window), a["NUM_KV_HEADS"]
     tiles = -(-new // (a["BLOCK_M"] // a["BLOCK_G"]))
@@ -170,7 +171,7 @@ def _exact_attention(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> 
     """A task is a tile of query rows with one partition of the keys, or with all of them."""
     window, new = a["WINDOW"], contexts.num_new
     if not a["MIN_QUERY"] <= new <= a["MAX_QUERY"]:
-        return Work(0, 0, entries=kernel.programs, trips=0)
+        return Work(0, 0, entries=0, trips=0)
     work = _prefill(a, kernel, contexts)
     if a["WHOLE"]:
         return work
@@ -227,10 +228,9 @@ def _grouped(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     of_weights = round(sum(tensor.nbytes for tensor in weights) * used / experts)
     flops = 2 * factor * rows * a["OUT"] * a["IN"]
     tiles = round(used + rows // a["BLOCK_M"]) * -(-a["OUT"] * factor // (a["BLOCK_N"] * in_tile))
-    trips = tiles * _trips(a)
     padded = 2 * in_tile * tiles * a["BLOCK_M"] * a["BLOCK_N"] * a["IN"]
     x = rows * a["IN"] * a["x"].itemsize
-    return Work(of_weights + x, made.nbytes, flops, padded, 8 * a["x"].itemsize, kernel.programs, trips)
+    return Work(of_weights + x, made.nbytes, flops, padded, 8 * a["x"].itemsize, kernel.programs, tiles * _trips(a))
 
 
 def _grouped_sum(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -241,7 +241,8 @@ def _grouped_sum(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work
     around = sum(a[name].nbytes for name in ("y", "places", "weights", "beside", "residual") if a[name] is not None)
     rounds = 3 * -(-min(a["BLOCK_M"], a["y"].shape[0]) // a["BLOCK_T"])
     return dataclasses.replace(
-        work, read=work.read + around, written=work.written + a["out"].nbytes, round_trips=rounds
+        work, read=work.read + around, written=work.written + a["out"].nbytes, round_trips=rounds,
+        single=frozenset({"add_complete", "add_padding", "store_sums"}),
     )  # fmt: skip
 
 
@@ -250,19 +251,16 @@ def _routed_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wo
 
     With many rows it reads another counter, who uses each expert, and twice what it stored for each token.
     """
-    weights = [
-        a[name]
-        for name in ("weight", "norm", "seen_norm", "bias", "choice_bias", "expert_scale")
-        if a[name] is not None
-    ]
+    names = ("weight", "norm", "seen_norm", "bias", "choice_bias", "expert_scale")
+    weights = [a[name] for name in names if a[name] is not None]
     read = a["x"].nbytes + sum(tensor.nbytes for tensor in weights) + a["shares"].nbytes
     stored = ("total", "shares", "normed", "out_weights", "places", "tokens", "starts", "chosen", "users", "first_rows")
     written = sum(a[name].nbytes for name in stored if a[name] is not None)
     read += 0 if a["delta"] is None else a["delta"].nbytes
     trips = kernel.programs * (a["SHARE"] // a["BLOCK_K"])
     flops, of_trip = 2 * a["x"].shape[0] * a["weight"].numel(), 2 * a["BLOCK"] * a["BLOCK_E"] * a["BLOCK_K"]
-    rounds = 2 if a["users"] is None else 6
-    return Work(read, written, flops, trips * of_trip, 8 * a["weight"].itemsize, None, trips, rounds)
+    rounds, bits = 2 if a["users"] is None else 6, 8 * a["weight"].itemsize
+    return Work(read, written, flops, trips * of_trip, bits, None, trips, rounds)
 
 
 def _trips(a: Arguments) -> int:
@@ -318,7 +316,8 @@ def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -
     around = ("norm", "beside", "residual", "x_scale", "x_scales", "x_sums")
     besides = sum(a[name].nbytes for name in around if a.get(name) is not None)
     bits = 8 if "x_scales" in a else work.bits
-    shares = {"inverse_rms_of_rows": Share(kernel.programs, -(-a["IN"] // PLACES.value))}
+    passes = Share(kernel.programs, -(-a["IN"] // PLACES.value))
+    shares = {"inverse_rms_of_rows": passes, "scales_of_rows": passes}
     return dataclasses.replace(work, read=work.read + besides, flops=work.flops * factor, bits=bits, shares=shares)
 
 

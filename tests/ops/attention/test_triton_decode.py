@@ -24,6 +24,7 @@ from compiled_llm.ops.attention.tiles import (
     Splits,
     TileConfig,
     decode_splits,
+    decode_tile,
     default_config,
 )
 from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase, check, make_case
@@ -216,8 +217,9 @@ def launch(
     head_dim: int,
     group: int,
     kv_dtype: torch.dtype | None,
+    requests: int = 8,
 ) -> tuple:
-    """What a decode of 8 requests launches, from tensors without storage."""
+    """What a decode launches, from tensors without storage."""
     recorded: list = []
     monkeypatch.setattr(triton_decode, "decode_kernel", ahead_of_time.Recorder(triton_decode.decode_kernel, recorded))
     monkeypatch.setattr(triton_decode, "device_facts", lambda device: triton_attention.Device("", capability, 132))
@@ -226,13 +228,13 @@ def launch(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     sizes = [8 * group, 8, 8]
-    q, k, v = empty(8, sum(sizes), head_dim, dtype=BF16).split(sizes, dim=1)
+    q, k, v = empty(requests, sum(sizes), head_dim, dtype=BF16).split(sizes, dim=1)
     caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
     scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
     turning = triton_decode.Turning(
-        empty(8, head_dim, dtype=FP32), empty(head_dim, dtype=BF16), empty(head_dim, dtype=BF16), None, None
+        empty(requests, head_dim, dtype=FP32), empty(head_dim, dtype=BF16), empty(head_dim, dtype=BF16), None, None
     )
-    plan = empty(1 + 8 * MOST_SPLITS, TASK_COLUMNS), empty(64)
+    plan = empty(1 + requests * MOST_SPLITS, TASK_COLUMNS), empty(8 * requests)
     scores = None, head_dim**-0.5, 0, 0.0
     triton_decode.decode_attention(q, k, v, turning, EPS, *caches, *scales, empty(64, 2048), *plan, *scores)
     monkeypatch.undo()
@@ -241,16 +243,18 @@ def launch(
 
 SHARED_MEMORY = {(8, 0): 164 * 1024, (9, 0): 228 * 1024, (10, 0): 228 * 1024}
 DECODES = {
-    f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}": (capability, head_dim, group, kv_dtype)
+    f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}{end}": (capability, head_dim, group, kv_dtype, requests)
     for capability in SHARED_MEMORY
     for head_dim in (64, 96, 128, 256, 512)
     for group in ((1, 2, 4, 5, 7, 8, 16) if head_dim < 512 else (2, 4, 8))
     for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
-    if kv_dtype != FP8 or capability != (8, 0)
+    for requests, end in ((8, ""), (1, "-alone"))
+    if (kv_dtype != FP8 or capability != (8, 0))
+    and (requests > 1 or default_config(head_dim, 2, 2, capability).alone_warps)
 }
 
 
-COMPILED = ("sm_90-h128-gqa2-bf16", "sm_90-h128-gqa4-int8", "sm_80-h96-gqa5-bf16")
+COMPILED = ("sm_90-h128-gqa2-bf16", "sm_90-h128-gqa8-int8-alone", "sm_90-h128-gqa4-int8", "sm_80-h96-gqa5-bf16")
 
 
 @pytest.mark.parametrize("name", marked(DECODES, COMPILED))
@@ -258,12 +262,12 @@ def test_decodes_compile_without_spills(
     name: str, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And all programs of the grid run at once."""
-    capability, head_dim, group, kv_dtype = DECODES[name]
-    kernel, args, kwargs = launch(monkeypatch, capability, head_dim, group, kv_dtype)
+    capability, head_dim, group, kv_dtype, requests = DECODES[name]
+    kernel, args, kwargs = launch(monkeypatch, capability, head_dim, group, kv_dtype, requests)
     binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
     usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
     assert usage["STACK"] + usage["LOCAL"] == 0
-    programs = default_config(head_dim, 2, 1 if kv_dtype else 2, capability).decode_programs_per_sm
+    programs = decode_tile(default_config(head_dim, 2, 1 if kv_dtype else 2, capability), requests).programs_per_sm
     assert programs * (shared + 1024) <= SHARED_MEMORY[capability]
     assert programs * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS
 
@@ -274,7 +278,7 @@ def test_decodes_compile_without_spills(
 def test_a_request_alone_is_cut_into_no_more_splits_than_run_at_once_or_are_joined_soon() -> None:
     tiles: TileConfig = default_config(128, 2, 2, (9, 0))
     assert decode_splits(tiles, 1, 8, 132) == Splits(64, 32)
-    assert decode_splits(tiles, 1, 16, 132) == Splits(64, 132 * 3 // 16)
+    assert decode_splits(tiles, 1, 16, 132) == Splits(64, 132 * 2 // 16)
     assert decode_splits(tiles, 8, 8, 132) == Splits(tiles.split_tokens, 64)
 
 

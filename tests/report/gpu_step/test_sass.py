@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 
 from compiled_llm.report.gpu_step.amounts import Share, Work
-from compiled_llm.report.gpu_step.estimate import instructions
+from compiled_llm.report.gpu_step.estimate import check_loops, estimate, instructions
 from compiled_llm.report.gpu_step.flow import read_flow
+from compiled_llm.report.gpu_step.gpus import GPUS
 from compiled_llm.report.gpu_step.kernels import Compiled
+from compiled_llm.report.gpu_step.launches import Launch, TritonKernel
 from compiled_llm.report.gpu_step.sass import CLASSES, class_of, code_of, read_sass
 
 TEXT = """
@@ -85,10 +87,10 @@ def line_of(path: str, text: str) -> int:
     return next(n for n, line in enumerate(file.read_text().splitlines(), 1) if text in line)
 
 
-def tasks() -> str:
+def tasks(joining: str = "merge") -> str:
     """A loop over tasks: some make a key, all have the main loop, and some join in a loop of its own."""
     own = line_of(DECODE, "    num_tasks = tl.load(tasks)")
-    new, joined = (line_of(path, f"def {name}(") for path, name in ((DECODE, "_write_new"), (KERNELS, "merge")))
+    new, joined = (line_of(path, f"def {name}(") for path, name in ((DECODE, "_write_new"), (KERNELS, joining)))
     return f"""
 	//## File "{DECODE}", line {own}
         /*0000*/                   MOV R1, R2 ;
@@ -150,3 +152,31 @@ def test_each_part_counts_as_often_as_it_runs(monkeypatch: pytest.MonkeyPatch) -
     none = {"_write_new": Share(0), "merge": Share(0, is_last=True)}
     counted = instructions(Work(0, 0, entries=4, trips=4, shares=none), compiled, programs=10)
     assert (counted.all, counted.longest, counted.last) == (10 * 3 + 4 * 4 + 4 * 2, 3 + 4 + 2, 0)
+
+
+def compiled_tasks(monkeypatch: pytest.MonkeyPatch, joining: str = "merge") -> Compiled:
+    flow = read_flow(read_sass(tasks(joining)))
+    monkeypatch.setattr(Compiled, "flow", property(lambda self: flow))
+    return Compiled(32, 0, 0, 2, 3, 1, b"")
+
+
+def test_a_loop_of_which_nobody_says_how_often_it_runs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, share = compiled_tasks(monkeypatch), Share(4, turns=6, is_last=True)
+    check_loops("decode_kernel", Work(0, 0, shares={"merge": share}), compiled)
+    check_loops("decode_kernel", Work(0, 0, single=frozenset({"merge"})), compiled)
+    with pytest.raises(ValueError, match=r"decode_kernel: .*\(merge\)"):
+        check_loops("decode_kernel", Work(0, 0), compiled)
+
+
+def test_a_loop_that_could_be_taken_for_the_main_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``attend`` is not among the functions whose loops are beside the main one, whatever is said of it."""
+    compiled = compiled_tasks(monkeypatch, "attend")
+    with pytest.raises(ValueError, match="BESIDES"):
+        check_loops("decode_kernel", Work(0, 0, shares={"attend": Share(4, turns=6)}), compiled)
+
+
+def test_programs_without_a_task_look_for_one_on_all_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, gpu = compiled_tasks(monkeypatch), GPUS["h100"]
+    launch = Launch("split_kernel", "op", "", (), (), TritonKernel(None, {}, {}, (264,)))
+    work = Work(0, 0, entries=0, trips=0, shares={"merge": Share(0, is_last=True), "_write_new": Share(0)})
+    assert estimate(launch, work, compiled, gpu).issue == pytest.approx(264 * 3 * 2 / (132 * 4 * gpu.clock))
