@@ -44,7 +44,7 @@ OTHERS = {
 LARGE_QUANTISED = {  # converting codes takes registers
     **_SHORT_TILES,
     256: LatentTiles(LatentTile(32, 32, 8, 2, 1), LatentTile(64, 32, 8, 2, 1), LatentTile(32, 16, 8, 2, 1)),
-    512: LatentTiles(LatentTile(32, 16, 8, 2, 1), LatentTile(32, 16, 8, 2, 1), LatentTile(16, 16, 8, 2, 1)),
+    512: LatentTiles(LatentTile(16, 16, 8, 2, 1), LatentTile(16, 16, 8, 2, 1), LatentTile(16, 16, 8, 2, 1)),
 }
 OTHERS_QUANTISED = {
     **_SHORT_TILES,
