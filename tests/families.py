@@ -421,7 +421,7 @@ _NEMOTRON = {
     "ssm_state_size": 24,
     "conv_kernel": 3,
 }
-# Of families some of whose layers keep a state of a fixed size. Apart: expected.py has no launches of their steps.
+# Of families some of whose layers keep a state of a fixed size.
 HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2ForCausalLM",

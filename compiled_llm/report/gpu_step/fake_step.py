@@ -14,9 +14,9 @@ from compiled_llm.compiling.argument_specs import tensors_in
 from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.layers.attention import AttentionSpec
+from compiled_llm.models.family import MixedLayers
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
-from compiled_llm.models.registry import attention_layers, family_of, layers_of
+from compiled_llm.models.registry import family_of, layers_of
 from compiled_llm.ops.linear.quantized_layouts import empty_quantized
 from compiled_llm.ops.torch_private import mark_static_address, tell_compiler
 from compiled_llm.ops.torch_private_gpu import FakeTensorMode, Generated, generate, pretend_gpu
@@ -39,13 +39,13 @@ class FakeStep(NamedTuple):
     """A bucket's step, generated.
 
     Attributes:
-        layers: each layer's attention, of the layers that were generated.
+        layers: each layer's attention or state, of the layers that were generated.
         mode: that of the fake tensors.
     """
 
     bucket: Bucket
     config: ModelConfig
-    layers: tuple[AttentionSpec, ...]
+    layers: MixedLayers
     generated: Generated
     mode: FakeTensorMode
 
@@ -120,7 +120,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     args = (weights, step_input, cache, feedback)
     tell_compiler(tensors_in(args))
     compiled = compile_at_first_call(own_copy(step, bucket.name), cuda_graphs=engine.cuda_graphs == "trees")
-    return FakeStep(bucket, config, attention_layers(layers_of(config)), generate(compiled, args, mode), mode)
+    return FakeStep(bucket, config, layers_of(config), generate(compiled, args, mode), mode)
 
 
 class _Faked:

@@ -26,6 +26,7 @@ _ATTENTION = (
     "paged_attention", "rotary_attention", "decode_attention", "rotary_decode_attention",
     "latent_attention", "rotary_latent_attention", "rotary_latent_decode_attention",
 )  # fmt: skip
+_STATES = ("short_convolution", "gated_delta_rule", "mamba2_scan")
 _ALLOCATES = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 
 
@@ -71,6 +72,11 @@ class Launch:
         return self.op.removesuffix("_exact") in _ATTENTION
 
     @property
+    def is_mixer(self) -> bool:
+        """Part of what brings a layer's tokens together: of attention, or of what has its place."""
+        return self.is_attention or self.op.removesuffix("_exact") in _STATES
+
+    @property
     def is_addmm_with_matrix(self) -> bool:
         """A product that adds a matrix: it is read besides, where an addition could have been fused elsewhere."""
         return self.name == "addmm" and self.read[0].dim() == 2 and self.read[0].shape[0] > 1
@@ -88,10 +94,8 @@ def launches_of(step: FakeStep) -> list[Launch]:
 
 
 def spans_of(launches: list[Launch]) -> tuple[slice, ...]:
-    """From the attention of each layer to that of the next: what a layer launches, from its middle on."""
-    starts = [
-        n for n, launch in enumerate(launches) if launch.is_attention and (n == 0 or launches[n - 1].op != launch.op)
-    ]
+    """From the attention (or what has its place) of each layer to that of the next: a layer, from its middle on."""
+    starts = [n for n, launch in enumerate(launches) if launch.is_mixer and (n == 0 or not launches[n - 1].is_mixer)]
     return tuple(slice(start, end) for start, end in itertools.pairwise(starts))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from compiled_llm.report.gpu_step.amounts import Contexts, Share, Work
 from compiled_llm.report.gpu_step.latent_work import LATENT_RULES
 from compiled_llm.report.gpu_step.launches import Launch, TritonKernel
+from compiled_llm.report.gpu_step.state_work import STATE_RULES
 
 
 def work_of(launch: Launch, contexts: Contexts) -> Work:
@@ -24,8 +25,8 @@ def work_of(launch: Launch, contexts: Contexts) -> Work:
         return _product(launch)
     if launch.triton is not None and launch.name in _RULES:
         return _RULES[launch.name](launch.triton.arguments, launch.triton, contexts)
-    if launch.triton is not None and "block_table" in launch.triton.arguments:
-        raise ValueError(f"{launch.name}: its bytes depend on the contexts; say in {__name__} how")
+    if launch.triton is not None and not {"block_table", "read_slot"}.isdisjoint(launch.triton.arguments):
+        raise ValueError(f"{launch.name}: its bytes depend on the requests; say in {__name__} how")
     return Work(_bytes(launch.read), _bytes(launch.written))
 
 
@@ -331,6 +332,7 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "rope_kernel": _rope,
     "head_linear_kernel": _head_linear,
     **LATENT_RULES,
+    **STATE_RULES,
     "grouped_kernel": _grouped_sum,
     "grouped_sum_kernel": _grouped_sum,
     "routed_linear_kernel": _routed_linear,

@@ -86,6 +86,17 @@ STEPS = {
     "deepseek-v2, a chunk of a prompt": Case("deepseek-v2", (9,), (5, 14), bucket="tokens_32"),
     "deepseek-v2, KV cache in int8": Case("deepseek-v2", (8,), (5, 13), arguments={"kv_cache_dtype": "int8"}),
     "deepseek-v2, exact": Case("deepseek-v2", (10,), (5, 18), arguments={"exact": True}),
+    "lfm2": Case("lfm2", (6, 5, 5), (3, 8)),
+    "qwen3.5": Case("qwen3.5", (9, 6, 8), (3, 9)),
+    "qwen3-next": Case("qwen3-next", (14, 11, 8), (3, 16)),
+    "granite-hybrid": Case("granite-hybrid", (9, 5, 8), (2, 13)),
+    "nemotron-h": Case("nemotron-h", (8, 7, 5), (2, 9)),
+    "qwen3.5, a chunk of a prompt": Case("qwen3.5", (12, 9, 10), (2, 12), bucket="tokens_32"),
+    "qwen3.5-moe": Case("qwen3.5-moe", (13, 13, 14), (3, 14)),
+    "lfm2-moe": Case("lfm2-moe", (5, 7, 6), (3, 9)),
+    "granite-hybrid-moe": Case("granite-hybrid-moe", (12, 13, 9), (3, 17)),
+    "lfm2-tied": Case("lfm2-tied", (6, 5, 5), (3, 8)),
+    "nemotron-h-moe": Case("nemotron-h-moe", (16, 12, 6), (2, 19)),
     "qwen3, exact": Case("qwen3", (7,), (4, 10), arguments={"exact": True}),
 }
 
@@ -97,4 +108,13 @@ KNOWN: dict[str, dict[str, int]] = {
     "deepseek-v3": {"copies": 2},
     "mistral4": {"copies": 2},
     "deepseek-v2, exact": {"copies": 2},
+    # Likewise: the gates of the norms behind states, which lie beside b and a, or dt, of few heads.
+    "qwen3.5": {"copies": 2},
+    "qwen3-next": {"copies": 3},
+    "granite-hybrid": {"copies": 3},
+    "nemotron-h": {"copies": 3},
+    "qwen3.5, a chunk of a prompt": {"copies": 2},
+    "qwen3.5-moe": {"copies": 3},
+    "granite-hybrid-moe": {"copies": 3},
+    "nemotron-h-moe": {"copies": 3},
 }

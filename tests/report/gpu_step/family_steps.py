@@ -20,14 +20,14 @@ from compiled_llm.report.gpu_step.fake_step import generate_step, pretend
 from compiled_llm.report.gpu_step.gpus import GPUS
 from compiled_llm.report.gpu_step.kernels import Compiler
 from compiled_llm.report.gpu_step.launches import launches_of, spans_of
-from tests.families import CONFIGS
+from tests.families import EVERY_CONFIG
 
 GPU = GPUS["h100"]
 
 
 def step(family: str, bucket: str, arguments: dict[str, Any], compiles: bool) -> dict[str, Any]:
     """What the tests ask of a step."""
-    class_name, fields = CONFIGS[family]
+    class_name, fields = EVERY_CONFIG[family]
     published = getattr(transformers, class_name).config_class(**copy.deepcopy(fields)).to_dict()
     model = parse_config({**published, "architectures": [class_name], "dtype": "bfloat16"})
     model = dataclasses.replace(model, max_position_embeddings=4096)  # long enough that decodes are split
