@@ -96,7 +96,7 @@ HOPPER = {
     64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 4, 5, prefill_programs_per_sm=2, **ALONE),
     128: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 3, **ALONE),
     256: TileConfig(32, 4, 3, 2, 32, 128, 32, 8, 3, 32, 4, 3, 2),
-    512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2, 32, 8, 3, 1),
+    512: TileConfig(32, 8, 3, 1, 32, 32, 32, 8, 2, 16, 8, 2, 1),
 }
 HOPPER_QUANTISED = {  # converting codes takes registers
     64: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 6, **ALONE),
