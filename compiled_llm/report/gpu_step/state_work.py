@@ -12,6 +12,7 @@ from compiled_llm.report.gpu_step.launches import TritonKernel
 Arguments = dict[str, Any]
 
 _BFLOAT16 = 16  # bits of the products' operands
+_SINGLE = frozenset({"clear_padding", "delta_steps"})  # beside another loop: for requests that this step does not have
 
 
 def _bytes(a: Arguments, *names: str) -> int:
@@ -27,10 +28,10 @@ def _convolution(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work
     state, rows = _convolution_state(a, contexts), contexts.num_requests * contexts.num_new
     entries = kernel.grid[0] * contexts.num_requests
     if not a["OUTPUTS"]:
-        return Work(state, state, entries=entries)
+        return Work(state, state, entries=entries, single=_SINGLE)
     read = state + _bytes(a, "x", "before", "after", "weight", "bias")
     flops = 2 * rows * a["CHANNELS"] * a["WIDTH"]
-    return Work(read, state + a["out"].nbytes, flops, entries=entries, trips=entries * contexts.num_new)
+    return Work(read, state + a["out"].nbytes, flops, entries=entries, trips=entries * contexts.num_new, single=_SINGLE)
 
 
 def _convolution_outputs(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
@@ -46,7 +47,7 @@ def _steps(a: Arguments, kernel: TritonKernel, contexts: Contexts, rows: int, in
     entries = kernel.grid[0] * a["HEADS"] * contexts.num_requests
     return Work(
         state + _bytes(a, *inputs), state + a["out"].nbytes, 6 * rows * tokens, entries=entries,
-        trips=entries * contexts.num_new,
+        trips=entries * contexts.num_new, single=_SINGLE,
     )  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def _chunked(
     entries = kernel.grid[0] * a["HEADS"] * contexts.num_requests
     trips = entries * -(-contexts.num_new // chunk)
     padded = 2 * elements * trips
-    return Work(work.read + extra, work.written, work.flops, padded, _BFLOAT16, entries, trips)
+    return Work(work.read + extra, work.written, work.flops, padded, _BFLOAT16, entries, trips, single=_SINGLE)
 
 
 def _delta_chunks(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
