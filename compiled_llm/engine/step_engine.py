@@ -185,6 +185,18 @@ class StepEngine:
                     self._streams.get(request_id, outputs).append(entry.output())
         return outputs
 
+    def abort_waiting(self) -> list[str]:
+        """End the requests that have not begun to run, streams left out; returns their ids."""
+        entries = self._core.entries.items()
+        waiting = [
+            request_id
+            for request_id, entry in entries
+            if request_id not in self._streams
+            and all(request.first_scheduled_time is None for request in entry.requests)
+        ]
+        self.abort(waiting)
+        return waiting
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached KV blocks. ``RuntimeError`` while requests are unfinished: theirs are in use."""
         if self.scheduler.has_unfinished_requests():

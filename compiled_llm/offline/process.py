@@ -8,30 +8,52 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, TextIO
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-@contextlib.contextmanager
-def stop_on_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM raise ``KeyboardInterrupt(signal number)``; a second one ends the process at once,
-    also one that comes while Python shuts down.
 
-    A signal that is ignored at the start, because the parent process set that, stays ignored.
+class StopSignals:
+    """SIGINT and SIGTERM, while it is entered. The first one raises ``KeyboardInterrupt(signal number)``.
+
+    Within ``gracefully`` the first one is only noted, for the run to stop at a good moment, and the second one raises.
+    What comes after one that raised ends the process at once, also while Python shuts down. A signal that is ignored at
+    the start, because the parent process set that, stays ignored.
+
+    Attributes:
+        number: of the first signal; None: none came.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    handled = [number for number, handler in handlers.items() if handler is not signal.SIG_IGN]
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        for each in handled:
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._is_graceful = False
+        self._handlers: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._handlers = {number: handler for number, handler in handlers.items() if handler is not signal.SIG_IGN}
+        for number in self._handlers:
+            signal.signal(number, self._take)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._take:
+                signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def gracefully(self) -> Iterator[None]:
+        self._is_graceful = True
+        try:
+            yield
+        finally:
+            self._is_graceful = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        is_first, self.number = self.number is None, self.number or number
+        if is_first and self._is_graceful:
+            return
+        for each in self._handlers:
             signal.signal(each, signal.SIG_DFL)
         raise KeyboardInterrupt(number)
-
-    for number in handled:
-        signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number in handled:
-            if signal.getsignal(number) is stop:
-                signal.signal(number, handlers[number])
 
 
 @contextlib.contextmanager

@@ -1,25 +1,17 @@
-"""offline_process: the first signal stops, the second ends; streams that fail take text and drop it."""
+"""Signals: the first stops, the second ends. Streams that fail take text and drop it."""
 
-import importlib
 import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
+from compiled_llm.offline.process import GuardedStream, StopSignals
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    return importlib.import_module("offline_process")
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +23,28 @@ def _handlers() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_interrupts_and_the_second_has_its_default(module: ModuleType, number: int) -> None:
-    with pytest.raises(KeyboardInterrupt) as interrupt, module.stop_on_signals():
+def test_the_first_signal_interrupts_and_the_second_has_its_default(number: int) -> None:
+    with pytest.raises(KeyboardInterrupt) as interrupt, StopSignals():
         signal.raise_signal(number)
     assert interrupt.value.args == (number,)
     assert [signal.getsignal(each) for each in SIGNALS] == [signal.SIG_DFL] * 2
 
 
-def test_handlers_are_put_back_and_ignored_signals_stay_ignored(module: ModuleType) -> None:
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_graceful_run_notes_the_first_signal_and_the_second_interrupts(number: int) -> None:
+    with StopSignals() as signals, signals.gracefully():
+        signal.raise_signal(number)
+        assert signals.number == number
+        with pytest.raises(KeyboardInterrupt) as interrupt:
+            signal.raise_signal(signal.SIGINT)
+    assert interrupt.value.args == (signal.SIGINT,)
+    assert [signal.getsignal(each) for each in SIGNALS] == [signal.SIG_DFL] * 2
+
+
+def test_handlers_are_put_back_and_ignored_signals_stay_ignored() -> None:
     before = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with module.stop_on_signals():
+    with StopSignals():
         signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) == before
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
@@ -49,8 +52,9 @@ def test_handlers_are_put_back_and_ignored_signals_stay_ignored(module: ModuleTy
 
 def test_a_second_signal_ends_a_process_that_does_not_stop() -> None:
     code = (
-        "import time, offline_process\n"
-        "with offline_process.stop_on_signals():\n"
+        "import time\n"
+        "from compiled_llm.offline.process import StopSignals\n"
+        "with StopSignals():\n"
         "    try:\n"
         "        print('ready', flush=True)\n"
         "        time.sleep(60)\n"
@@ -58,7 +62,7 @@ def test_a_second_signal_ends_a_process_that_does_not_stop() -> None:
         "        print('stopping', flush=True)\n"
         "        time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=SCRIPTS, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for word in ("ready\n", "stopping\n"):
             assert process.stdout.readline() == word
@@ -66,11 +70,11 @@ def test_a_second_signal_ends_a_process_that_does_not_stop() -> None:
     assert process.returncode == -signal.SIGINT
 
 
-def test_a_closed_pipe_is_noted_and_takes_no_more(module: ModuleType) -> None:
+def test_a_closed_pipe_is_noted_and_takes_no_more() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
-        stream = module.GuardedStream(pipe)
+        stream = GuardedStream(pipe)
         print("text", file=stream)
         assert stream.failure is None, "it is buffered"
         for _ in range(2):
@@ -80,22 +84,22 @@ def test_a_closed_pipe_is_noted_and_takes_no_more(module: ModuleType) -> None:
     # And closing it above, as Python does when it ends, did not raise.
 
 
-def test_a_full_disk_is_noted(module: ModuleType) -> None:
+def test_a_full_disk_is_noted() -> None:
     with open("/dev/full", "w") as full:
-        stream = module.GuardedStream(full)
+        stream = GuardedStream(full)
         print("text", file=stream, flush=True)
         assert stream.failure.strerror == "No space left on device"
 
 
-def test_characters_that_the_encoding_lacks_are_escaped(module: ModuleType) -> None:
+def test_characters_that_the_encoding_lacks_are_escaped() -> None:
     content = io.BytesIO()
-    stream = module.GuardedStream(io.TextIOWrapper(content, encoding="ascii"))
+    stream = GuardedStream(io.TextIOWrapper(content, encoding="ascii"))
     print("é 語 \ud800", file=stream, flush=True)
     assert content.getvalue() == rb"\xe9 \u8a9e \ud800" + b"\n"
 
 
-def test_a_stream_that_is_not_there_takes_everything(module: ModuleType) -> None:
-    stream = module.GuardedStream(None)
+def test_a_stream_that_is_not_there_takes_everything() -> None:
+    stream = GuardedStream(None)
     print("text", file=stream, flush=True)
     assert stream.failure is None
     stream.close()

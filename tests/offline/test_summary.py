@@ -1,15 +1,13 @@
 """The summary of an offline run: what it says of the machine's limits."""
 
 import dataclasses
-import importlib
 import types
-from pathlib import Path
 
 import pytest
 
+from compiled_llm.offline.summary import of_the_limit
 from compiled_llm.report.machine_limits import MachineLimits
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
 LIMITS = MachineLimits("cpu", "bfloat16", 3.15e10, 4e9, "amx", "2026-01-01T00:00:00+00:00", 0.02, 0.04)
 
 
@@ -18,14 +16,10 @@ LIMITS = MachineLimits("cpu", "bfloat16", 3.15e10, 4e9, "amx", "2026-01-01T00:00
     ("doubt", "steadiness"),
     [("", "steady: tries within 2% and 4%"), ("busy", "NOT STEADY (busy): measured again at the next start")],
 )
-def test_it_says_how_large_the_limits_are_since_when_and_how_steady(
-    monkeypatch: pytest.MonkeyPatch, note: str, doubt: str, steadiness: str
-) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    summary = importlib.import_module("offline_summary")
+def test_it_says_how_large_the_limits_are_since_when_and_how_steady(note: str, doubt: str, steadiness: str) -> None:
     phase = types.SimpleNamespace(name="prefill", limit_share=0.5, bytes_per_second=2e6, flops_per_second=2e9)
     report = types.SimpleNamespace(limits=dataclasses.replace(LIMITS, doubt=doubt), limits_note=note, phases=(phase,))
-    text = summary.of_the_limit(report)
+    text = of_the_limit(report)
     assert text == (
         "prefill 50% (0.00200 GB/s, 0.00200 TFLOP/s) of 31.5 GB/s, 0.00400 TFLOP/s in bfloat16 (amx), "
         f"measured 2026-01-01T00:00:00+00:00, {steadiness}" + (f"; {note}" if note else "")

@@ -1,68 +1,38 @@
-"""What an offline run prints when it is done: the results, and a summary."""
+"""What an offline run prints when it is done."""
 
 import resource
-import sys
-from collections.abc import Sequence
 
-from compiled_llm import CompiledEngine, RequestOutput
+from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.offline.serving import RunProgress
 from compiled_llm.report.machine_limits import significant
 from compiled_llm.report.report import RunReport
 from compiled_llm.step.kv_cache import describe
 
 
-def percentiles(summary: dict[str, float] | None) -> str:
-    if summary is None:
-        return "none"
-    return ", ".join(f"{name} {summary[name] * 1e3:.1f} ms" for name in ("mean", "p50", "p99"))
+def run_rows(progress: RunProgress, sampling: str) -> dict[str, str]:
+    """Rows of the summary about the run as a whole."""
+    seconds = max(progress.seconds, 1e-9)
+    failed = f", {progress.failed} failed" if progress.failed else ""
+    resumed = f"; {progress.resumed} were there before" if progress.resumed else ""
+    return {
+        "rows": f"{progress.rows} in {seconds:.2f} s{failed}{resumed}",
+        "tokens": f"{progress.prompt_tokens} prompt ({progress.cached_tokens} found in the prefix cache), "
+        f"{progress.output_tokens} output",
+        "sampling": sampling,
+        "throughput": f"{progress.output_tokens / seconds:.1f} output tokens/s, {progress.rows / seconds:.2f} rows/s",
+    }
 
 
-def of_the_limit(report: RunReport) -> str:
-    """The phases' shares of what the machine can do."""
-    if report.limits is None:
-        return "not measured on this machine yet: --report does"
-    phases = [
-        f"{phase.name} {phase.limit_share:.0%} ({significant(phase.bytes_per_second / 1e9)} GB/s, "
-        f"{significant(phase.flops_per_second / 1e12)} TFLOP/s)"
-        for phase in report.phases
-        if phase.limit_share is not None
-    ]
-    note = f"; {report.limits_note}" if report.limits_note else ""
-    return f"{', '.join(phases) or 'no step'} of {report.limits}{note}"
-
-
-def print_results(outputs: Sequence[RequestOutput]) -> None:
-    for output in sorted(outputs, key=lambda output: int(output.request_id)):
-        prompt = output.prompt if output.prompt is not None else str(output.prompt_token_ids)
-        for completion in output.outputs:
-            name = output.request_id if len(output.outputs) == 1 else f"{output.request_id}.{completion.index}"
-            print(f"\n--- {name}: {completion.finish_reason}, {len(completion.token_ids)} tokens")
-            print(f"{prompt}\033[1m{completion.text}\033[0m" if sys.stdout.isatty() else prompt + completion.text)
-
-
-def print_summary(
-    engine: CompiledEngine,
-    report: RunReport,
-    outputs: Sequence[RequestOutput],
-    seconds: float,
-    start_seconds: float,
-    sampling: str,
-) -> None:
-    stats, compiled = engine.stats(), engine.compile_report()
-    seconds -= report.profile_seconds
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    output_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+def engine_rows(engine: CompiledEngine, report: RunReport, start_seconds: float) -> dict[str, str]:
+    """Rows of the summary about one engine."""
+    stats, compiled, runner = engine.stats(), engine.compile_report(), engine.runner
     padding = stats.num_padding_tokens / max(1, stats.num_padding_tokens + stats.num_computed_tokens)
-    runner = engine.runner
     kv_cache = describe(engine.model_config, runner.cache_dtypes, runner.dtype)
     peak = max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, engine.memory_report().start_peak_bytes)
     hits, misses = compiled.cache_count("hit"), compiled.cache_count("miss")
     temperature = "uncompiled" if not hits + misses else "warm" if not misses else "cold" if not hits else "partly warm"
     whole = stats.host_seconds + stats.execute_seconds - stats.launch_seconds
-    rows = {
-        "requests": f"{len(outputs)} in {seconds:.2f} s",
-        "tokens": f"{prompt_tokens} prompt, {output_tokens} output",
-        "sampling": sampling,
-        "throughput": f"{output_tokens / seconds:.1f} output tokens/s, {len(outputs) / seconds:.2f} requests/s",
+    return {
         "TTFT": percentiles(report.latencies["ttft"]),
         "TPOT": percentiles(report.latencies["tpot"]),
         "steps": f"{stats.num_steps}, padding {padding:.1%} of the buckets' rows",
@@ -83,6 +53,29 @@ def print_summary(
         f"{runner.start_times.weights:.1f}, compile {runner.start_times.compile:.1f} s",
         "peak memory": f"{peak / 2**20:.0f} MiB, of which weights {runner.weight_bytes / 2**20:.0f} MiB",
     }
+
+
+def print_summary(rows: dict[str, str]) -> None:
     print("\nSummary")
     for name, value in rows.items():
         print(f"  {name:<12} {value}")
+
+
+def percentiles(summary: dict[str, float] | None) -> str:
+    if summary is None:
+        return "none"
+    return ", ".join(f"{name} {summary[name] * 1e3:.1f} ms" for name in ("mean", "p50", "p99"))
+
+
+def of_the_limit(report: RunReport) -> str:
+    """The phases' shares of what the machine can do."""
+    if report.limits is None:
+        return "not measured on this machine yet: --report does"
+    phases = [
+        f"{phase.name} {phase.limit_share:.0%} ({significant(phase.bytes_per_second / 1e9)} GB/s, "
+        f"{significant(phase.flops_per_second / 1e12)} TFLOP/s)"
+        for phase in report.phases
+        if phase.limit_share is not None
+    ]
+    note = f"; {report.limits_note}" if report.limits_note else ""
+    return f"{', '.join(phases) or 'no step'} of {report.limits}{note}"

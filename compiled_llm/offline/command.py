@@ -1,0 +1,65 @@
+"""Serve files of rows and write the results: the command of ``scripts/serve_offline.py`` and ``compiled-llm batch``.
+
+    python scripts/serve_offline.py --bucket-sizes 1,8,32
+    compiled-llm batch --model DIR --input rows.jsonl --output out.jsonl
+    compiled-llm batch --model DIR --input rows.jsonl --output out.jsonl --resume
+
+Without ``--input`` the bundled prompts run through the bundled model. ``--input`` takes .jsonl (rows of ours, or of
+OpenAI's batch format), .txt (a prompt a line) and .parquet, each also as .gz or .zst, and - for standard input.
+
+``--output`` is a new file, locked for the run. Each row is written with one write when it ends, as a result or as an
+error; ``index`` is its place in the input, from 0. Beside it stands a manifest of what decides the results.
+``--resume`` goes on with the file of an earlier run, however that ended, and gives the same tokens as one run would.
+
+``--check`` serves no file: it compares compiled steps, uncompiled steps and transformers on the first prompts of
+``--input``, or on a few of its own, and prints one table.
+
+Exit status: 0 when every row has a result, 1 when some have an error or something could not be written, or for a
+``--check`` that found a difference, 2 for bad arguments, 128 + the signal's number after SIGINT (130) or SIGTERM (143),
+141 when stdout was closed and there is no ``--output``. See docs/offline.md.
+"""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from compiled_llm.command_line import engine_config, errors_end, sampling_params
+from compiled_llm.offline.file_checks import check_files, check_writable
+from compiled_llm.offline.flags import DEFAULT_SAMPLING, parse_arguments
+from compiled_llm.offline.process import GuardedStream, StopSignals
+
+
+def main(program: str, arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit status."""
+    with (
+        contextlib.redirect_stdout(GuardedStream(sys.stdout)) as stdout,
+        contextlib.redirect_stderr(GuardedStream(sys.stderr)),
+    ):
+        try:
+            with StopSignals() as signals:
+                args = parse_arguments(program, arguments)
+                with errors_end(program):
+                    engine_config(args)
+                    sampling_params(args, **DEFAULT_SAMPLING)
+                    check_files(args.input or (), {"--output": args.output, "--trace": args.trace}, args.report)
+                    if args.trace is not None:
+                        check_writable("--trace", args.trace)
+                from compiled_llm.offline.run import run  # it loads torch, which takes seconds
+
+                status = run(program, args, stdout, signals)
+        except KeyboardInterrupt as interrupt:
+            number = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+            print(f"{program}: stopped by {number.name}", file=sys.stderr)
+            return 128 + number
+        except OSError as error:
+            print(f"{program}: error: {error}", file=sys.stderr)
+            return 1
+        finally:
+            stdout.flush()  # here, where its failure is dealt with
+        if isinstance(stdout.failure, BrokenPipeError):  # as with `| head`: no error, if the rows are in a file
+            return status if args.output is not None else 128 + signal.SIGPIPE
+        if stdout.failure is not None:
+            print(f"{program}: error: stdout: {stdout.failure.strerror}", file=sys.stderr)
+            return 1
+    return status

@@ -1,0 +1,72 @@
+"""The flags of an offline run, and how they are checked by themselves."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from compiled_llm.command_line import FlagParser, add_engine_arguments, add_sampling_arguments, sampling_arguments
+
+DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
+CHECKED_ROWS = 4
+ORDER_WINDOW = 16_384
+
+
+def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments, as far as they can be checked by themselves. A bad one ends the program with status 2."""
+    parser = FlagParser(prog=program, description="Serve files of rows, and write a result for each.")
+    _add_arguments(parser)
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser, **DEFAULT_SAMPLING)
+    args = parser.parse_args(arguments)
+    files = {"--output": args.output, "--report": args.report, "--trace": args.trace}
+    written = [flag for flag, path in files.items() if path is not None]
+    if args.check and (written or sampling_arguments(args)):
+        parser.error(f"--check serves no file: leave out {', '.join(written) or 'the sampling parameters'}")
+    for flag in ("resume", "ordered"):
+        if getattr(args, flag) and args.output is None:
+            parser.error(f"--{flag} needs --output, the file to write")
+    if args.resume and "-" in (args.input or ()):
+        parser.error("--resume cannot tell whether standard input is the same as before: save it to a file")
+    if args.retry_errors and not args.resume:
+        parser.error("--retry-errors needs --resume")
+    if args.report is None and args.report_profile_steps is not None:
+        parser.error("--report-profile-steps needs --report, the directory to write to")
+    for name, least, most in (("report_profile_steps", 0, 1000), ("order_window", 1, 10**6), ("max_faults", 0, 10**6)):
+        given = getattr(args, name)
+        if given is not None and not least <= given <= most:
+            parser.error(f"--{name.replace('_', '-')} must be from {least} to {most}, given {given}")
+    return args
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of the command itself."""
+    add = parser.add_argument
+    add("--input", nargs="+", metavar="FILE", help="rows to serve, - for standard input (default: bundled prompts)")
+    add("--output", type=Path, metavar="FILE.jsonl", help="write a JSON row for each row of the input")
+    add("--ordered", action="store_true", help="write the rows in the order of the input, not as they end")
+    add("--resume", action="store_true", help="keep the rows of --output, serve the missing ones")
+    add("--retry-errors", action="store_true", help="with --resume, serve the rows again that ended as an error")
+    add(
+        "--order-window",
+        type=int,
+        default=ORDER_WINDOW,
+        metavar="N",
+        help="read so many rows ahead, and serve those that begin alike near each other; 1: the given order "
+        f"(default: {ORDER_WINDOW})",
+    )
+    add(
+        "--max-faults",
+        type=int,
+        default=1,
+        metavar="N",
+        help="end the run when steps failed, or gave no numbers, more often than this in the same way (default: 1)",
+    )
+    add("--quiet", action="store_true", help="print the summary only")
+    add("--report", type=Path, metavar="DIR", help="write a report of the run there, as HTML and JSON")
+    profiled = "for the report, run N steps of each bucket a second time under torch's profiler (default: 4)"
+    add("--report-profile-steps", type=int, metavar="N", help=profiled)
+    add("--trace", type=Path, metavar="FILE", help="write the shapes of all steps, for tune_buckets.py")
+    remeasure = "measure the machine's limits even if they are known"
+    add("--remeasure-limits", action="store_true", help=remeasure)
+    check = f"compare compiled, uncompiled and transformers on the first {CHECKED_ROWS} rows of --input, or on our own"
+    add("--check", action="store_true", help=check)

@@ -1,0 +1,150 @@
+"""An offline run from the input to the summary, once the flags are known to be good."""
+
+import argparse
+import contextlib
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import compiled_llm
+from compiled_llm.command_line import engine_config, errors_end, sampling_arguments
+from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
+from compiled_llm.engine.model_files import checkpoint_directory, has_tokenizer
+from compiled_llm.offline.display import Display
+from compiled_llm.offline.flags import CHECKED_ROWS, DEFAULT_SAMPLING
+from compiled_llm.offline.local_engine import LocalEngine
+from compiled_llm.offline.manifest import check_manifest, make_manifest, manifest_path, write_manifest
+from compiled_llm.offline.order import ordered_for_speed
+from compiled_llm.offline.output_file import OutputFile
+from compiled_llm.offline.process import GuardedStream, StopSignals
+from compiled_llm.offline.reading import RowReader
+from compiled_llm.offline.results import Results
+from compiled_llm.offline.rows import Row
+from compiled_llm.offline.serving import RunProgress
+from compiled_llm.offline.summary import print_summary, run_rows
+from compiled_llm.sampling_params import SamplingParams
+
+BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.jsonl"
+_OBSERVE_SECONDS = 0.25
+
+
+def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: StopSignals) -> int:
+    """Serve the rows that are left to serve; returns the exit status."""
+    if args.check:
+        return run_check(program, args)
+    with errors_end(program):
+        reader = RowReader(args.input or [str(BUNDLED_PROMPTS)])
+        sampling, sampling_text = run_sampling(args)
+        output, manifest = None, None
+        if args.output is not None:
+            output = OutputFile(args.output, resume=args.resume, retry_errors=args.retry_errors)
+    with output or contextlib.nullcontext():
+        if output is not None:
+            with errors_end(program):
+                manifest = run_manifest(args, reader, sampling, has_rows=bool(output.done))
+        progress = RunProgress(resumed=0 if output is None else len(output.done))
+        if progress.resumed:
+            print(f"{progress.resumed} rows were there already")
+        rows = (row for row in reader if output is None or row.index not in output.done)
+        first = next(rows, None)
+        if first is None:
+            print("No row is left to serve: the engine did not start, and there is no summary, report or trace.")
+            return 1 if output is not None and output.num_failed else 0
+        with errors_end(program):
+            check_tokenizer(args, first)
+            engine = LocalEngine(args, sampling)
+        with errors_end(program, (RuntimeError,), status=1):
+            engine.prepare_report()
+        if not args.quiet:
+            print(engine.describe_start(), flush=True)
+        if stdout.failure is not None and output is None:
+            return 1  # no output is possible; main() prints the reason
+        if args.output is not None and manifest is not None:
+            write_manifest(manifest_path(args.output), manifest)
+        ordered = ordered_for_speed(itertools.chain([first], rows), args.order_window)
+        results = Results(output, args.ordered, not args.quiet, progress)
+        serve(engine, reader, ordered, results, signals)
+        reader.check_unchanged()
+
+    engine_rows, is_written = engine.finish()
+    print_summary({**run_rows(progress, sampling_text), **engine_rows})
+    if progress.failed:
+        again = "" if output is None else "; --resume --retry-errors serves them again"
+        print(f"{progress.failed} of {progress.rows} rows failed{again}", file=sys.stderr)
+    if signals.number is not None:
+        raise KeyboardInterrupt(signals.number)
+    num_failed = progress.failed if output is None else output.num_failed
+    return 0 if is_written and not num_failed else 1
+
+
+def serve(engine: LocalEngine, reader: RowReader, rows: Iterator[Row], results: Results, signals: StopSignals) -> None:
+    """Serve ``rows`` until they end, or until a signal comes and those that run have ended."""
+    progress, started, observed = results.progress, time.monotonic(), 0.0
+    with signals.gracefully(), Display(sys.stderr) as display:
+        for result in engine.serve(rows, lambda: signals.number is not None):
+            if result is not None:
+                results.add(result)
+            now = time.monotonic()
+            if now - observed >= _OBSERVE_SECONDS:
+                observed = now
+                progress.seconds, progress.stopping = now - started, signals.number is not None
+                progress.total, progress.total_is_estimate = reader.total_rows()
+                engine.observe(progress)
+                display.update(progress)
+    progress.seconds = time.monotonic() - started
+
+
+def run_manifest(
+    args: argparse.Namespace, reader: RowReader, sampling: dict[str, Any], *, has_rows: bool
+) -> dict[str, Any]:
+    """The manifest of the run. ``ValueError`` if the rows that the output has are of another one."""
+    config = engine_config(args)
+    manifest = make_manifest(reader.files, config, checkpoint_directory(config), sampling)
+    if has_rows:
+        check_manifest(manifest_path(args.output), manifest)
+    return manifest
+
+
+def run_sampling(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """The sampling parameters of the run and a text of them: those of the flags, else the checkpoint's, else ours.
+
+    Raises:
+        ValueError: they do not go together.
+    """
+    given = sampling_arguments(args)
+    suggested = suggested_sampling(checkpoint_directory(engine_config(args)))
+    suggested = {name: value for name, value in suggested.items() if name not in given}
+    default_sampling_params(suggested)  # its error message names the file
+    sampling = {**DEFAULT_SAMPLING, **suggested, **given}
+    SamplingParams(**sampling)
+    others = {name: value for name, value in {**DEFAULT_SAMPLING, **given}.items() if name not in suggested}
+    parts = [listed(others)] + [f"by generation_config.json: {listed(suggested)}"] * bool(suggested)
+    return sampling, "; ".join(filter(None, parts))
+
+
+def check_tokenizer(args: argparse.Namespace, first: Row) -> None:
+    """``ValueError`` if the first row is text and the model has no tokenizer: then so are most of the others."""
+    config = engine_config(args)
+    directory = checkpoint_directory(config)
+    is_text = first.messages is not None or "prompt" in (first.prompt or {})
+    if is_text and not has_tokenizer(config, directory):
+        raise ValueError(
+            f"{directory} has no tokenizer, and {first.name} is text: give --tokenizer, or rows with prompt_token_ids"
+        )
+
+
+def run_check(program: str, args: argparse.Namespace) -> int:
+    """Compare the ways to compute the model; returns the exit status."""
+    with errors_end(program):
+        rows = [] if args.input is None else list(itertools.islice(RowReader(args.input), CHECKED_ROWS))
+        bad = next((row for row in rows if row.error is not None), None)
+        if bad is not None:
+            raise ValueError(f"{bad.name}: {bad.error}")
+        with CompiledEngine.from_config(engine_config(args)) as engine:
+            report = engine.check([row.prompt for row in rows if row.prompt is not None] or None)
+    print(report)
+    return 0 if report.agrees else 1

@@ -1,0 +1,193 @@
+"""The loop of an offline run: rows from a source go through an engine, and each ends as a result or as an error."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.offline.answers import answer_line, error_line
+from compiled_llm.offline.rows import Row
+from compiled_llm.outputs import RequestOutput
+from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.text.prompts import Prompt
+
+QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler
+
+
+class RowSource(Protocol):
+    """Where rows come from.
+
+    Attributes:
+        ended: no row will come any more.
+        stopped: rows that have not begun are to be dropped, those that run to be finished.
+    """
+
+    ended: bool
+
+    @property
+    def stopped(self) -> bool: ...
+
+    def take(self, wait: bool) -> Row | None:
+        """The next row. None: there is none now; with ``wait``, which waits for one, there will be none any more."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RowResult:
+    """How a row ended.
+
+    Attributes:
+        name: what messages call it.
+        line: its line of the output file, with the newline.
+        error: None for a result.
+    """
+
+    index: int
+    name: str
+    line: bytes
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+
+
+class RowIterator:
+    """The rows of an iterator as a source. ``is_stopped`` is asked before each row."""
+
+    def __init__(self, rows: Iterator[Row], is_stopped: Callable[[], bool] = lambda: False) -> None:
+        self._rows, self._is_stopped = rows, is_stopped
+        self.ended = False
+
+    @property
+    def stopped(self) -> bool:
+        return self._is_stopped()
+
+    def take(self, wait: bool) -> Row | None:
+        row = None if self.ended or self.stopped else next(self._rows, None)
+        self.ended = row is None
+        return row
+
+
+class RowServer:
+    """Serves rows with one engine.
+
+    Args:
+        sampling: sampling parameters of the run; those of a row go before.
+    """
+
+    def __init__(self, engine: CompiledEngine, sampling: Mapping[str, Any]) -> None:
+        self._engine = engine
+        self._sampling = {**sampling, "output_kind": "final"}
+        self._params = SamplingParams(**self._sampling)
+        self._queued: dict[str, Row] = {}
+        most = max(QUEUED_ROWS, 2 * engine.runner.limits.max_num_seqs)
+        self._most_queued = min(most, engine.config.max_queued_requests)
+
+    def serve(self, source: RowSource) -> Iterator[RowResult | None]:
+        """Each row's result as the row ends, and None after each step.
+
+        A row that was dropped because the source stopped has no result.
+        """
+        while True:
+            while len(self._queued) < self._most_queued and not source.ended:
+                row = source.take(wait=not self._queued)
+                if row is None:
+                    break
+                error = row.error or self._add(row)
+                if error is not None:
+                    yield RowResult(row.index, row.name, error_line(row, error, is_users=True), error)
+            if source.stopped:
+                for request_id in self._engine.abort_waiting():
+                    del self._queued[request_id]
+            if not self._queued and source.ended:
+                return
+            for output in self._engine.step():
+                if output.finished:
+                    yield _result(self._queued.pop(output.request_id), output)
+            yield None
+
+    def _add(self, row: Row) -> str | None:
+        """Queue a row; returns why it cannot be."""
+        request_id = str(row.index)
+        try:
+            self._engine.add_request(request_id, self._prompt_of(row), self._params_of(row), row.priority)
+        except ValueError as error:
+            return str(error)
+        self._queued[request_id] = row
+        return None
+
+    def _prompt_of(self, row: Row) -> Prompt:
+        if row.messages is not None:
+            return self._engine.encode_chat(row.messages, **row.chat_options)
+        assert row.prompt is not None
+        return row.prompt
+
+    def _params_of(self, row: Row) -> SamplingParams:
+        params = self._params
+        if row.sampling:
+            params = SamplingParams(**{**self._sampling, **row.sampling})
+        if params.seed is not None or params.greedy:
+            return params
+        # From the row's index, not from how many rows came before it: a resumed run gives the same tokens.
+        digest = hashlib.sha256(f"{self._engine.config.seed}/{row.index}".encode()).digest()
+        return dataclasses.replace(params, seed=int.from_bytes(digest[:8], "little", signed=True))
+
+
+def _result(row: Row, output: RequestOutput) -> RowResult:
+    counts = (
+        len(output.prompt_token_ids),
+        output.num_cached_tokens,
+        sum(len(completion.token_ids) for completion in output.outputs),
+    )
+    failure = failure_of(output)
+    if failure is not None:
+        return RowResult(row.index, row.name, error_line(row, failure, is_users=False), failure, *counts)
+    return RowResult(row.index, row.name, answer_line(row, output), None, *counts)
+
+
+def failure_of(output: RequestOutput) -> str | None:
+    """Why a finished request has no result; None if every continuation came to its end."""
+    for completion in output.outputs:
+        if completion.finish_reason not in ("stop", "length"):
+            return str(completion.stop_reason or completion.finish_reason)
+    return None
+
+
+@dataclasses.dataclass
+class RunProgress:
+    """How far a run is.
+
+    Attributes:
+        rows: that ended in this run, those that ``failed`` among them.
+        resumed: rows that an earlier run had ended.
+        total: rows of the input, ``resumed`` among them; None while nothing tells. ``total_is_estimate``: from the
+            share of its bytes that was read.
+        prompt_tokens, cached_tokens, output_tokens: of the rows that ended; cached ones were found in the prefix cache.
+        running, waiting: requests in the engines.
+        kv_share: the part of the KV blocks that is in use, 0 to 1.
+        workers: engines at work.
+        stopping: no more rows are taken.
+        seconds: since the first row was taken.
+    """
+
+    rows: int = 0
+    failed: int = 0
+    resumed: int = 0
+    total: int | None = None
+    total_is_estimate: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_share: float = 0.0
+    workers: int = 1
+    stopping: bool = False
+    seconds: float = 0.0
+
+    def add(self, result: RowResult) -> None:
+        self.rows += 1
+        self.failed += result.error is not None
+        self.prompt_tokens += result.num_prompt_tokens
+        self.cached_tokens += result.num_cached_tokens
+        self.output_tokens += result.num_output_tokens
