@@ -67,9 +67,9 @@ class OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        if kind is not None and self.done:
-            print(f"{self.path} holds {len(self.done)} rows; --resume serves the others", file=sys.stderr)
-        elif kind is not None and self.is_new:
+        if kind is not None and kind is not SystemExit and self.done:
+            print(self.describe(), file=sys.stderr)
+        elif kind is not None and self.is_new and not self.done:
             with contextlib.suppress(OSError):
                 self.path.unlink()
         self.close()
@@ -95,6 +95,10 @@ class OutputFile:
             if now - self._synced >= SYNC_SECONDS:
                 os.fsync(self._descriptor)
                 self._synced = now
+
+    def describe(self) -> str:
+        """For a run that ends before its rows do."""
+        return f"{self.path} holds {len(self.done)} rows; --resume serves the others"
 
     def close(self) -> None:
         """Close it and give up the lock. ``OSError`` if the file system could not keep what was written."""

@@ -76,6 +76,8 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         again = "" if output is None else "; --resume --retry-errors serves them again"
         print(f"{progress.failed} of {progress.rows} rows failed{again}", file=sys.stderr)
     if signals.number is not None:
+        if output is not None:
+            print(output.describe(), file=sys.stderr)
         raise KeyboardInterrupt(signals.number)
     num_failed = progress.failed if output is None else output.num_failed
     return 0 if is_written and not num_failed else 1

@@ -1,8 +1,7 @@
-"""serve_offline: rows written as they finish, resumed after a cut, exit statuses, messages for bad arguments."""
+"""The command: rows written as they end, resumed after a cut, exit statuses, messages for bad arguments."""
 
 import dataclasses
 import errno
-import importlib
 import io
 import itertools
 import json
@@ -19,6 +18,8 @@ import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, RequestOutput
 from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.offline.command import main
+from compiled_llm.offline.manifest import manifest_path
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
 from tests.families import checkpoint
@@ -27,12 +28,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_offline.py"
 FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--temperature", "0", "--num-kv-blocks", "300"]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    module = importlib.import_module("serve_offline")
-    monkeypatch.setattr(sys, "argv", ["serve_offline.py", *arguments])
+def run(*arguments: str) -> int:
     try:
-        return module.main()
+        return main("serve_offline", arguments)
     except SystemExit as bad_arguments:
         return int(bad_arguments.code or 0)
 
@@ -44,10 +42,10 @@ def rows(path: Path) -> dict[int, dict]:
 
 
 def test_bundled_prompts_and_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, *FAST) == 0
+    assert run(*FAST) == 0
     out = capsys.readouterr().out
     for word in (
-        "requests",
+        "rows",
         "TTFT",
         "TPOT",
         "p99",
@@ -68,11 +66,11 @@ def test_a_check_prints_one_table(
     fast = ["--enforce-eager", "--bucket-sizes", "4", "--num-kv-blocks", "100", "--check"]
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"import number{n}\n" for n in range(6)))
-    assert run(monkeypatch, *fast, "--input", str(prompts)) == 0
+    assert run(*fast, "--input", str(prompts)) == 0
     out = capsys.readouterr().out
     assert out.count("agrees") == out.count("import number") == 4
     monkeypatch.setattr("compiled_llm.engine.check._TOLERANCES", {torch.bfloat16: 1e-6})
-    assert run(monkeypatch, *fast, "--input", str(prompts)) == 1
+    assert run(*fast, "--input", str(prompts)) == 1
     assert capsys.readouterr().out.count("DIFFERS") == 4
 
 
@@ -89,7 +87,7 @@ def test_the_summary_says_what_the_kv_cache_takes(
         ),
     }
     for arguments, summary in summaries.items():
-        assert run(monkeypatch, *FAST, *pool, *arguments) == 0
+        assert run(*FAST, *pool, *arguments) == 0
         assert summary in capsys.readouterr().out
 
 
@@ -103,7 +101,7 @@ def test_a_report_and_a_trace(
     monkeypatch.setattr(machine_limits, "measured", lambda device, dtype, remeasure: LIMITS)
     monkeypatch.setenv("KINETO_LOG_LEVEL", "6")
     report, trace = tmp_path / "report", tmp_path / "trace.json"
-    assert run(monkeypatch, *FAST, "--quiet", "--report", str(report), "--trace", str(trace)) == 0
+    assert run(*FAST, "--quiet", "--report", str(report), "--trace", str(trace)) == 0
     out = capsys.readouterr().out
     (line,) = [line for line in out.split("\n") if "of the limit" in line]
     assert "decode" in line
@@ -122,9 +120,9 @@ def test_limits_are_measured_again_when_asked(
     asked = []
     monkeypatch.setattr(machine_limits, "cached", lambda device, dtype: None)
     monkeypatch.setattr(machine_limits, "measured", lambda device, dtype, remeasure: asked.append(remeasure))
-    assert run(monkeypatch, *FAST, "--quiet", "--remeasure-limits") == 0
+    assert run(*FAST, "--quiet", "--remeasure-limits") == 0
     assert asked == [True]
-    assert run(monkeypatch, *FAST, "--quiet") == 0
+    assert run(*FAST, "--quiet") == 0
     assert asked == [True]
     assert "not measured on this machine yet" in capsys.readouterr().out
 
@@ -133,11 +131,12 @@ def test_rows_survive_a_cut_and_resume_serves_the_rest(monkeypatch: pytest.Monke
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt_token_ids": [5, 6, n + 7]}) for n in range(9)))
     whole, cut = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
-    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(whole)) == 0
+    assert run(*FAST, "--input", str(prompts), "--output", str(whole)) == 0
     lines = whole.read_bytes().splitlines(keepends=True)
     cut.write_bytes(b"".join(lines[:4]) + lines[4][: len(lines[4]) // 2])
-    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(cut)) == 2, "an existing file is no target"
-    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(cut), "--resume") == 0
+    shutil.copy(manifest_path(whole), manifest_path(cut))
+    assert run(*FAST, "--input", str(prompts), "--output", str(cut)) == 2, "an existing file is no target"
+    assert run(*FAST, "--input", str(prompts), "--output", str(cut), "--resume") == 0
     assert rows(cut) == rows(whole)
     assert len(rows(cut)) == 9
 
@@ -148,31 +147,33 @@ def test_bad_rows_are_named_and_the_others_served(
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     good, bad = {"prompt": "import os"}, [{"prompt": ""}, {"text": "x"}, {"prompt_token_ids": [10**6]}]
     prompts.write_text("\n".join([json.dumps(good), *map(json.dumps, bad), "{", json.dumps(good)]))
-    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output)) == 1
+    assert run(*FAST, "--input", str(prompts), "--output", str(output)) == 1
     err = capsys.readouterr().err
     for number in (1, 2, 3, 4):
         assert f"row {number} (prompts.jsonl, line {number + 1}) failed" in err
-    assert sorted(rows(output)) == [0, 5]
+    assert {index for index, row in rows(output).items() if "error" in row} == {1, 2, 3, 4}
+    assert len(rows(output)) == 6
+    assert rows(output)[4]["error"]["type"] == "invalid_request_error"
 
 
 def test_a_row_may_hold_any_line_separator_but_a_newline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text(json.dumps({"prompt": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
-    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output)) == 0
+    assert run(*FAST, "--input", str(prompts), "--output", str(output)) == 0
     assert rows(output)[0]["prompt"] == "a\u2028b\x85c"
 
 
 def test_a_file_that_is_not_ours_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     precious = tmp_path / "precious.jsonl"
     precious.write_text('{"mine": 1}\nunfinished')
-    assert run(monkeypatch, *FAST, "--output", str(precious), "--resume") == 2
+    assert run(*FAST, "--output", str(precious), "--resume") == 2
     assert precious.read_text() == '{"mine": 1}\nunfinished'
 
 
 def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("import os\n\ndef f(x):\n")
-    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output)) == 0
+    assert run(*FAST, "--input", str(prompts), "--output", str(output)) == 0
     assert [rows(output)[n]["prompt"] for n in (0, 1)] == ["import os", "def f(x):"]
 
 
@@ -206,7 +207,7 @@ def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 def test_bad_arguments_exit_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
 ) -> None:
-    assert run(monkeypatch, *arguments) == 2
+    assert run(*arguments) == 2
     assert words in capsys.readouterr().err
 
 
@@ -218,11 +219,11 @@ def test_rows_may_bring_a_salt_and_a_priority_and_nothing_unknown(
     items = [{**prompt, "priority": 2}, {**prompt, "priority": 1, "cache_salt": "x"}, {**prompt, "colour": "red"}]
     prompts.write_text("\n".join(map(json.dumps, items)))
     arguments = [*FAST, "--bucket-sizes", "1", "--input", str(prompts), "--output", str(output)]
-    assert run(monkeypatch, *arguments, "--scheduling-policy", "priority") == 1
+    assert run(*arguments, "--scheduling-policy", "priority") == 1
     captured = capsys.readouterr()
-    assert "row 2 (prompts.jsonl, line 3) failed: unknown key: colour" in captured.err
+    assert "row 2 (prompts.jsonl, line 3) failed: unknown key: colour;" in captured.err
     assert "prefix cache 0 of" in captured.out, "another salt finds nothing"
-    assert list(rows(output)) == [1, 0], "the more urgent one first"
+    assert [index for index, row in rows(output).items() if "error" not in row] == [1, 0], "the more urgent one first"
     assert rows(output)[0]["token_ids"] != []
 
 
@@ -271,7 +272,7 @@ def test_rows_that_fail_while_running_are_named_and_served_on_resume(
 ) -> None:
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     sampled = [*FAST, "--temperature", "1", "--n", "2", "--input", str(prompts)]
-    assert run(monkeypatch, *sampled, "--output", str(whole)) == 0
+    assert run(*sampled, "--output", str(whole)) == 0
 
     def fail(output: RequestOutput) -> RequestOutput:
         if output.request_id not in ("2", "5"):
@@ -283,13 +284,15 @@ def test_rows_that_fail_while_running_are_named_and_served_on_resume(
     with monkeypatch.context() as failing:
         change_steps(failing, fail)
         capsys.readouterr()
-        assert run(failing, *sampled, "--output", str(output)) == 1
+        assert run(*sampled, "--output", str(output)) == 1
     err = capsys.readouterr().err
     assert "row 2 (prompts.jsonl, line 3) failed: the device is on fire" in err
     assert "row 5 (prompts.jsonl, line 6) failed: the device is on fire" in err
-    assert "2 of 9 rows failed; --resume serves them again" in err
-    assert sorted(rows(output)) == [0, 1, 3, 4, 6, 7, 8]
-    assert run(monkeypatch, *sampled, "--output", str(output), "--resume") == 0
+    assert "2 of 9 rows failed; --resume --retry-errors serves them again" in err
+    error = {"message": "the device is on fire", "type": "server_error"}
+    assert {index: row.get("error") for index, row in rows(output).items() if "error" in row} == {2: error, 5: error}
+    assert run(*sampled, "--output", str(output), "--resume") == 1, "they are there"
+    assert run(*sampled, "--output", str(output), "--resume", "--retry-errors") == 0
     assert rows(output) == rows(whole), "sampled tokens too"
 
 
@@ -307,13 +310,12 @@ def test_rows_wait_in_the_file_not_in_the_engine(
         return step(engine)
 
     monkeypatch.setattr(CompiledEngine, "step", counted)
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    monkeypatch.setattr(importlib.import_module("serve_offline"), "QUEUED_ROWS", 1)
+    monkeypatch.setattr("compiled_llm.offline.serving.QUEUED_ROWS", 1)
     arguments = [*FAST, "--scheduling-policy", "priority", "--input", str(prompts), "--output", str(output)]
-    assert run(monkeypatch, *arguments) == 1
+    assert run(*arguments) == 1
     assert "row 30 (prompts.jsonl, line 31) failed: prompt must not be empty" in capsys.readouterr().err
     assert max(unfinished) == 8, "twice as many as can run"
-    assert len(rows(output)) == 30
+    assert len(rows(output)) == 31
     assert min(list(rows(output))[:4]) > 20
 
 
@@ -327,7 +329,7 @@ def test_a_signal_ends_the_run_with_what_is_finished(
     status: int,
 ) -> None:
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(whole)) == 0
+    assert run(*FAST, "--input", str(prompts), "--output", str(whole)) == 0
 
     def interrupt(output: RequestOutput) -> RequestOutput:
         if output.request_id == "7":
@@ -337,11 +339,11 @@ def test_a_signal_ends_the_run_with_what_is_finished(
     with monkeypatch.context() as interrupted:
         change_steps(interrupted, interrupt)
         capsys.readouterr()
-        assert run(interrupted, *FAST, "--input", str(prompts), "--output", str(output)) == status
+        assert run(*FAST, "--input", str(prompts), "--output", str(output)) == status
     err = capsys.readouterr().err
     assert err.endswith(f"rows; --resume serves the others\nserve_offline: stopped by {number.name}\n")
     assert 0 < len(rows(output)) < 9
-    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output), "--resume") == 0
+    assert run(*FAST, "--input", str(prompts), "--output", str(output), "--resume") == 0
     assert rows(output) == rows(whole)
 
 
@@ -358,12 +360,12 @@ def test_a_disk_that_fills_up_ends_the_run_with_whole_rows(
 
     with monkeypatch.context() as full:
         full.setattr(os, "write", fill)
-        assert run(full, *FAST, "--input", str(prompts), "--output", str(output)) == 1
+        assert run(*FAST, "--input", str(prompts), "--output", str(output)) == 1
     err = capsys.readouterr().err
     assert f"error: --output {output}: No space left on device" in err
     assert "Traceback" not in err
     assert len(rows(output)) == 4
-    assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output), "--resume") == 0
+    assert run(*FAST, "--input", str(prompts), "--output", str(output), "--resume") == 0
     assert sorted(rows(output)) == list(range(9))
 
 
@@ -375,12 +377,12 @@ def test_the_output_is_created_and_locked_before_the_start(
 
     def start(config: EngineConfig) -> CompiledEngine:
         assert output.exists()
-        statuses.extend([run(monkeypatch, *arguments), run(monkeypatch, *arguments, "--resume")])
+        statuses.extend([run(*arguments), run(*arguments, "--resume")])
         raise ValueError("cannot start")
 
     with monkeypatch.context() as starting:
         starting.setattr(CompiledEngine, "from_config", start)
-        assert run(starting, *arguments) == 2
+        assert run(*arguments) == 2
     assert statuses == [2, 2], "the second run is refused"
     assert capsys.readouterr().err.count(f"--output {output} is being written by") == 2
     assert not output.exists(), "it holds nothing"
@@ -390,50 +392,38 @@ def test_an_interrupted_start_leaves_no_output(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(CompiledEngine, "from_config", lambda config: signal.raise_signal(signal.SIGINT))
-    assert run(monkeypatch, *FAST, "--output", str(tmp_path / "out.jsonl")) == 130
+    assert run(*FAST, "--output", str(tmp_path / "out.jsonl")) == 130
     assert capsys.readouterr().err == "serve_offline: stopped by SIGINT\n"
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.usefixtures("no_start")
 def test_the_engine_does_not_start_for_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    arguments = ["--input", str(prompts), "--output", str(output), "--resume"]
-    prompts.write_text("")
-    assert run(monkeypatch, *arguments) == 0
-    prompts.write_text('{"prompt": "a"}\n')
-    output.write_text('{"index": 0, "prompt": "a", "finish_reason": "stop"}\n')
-    assert run(monkeypatch, *arguments) == 0
+    arguments = [*FAST, "--input", str(prompts), "--output", str(output)]
     prompts.write_text('{"prompt": "a"}\n{"prompt":\n')
-    assert run(monkeypatch, *arguments) == 1
-    assert "row 1 (prompts.jsonl, line 2) failed: not JSON" in capsys.readouterr().err
+    assert run(*arguments) == 1
+    monkeypatch.setattr(CompiledEngine, "from_config", None)
+    assert run(*arguments, "--resume") == 1, "a row has an error"
+    assert "No row is left to serve" in capsys.readouterr().out
+    prompts.write_text("")
+    assert run(*arguments[:-1], str(tmp_path / "other.jsonl")) == 0
 
 
 # -- What the model brings, and lacks
 
 
 @pytest.mark.usefixtures("no_start")
-@pytest.mark.parametrize(
-    ("prompts", "words"),
-    [
-        (
-            '{"prompt_token_ids": [5]}\n{"prompt": "a"}\n',
-            "1 of 2 rows are text, first row 1 (prompts.jsonl, line 2)",
-        ),
-        ('{"prompt": "a"}\n{"prompt": "b"}\n', "2 of 2 rows are text, first row 0"),
-    ],
-)
+@pytest.mark.parametrize("row", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}])
 def test_text_for_a_model_without_a_tokenizer_is_refused_before_the_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], prompts: str, words: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], row: dict
 ) -> None:
     path, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    path.write_text(prompts)
-    arguments = ["--model", str(checkpoint("llama")), "--input", str(path), "--output", str(output)]
-    assert run(monkeypatch, *arguments) == 2
+    path.write_text(json.dumps(row))
+    assert run("--model", str(checkpoint("llama")), "--input", str(path), "--output", str(output)) == 2
     err = capsys.readouterr().err
-    assert words in err
+    assert "row 0 (prompts.jsonl, line 1) is text" in err
     assert "--tokenizer" in err
     assert not output.exists()
 
@@ -442,7 +432,7 @@ def test_token_ids_for_a_model_without_a_tokenizer_are_served(monkeypatch: pytes
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt_token_ids": [5]}\n')
     arguments = ["--model", str(checkpoint("llama")), "--input", str(prompts), "--output", str(output)]
-    assert run(monkeypatch, *FAST, *arguments) == 0
+    assert run(*FAST, *arguments) == 0
     assert len(rows(output)[0]["token_ids"]) == 6
 
 
@@ -469,7 +459,7 @@ def test_the_checkpoints_suggestions_hold_unless_flags_are_given_and_are_shown(
         ),
     ):
         output = tmp_path / f"out{length}.jsonl"
-        assert run(monkeypatch, *engine, *arguments, "--output", str(output)) == 0
+        assert run(*engine, *arguments, "--output", str(output)) == 0
         assert len(rows(output)[0]["token_ids"]) == length
         (line,) = [line for line in capsys.readouterr().out.split("\n") if line.startswith("  sampling ")]
         assert shown in line
@@ -481,7 +471,7 @@ def test_a_bad_suggestion_is_named_before_the_start(
 ) -> None:
     model = shutil.copytree(DEMO_MODEL, tmp_path / "model")
     (model / "generation_config.json").write_text('{"temperature": "hot", "eos_token_id": 0}')
-    assert run(monkeypatch, "--model", str(model)) == 2
+    assert run("--model", str(model)) == 2
     assert "generation_config.json: temperature must be a number" in capsys.readouterr().err
 
 
@@ -489,7 +479,7 @@ def test_long_prompts_are_cut_where_that_is_asked_for(monkeypatch: pytest.Monkey
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt_token_ids": [5, 6, 7, 8]}\n{"prompt_token_ids": [7, 8]}\n')
     cut = ["--truncate-prompt-tokens", "2", "--input", str(prompts), "--output", str(output)]
-    assert run(monkeypatch, *FAST, *cut) == 0
+    assert run(*FAST, *cut) == 0
     assert rows(output)[0]["token_ids"] == rows(output)[1]["token_ids"]
 
 
@@ -527,7 +517,7 @@ def test_files_that_would_destroy_each_other_are_refused(
     os.symlink(prompts, "link")
     os.symlink("new", "link_to_new")
     before = prompts.read_bytes()
-    assert run(monkeypatch, "--input", str(prompts), *arguments) == 2
+    assert run("--input", str(prompts), *arguments) == 2
     assert f"{words} must be different files" in capsys.readouterr().err
     assert prompts.read_bytes() == before
     assert not os.path.exists("new")
@@ -562,7 +552,7 @@ def test_files_that_cannot_be_written_are_found_before_the_start(
     os.makedirs("taken/report.html")
     os.mkfifo("fifo")
     os.symlink("/nowhere/x", "dangling")
-    assert run(monkeypatch, *arguments) == 2
+    assert run(*arguments) == 2
     err = capsys.readouterr().err
     assert words in err
     assert arguments[0] in err
@@ -581,7 +571,7 @@ def test_a_trace_that_is_there_is_kept_until_it_is_replaced(
         raise ValueError("cannot start")
 
     monkeypatch.setattr(CompiledEngine, "from_config", start)
-    assert run(monkeypatch, "--trace", str(trace), "--report", str(tmp_path / "report")) == 2
+    assert run("--trace", str(trace), "--report", str(tmp_path / "report")) == 2
     assert trace.read_text() == "of an earlier run"
 
 
@@ -596,7 +586,7 @@ def test_a_trace_that_fails_at_the_end_costs_the_exit_status(
 
     change_steps(monkeypatch, replace)
     arguments = [*FAST, "--input", str(prompts), "--output", str(output), "--trace", str(trace)]
-    assert run(monkeypatch, *arguments) == 1
+    assert run(*arguments) == 1
     assert f"error: --trace {trace}: " in capsys.readouterr().err
     assert len(rows(output)) == 9
 
@@ -620,7 +610,7 @@ def test_a_closed_stdout_ends_only_what_goes_nowhere_else(
     os.close(reader)
     with open(writer, "w") as pipe:
         monkeypatch.setattr(sys, "stdout", pipe)
-        assert run(monkeypatch, *arguments) == status
+        assert run(*arguments) == status
     assert "error" not in capsys.readouterr().err
     assert trace.exists() == output.exists() == has_output
 
@@ -631,7 +621,7 @@ def test_a_full_stdout_is_an_error_but_costs_no_row(
     output = tmp_path / "out.jsonl"
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
-        assert run(monkeypatch, *FAST, "--input", str(prompts), "--output", str(output)) == 1
+        assert run(*FAST, "--input", str(prompts), "--output", str(output)) == 1
     assert "serve_offline: error: stdout: No space left on device\n" in capsys.readouterr().err
     assert len(rows(output)) == 9
 
@@ -640,7 +630,7 @@ def test_a_terminal_without_utf_8_gets_escapes(monkeypatch: pytest.MonkeyPatch, 
     prompts, content = tmp_path / "prompts.txt", io.BytesIO()
     prompts.write_text("é = 語")
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, encoding="ascii"))
-    assert run(monkeypatch, *FAST, "--input", str(prompts)) == 0
+    assert run(*FAST, "--input", str(prompts)) == 0
     assert rb"\xe9 = \u8a9e" in content.getvalue()
 
 

@@ -25,7 +25,7 @@ from compiled_llm.models import llama
 from compiled_llm.ops import native, swap
 from compiled_llm.ops.rowwise.reference import rms_norm_reference
 from compiled_llm.worker import compiled_steps
-from tests.families import CONFIGS, checkpoint
+from tests.families import EVERY_CONFIG, checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 # Of CONFIGS: windows, soft caps and heads of 24 elements; biases and one KV head for each query head.
@@ -95,7 +95,7 @@ def test_odd_models(name: str, script: ModuleType, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.battery
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["demo", *CONFIGS])
+@pytest.mark.parametrize("name", ["demo", *EVERY_CONFIG])
 def test_every_family_in_full(name: str, dtype: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(DEMO_MODEL if name == "demo" else checkpoint(name))
     check_equal(script, plan_of(script, monkeypatch, "--model", model, "--dtype", dtype), 500, 5000)
