@@ -6,14 +6,12 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import compiled_llm
 from compiled_llm.command_line import engine_config, errors_end, sampling_arguments
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
-from compiled_llm.engine.model_files import checkpoint_directory, has_tokenizer
+from compiled_llm.engine.model_files import DEMO_MODEL, checkpoint_directory, has_tokenizer
 from compiled_llm.offline.display import Display
 from compiled_llm.offline.flags import CHECKED_ROWS, DEFAULT_SAMPLING
 from compiled_llm.offline.local_engine import LocalEngine
@@ -28,7 +26,7 @@ from compiled_llm.offline.serving import RunProgress
 from compiled_llm.offline.summary import print_summary, run_rows
 from compiled_llm.sampling_params import SamplingParams
 
-BUNDLED_PROMPTS = Path(compiled_llm.__file__).parent / "demo_model" / "prompts.jsonl"
+BUNDLED_PROMPTS = DEMO_MODEL / "prompts.jsonl"
 _OBSERVE_SECONDS = 0.25
 
 
