@@ -110,7 +110,7 @@ def _chat_body(row: Row, output: RequestOutput) -> dict[str, Any]:
         logprobs = None
         if completion.logprobs is not None:
             pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-            logprobs = {"content": [_chat_logprob(token_id, found) for token_id, found in pairs], "refusal": None}
+            logprobs = {"content": [_chat_logprob(row, token_id, found) for token_id, found in pairs], "refusal": None}
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         choices.append(
             {
@@ -123,9 +123,10 @@ def _chat_body(row: Row, output: RequestOutput) -> dict[str, Any]:
     return _body(row, output, "chatcmpl", "chat.completion", choices)
 
 
-def _chat_logprob(token_id: int, found: Mapping[int, Logprob]) -> dict[str, Any]:
-    """The token that was chosen, and the most likely ones, most likely first."""
-    most_likely = sorted((other for key, other in found.items() if key != token_id or len(found) > 1), key=_rank)
+def _chat_logprob(row: Row, token_id: int, found: Mapping[int, Logprob]) -> dict[str, Any]:
+    """The token that was chosen, and as many of the most likely ones as the row asks for, most likely first."""
+    most = row.sampling.get("logprobs", 0)
+    most_likely = sorted((other for other in found.values() if other.rank <= most), key=_rank)
     return {**_token(found[token_id]), "top_logprobs": [_token(other) for other in most_likely]}
 
 

@@ -52,7 +52,7 @@ def openai_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("method", "POST") != "POST":
         raise ValueError(f"method must be 'POST', given {shown(values['method'])}")
     url, body = values.get("url"), values.get("body")
-    if url not in _URLS:
+    if not isinstance(url, str) or url not in _URLS:
         raise ValueError(f"url must be one of {', '.join(_URLS)}, given {shown(url)}")
     if not isinstance(body, dict):
         raise ValueError(f"body must be a JSON object, given {shown(body)}")

@@ -5,16 +5,14 @@ At most one line, or one batch of a Parquet file, is in memory at once, whatever
 
 import codecs
 import dataclasses
-import gzip
 import importlib
-import io
 import os
 import sys
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from compiled_llm.offline.compressed import COMPRESSIONS, decompressed
 from compiled_llm.offline.process import naming
 from compiled_llm.offline.row_formats import row_of_object, row_of_text
 from compiled_llm.offline.rows import Row
@@ -23,7 +21,6 @@ MOST_LINE_BYTES = 2**26
 _BUFFER_BYTES = 2**20
 _PARQUET_ROWS = 256  # of a batch
 _KINDS = (".jsonl", ".txt", ".parquet")
-_COMPRESSIONS = (".gz", ".zst")
 STDIN = "-"
 
 
@@ -56,7 +53,7 @@ class InputFile:
         if name == STDIN:
             return cls(name)
         path = Path(name)
-        compression = path.suffix if path.suffix in _COMPRESSIONS else ""
+        compression = path.suffix if path.suffix in COMPRESSIONS else ""
         kind = path.with_suffix("").suffix if compression else path.suffix
         if kind not in _KINDS or (kind == ".parquet" and compression):
             raise ValueError(
@@ -156,7 +153,7 @@ class RowReader:
         raw: BinaryIO = sys.stdin.buffer if file.name == STDIN else open(file.name, "rb", _BUFFER_BYTES)  # noqa: SIM115
         self._open_file = None if file.name == STDIN else raw
         try:
-            stream = _decompressed(raw, file.compression)
+            stream = decompressed(raw, file.compression)
             number = 0
             while line := stream.readline(MOST_LINE_BYTES + 1):
                 number += 1
@@ -167,8 +164,6 @@ class RowReader:
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 yield number, line.removesuffix(b"\n")
-        except (EOFError, zlib.error, _zstd_error(file)) as error:
-            raise OSError(f"--input {file.name}: cannot be decompressed: {error}") from error
         except OSError as error:
             raise OSError(f"--input {file.name}: {error.strerror or error}") from error
         finally:
@@ -211,19 +206,6 @@ def _skip_line(stream: BinaryIO) -> None:
     """Pass over the rest of a line."""
     while (rest := stream.readline(_BUFFER_BYTES)) and not rest.endswith(b"\n"):
         pass
-
-
-def _decompressed(raw: BinaryIO, compression: str) -> BinaryIO:
-    if compression == ".gz":
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw), _BUFFER_BYTES)
-    if compression == ".zst":
-        reader = importlib.import_module("zstandard").ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(reader, _BUFFER_BYTES)
-    return raw
-
-
-def _zstd_error(file: InputFile) -> type[Exception]:
-    return importlib.import_module("zstandard").ZstdError if file.compression == ".zst" else EOFError
 
 
 def _without_nulls(value: Any) -> Any:
