@@ -135,6 +135,10 @@ class EngineStats:
             requests got.
         prefix_queried_tokens, prefix_hit_tokens: tokens of requests when they were first admitted, and those of them
             that the prefix cache held or that another request was about to compute.
+        num_not_finite_failures, num_out_of_memory_failures, num_exception_failures: continuations that ended with an
+            error because their logits were not finite, or because a step ran out of memory or raised another exception
+            and they were found to be the cause.
+        num_unexplained_faults: steps that failed, after which no request was found to be the cause.
         num_evictions: cached blocks whose memory was needed.
         used_blocks, cached_blocks: of ``num_kv_blocks``, those in use, and those free but still findable.
         peak_used_blocks: most KV blocks in use at once.
@@ -164,6 +168,10 @@ class EngineStats:
     num_swapped_in_tokens: int
     num_draft_tokens: int
     num_accepted_draft_tokens: int
+    num_not_finite_failures: int
+    num_out_of_memory_failures: int
+    num_exception_failures: int
+    num_unexplained_faults: int
     prefix_queried_tokens: int
     prefix_hit_tokens: int
     num_evictions: int
@@ -188,6 +196,15 @@ class EngineStats:
         now, then = dataclasses.asdict(self), dataclasses.asdict(earlier)
         states = {"num_waiting", "num_running", *(name for name in now if name.endswith(("_blocks", "_slots")))}
         return EngineStats(**{name: now[name] if name in states else now[name] - then[name] for name in now})
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """How many continuations ended because of each kind of fault."""
+        return {
+            "not finite": self.num_not_finite_failures,
+            "out of memory": self.num_out_of_memory_failures,
+            "exception": self.num_exception_failures,
+        }
 
     @property
     def host_seconds(self) -> float:

@@ -462,10 +462,18 @@ def result_of(sampled_token_ids: Iterable[int]) -> StepResult:
 
 
 class FakeEngine:
-    """The engine's loop around a fake runner, with every invariant checked after every step."""
+    """The engine's loop around a fake runner, with every invariant checked after every step.
 
-    def __init__(self, scheduler: Scheduler, *, overlap: bool = False) -> None:
+    Args:
+        breaks: whether the device breaks in this step, on which it has worked.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, *, overlap: bool = False, breaks: Callable[[SchedulerOutput], bool] | None = None
+    ) -> None:
         self.scheduler = scheduler
+        self.breaks = breaks
+        self.broken: list[SchedulerOutput] = []  # steps in which the device broke
         self.runner = FakeRunner(scheduler.limits, scheduler.pool.windows, scheduler.pool.states)
         self.outputs: list[SchedulerOutput] = []  # of all steps
         self._launched: deque[tuple[SchedulerOutput, StepResult]] = deque()
@@ -487,6 +495,9 @@ class FakeEngine:
             return None
         self.outputs.append(output)
         self._launched.append((output, self.runner.execute(output)))
+        if self.breaks is not None and self.breaks(output):
+            self.broken.append(output)
+            self.fail_steps("the reason")
         return output
 
     def collect(self) -> None:

@@ -26,3 +26,13 @@ def test_since_subtracts_counts_and_keeps_states() -> None:
     since = dataclasses.asdict(later.since(earlier))
     for place, name in enumerate(names):
         assert since[name] == (100 + 3 * place if name in STATES else 90 + 2 * place)
+
+
+def test_failures_by_kind() -> None:
+    stats = EngineStats(**{field.name: place for place, field in enumerate(dataclasses.fields(EngineStats))})
+    assert stats.failures == {
+        "not finite": stats.num_not_finite_failures,
+        "out of memory": stats.num_out_of_memory_failures,
+        "exception": stats.num_exception_failures,
+    }
+    assert len(set(stats.failures.values())) == 3

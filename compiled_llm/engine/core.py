@@ -11,6 +11,7 @@ from compiled_llm.config import EngineConfig
 from compiled_llm.constraints.token_masks import allows_any
 from compiled_llm.engine.beam_search import BeamGroup
 from compiled_llm.engine.completions import Completion, LogprobReader, UserRequest
+from compiled_llm.engine.faults import is_out_of_memory
 from compiled_llm.engine.stats import EngineCounts
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.report.roofline import windows_of
@@ -189,6 +190,7 @@ class EngineCore:
         self._advanced += advanced
         self.counts.num_steps += 1
         self.counts.num_output_tokens += sum(request.generates for request in advanced)
+        self.counts.num_not_finite_failures += sum(request.finish_reason == "error" for request in advanced)
         self.counts.num_computed_tokens += output.num_tokens
         self.log.record_step(result.bucket, output, result.seconds, result.num_experts)
         if self.log.series.is_due():
@@ -269,6 +271,7 @@ class EngineCore:
             self.scheduler.allow_cache(completion.request, entry.most_cached_tokens)
             if not completion.request.generates and any(math.isnan(row[0]) for row in found):
                 completion.failure = _NOT_FINITE
+                self.counts.num_not_finite_failures += 1
 
     def _process(self, request: Request) -> None:
         """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""
@@ -319,10 +322,15 @@ class EngineCore:
                 self.scheduler.fork(parent, child)
         self.scheduler.end_forking(parent)
 
-    def _fail_steps(self, error: BaseException) -> None:
-        """The device failed: the requests of the steps in flight end with the reason, and the others are served."""
+    def _fail_steps(self, error: Exception) -> None:
+        """The device failed: requests that turn out to be the cause end with the reason, and the others go on."""
         self.launched.clear()
-        self._advanced += self.scheduler.fail_steps_in_flight(f"{type(error).__name__}: {error}")
+        ended = self.scheduler.fail_steps_in_flight(f"{type(error).__name__}: {error}")
+        if is_out_of_memory(error):
+            self.counts.num_out_of_memory_failures += len(ended)
+        else:
+            self.counts.num_exception_failures += len(ended)
+        self._advanced += ended
 
     def _fail_all(self, error: BaseException) -> None:
         """A step failed half-way, and not on the device: end all requests, and start again with an empty scheduler."""

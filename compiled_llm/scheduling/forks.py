@@ -46,6 +46,7 @@ class Forks:
         if not self.states.fork(parent, child, count):
             return
         if not self.places.fork(parent, child, count):
+            self.states.release(child)
             return
         blocks = parent.block_ids[:num_blocks]
         for block in blocks:

@@ -28,6 +28,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     scheduler.pool.check_invariants([*(request.block_ids for request in running), *scheduler.forks.tables()])
     scheduler.swap_pool.check_invariants([request.host_block_ids for request in requests])
     scheduler.prefix_cache.check_invariants(running)
+    scheduler.suspects.check_invariants()
     holders = [*running, *scheduler.forks.kept, *scheduler.forks.holders]
     _check_places(scheduler, holders)
     scheduler.running_set.states.check_invariants(holders, requests)

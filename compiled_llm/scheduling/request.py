@@ -51,6 +51,7 @@ class Request:
             ``num_computed_tokens`` count them until then.
         num_cached_tokens: prompt tokens found in the cache when it was first admitted; -1 before.
         num_lost_tokens: computed tokens that its last preemption threw away.
+        num_unexplained_faults: how many steps failed that it was in, and of which no request was the cause.
     """
 
     request_id: str
@@ -90,6 +91,7 @@ class Request:
     stop_reason: int | str | None = None
     num_cached_tokens: int = -1
     num_lost_tokens: int = 0
+    num_unexplained_faults: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_swapped_tokens: int = 0

@@ -36,6 +36,7 @@ class SchedulerCounts:
     num_swapped_in_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_unexplained_faults: int = 0
 
 
 class RunningSet:
@@ -380,8 +381,8 @@ class RunningSet:
                 request.host_block_ids = []
                 self.states.forget_swap(request)
                 request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
-                self.waiting.remove(request)
-                self.waiting.add(request)  # by what it lacks now
+            self.waiting.remove(request)
+            self.waiting.add(request)  # by what it lacks now
         while self.running:
             self.preempt(self.running.pop(), may_swap=False)
         self.released, self.swapped_out = [], []

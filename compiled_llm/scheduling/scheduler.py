@@ -19,6 +19,7 @@ from compiled_llm.scheduling.running_set import PreemptionMode, RunningSet, Sche
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, SchedulerOutputBuilder
 from compiled_llm.scheduling.step_planner import StepPlanner
 from compiled_llm.scheduling.step_result import StepResult
+from compiled_llm.scheduling.suspects import Suspects
 
 # Why a request ends for which a step found no token (ops/sampling/token_sampling.py).
 _NO_TOKEN = (
@@ -66,6 +67,7 @@ class Scheduler:
         self.running, self.waiting = self.running_set.running, self.running_set.waiting
         self.forks = self.running_set.forks
         self.planner = StepPlanner(limits, self.running_set, self.costs, policy, target_itl_ms, drafter)
+        self.suspects = Suspects(self.running_set)
         self._num_added = 0
         self._in_flight: deque[list[Request]] = deque()  # the requests of each step whose results are not in
         self._resets = True  # the worker forgets all requests before the next step
@@ -131,6 +133,10 @@ class Scheduler:
         running_set = self.running_set
         running_set.preempted.clear()
         self.forks.end_copies()
+        if self.suspects.is_searching:
+            if self._in_flight:
+                return SchedulerOutput()
+            self.suspects.try_next()
         output = SchedulerOutputBuilder(len(self.pool.windows))
         requests = self.planner.plan(output)
         if requests:
@@ -256,10 +262,10 @@ class Scheduler:
         del request.output_token_ids[num_tokens:]
 
     def fail_steps_in_flight(self, reason: str) -> list[Request]:
-        """The steps in flight broke: what they computed cannot be relied on. Ends their requests with an error.
+        """The steps in flight broke: what they computed cannot be relied on. Returns the requests that this ended.
 
-        The worker forgets all requests before the next step: the other running ones wait to be admitted anew, and what
-        was swapped out is computed again, since its copies may not have arrived.
+        These are the cause (``Suspects``), and end with an error. All others wait to be admitted anew, since the worker
+        forgets all requests before the next step, and compute all their tokens again, those swapped out as well.
         """
         self.forks.end_copies()
         failed = {request: None for requests in self._in_flight for request in requests}
@@ -268,7 +274,7 @@ class Scheduler:
             request.cancel_drafts()
             request.num_tokens -= request.num_in_flight
             request.num_in_flight = 0
-        ended = [request for request in failed if request.status is not Status.FINISHED]
+        ended = self.suspects.take([request for request in failed if request.status is not Status.FINISHED])
         for request in ended:
             self.finish(request, "error", reason)
         self.running_set.start_over()

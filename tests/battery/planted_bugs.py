@@ -66,6 +66,9 @@ WINDOWS = Checks(
 STATES = Checks(
     ("tests/scheduling/test_state_slots.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
 )
+SUSPECTS = Checks(
+    ("tests/scheduling/test_suspects.py", "tests/battery/test_schedules.py::test_random_schedules"), load_torch=False
+)
 SCORING = Checks(
     (
         "tests/scheduling/test_scheduler_prompts_alone.py",
@@ -274,8 +277,8 @@ _SCHEDULER = [
     ),
     (
         "copies to the host are forgotten where the step is empty",
-        "        return SchedulerOutput()\n",
-        "        self.running_set.swapped_out = []\n        return SchedulerOutput()\n",
+        "        return SchedulerOutput()\n\n    def update(",
+        "        self.running_set.swapped_out = []\n        return SchedulerOutput()\n\n    def update(",
     ),
     # Results
     (
@@ -1116,6 +1119,67 @@ _STATES_IN_PREFIX_CACHE = [
         "pass",
     ),
 ]
+_SUSPECTS = [
+    (
+        "of two requests that fail together both are the cause",
+        "ended = requests if len(requests) == 1 else []",
+        "ended = requests if len(requests) <= 2 else []",
+    ),
+    (
+        "the second half of the requests of a broken step is not tried",
+        "self._groups += [others, requests[half:], requests[:half]]",
+        "self._groups += [others, requests[:half]]",
+    ),
+    (
+        "a request has passed before the token at which its step broke",
+        "max(self._targets.get(request, 0), computed + 1)",
+        "max(self._targets.get(request, 0), computed - 1)",
+    ),
+    (
+        "a request that was preempted meanwhile has passed at once",
+        "computed = max(request.num_computed_tokens, request.num_lost_tokens)",
+        "computed = request.num_computed_tokens",
+    ),
+    (
+        "those that have passed run in the trials of others",
+        "            running_set.preempt(running_set.running.pop(), may_swap=False)",
+        "            break",
+    ),
+    (
+        "other requests are admitted to a trial",
+        "running_set.waiting.serve_only(group)",
+        "running_set.waiting.serve_only(None)",
+    ),
+    (
+        "the others wait for ever",
+        "        self.running_set.waiting.serve_only(None)\n",
+        "",
+    ),
+    (
+        "requests that break steps only together do so for ever",
+        "                request.num_unexplained_faults += 1\n",
+        "                pass\n",
+    ),
+]
+_SEARCH = [
+    (
+        "steps overlap while a cause is looked for",
+        "            if self._in_flight:\n                return SchedulerOutput()\n",
+        "",
+    ),
+    (
+        "whoever was in a broken step ends",
+        "ended = self.suspects.take([",
+        "ended = [*failed]\n        self.suspects.take([",
+    ),
+]
+_FORKS_WITHOUT_PLACES = [
+    (
+        "a continuation that gets no places keeps its state",
+        "            self.states.release(child)\n",
+        "",
+    ),
+]
 _STATE_FIELDS = [
     (
         "states go where those of a step before went",
@@ -1152,6 +1216,9 @@ BUGS: dict[Bug, Checks] = {
         ("scheduling.state_pool", STATES, _STATE_POOL),
         ("scheduling.state_slots", STATES, _STATE_SLOTS),
         ("scheduling.prefix_cache", STATES, _STATES_IN_PREFIX_CACHE),
+        ("scheduling.suspects", SUSPECTS, _SUSPECTS),
+        ("scheduling.scheduler", SUSPECTS, _SEARCH),
+        ("scheduling.forks", FORKS, _FORKS_WITHOUT_PLACES),
         ("worker.step_buffers", TAGS, _STATE_FIELDS),
         ("scheduling.running_set", FORKS, _FORKS_IN_RUNNING_SET),
         ("ops.swap", BLOCK_COPIES, _COPY_BLOCKS),

@@ -19,6 +19,7 @@ import pytest
 from compiled_llm import CompiledEngine, RequestOutput, SamplingParams
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.scheduling.invariants import check_scheduler
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from tests.families import checkpoint
 
 PACKAGE = Path(sys.modules["compiled_llm"].__file__ or "").parent
@@ -37,6 +38,7 @@ STATE = [
     "scheduling/prefix_cache",
     "scheduling/request_queue",
     "scheduling/request",
+    "scheduling/suspects",
     "engine/completions",
     "engine/request_stream",
     "engine/beam_search",
@@ -92,7 +94,26 @@ def step(engine: CompiledEngine) -> None:
         engine.step()
 
 
-SCENARIOS: list[Callable[[CompiledEngine], None]] = [generate, beam_search, step]
+def broken_steps(engine: CompiledEngine) -> None:
+    """A request breaks every step that computes its third token, until it is found."""
+    runner, bad = engine.runner, set[str]()
+    launch = runner.launch
+
+    def breaking(output: SchedulerOutput) -> Any:
+        bad.update(admission.request_id for admission in output.admissions if admission.prompt_token_ids[-1] == 31)
+        columns = output.request_ids, output.num_computed_tokens, output.num_scheduled_tokens
+        if any(name in bad and start + count > 11 for name, start, count in zip(*columns, strict=True)):
+            raise RuntimeError("a step broke")
+        return launch(output)
+
+    runner.launch = breaking  # type: ignore[method-assign]
+    try:
+        engine.generate(PROMPTS, [CONTROL, FORKED, CONTROL], use_tqdm=False)
+    finally:
+        runner.launch = launch  # type: ignore[method-assign]
+
+
+SCENARIOS: list[Callable[[CompiledEngine], None]] = [generate, beam_search, step, broken_steps]
 
 
 IN_TURNS: dict[str, Any] = {"async_scheduling": False}

@@ -7,6 +7,7 @@ import itertools
 import pickle
 import random
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import settings
@@ -17,6 +18,7 @@ from compiled_llm.scheduling.costs import StepCosts
 from compiled_llm.scheduling.invariants import check_scheduler
 from compiled_llm.scheduling.request import Request, Status
 from compiled_llm.scheduling.scheduler import Scheduler
+from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.streaming import Stream
 from tests.fake_engine import (
     VOCABULARY,
@@ -164,8 +166,11 @@ class Watch:
             first = scheduler.running[0]  # a child has the rank of its parent
         num_preemptions = first.num_preemptions
         holders = set(scheduler.forks.holders)
+        searched = scheduler.suspects.is_searching  # then requests after the first may run before it
         self.engine.step()
-        assert first.num_preemptions == num_preemptions, "the first by rank was preempted"
+        assert searched or scheduler.suspects.is_searching or first.num_preemptions == num_preemptions, (
+            "the first by rank was preempted"
+        )
         self.num_taken_back += sum(request in scheduler.waiting for request in holders - scheduler.forks.holders.keys())
         self.see_ends()
 
@@ -257,15 +262,48 @@ def end_forking_at_random(rng: random.Random, watch: Watch) -> None:
         watch.end_forking(request)
 
 
+class Causes:
+    """Requests that break every step that computes their tokens from some position on."""
+
+    def __init__(self) -> None:
+        self.positions: dict[str, int] = {}
+
+    def break_step(self, output: SchedulerOutput) -> bool:
+        for index, request_id in enumerate(output.request_ids):
+            num_drafts = max(0, output.num_samples[index] - 1)
+            end = output.num_computed_tokens[index] + output.num_scheduled_tokens[index] - num_drafts
+            if index not in dict(output.moved_sinks) and end > self.positions.get(request_id, MAX_LEN):
+                return True
+        return False
+
+    def check(self, requests: Iterable[Request], num_draft_tokens: int) -> int:
+        """A request fails if it is a cause and gets so far, and no other does. Returns how many failed."""
+        num_failed = 0
+        for request in requests:
+            position = self.positions.get(request.request_id, MAX_LEN)
+            known = len(request.prompt_token_ids) + len(request.output_token_ids)
+            if request.finish_reason == "error":
+                assert known > position, "a request failed that breaks no step"
+                num_failed += 1
+            elif request.finish_reason != "abort":
+                # Its last tokens may have been drafts that were right.
+                assert known - request.generates - num_draft_tokens <= position, "it breaks steps, and ended well"
+        return num_failed
+
+
 def run_schedule(seed: int, counts: Counter[str]) -> None:
     rng = random.Random(seed)
-    watch = Watch(FakeEngine(random_scheduler(rng, drafts=True), overlap=rng.random() < 0.5))
+    causes = Causes()
+    overlap = rng.random() < 0.5
+    watch = Watch(FakeEngine(random_scheduler(rng, drafts=True), overlap=overlap, breaks=causes.break_step))
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(MAX_LEN - 1)] for _ in range(3)]
     queue = [random_request(rng, f"{seed}-{i}", prefixes) for i in range(rng.randint(1, 64))]
     # Steps after it came; some have ended by then.
     to_abort = {request: rng.randint(0, 20) for request in queue if rng.random() < 0.25}
     num_forks = rng.randint(0, 15)
     pace = rng.choice([0.2, 0.5, 1.0])
+    if seed % 3 == 0:
+        causes.positions = {r.request_id: rng.randrange(MAX_LEN) for r in queue if rng.random() < 0.2}
     for _ in range(10_000):
         while queue and (pace == 1.0 or rng.random() < pace):
             watch.add(queue.pop(0))
@@ -286,6 +324,9 @@ def run_schedule(seed: int, counts: Counter[str]) -> None:
     assert not queue
     watch.check_ends()
     watch.count(counts)
+    if causes.positions:
+        counts["requests that broke steps"] += causes.check(watch.ends, watch.engine.scheduler.limits.num_draft_tokens)
+        counts["broken steps"] += len(watch.engine.broken)
 
 
 @pytest.mark.parametrize(

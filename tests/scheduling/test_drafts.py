@@ -241,8 +241,10 @@ def test_aborts_and_broken_steps_while_drafts_are_verified(kind: str) -> None:
         if how == "abort":
             scheduler.finish(request, "abort")
         else:
-            assert engine.fail_steps("the reason") == [request, other]
+            assert engine.fail_steps("the reason") == []
+            assert not request.draft_token_ids
         engine.run()
+        assert (request.finish_reason, other.finish_reason) == ("abort" if how == "abort" else "length", "length")
         check_result(request)
         check_result(other)
         assert scheduler.pool.num_used == 0

@@ -98,6 +98,28 @@ def test_dead_entries_are_dropped_though_they_never_come_to_the_top() -> None:
     assert queue.first() is first
 
 
+def test_those_set_aside_wait_unseen() -> None:
+    a, b, c, late = ranked(0), ranked(1, 9), ranked(2), ranked(3)
+    queue = queue_of(a, b, c)
+    queue.serve_only({b, late})
+    assert (queue.first(), queue.first(most_tokens=4), queue.num_aside) == (b, None, 2)
+    assert (len(queue), set(queue), a in queue) == (3, {a, b, c}, True)
+    queue.add(late)
+    queue.remove(b)
+    queue.remove(a)
+    assert queue.first() is late
+    queue.add(a)  # aside again
+    assert (queue.first(), set(queue)) == (late, {a, c, late})
+    queue.serve_only({a})
+    assert (queue.first(), queue.num_aside) == (a, 2)
+    queue.serve_only(None)
+    assert (queue.first(), queue.num_aside, len(queue)) == (a, 0, 3)
+    queue.remove(a)
+    assert queue.first() is c
+    with pytest.raises(AssertionError, match="is queued already"):
+        queue.add(late)
+
+
 def test_random_use_against_a_sorted_list() -> None:
     rng = random.Random(0)
     queue, expected = RequestQueue(), []

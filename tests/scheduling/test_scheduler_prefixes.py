@@ -149,8 +149,9 @@ def test_requests_held_back_go_on_when_that_which_they_wait_for_ends(how: str) -
     engine, first, waiting = make_held_back()
     if how == "error":
         engine.step()  # the urgent one is through
-        engine.launch()
-        assert first in engine.fail_steps("the reason")
+        for ended in ([], [first]):
+            engine.launch()
+            assert engine.fail_steps("the reason") == ended
     else:
         engine.scheduler.finish(first, "abort")
     assert engine.scheduler.prefix_cache.num_held_back == 0
