@@ -313,11 +313,11 @@ def test_a_bad_request_is_refused_and_the_others_go_on() -> None:
     run(main())
 
 
-@pytest.mark.parametrize(("where", "num_failed"), [("launch", 4), ("schedule", 6)])
-def test_a_step_that_breaks_ends_its_requests_and_the_engine_serves_on(
+@pytest.mark.parametrize(("where", "num_failed"), [("launch", 0), ("schedule", 6)])
+def test_a_step_that_breaks_once_and_the_engine_serves_on(
     sync_engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch, where: str, num_failed: int
 ) -> None:
-    """Four run at once. A device that breaks costs these; a scheduler that breaks costs all."""
+    """Four run at once. A device that breaks once costs none of these; a scheduler that breaks costs all."""
     owner = sync_engine.runner if where == "launch" else sync_engine.scheduler
 
     async def main() -> None:

@@ -16,7 +16,6 @@ from compiled_llm import CompiledEngine, RequestsFailedWarning
 from compiled_llm.engine.engine import DEMO_MODEL
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.worker.runner import ModelRunner
-from tests.e2e.test_failures import break_once
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "perplexity.py"
 ENGINE = (
@@ -191,7 +190,10 @@ def test_texts_that_cannot_be_scored(
     assert found["status"] == 2
     assert "integers from 0 to 4095, given 99999" in found["error"]
 
-    break_once(monkeypatch, ModelRunner, "collect", 0, RuntimeError("the device is on fire"))
+    def broken(runner: ModelRunner, step: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(ModelRunner, "collect", broken)
     with pytest.warns(RequestsFailedWarning):
         found = run(script, monkeypatch, capsys, "--text", path)
     assert found["status"] == 1
