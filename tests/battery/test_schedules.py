@@ -194,6 +194,7 @@ class Watch:
         scheduler = self.engine.scheduler
         for request in list(self.keeping):
             self.end_forking(request)
+        scheduler.forks.end_copies()  # of a step in flight, whose requests may all have been aborted
         assert not self.unfinished, "requests are stuck"
         assert not scheduler.has_unfinished_requests()
         assert (scheduler.pool.num_used, scheduler.swap_pool.num_used) == (0, 0), "blocks are leaked"
