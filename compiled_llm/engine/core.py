@@ -190,7 +190,6 @@ class EngineCore:
         self._advanced += advanced
         self.counts.num_steps += 1
         self.counts.num_output_tokens += sum(request.generates for request in advanced)
-        self.counts.num_not_finite_failures += sum(request.finish_reason == "error" for request in advanced)
         self.counts.num_computed_tokens += output.num_tokens
         self.log.record_step(result.bucket, output, result.seconds, result.num_experts)
         if self.log.series.is_due():
@@ -271,7 +270,7 @@ class EngineCore:
             self.scheduler.allow_cache(completion.request, entry.most_cached_tokens)
             if not completion.request.generates and any(math.isnan(row[0]) for row in found):
                 completion.failure = _NOT_FINITE
-                self.counts.num_not_finite_failures += 1
+                self.scheduler.counts.num_not_finite_failures += 1
 
     def _process(self, request: Request) -> None:
         """A request got tokens or ended: decode them, end it where it is to end, and start those that wait for it."""

@@ -20,7 +20,6 @@ class EngineCounts:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_computed_tokens: int = 0
-    num_not_finite_failures: int = 0
     num_out_of_memory_failures: int = 0
     num_exception_failures: int = 0
     schedule_seconds: float = 0.0
@@ -44,6 +43,7 @@ class EngineCounts:
             num_swapped_in_tokens=counts.num_swapped_in_tokens,
             num_draft_tokens=counts.num_draft_tokens,
             num_accepted_draft_tokens=counts.num_accepted_draft_tokens,
+            num_not_finite_failures=counts.num_not_finite_failures,
             num_unexplained_faults=counts.num_unexplained_faults,
             prefix_queried_tokens=prefix_cache.num_queried_tokens,
             prefix_hit_tokens=prefix_cache.num_hit_tokens,

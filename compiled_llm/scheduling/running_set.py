@@ -36,6 +36,7 @@ class SchedulerCounts:
     num_swapped_in_tokens: int = 0
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_not_finite_failures: int = 0
     num_unexplained_faults: int = 0
 
 

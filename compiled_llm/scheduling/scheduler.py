@@ -180,7 +180,7 @@ class Scheduler:
             if request.finish_reason is not None:
                 continue
             if num_samples and sampled[row] < 0:  # before its blocks are published
-                self.finish(request, "error", _NO_TOKEN)
+                self._fail_without_token(request)
                 advanced.append(request)
                 continue
             is_full = start + count >= (request.num_published_blocks + 1) * block_size
@@ -233,12 +233,16 @@ class Scheduler:
         if self.prefix_cache.enabled and request.status is Status.RUNNING:
             self.running_set.wait_again(self.prefix_cache.publish(request, start + len(tokens)))
         if failed:
-            self.finish(request, "error", _NO_TOKEN)
+            self._fail_without_token(request)
         elif stop is not None:
             self._stop(request, tokens[-1])
         elif request.num_tokens >= request.max_num_tokens:
             self.finish(request, "length")
         return True
+
+    def _fail_without_token(self, request: Request) -> None:
+        self.counts.num_not_finite_failures += 1
+        self.finish(request, "error", _NO_TOKEN)
 
     def _stop(self, request: Request, token_id: int) -> None:
         # An end-of-text id is no reason of its own; an id that the user named is.
