@@ -5,7 +5,6 @@ blocks run out, the last request by rank is preempted, so that the first always 
 """
 
 import bisect
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from typing import Literal
 from compiled_llm.config import EngineLimits
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.counts import SchedulerCounts
 from compiled_llm.scheduling.forks import Forks
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
@@ -23,21 +23,6 @@ from compiled_llm.scheduling.state_slots import StateSlots
 from compiled_llm.scheduling.window_places import WindowPlaces
 
 PreemptionMode = Literal["auto", "recompute", "swap"]
-
-
-@dataclasses.dataclass
-class SchedulerCounts:
-    """What happened since the engine was made."""
-
-    num_recompute_preemptions: int = 0
-    num_swap_preemptions: int = 0
-    num_recomputed_tokens: int = 0
-    num_swapped_out_tokens: int = 0
-    num_swapped_in_tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    num_not_finite_failures: int = 0
-    num_unexplained_faults: int = 0
 
 
 class RunningSet:

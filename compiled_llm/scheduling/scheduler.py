@@ -12,10 +12,11 @@ from typing import Literal
 from compiled_llm.config import EngineLimits
 from compiled_llm.scheduling.block_pool import BlockPool
 from compiled_llm.scheduling.costs import StepCosts
+from compiled_llm.scheduling.counts import SchedulerCounts
 from compiled_llm.scheduling.drafter import CheckedDrafter
 from compiled_llm.scheduling.prefix_cache import PrefixCache
 from compiled_llm.scheduling.request import Request, Status
-from compiled_llm.scheduling.running_set import PreemptionMode, RunningSet, SchedulerCounts
+from compiled_llm.scheduling.running_set import PreemptionMode, RunningSet
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput, SchedulerOutputBuilder
 from compiled_llm.scheduling.step_planner import StepPlanner
 from compiled_llm.scheduling.step_result import StepResult
