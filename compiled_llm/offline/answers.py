@@ -54,7 +54,7 @@ def is_error(line: bytes) -> bool:
         return False
     row = json.loads(line)
     response = row.get("response")
-    return response["status_code"] != 200 if isinstance(response, dict) else "error" in row
+    return response.get("status_code") != 200 if isinstance(response, dict) else "error" in row
 
 
 def _line(values: Mapping[str, Any]) -> bytes:

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from compiled_llm.command_line import engine_config, errors_end, sampling_params
 from compiled_llm.offline.file_checks import check_files, check_writable
 from compiled_llm.offline.flags import DEFAULT_SAMPLING, parse_arguments
+from compiled_llm.offline.manifest import manifest_path
 from compiled_llm.offline.process import GuardedStream, StopSignals
 
 
@@ -42,7 +43,9 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 with errors_end(program):
                     engine_config(args)
                     sampling_params(args, **DEFAULT_SAMPLING)
-                    check_files(args.input or (), {"--output": args.output, "--trace": args.trace}, args.report)
+                    manifest = None if args.output is None else manifest_path(args.output)
+                    written = {"--output": args.output, "the manifest of --output": manifest, "--trace": args.trace}
+                    check_files(args.input or (), written, args.report)
                     if args.trace is not None:
                         check_writable("--trace", args.trace)
                 from compiled_llm.offline.run import run  # it loads torch, which takes seconds

@@ -29,6 +29,8 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
         parser.error("--resume cannot tell whether standard input is the same as before: save it to a file")
     if args.retry_errors and not args.resume:
         parser.error("--retry-errors needs --resume")
+    if args.retry_errors and args.ordered:
+        parser.error("--retry-errors writes rows again at the end of the file: leave out --ordered")
     if args.report is None and args.report_profile_steps is not None:
         parser.error("--report-profile-steps needs --report, the directory to write to")
     for name, least, most in (("report_profile_steps", 0, 1000), ("order_window", 1, 10**6), ("max_faults", 0, 10**6)):

@@ -1,7 +1,7 @@
 """The manifest of a run: what decides its results, in a file beside the output. A resumed run must have the same.
 
-What changes no token is in it for information: sizes of buckets, chunks and pools, since a request has the same tokens
-in any company, and the versions of packages.
+What changes no token is in it for information: the names of files, sizes of buckets, chunks and pools, since a request
+has the same tokens in any company, and the versions of packages.
 """
 
 import dataclasses
@@ -15,22 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from compiled_llm.config import EngineConfig
+from compiled_llm.models.files import MAX_JSON_BYTES, read_json
 from compiled_llm.offline.output_file import sync_directory
 from compiled_llm.offline.process import naming
 from compiled_llm.offline.reading import STDIN, InputFile
-from compiled_llm.text.tokenizer_files import files_of
-from compiled_llm.worker.device import resolve_device
-from compiled_llm.worker.hub import model_directory
 
 FORMAT = 1
-_SECTIONS = ("inputs", "model", "tokenizer", "engine", "sampling")  # that must be equal
-# Engine arguments that decide which tokens a row has.
-_DECIDING = (
+# Engine arguments that decide which tokens a row has. The model and the tokenizer are known by their digests.
+DECIDING = (
     *("dtype", "device", "load_format", "model_impl", "max_model_len", "kv_cache_dtype", "kv_cache_skip_layers"),
     *("quantization", "quantization_group_size", "quantization_skip", "quantization_head", "quantization_embedding"),
     *("sliding_window", "attention_sink_tokens", "logits_transforms", "exact", "seed"),
 )
-_SAMPLES, _SAMPLE_BYTES = 64, 2**16
+_PACKAGES = ("compiled-llm", "torch", "transformers")
+_NAMED_INPUTS = 3  # of those that differ
 
 
 def manifest_path(output: Path) -> Path:
@@ -38,61 +36,78 @@ def manifest_path(output: Path) -> Path:
 
 
 def make_manifest(
-    files: Sequence[InputFile], config: EngineConfig, directory: Path, sampling: Mapping[str, Any]
+    files: Sequence[InputFile],
+    config: EngineConfig,
+    sampling: Mapping[str, Any],
+    *,
+    device: str,
+    model_sha256: str,
+    tokenizer_sha256: str,
 ) -> dict[str, Any]:
-    """The manifest of a run, as values of JSON. It reads the inputs once, and a part of the model.
+    """The manifest of a run, as values of JSON. It reads the inputs once.
 
     Args:
-        directory: of the model.
         sampling: sampling parameters of the run.
+        device: the kind that ``config.device`` comes to: "cpu" or "cuda".
 
     Raises:
         OSError: a file cannot be read.
     """
     arguments = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    arguments["device"] = resolve_device(config.device).type
-    tokenizer = directory
-    if config.tokenizer is not None:
-        tokenizer = model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer")
+    arguments["device"] = device
+    deciding = {name: arguments.pop(name) for name in DECIDING}
     manifest = {
         "format": FORMAT,
         "inputs": [_input(file) for file in files],
-        "model": {"name": config.model, "revision": config.revision, "sha256": _model_digest(directory)},
-        "tokenizer": {"name": config.tokenizer, "sha256": _digest(sorted(files_of(tokenizer)))},
-        "engine": {name: arguments.pop(name) for name in _DECIDING},
+        "model_sha256": model_sha256,
+        "tokenizer_sha256": tokenizer_sha256,
+        "engine": deciding,
         "sampling": dict(sampling),
         "information": {
+            "inputs": [file.name for file in files],
             "engine": {name: value for name, value in arguments.items() if value is not None},
-            "packages": {name: _version(name) for name in ("compiled-llm", "torch", "transformers")},
-            "python": platform.python_version(),
+            "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+            "machine": platform.machine(),
         },
     }
     return json.loads(json.dumps(manifest, default=repr))
 
 
-def check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """``ValueError`` unless the run that wrote the manifest at ``path`` gives the same results as that of this one."""
-    try:
-        earlier = json.loads(path.read_text())
-        if not isinstance(earlier, dict) or earlier.get("format") != FORMAT:
-            raise ValueError(f"it is no manifest of format {FORMAT}")
-    except FileNotFoundError:
+def check_manifest(path: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Compare with the manifest at ``path`` what decides the results.
+
+    Returns:
+        What may change the last bits of a number: versions that are others than they were, as text.
+
+    Raises:
+        ValueError: the run that wrote it gives other results, or it cannot be read.
+    """
+    if not os.path.lexists(path):
         raise ValueError(
-            f"--resume needs the manifest {path} that stands beside the output of a run, and it is not there: without "
-            "it nothing tells whether these rows belong to this input"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--resume: the manifest {path} cannot be read: {error}") from error
+            f"--resume needs the manifest {path} that stands beside the output of a run, and it is not there. Without "
+            "it nothing tells whether these rows belong to this input: give another --output"
+        )
+    try:
+        earlier = read_json(path, MAX_JSON_BYTES)
+        if earlier.get("format") != FORMAT:
+            raise ValueError(f"{path}: must have the format {FORMAT}, found {earlier.get('format')!r:.100}")
+    except ValueError as error:
+        raise ValueError(f"--resume: the manifest cannot be read: {error}; give another --output") from error
     differences = list(_differences(earlier, manifest))
     if differences:
         raise ValueError(
             f"--resume: the output was made with other settings: {'; '.join(differences)}. Give those of the first "
             f"run, which {path} has, or another --output"
         )
+    return _other_versions(earlier, manifest)
 
 
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
-    """Whole or not at all, also if the machine goes down."""
+    """Whole or not at all, also if the machine goes down.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     new = path.with_name(f"{path.name}.new")
     with naming(f"the manifest {path}"):
         try:
@@ -108,60 +123,68 @@ def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
         sync_directory(path.parent)
 
 
+# -- What differs
+
+
 def _differences(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """``NAME is X and was Y``, for all that must be equal."""
-    for section in _SECTIONS:
-        old, new = earlier.get(section), now[section]
-        if old == new:
-            continue
-        if not isinstance(old, dict) or not isinstance(new, dict):
-            yield f"{section}: {_brief(new)} and was {_brief(old)}"
-            continue
+    """A text for each thing that must be equal and is not."""
+    yield from _input_differences(_list(earlier.get("inputs")), now["inputs"])
+    for kind in ("model", "tokenizer"):
+        old, new = earlier.get(f"{kind}_sha256"), now[f"{kind}_sha256"]
+        if old != new:
+            name = _dict(_dict(earlier.get("information")).get("engine")).get(kind)
+            was = "" if name is None else f", then {name!r:.200}"
+            yield f"the {kind} is another one{was} (sha256 {_brief(new)} and was {_brief(old)})"
+    for section in ("engine", "sampling"):
+        old, new = _dict(earlier.get(section)), now[section]
         for name in sorted(old.keys() | new.keys()):
             if old.get(name) != new.get(name):
-                yield f"{section} {name} is {_brief(new.get(name))} and was {_brief(old.get(name))}"
+                yield f"--{name.replace('_', '-')} is {new.get(name)!r:.100} and was {old.get(name)!r:.100}"
 
 
-def _brief(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
-        return ", ".join(f"{item.get('name')} ({str(item.get('sha256'))[:12]})" for item in value)
-    return f"{value!r:.100}"
+def _input_differences(old: Sequence[Any], new: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if len(old) != len(new):
+        yield f"--input has {len(new)} files and had {len(old)}"
+        return
+    changed = [
+        f"--input {one['name']!r:.200} has not the content of {_dict(other).get('name')!r:.200} "
+        f"(sha256 {_brief(one['sha256'])} and was {_brief(_dict(other).get('sha256'))})"
+        for one, other in zip(new, old, strict=True)
+        if any(one[name] != _dict(other).get(name) for name in ("kind", "compression", "sha256"))
+    ]
+    yield from changed[:_NAMED_INPUTS]
+    if len(changed) > _NAMED_INPUTS:
+        yield f"{len(changed) - _NAMED_INPUTS} more inputs have other contents"
+
+
+def _other_versions(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    old, new = _dict(_dict(earlier.get("information")).get("versions")), now["information"]["versions"]
+    return [f"{name} is {new[name]} and was {old.get(name)}" for name in new if new[name] != old.get(name)]
+
+
+def _brief(digest: Any) -> str:
+    return str(digest)[:12]
+
+
+def _dict(value: Any) -> Mapping[str, Any]:
+    """A manifest that somebody edited may hold anything: what is no object is one without keys."""
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list) else ()
+
+
+# -- What is compared
 
 
 def _input(file: InputFile) -> dict[str, Any]:
+    values: dict[str, Any] = {"name": Path(file.name).name, "kind": file.kind, "compression": file.compression}
     if file.name == STDIN:
-        return {"name": STDIN, "bytes": None, "sha256": None}
+        return {**values, "bytes": None, "sha256": None}
     with naming(f"--input {file.name}"), open(file.name, "rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
-    return {"name": Path(file.name).name, "bytes": file.num_bytes, "sha256": digest}
-
-
-def _model_digest(directory: Path) -> str:
-    """Of the config, and of each file of weights its size, its header and 64 samples of its data.
-
-    So two checkpoints of the same shapes are told apart unless they differ in a few values alone. To read all data
-    would take as long as to load it.
-    """
-    digest = hashlib.sha256()
-    for path in sorted(directory.glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}\n".encode())
-        with open(path, "rb") as file:
-            for place in range(_SAMPLES):
-                file.seek(place * max(0, size - _SAMPLE_BYTES) // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    files = [path for name in ("config.json", "generation_config.json") if (path := directory / name).is_file()]
-    return _digest(files, digest)
-
-
-def _digest(paths: Sequence[Path], digest: Any = None) -> str:
-    """Of names and contents."""
-    digest = digest or hashlib.sha256()
-    for path in paths:
-        if path.is_file():
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
+    return {**values, "bytes": file.num_bytes, "sha256": digest}
 
 
 def _version(package: str) -> str | None:

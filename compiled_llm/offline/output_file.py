@@ -5,6 +5,7 @@ machine itself loses when it goes down is bounded by an fsync every few seconds.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -13,12 +14,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from compiled_llm.offline.answers import index_of, is_error
+from compiled_llm.offline.answers import LONGEST_START, index_of, is_error
 from compiled_llm.offline.process import naming
 from compiled_llm.offline.row_set import RowSet
 
 SYNC_SECONDS = 5.0
 _STARTS = (b'{"index": ', b'{"id": "batch_req_')  # of all lines that a run writes
+_COPIED_BYTES = 2**20
 
 
 class OutputFile:
@@ -30,7 +32,6 @@ class OutputFile:
     Args:
         path: a new file; with ``resume`` also one that an earlier run wrote. Its last line, if a crash cut it off, is
             removed.
-        retry_errors: remove the lines of errors too, by way of a new file that takes the place of the old one.
 
     Attributes:
         done: rows that it has a line of.
@@ -43,21 +44,24 @@ class OutputFile:
         OSError: it cannot be created, read or written.
     """
 
-    def __init__(self, path: Path, *, resume: bool, retry_errors: bool = False) -> None:
+    def __init__(self, path: Path, *, resume: bool) -> None:
         self.path = path
         self.done = RowSet()
         self.num_failed = 0
+        self._size = 0
+        self._is_in_order = True
         with naming(f"--output {path}"):
             self._descriptor, self.is_new = _open(path)
         try:
             self._lock()
             if not self.is_new and not resume:
                 raise ValueError(f"--output {path} exists: give --resume to go on with it, or another name")
-            self._size = self._read()
+            self._read()
             with naming(f"--output {path}"):
-                os.ftruncate(self._descriptor, self._size)
-                if retry_errors and self.num_failed:
-                    self._remove_errors()
+                if self.is_new:
+                    sync_directory(self._target().parent)
+                elif self._size != os.fstat(self._descriptor).st_size:
+                    os.ftruncate(self._descriptor, self._size)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -67,11 +71,13 @@ class OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is not None and self.is_new and not self.done:
+            with contextlib.suppress(OSError):
+                self.path.unlink()  # before the lock is free, so that it is not the file of another run
+            os.close(self._descriptor)
+            return
         if kind is not None and kind is not SystemExit and self.done:
             print(self.describe(), file=sys.stderr)
-        elif kind is not None and self.is_new and not self.done:
-            with contextlib.suppress(OSError):
-                self.path.unlink()
         self.close()
 
     def write(self, index: int, line: bytes, failed: bool) -> None:
@@ -80,11 +86,9 @@ class OutputFile:
         ``OSError`` if it cannot be; then no part of it is left in the file.
         """
         assert index not in self.done, f"row {index} ends twice"
-        written = 0
         with naming(f"--output {self.path}"):
             try:
-                while written < len(line):
-                    written += os.write(self._descriptor, line[written:])
+                _write_all(self._descriptor, line)
             except BaseException:
                 os.ftruncate(self._descriptor, self._size)
                 raise
@@ -93,75 +97,151 @@ class OutputFile:
             self.num_failed += failed
             now = time.monotonic()
             if now - self._synced >= SYNC_SECONDS:
-                os.fsync(self._descriptor)
+                self._sync()
                 self._synced = now
+
+    def remove_errors(self) -> None:
+        """Remove the lines of errors, so that their rows are served again.
+
+        The other lines are copied to NAME.kept, which takes the place of the file when it is whole on disk. So at any
+        moment one of the two has the name, and for a while the disk holds both.
+
+        Raises:
+            OSError: it cannot be written; the file is left as it is.
+        """
+        if not self.num_failed:
+            return
+        target = self._target()
+        kept = target.with_name(f"{target.name}.kept")
+        with naming(f"--output {kept}"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(kept)  # of a run that was killed here
+            descriptor = os.open(kept, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                _take_lock(descriptor, kept)
+                self._copy_results(descriptor)
+                os.fchmod(descriptor, stat.S_IMODE(os.fstat(self._descriptor).st_mode))
+                os.fsync(descriptor)
+                os.replace(kept, target)
+            except BaseException:
+                os.close(descriptor)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(kept)
+                raise
+            os.close(self._descriptor)
+            self._descriptor = descriptor
+            sync_directory(target.parent)
+        self._read()
+
+    def check_in_order(self) -> None:
+        """``ValueError`` unless it has the first rows of the input in their order, so that the others can follow."""
+        if not self._is_in_order:
+            raise ValueError(
+                f"--ordered: the rows of {self.path} are not in the order of the input, and the others would follow "
+                "them: leave it out, or give another --output"
+            )
 
     def describe(self) -> str:
         """For a run that ends before its rows do."""
         return f"{self.path} holds {len(self.done)} rows; --resume serves the others"
 
     def close(self) -> None:
-        """Close it and give up the lock. ``OSError`` if the file system could not keep what was written."""
+        """Close it and give up the lock. ``OSError`` if what was written is not in the file of that name."""
         try:
             with naming(f"--output {self.path}"):
-                os.fsync(self._descriptor)
+                self._sync()
         finally:
             os.close(self._descriptor)
 
+    def _sync(self) -> None:
+        """Let what was written survive that the machine goes down, and look that nobody else touched the file."""
+        os.fsync(self._descriptor)
+        if not self._has_name():
+            raise OSError(errno.ESTALE, "it was removed or replaced while the run wrote to it, and its rows are lost")
+        if os.fstat(self._descriptor).st_size != self._size:
+            raise OSError(errno.ESTALE, "another program changed it while the run wrote to it")
+
     # -- What an earlier run left
 
+    def _target(self) -> Path:
+        """The file itself, where ``path`` is a symbolic link."""
+        return Path(os.path.realpath(self.path))
+
+    def _has_name(self) -> bool:
+        """Whether the open file is the one at ``path``."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
     def _lock(self) -> None:
-        status = os.fstat(self._descriptor)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
             raise ValueError(f"--output must be a regular file, given {self.path}")
         _take_lock(self._descriptor, self.path)
-        if not os.path.exists(self.path) or not os.path.samestat(status, os.stat(self.path)):
+        if not self._has_name():
             raise ValueError(f"--output {self.path} was removed or replaced by another process: run again")
 
     def _lines(self) -> Iterator[bytes]:
         with open(os.dup(self._descriptor), "rb", 2**20) as file:
             file.seek(0)
+            start = file.read(LONGEST_START)
+            if not _may_be_ours(start.rstrip(b"\0")):
+                index_of(start)  # it raises; a file that no run wrote may be one line of any length
+            file.seek(0)
             yield from file
 
-    def _read(self) -> int:
-        """Note the rows that the file holds; returns its size without a last line that was cut off."""
-        size = 0
-        for number, line in enumerate(self._lines(), 1):
-            if not line.endswith(b"\n") and any(line.startswith(start[: len(line)]) for start in _STARTS):
-                break
-            try:
-                index = index_of(line)
-                if not line.endswith(b"}\n"):
-                    raise ValueError("it does not end as a JSON object")
-                if not self.done.add(index):
-                    raise ValueError(f"row {index} was there in an earlier line")
-            except ValueError as error:
-                raise ValueError(f"--output {self.path}, line {number}: {error}. The file is left as it is") from error
-            self.num_failed += is_error(line)
-            size += len(line)
-        return size
-
-    def _remove_errors(self) -> None:
-        """Go on with a new file without the lines of errors, which takes the name of the old one when it is whole."""
-        kept = self.path.with_name(f"{self.path.name}.kept")
-        descriptor = os.open(kept, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o666)
+    def _read(self) -> None:
+        """Note the rows that the file holds, and its size without a last line that was cut off."""
+        self.done, self.num_failed, self._size, self._is_in_order = RowSet(), 0, 0, True
+        number = 1
         try:
-            _take_lock(descriptor, kept)
-            os.fchmod(descriptor, stat.S_IMODE(os.fstat(self._descriptor).st_mode))
-            done, size = RowSet(), 0
-            with open(os.dup(descriptor), "wb", 2**20) as file:
-                for line in self._lines():
-                    if not is_error(line):
-                        done.add(index_of(line))
-                        size += file.write(line)
-            os.fsync(descriptor)
-            os.replace(kept, self.path)
-            sync_directory(self.path.parent)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(self._descriptor)
-        self._descriptor, self._size, self.done, self.num_failed = descriptor, size, done, 0
+            for line in self._lines():
+                if not line.endswith(b"\n") and _may_be_ours(line.rstrip(b"\0")):
+                    break
+                self._note(line)
+                number += 1
+        except ValueError as error:
+            raise ValueError(
+                f"--output {self.path}, line {number}: {error}. The file is left as it is: give another --output"
+            ) from error
+
+    def _note(self, line: bytes) -> None:
+        """A line of an earlier run. ``ValueError`` if no run writes it."""
+        index = index_of(line)
+        if not line.endswith(b"}\n"):
+            raise ValueError("it does not end as a JSON object")
+        self._is_in_order &= index == len(self.done)
+        if not self.done.add(index):
+            raise ValueError(f"row {index} was there in an earlier line")
+        self.num_failed += is_error(line)
+        self._size += len(line)
+
+    def _copy_results(self, descriptor: int) -> None:
+        """Write all lines but those of errors."""
+        copied, size = [], 0
+        for line in self._lines():
+            if not is_error(line):
+                copied.append(line)
+                size += len(line)
+            if size >= _COPIED_BYTES:
+                _write_all(descriptor, b"".join(copied))
+                copied, size = [], 0
+        _write_all(descriptor, b"".join(copied))
+
+
+def _may_be_ours(start: bytes) -> bool:
+    """Whether these bytes may be the start of a line of a run; it may be cut off anywhere, and be empty.
+
+    What follows a line that was cut off when a machine went down may be zeros: a file system may know the size of a
+    file before its content is on the disk.
+    """
+    return any(start.startswith(known[: len(start)]) for known in _STARTS)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
+    written = 0
+    while written < len(content):
+        written += os.write(descriptor, content[written:])
 
 
 def sync_directory(directory: Path) -> None:
@@ -169,6 +249,9 @@ def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that cannot: they keep names by themselves
+            raise
     finally:
         os.close(descriptor)
 

@@ -13,9 +13,11 @@ from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
 from compiled_llm.engine.model_files import DEMO_MODEL, checkpoint_directory, has_tokenizer
 from compiled_llm.offline.display import Display
+from compiled_llm.offline.file_checks import check_writable
 from compiled_llm.offline.flags import CHECKED_ROWS, DEFAULT_SAMPLING
 from compiled_llm.offline.local_engine import LocalEngine
 from compiled_llm.offline.manifest import check_manifest, make_manifest, manifest_path, write_manifest
+from compiled_llm.offline.model_digest import model_digest, tokenizer_digest
 from compiled_llm.offline.order import ordered_for_speed
 from compiled_llm.offline.output_file import OutputFile
 from compiled_llm.offline.process import GuardedStream, StopSignals
@@ -25,6 +27,7 @@ from compiled_llm.offline.rows import Row
 from compiled_llm.offline.serving import RunProgress
 from compiled_llm.offline.summary import print_summary, run_rows
 from compiled_llm.sampling_params import SamplingParams
+from compiled_llm.worker.device import resolve_device
 
 BUNDLED_PROMPTS = DEMO_MODEL / "prompts.jsonl"
 _OBSERVE_SECONDS = 0.25
@@ -39,11 +42,16 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         sampling, sampling_text = run_sampling(args)
         output, manifest = None, None
         if args.output is not None:
-            output = OutputFile(args.output, resume=args.resume, retry_errors=args.retry_errors)
+            output = OutputFile(args.output, resume=args.resume)
     with output or contextlib.nullcontext():
         if output is not None:
             with errors_end(program):
-                manifest = run_manifest(args, reader, sampling, has_rows=bool(output.done))
+                manifest = run_manifest(args, reader, sampling)
+                if output.done:
+                    resume(args, output, manifest)
+                    manifest = None  # that of the first run stays
+                else:
+                    check_writable("the manifest of --output", manifest_path(args.output))
         progress = RunProgress(resumed=0 if output is None else len(output.done))
         if progress.resumed:
             print(f"{progress.resumed} rows were there already")
@@ -61,7 +69,7 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             print(engine.describe_start(), flush=True)
         if stdout.failure is not None and output is None:
             return 1  # no output is possible; main() prints the reason
-        if args.output is not None and manifest is not None:
+        if manifest is not None:
             write_manifest(manifest_path(args.output), manifest)
         ordered = ordered_for_speed(itertools.chain([first], rows), args.order_window)
         results = Results(output, args.ordered, not args.quiet, progress)
@@ -98,15 +106,28 @@ def serve(engine: LocalEngine, reader: RowReader, rows: Iterator[Row], results: 
     progress.seconds = time.monotonic() - started
 
 
-def run_manifest(
-    args: argparse.Namespace, reader: RowReader, sampling: dict[str, Any], *, has_rows: bool
-) -> dict[str, Any]:
-    """The manifest of the run. ``ValueError`` if the rows that the output has are of another one."""
+def run_manifest(args: argparse.Namespace, reader: RowReader, sampling: dict[str, Any]) -> dict[str, Any]:
     config = engine_config(args)
-    manifest = make_manifest(reader.files, config, checkpoint_directory(config), sampling)
-    if has_rows:
-        check_manifest(manifest_path(args.output), manifest)
-    return manifest
+    directory = checkpoint_directory(config)
+    return make_manifest(
+        reader.files,
+        config,
+        sampling,
+        device=resolve_device(config.device).type,
+        model_sha256=model_digest(directory, config.load_format),
+        tokenizer_sha256=tokenizer_digest(config, directory),
+    )
+
+
+def resume(args: argparse.Namespace, output: OutputFile, manifest: dict[str, Any]) -> None:
+    """Go on with the rows of an earlier run. ``ValueError`` if this one gives other results."""
+    others = check_manifest(manifest_path(args.output), manifest)
+    if others:
+        print(f"Other versions than before, so rows may differ from those of one run: {'; '.join(others)}")
+    if args.ordered:
+        output.check_in_order()
+    if args.retry_errors:
+        output.remove_errors()
 
 
 def run_sampling(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -141,6 +141,61 @@ def test_rows_survive_a_cut_and_resume_serves_the_rest(monkeypatch: pytest.Monke
     assert len(rows(cut)) == 9
 
 
+def test_a_resume_that_is_refused_leaves_the_files_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where all rows are errors, which are served again."""
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": ""}\n{"prompt": ""}\n')
+    arguments = [*FAST, "--input", str(prompts), "--output", str(output)]
+    again = [*arguments, "--resume", "--retry-errors"]
+    assert run(*arguments) == 1
+    written, manifest = output.read_bytes(), manifest_path(output).read_bytes()
+    capsys.readouterr()
+    assert run(*again, "--kv-cache-dtype", "int8") == 2
+    assert "--kv-cache-dtype is 'int8' and was 'auto'" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "a"}\n')
+    assert run(*again) == 2
+    assert "--input 'prompts.jsonl' has not the content of 'prompts.jsonl'" in capsys.readouterr().err
+    assert run(*arguments[:-1], str(tmp_path / "other.jsonl"), "--resume") == 0, "nothing to go on with: a new run"
+    manifest_path(output).unlink()
+    assert run(*again) == 2
+    assert "the manifest" in capsys.readouterr().err
+    assert output.read_bytes() == written
+    manifest_path(output).write_bytes(manifest)
+    prompts.write_text('{"prompt": ""}\n{"prompt": ""}\n')
+    assert run(*again, "--bucket-sizes", "1,2") == 1, "sizes of buckets change no token"
+    assert output.read_bytes() == written
+    assert manifest_path(output).read_bytes() == manifest, "of the first run"
+
+
+def test_a_manifest_without_its_output_is_replaced(tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    arguments = [*FAST, "--input", str(prompts), "--output", str(output)]
+    for options in ([], ["--resume"]):
+        manifest_path(output).write_text("{")
+        output.unlink(missing_ok=True)
+        assert run(*arguments, *options) == 0
+        assert run(*arguments, "--resume") == 0, "no row is left"
+
+
+def test_rows_in_the_order_of_the_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    items = [{"prompt": f"n = {n}", "sampling_params": {"max_tokens": 1 + 5 * n % 7}} for n in range(12)]
+    prompts.write_text("".join(json.dumps(item) + "\n" for item in items))
+    arguments = [*FAST, "--input", str(prompts), "--output", str(output), "--ordered"]
+    assert run(*arguments) == 0
+    whole = output.read_bytes()
+    assert list(rows(output)) == list(range(12))
+    output.write_bytes(whole[: len(whole) // 2])
+    assert run(*arguments, "--resume") == 0
+    assert output.read_bytes() == whole
+    output.write_bytes(b"".join(whole.splitlines(keepends=True)[4:6]))
+    assert run(*arguments, "--resume") == 2
+    assert "--ordered: the rows of" in capsys.readouterr().err
+
+
 def test_bad_rows_are_named_and_the_others_served(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +249,9 @@ def test_a_prompt_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
         (["--input", "prompts.csv"], ".jsonl or .txt"),
         (["--input", "no-such-file.txt"], "no-such-file.txt"),
         (["--resume"], "--output"),
+        (["--output", "out.jsonl", "--retry-errors"], "--retry-errors needs --resume"),
+        (["--output", "out.jsonl", "--resume", "--retry-errors", "--ordered"], "leave out --ordered"),
+        (["--output", "out.jsonl", "--resume", "--input", "-"], "save it to a file"),
         (["--device", "tpu"], "device"),
         (["--output", "/no/such/directory/out.jsonl"], "/no/such/directory"),
         (["--trace", "/no/such/directory/trace.json"], "/no/such/directory"),
@@ -501,6 +559,7 @@ def test_long_prompts_are_cut_where_that_is_asked_for(monkeypatch: pytest.Monkey
         (["--output", "report/report.json", "--report", "report"], "--output and report.json of --report"),
         (["--trace", "folder/report.html", "--report", "folder"], "--trace and report.html of --report"),
         (["--output", "new", "--report", "new"], "--output and --report"),
+        (["--output", "new", "--trace", "new.manifest.json"], "the manifest of --output and --trace"),
     ],
 )
 def test_files_that_would_destroy_each_other_are_refused(
@@ -538,6 +597,8 @@ def test_files_that_would_destroy_each_other_are_refused(
         (["--trace", "/dev/full"], "must be a regular file"),
         (["--output", "dangling"], "No such file or directory"),
         (["--output", "x" * 300], "File name too long"),
+        (["--output", "x" * 250], "File name too long"),  # of the manifest
+        (["--output", "made"], "Is a directory"),
         (["--output", "/dev/full", "--resume"], "must be a regular file"),
     ],
 )
@@ -550,6 +611,7 @@ def test_files_that_cannot_be_written_are_found_before_the_start(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     os.makedirs("taken/report.html")
+    os.mkdir("made.manifest.json")
     os.mkfifo("fifo")
     os.symlink("/nowhere/x", "dangling")
     assert run(*arguments) == 2

@@ -1,0 +1,182 @@
+"""The manifest: a run goes on only with rows that it would have made itself."""
+
+import copy
+import dataclasses
+import errno
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_llm.config import EngineConfig
+from compiled_llm.offline import manifest as manifest_module
+from compiled_llm.offline.manifest import DECIDING, check_manifest, make_manifest, manifest_path, write_manifest
+from compiled_llm.offline.reading import InputFile
+
+# Engine arguments that change no token. Those of the model and the tokenizer are compared by their files.
+CHANGING_NO_TOKEN = {
+    *("model", "revision", "tokenizer", "tokenizer_revision"),
+    *("bucket_sizes", "token_bucket_sizes", "max_num_seqs", "max_num_batched_tokens", "block_size", "num_kv_blocks"),
+    *("kv_cache_memory_bytes", "num_state_slots", "gpu_memory_utilization", "swap_space_bytes", "preemption_mode"),
+    *("scheduling_policy", "target_itl_ms", "enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"),
+    *("cuda_graphs", "compile_workers", "num_threads", "max_logprobs", "max_queued_requests", "max_request_id_length"),
+    *("max_grammar_seconds", "max_grammar_bytes", "enforce_eager", "progress", "check_invariants"),
+}
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> list[str]:
+    names = []
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": name}) + "\n")
+        names.append(str(tmp_path / name))
+    return names
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return manifest_path(tmp_path / "out.jsonl")
+
+
+def made(inputs: list[str], sampling: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    digests = {name: changes.pop(name, default) for name, default in (("model_sha256", "a"), ("tokenizer_sha256", "b"))}
+    device = changes.pop("device", "cpu")
+    files = [InputFile.of(name) for name in inputs]
+    return make_manifest(files, EngineConfig(**changes), sampling or {"max_tokens": 8}, device=device, **digests)
+
+
+def test_it_stands_beside_the_output() -> None:
+    assert manifest_path(Path("there/out.jsonl")) == Path("there/out.jsonl.manifest.json")
+
+
+def test_every_engine_argument_is_compared_or_changes_no_token() -> None:
+    """A new argument has to be put into one of the two."""
+    assert {field.name for field in dataclasses.fields(EngineConfig)} == set(DECIDING) | CHANGING_NO_TOKEN
+    assert not set(DECIDING) & CHANGING_NO_TOKEN
+
+
+def test_the_same_run_goes_on(path: Path, inputs: list[str]) -> None:
+    write_manifest(path, made(inputs))
+    assert check_manifest(path, made(inputs)) == []
+    assert sorted(os.listdir(path.parent)) == ["a.jsonl", "b.jsonl", path.name]
+    written = json.loads(path.read_text())
+    assert [entry["name"] for entry in written["inputs"]] == ["a.jsonl", "b.jsonl"]
+    assert written["information"]["inputs"] == inputs
+
+
+def test_what_changes_no_token_may_change(path: Path, inputs: list[str], tmp_path: Path) -> None:
+    write_manifest(path, made(inputs))
+    changes = {"bucket_sizes": (1, 4), "max_num_batched_tokens": 64, "num_kv_blocks": 99, "model": "/elsewhere"}
+    moved = [str(Path(name).rename(tmp_path / f"moved-{Path(name).name}")) for name in inputs]
+    assert check_manifest(path, made(moved, **changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype is 'int8' and was 'auto'"),
+        ({"seed": 1}, "--seed is 1 and was 0"),
+        ({"device": "cuda"}, "--device is 'cuda' and was 'cpu'"),
+        (
+            {"quantization": "int8", "quantization_skip": ("layers.0",)},
+            r"--quantization is 'int8' and was None; --quantization-skip is \['layers.0'\] and was \[\]",
+        ),
+        ({"sampling": {"max_tokens": 9}}, "--max-tokens is 9 and was 8"),
+        ({"sampling": {"max_tokens": 8, "top_p": 0.5}}, "--top-p is 0.5 and was None"),
+        ({"model_sha256": "c", "model": "y"}, r"the model is another one, then 'x' \(sha256 c and was a\)"),
+        ({"tokenizer_sha256": "c"}, r"the tokenizer is another one \(sha256 c and was b\)"),
+        ({"seed": 1, "dtype": "float32"}, "--dtype is 'float32' and was 'auto'; --seed is 1 and was 0. Give those"),
+    ],
+)
+def test_what_decides_the_rows_is_named(path: Path, inputs: list[str], changes: dict[str, Any], words: str) -> None:
+    write_manifest(path, made(inputs, model="x"))
+    with pytest.raises(ValueError, match=words) as error:
+        check_manifest(path, made(inputs, **{"model": "x", **changes}))
+    assert str(path) in str(error.value), "what to do"
+
+
+def test_other_inputs_are_named(path: Path, inputs: list[str], tmp_path: Path) -> None:
+    write_manifest(path, made(inputs))
+    with pytest.raises(ValueError, match="--input has 1 files and had 2"):
+        check_manifest(path, made(inputs[:1]))
+    with pytest.raises(ValueError, match=r"'b.jsonl' has not the content of 'a.jsonl' .*; --input 'a.jsonl' has not"):
+        check_manifest(path, made(inputs[::-1]))
+    text = Path(inputs[0]).rename(tmp_path / "a.txt")
+    with pytest.raises(ValueError, match=r"--input 'a.txt' has not the content of 'a.jsonl'"):
+        check_manifest(path, made([str(text), inputs[1]]))  # each line is a prompt, then
+    text.rename(inputs[0])
+    with open(inputs[1], "a") as file:
+        file.write(" ")
+    with pytest.raises(ValueError, match=r"--input 'b.jsonl' has not the content of 'b.jsonl' \(sha256 \w+ and was"):
+        check_manifest(path, made(inputs))
+
+
+def test_of_many_other_inputs_the_first_are_named(path: Path, inputs: list[str]) -> None:
+    write_manifest(path, made(inputs[:1] * 9))
+    with pytest.raises(ValueError, match=r"6 more inputs have other contents\. Give") as error:
+        check_manifest(path, made(inputs[1:] * 9))
+    assert str(error.value).count("has not the content") == 3
+
+
+def test_other_versions_are_told(path: Path, inputs: list[str]) -> None:
+    earlier = made(inputs)
+    now = copy.deepcopy(earlier)
+    earlier["information"]["versions"] |= {"torch": "1.0"}
+    del earlier["information"]["versions"]["python"]
+    write_manifest(path, earlier)
+    told = check_manifest(path, now)
+    versions = now["information"]["versions"]
+    assert told == [f"python is {versions['python']} and was None", f"torch is {versions['torch']} and was 1.0"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "not readable as JSON"),
+        (b"[]", "must hold a JSON object"),
+        (b"[" * 100_000, "not readable as JSON"),
+        (b"\xff", "not readable as JSON"),
+        (b"{}", "must have the format 1, found None"),
+        (b'{"format": 2}', "must have the format 1, found 2"),
+        (b'{"format": 1}', "--input has 2 files and had 0"),
+        (b'{"format": 1, "inputs": [1, null], "engine": [], "sampling": 3, "information": "x"}', "sha256"),
+    ],
+)
+def test_what_no_run_wrote_is_refused(path: Path, inputs: list[str], content: bytes, words: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"--resume: .*{words}.* another --output"):
+        check_manifest(path, made(inputs))
+    assert path.read_bytes() == content
+
+
+def test_without_a_manifest_nothing_is_resumed(path: Path, inputs: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"it is not there\. .*: give another --output"):
+        check_manifest(path, made(inputs))
+    path.mkdir()
+    with pytest.raises(ValueError, match="must be a regular file, found a directory"):
+        check_manifest(path, made(inputs))
+
+
+@pytest.mark.parametrize("function", ["fsync", "replace"])
+def test_it_is_there_whole_or_not_at_all(
+    path: Path, inputs: list[str], monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    write_manifest(path, made(inputs))
+    before = path.read_bytes()
+
+    def full(*arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(manifest_module.os, function, full)
+        with pytest.raises(OSError, match=rf"the manifest .*{path.name}: No space left"):
+            write_manifest(path, made(inputs, seed=5))
+    assert path.read_bytes() == before
+    assert sorted(os.listdir(path.parent)) == ["a.jsonl", "b.jsonl", path.name]
+
+
+def test_standard_input_has_no_digest() -> None:
+    assert made(["-"])["inputs"][0]["sha256"] is None
