@@ -12,8 +12,9 @@ import psutil
 
 from compiled_llm.command_line import engine_config
 from compiled_llm.engine.engine import CompiledEngine
+from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row
-from compiled_llm.offline.serving import RowIterator, RowResult, RowServer, RunProgress
+from compiled_llm.offline.serving import RowIterator, RowServer
 from compiled_llm.offline.summary import engine_rows
 from compiled_llm.report import machine_limits
 from compiled_llm.report.report import RunReport

@@ -5,7 +5,7 @@ import sys
 
 from compiled_llm.offline.in_order import InOrder
 from compiled_llm.offline.output_file import OutputFile
-from compiled_llm.offline.serving import RowResult, RunProgress
+from compiled_llm.offline.progress import RowResult, RunProgress
 
 _NAMED_FAILURES = 20
 

@@ -18,13 +18,13 @@ from compiled_llm.offline.flags import CHECKED_ROWS, DEFAULT_SAMPLING
 from compiled_llm.offline.local_engine import LocalEngine
 from compiled_llm.offline.manifest import check_manifest, make_manifest, manifest_path, write_manifest
 from compiled_llm.offline.model_digest import model_digest, tokenizer_digest
-from compiled_llm.offline.order import ordered_for_speed
+from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.output_file import OutputFile
 from compiled_llm.offline.process import GuardedStream, StopSignals
+from compiled_llm.offline.progress import RunProgress
 from compiled_llm.offline.reading import RowReader
 from compiled_llm.offline.results import Results
 from compiled_llm.offline.rows import Row
-from compiled_llm.offline.serving import RunProgress
 from compiled_llm.offline.summary import print_summary, run_rows
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.worker.device import resolve_device
@@ -55,7 +55,7 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         progress = RunProgress(resumed=0 if output is None else len(output.done))
         if progress.resumed:
             print(f"{progress.resumed} rows were there already")
-        rows = (row for row in reader if output is None or row.index not in output.done)
+        rows: Iterator[Row] = (row for row in reader if output is None or row.index not in output.done)
         first = next(rows, None)
         if first is None:
             print("No row is left to serve: the engine did not start, and there is no summary, report or trace.")
@@ -71,13 +71,14 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             return 1  # no output is possible; main() prints the reason
         if manifest is not None:
             write_manifest(manifest_path(args.output), manifest)
-        ordered = ordered_for_speed(itertools.chain([first], rows), args.order_window)
+        gain = OrderGain()
+        rows = ordered_for_speed(itertools.chain([first], rows), args.order_window, sampling["max_tokens"], gain)
         results = Results(output, args.ordered, not args.quiet, progress)
-        serve(engine, reader, ordered, results, signals)
+        serve(engine, reader, rows, results, signals)
         reader.check_unchanged()
 
     engine_rows, is_written = engine.finish()
-    print_summary({**run_rows(progress, sampling_text), **engine_rows})
+    print_summary({**run_rows(progress, sampling_text), "order": str(gain), **engine_rows})
     if progress.failed:
         again = "" if output is None else "; --resume --retry-errors serves them again"
         print(f"{progress.failed} of {progress.rows} rows failed{again}", file=sys.stderr)

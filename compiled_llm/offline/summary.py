@@ -3,7 +3,7 @@
 import resource
 
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.offline.serving import RunProgress
+from compiled_llm.offline.progress import RunProgress
 from compiled_llm.report.machine_limits import significant
 from compiled_llm.report.report import RunReport
 from compiled_llm.step.kv_cache import describe
