@@ -48,9 +48,13 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                     check_files(args.input or (), written, args.report)
                     if args.trace is not None:
                         check_writable("--trace", args.trace)
-                from compiled_llm.offline.run import run  # it loads torch, which takes seconds
+                from compiled_llm.offline.run import EngineFaultsError, run  # it loads torch, which takes seconds
 
-                status = run(program, args, stdout, signals)
+                try:
+                    status = run(program, args, stdout, signals)
+                except EngineFaultsError as error:
+                    print(f"{program}: error: {error}", file=sys.stderr)
+                    return 1
         except KeyboardInterrupt as interrupt:
             number = signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
             print(f"{program}: stopped by {number.name}", file=sys.stderr)

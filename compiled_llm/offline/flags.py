@@ -1,6 +1,7 @@
 """The flags of an offline run, and how they are checked by themselves."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,12 @@ from compiled_llm.command_line import FlagParser, add_engine_arguments, add_samp
 DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
 CHECKED_ROWS = 4
 ORDER_WINDOW = 16_384
+_RANGES = {
+    "report_profile_steps": (0, 1000),
+    "order_window": (1, 10**6),
+    "max_faults": (0, 10**6),
+    "workers": (1, 1024),
+}
 
 
 def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -18,10 +25,13 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
     add_engine_arguments(parser)
     add_sampling_arguments(parser, **DEFAULT_SAMPLING)
     args = parser.parse_args(arguments)
+    args.arguments = list(sys.argv[1:] if arguments is None else arguments)
     files = {"--output": args.output, "--report": args.report, "--trace": args.trace}
     written = [flag for flag, path in files.items() if path is not None]
     if args.check and (written or sampling_arguments(args)):
         parser.error(f"--check serves no file: leave out {', '.join(written) or 'the sampling parameters'}")
+    if args.workers > 1 and (args.trace is not None or args.check):
+        parser.error(f"{'--check' if args.check else '--trace'} needs one engine: leave out --workers")
     for flag in ("resume", "ordered"):
         if getattr(args, flag) and args.output is None:
             parser.error(f"--{flag} needs --output, the file to write")
@@ -33,7 +43,7 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
         parser.error("--retry-errors writes rows again at the end of the file: leave out --ordered")
     if args.report is None and args.report_profile_steps is not None:
         parser.error("--report-profile-steps needs --report, the directory to write to")
-    for name, least, most in (("report_profile_steps", 0, 1000), ("order_window", 1, 10**6), ("max_faults", 0, 10**6)):
+    for name, (least, most) in _RANGES.items():
         given = getattr(args, name)
         if given is not None and not least <= given <= most:
             parser.error(f"--{name.replace('_', '-')} must be from {least} to {most}, given {given}")
@@ -62,6 +72,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="end the run when steps failed, or gave no numbers, more often than this in the same way (default: 1)",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="serve with N engines, each in a process of its own with its share of the cores, or a GPU (default: 1)",
     )
     add("--quiet", action="store_true", help="print the summary only")
     add("--report", type=Path, metavar="DIR", help="write a report of the run there, as HTML and JSON")

@@ -14,7 +14,7 @@ from compiled_llm.command_line import engine_config
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row
-from compiled_llm.offline.serving import RowIterator, RowServer
+from compiled_llm.offline.serving import RowIterator, RowServer, RowSource
 from compiled_llm.offline.summary import engine_rows
 from compiled_llm.report import machine_limits
 from compiled_llm.report.report import RunReport
@@ -54,9 +54,21 @@ class LocalEngine:
     def describe_start(self) -> str:
         return f"{self._engine.compile_report()}\n\n{self._engine.memory_report()}"
 
-    def serve(self, rows: Iterator[Row], is_stopped: Callable[[], bool]) -> Iterator[RowResult | None]:
+    @property
+    def max_num_seqs(self) -> int:
+        return self._engine.runner.limits.max_num_seqs
+
+    def serve_source(self, source: RowSource) -> Iterator[RowResult | None]:
         """As ``RowServer.serve``."""
+        return self._server.serve(source)
+
+    def serve(self, rows: Iterator[Row], is_stopped: Callable[[], bool]) -> Iterator[RowResult | None]:
+        """Each row's result as the row ends, and None after each step; once stopped, of the rows that run."""
         return self._server.serve(RowIterator(rows, is_stopped))
+
+    def faults(self) -> dict[str, int]:
+        """How many requests ended for a fault of the engine, not for one of their own, by the kind of fault."""
+        return self._engine.stats().failures
 
     def observe(self, progress: RunProgress) -> None:
         """Set what ``progress`` says of the engine."""

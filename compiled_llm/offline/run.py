@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from compiled_llm.command_line import engine_config, errors_end, sampling_arguments
@@ -16,6 +16,7 @@ from compiled_llm.offline.display import Display
 from compiled_llm.offline.file_checks import check_writable
 from compiled_llm.offline.flags import CHECKED_ROWS, DEFAULT_SAMPLING
 from compiled_llm.offline.local_engine import LocalEngine
+from compiled_llm.offline.local_workers import LocalLauncher, visible_gpus, worker_settings
 from compiled_llm.offline.manifest import check_manifest, make_manifest, manifest_path, write_manifest
 from compiled_llm.offline.model_digest import model_digest, tokenizer_digest
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
@@ -26,6 +27,7 @@ from compiled_llm.offline.reading import RowReader
 from compiled_llm.offline.results import Results
 from compiled_llm.offline.rows import Row
 from compiled_llm.offline.summary import print_summary, run_rows
+from compiled_llm.offline.workers import WorkerEngines
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.worker.device import resolve_device
 
@@ -43,7 +45,8 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         output, manifest = None, None
         if args.output is not None:
             output = OutputFile(args.output, resume=args.resume)
-    with output or contextlib.nullcontext():
+    with contextlib.ExitStack() as files:
+        files.enter_context(output or contextlib.nullcontext())
         if output is not None:
             with errors_end(program):
                 manifest = run_manifest(args, reader, sampling)
@@ -62,7 +65,8 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             return 1 if output is not None and output.num_failed else 0
         with errors_end(program):
             check_tokenizer(args, first)
-            engine = LocalEngine(args, sampling)
+            engine = LocalEngine(args, sampling) if args.workers == 1 else start_workers(program, args, sampling)
+            files.callback(engine.close)
         with errors_end(program, (RuntimeError,), status=1):
             engine.prepare_report()
         if not args.quiet:
@@ -74,10 +78,10 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         gain = OrderGain()
         rows = ordered_for_speed(itertools.chain([first], rows), args.order_window, sampling["max_tokens"], gain)
         results = Results(output, args.ordered, not args.quiet, progress)
-        serve(engine, reader, rows, results, signals)
+        serve(engine, reader, rows, results, signals, args)
         reader.check_unchanged()
 
-    engine_rows, is_written = engine.finish()
+        engine_rows, is_written = engine.finish()
     print_summary({**run_rows(progress, sampling_text), "order": str(gain), **engine_rows})
     if progress.failed:
         again = "" if output is None else "; --resume --retry-errors serves them again"
@@ -90,13 +94,31 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
     return 0 if is_written and not num_failed else 1
 
 
-def serve(engine: LocalEngine, reader: RowReader, rows: Iterator[Row], results: Results, signals: StopSignals) -> None:
-    """Serve ``rows`` until they end, or until a signal comes and those that run have ended."""
+class EngineFaultsError(Exception):
+    """The engine failed more often than is allowed."""
+
+
+def serve(
+    engine: LocalEngine | WorkerEngines,
+    reader: RowReader,
+    rows: Iterator[Row],
+    results: Results,
+    signals: StopSignals,
+    args: argparse.Namespace,
+) -> None:
+    """Serve ``rows`` until they end, or until a signal comes and those that run have ended.
+
+    Raises:
+        EngineFaultsError: faults of a kind ended more rows than ``--max-faults`` allows.
+        OSError: the input cannot be read any further, or the output not be written.
+    """
     progress, started, observed = results.progress, time.monotonic(), 0.0
-    with signals.gracefully(), Display(sys.stderr) as display:
+    with signals.gracefully(), Display(sys.stderr, shown=args.progress != "off") as display:
         for result in engine.serve(rows, lambda: signals.number is not None):
             if result is not None:
                 results.add(result)
+            if result is not None and result.error is not None:
+                check_faults(engine.faults(), args.max_faults)
             now = time.monotonic()
             if now - observed >= _OBSERVE_SECONDS:
                 observed = now
@@ -107,7 +129,18 @@ def serve(engine: LocalEngine, reader: RowReader, rows: Iterator[Row], results: 
     progress.seconds = time.monotonic() - started
 
 
+def check_faults(faults: Mapping[str, int], most: int) -> None:
+    """``EngineFaultsError`` if there are more than ``most`` of a kind."""
+    for kind, count in faults.items():
+        if count > most:
+            raise EngineFaultsError(
+                f"{count} rows ended for the same kind of fault ({kind}), and --max-faults allows {most}: the model, "
+                "the memory or the machine may be broken; the errors of these rows say more"
+            )
+
+
 def run_manifest(args: argparse.Namespace, reader: RowReader, sampling: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of the run."""
     config = engine_config(args)
     directory = checkpoint_directory(config)
     return make_manifest(
@@ -129,6 +162,13 @@ def resume(args: argparse.Namespace, output: OutputFile, manifest: dict[str, Any
         output.check_in_order()
     if args.retry_errors:
         output.remove_errors()
+
+
+def start_workers(program: str, args: argparse.Namespace, sampling: dict[str, Any]) -> WorkerEngines:
+    """``ValueError`` if there is not a core or a GPU for each of them."""
+    gpus = visible_gpus(args.device)
+    settings = worker_settings(program, args, sampling, len(gpus))
+    return WorkerEngines(LocalLauncher([each["cpus"] for each in settings], gpus), settings)
 
 
 def run_sampling(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -24,7 +24,8 @@ class RowSource(Protocol):
         stopped: rows that have not begun are to be dropped, those that run to be finished.
     """
 
-    ended: bool
+    @property
+    def ended(self) -> bool: ...
 
     @property
     def stopped(self) -> bool: ...

@@ -1,0 +1,135 @@
+"""A worker of an offline run: an engine in a process of its own, which gets rows through a socket and sends results.
+
+Messages to it are JSON: ``{"rows": [...]}`` (row_to_json), ``{"stop": true}``, ``{"end": true}``. Each of its own is a
+line of JSON and, after it, the lines of the results that it names. The first message to it are its settings.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from compiled_llm.child_process import Channel, decoded, encoded
+from compiled_llm.offline.flags import parse_arguments
+from compiled_llm.offline.progress import RowResult, RunProgress
+from compiled_llm.offline.rows import Row, row_from_json
+
+FLUSH_RESULTS = 64  # results that are sent together at most
+
+
+class SocketRows:
+    """The rows that the driver sends, as a ``RowSource``. A driver that has gone ends the process."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._rows: deque[Row] = deque()
+        self._is_last = self.stopped = False
+
+    @property
+    def ended(self) -> bool:
+        return self._is_last and not self._rows
+
+    def take(self, wait: bool) -> Row | None:
+        self.receive(wait and not self._rows)
+        return self._rows.popleft() if self._rows else None
+
+    def receive(self, wait: bool) -> None:
+        """Take the messages that are there; with ``wait``, until there is a row or no row will come."""
+        while not self._is_last:
+            if not select.select([self._channel.socket], [], [], None if wait else 0)[0]:
+                return
+            try:
+                message = decoded(self._channel.receive())
+            except (EOFError, OSError):
+                os._exit(1)  # the driver has gone: nobody takes the results of what runs
+            self._rows.extend(map(row_from_json, message.get("rows", ())))
+            self.stopped |= "stop" in message
+            self._is_last |= self.stopped or "end" in message
+            if self.stopped:
+                self._rows.clear()
+            wait = wait and not self._rows
+
+
+def send_results(channel: Channel, results: list[RowResult], state: Mapping[str, Any]) -> None:
+    """One message with ``results`` and what else the driver is to know."""
+    heads = [
+        (r.index, r.name, len(r.line), r.error, r.num_prompt_tokens, r.num_cached_tokens, r.num_output_tokens)
+        for r in results
+    ]
+    channel.send(encoded({**state, "results": heads}) + b"\n" + b"".join(result.line for result in results))
+
+
+def read_results(message: bytes) -> tuple[list[RowResult], dict[str, Any]]:
+    """What ``send_results`` sent."""
+    head, _, content = message.partition(b"\n")
+    state = decoded(head)
+    results, start = [], 0
+    for index, name, length, error, *counts in state.pop("results"):
+        results.append(RowResult(index, name, content[start : start + length], error, *counts))
+        start += length
+    return results, state
+
+
+def run_worker(connection: socket.socket) -> None:
+    """Serve what comes through ``connection`` until it ends."""
+    channel = Channel(connection)
+    settings = decoded(channel.receive())
+    if settings["cpus"] is not None:
+        os.sched_setaffinity(0, settings["cpus"])
+    args = parse_arguments(settings["program"], settings["arguments"])
+    for name, value in settings["overrides"].items():
+        setattr(args, name, value)
+    if args.report is not None:
+        args.report /= f"worker-{settings['number']}"
+    try:
+        from compiled_llm.offline.local_engine import LocalEngine  # it loads torch, after the affinity is set
+
+        engine = LocalEngine(args, settings["sampling"])
+        engine.prepare_report()
+    except (ValueError, OSError, RuntimeError) as error:
+        send_results(channel, [], {"failure": f"{error}"})
+        return
+    with contextlib.closing(engine):
+        ready = {"max_num_seqs": engine.max_num_seqs, "description": engine.describe_start()}
+        send_results(channel, [], {"ready": ready})
+        source, results = SocketRows(channel), list[RowResult]()
+        for result in engine.serve_source(source):
+            if result is not None:
+                results.append(result)
+            if results and (result is None or len(results) >= FLUSH_RESULTS):
+                send_results(channel, results, _state(engine))
+                results = []
+        if results:
+            send_results(channel, results, _state(engine))
+        rows, is_written = engine.finish()
+        send_results(channel, [], {**_state(engine), "finished": {"summary": rows, "is_written": is_written}})
+
+
+def _state(engine: Any) -> dict[str, Any]:
+    progress = RunProgress()
+    engine.observe(progress)
+    return {
+        "running": progress.running,
+        "waiting": progress.waiting,
+        "kv_share": progress.kv_share,
+        "faults": engine.faults(),
+    }
+
+
+def main() -> None:
+    """The process: its standard input is the socket. An interrupt from a terminal is the driver's to deal with."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    with connection, contextlib.redirect_stdout(sys.stderr):
+        run_worker(connection)
+
+
+if __name__ == "__main__":
+    main()

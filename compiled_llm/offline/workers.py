@@ -1,0 +1,251 @@
+"""Workers: an offline run with many engines, each in a process of its own.
+
+The driver reads, orders and writes; workers compute. A worker that dies is started again, and its rows are served
+again: by one worker, few of them at a time, so that a row that ends every process it runs in is found. The driver alone
+writes, and a row that has a result is done, so no row is there twice.
+"""
+
+import contextlib
+import itertools
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from compiled_llm.child_process import Channel, encoded
+from compiled_llm.offline.answers import error_line
+from compiled_llm.offline.progress import RowResult, RunProgress
+from compiled_llm.offline.rows import Row, row_to_json
+from compiled_llm.offline.worker import read_results
+
+_POLL_SECONDS = 0.25
+_MOST_STARTS = 5  # of a worker without a result between them
+# A row that was in so many processes when they died is served in a group of so many, and after the last one not at all.
+_GROUP_SIZES = (8, 1, 1)
+
+
+class Launcher(Protocol):
+    """Starts worker processes and connects to them."""
+
+    def start(self, number: int) -> Channel:
+        """A new process for worker ``number``. ``OSError`` if there is none to be had."""
+
+    def end(self, number: int) -> str:
+        """End the process of a worker, if it runs still; returns how it ended."""
+
+
+class Worker:
+    """What the driver knows of one worker.
+
+    Attributes:
+        rows: those that it has, by index.
+        is_ready: its engine has started.
+        starts: of its process, without a result since.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.channel: Channel | None = None
+        self.rows: dict[int, Row] = {}
+        self.is_ready = self.is_finished = self.is_told = False
+        self.starts = 0
+        self.max_num_seqs = 1
+        self.is_on_trial = False  # it has rows of a process that died, and gets no others
+        self.state: dict[str, Any] = {}
+        self.faults: dict[str, int] = {}  # of its processes before this one
+
+
+class WorkerEngines:
+    """As ``LocalEngine``, with the engines of many workers.
+
+    Args:
+        launcher: of their processes.
+        settings: for each worker: what ``worker.run_worker`` gets first.
+
+    Raises:
+        ValueError: an engine cannot start.
+        OSError: a process cannot be started.
+    """
+
+    def __init__(self, launcher: Launcher, settings: Sequence[Mapping[str, Any]]) -> None:
+        self._launcher, self._settings = launcher, settings
+        self._workers = [Worker(number) for number in range(len(settings))]
+        self._returned: deque[Row] = deque()  # rows of processes that died
+        self._deaths: dict[int, int] = {}  # by the index of such a row
+        self._summaries: dict[int, dict[str, str]] = {}
+        self._is_written = True
+        self._description = ""
+        # The first one compiles what is missing, and the others find it.
+        try:
+            self._start(self._workers[0])
+            self._wait_until_ready(self._workers[:1])
+            for worker in self._workers[1:]:
+                self._start(worker)
+            self._wait_until_ready(self._workers[1:])
+        except BaseException:
+            self.close()
+            raise
+
+    def prepare_report(self) -> None:
+        """Each worker has done so."""
+
+    def describe_start(self) -> str:
+        return f"{self._description}\n\n{len(self._workers)} workers; above is the first"
+
+    def faults(self) -> dict[str, int]:
+        """As ``LocalEngine.faults``, of all workers."""
+        sums: dict[str, int] = {}
+        for worker in self._workers:
+            for faults in (worker.faults, worker.state.get("faults", {})):
+                for kind, count in faults.items():
+                    sums[kind] = sums.get(kind, 0) + count
+        return sums
+
+    def observe(self, progress: RunProgress) -> None:
+        """Set what ``progress`` says of the engines."""
+        states = [worker.state for worker in self._workers]
+        progress.workers = len(states)
+        progress.running = sum(state.get("running", 0) for state in states)
+        progress.waiting = sum(state.get("waiting", 0) for state in states)
+        progress.kv_share = sum(state.get("kv_share", 0.0) for state in states) / len(states)
+
+    def serve(self, rows: Iterator[Row], is_stopped: Callable[[], bool]) -> Iterator[RowResult | None]:
+        """Each row's result as the row ends, and None now and then."""
+        following = next(rows, None)
+        source = itertools.chain([] if following is None else [following], rows)
+        is_read = following is None
+        while True:
+            for worker in self._workers:
+                if not is_stopped():
+                    is_read = self._hand_out(worker, source, is_read)
+            if is_stopped():
+                self._tell_all({"stop": True})
+                self._returned.clear()
+            elif is_read and not self._returned and not any(worker.rows for worker in self._workers):
+                self._tell_all({"end": True})
+            if all(worker.is_finished for worker in self._workers):
+                return
+            yield from self._receive()
+            yield None
+
+    def finish(self) -> tuple[dict[str, str], bool]:
+        """The summary of each worker, and whether all wrote what ``--report`` asks for."""
+        rows: dict[str, str] = {}
+        for number, summary in sorted(self._summaries.items()):
+            rows |= {f"{name} ({number})": value for name, value in summary.items()}
+        return rows, self._is_written
+
+    def close(self) -> None:
+        for worker in self._workers:
+            if worker.channel is not None:
+                worker.channel.socket.close()
+                self._launcher.end(worker.number)
+
+    # -- Rows
+
+    def _hand_out(self, worker: Worker, rows: Iterator[Row], is_read: bool) -> bool:
+        """Give a worker as many rows as it needs; returns whether the input has ended."""
+        if not worker.is_ready or worker.is_told or worker.is_on_trial:
+            return is_read
+        if self._returned:
+            if not worker.rows:
+                size = min(_GROUP_SIZES[min(self._deaths[row.index], len(_GROUP_SIZES)) - 1] for row in self._returned)
+                group = [self._returned.popleft() for _ in range(min(size, len(self._returned)))]
+                worker.is_on_trial = True
+                self._send_rows(worker, group)
+            return is_read
+        if is_read or len(worker.rows) > worker.max_num_seqs:
+            return is_read
+        batch = list(itertools.islice(rows, 2 * worker.max_num_seqs - len(worker.rows)))
+        if batch:
+            self._send_rows(worker, batch)
+        return not batch
+
+    def _send_rows(self, worker: Worker, rows: list[Row]) -> None:
+        worker.rows |= {row.index: row for row in rows}
+        self._send(worker, {"rows": [row_to_json(row) for row in rows]})
+
+    def _tell_all(self, message: Mapping[str, Any]) -> None:
+        for worker in self._workers:
+            if worker.is_ready and not worker.is_told:
+                worker.is_told = True
+                self._send(worker, message)
+            elif not worker.is_ready:
+                worker.is_finished = True  # it has nothing, and will get nothing
+
+    def _send(self, worker: Worker, message: Mapping[str, Any]) -> None:
+        assert worker.channel is not None
+        with contextlib.suppress(OSError):  # it has died, as its end of the channel tells when it is read
+            worker.channel.send(encoded(message))
+
+    def _receive(self) -> Iterator[RowResult]:
+        """The results that come within some time."""
+        channels = {w.channel.socket: w for w in self._workers if w.channel is not None and not w.is_finished}
+        for connection in select.select(list(channels), [], [], _POLL_SECONDS)[0]:
+            worker = channels[connection]
+            assert worker.channel is not None
+            try:
+                results, state = read_results(worker.channel.receive())
+            except (EOFError, OSError):
+                yield from self._bury(worker)
+                continue
+            for result in results:
+                del worker.rows[result.index]
+                self._deaths.pop(result.index, None)
+                worker.starts = 0
+                yield result
+            worker.is_on_trial &= bool(worker.rows)
+            self._take_state(worker, state)
+
+    def _take_state(self, worker: Worker, state: dict[str, Any]) -> None:
+        if "failure" in state:
+            raise ValueError(f"worker {worker.number}: {state['failure']}")
+        if "ready" in state:
+            worker.is_ready = True
+            worker.max_num_seqs = state["ready"]["max_num_seqs"]
+            self._description = self._description or state["ready"]["description"]
+        elif "finished" in state:
+            worker.is_finished, worker.rows = True, {}
+            self._summaries[worker.number] = state["finished"]["summary"]
+            self._is_written &= state["finished"]["is_written"]
+        else:
+            worker.state = state
+
+    # -- Processes
+
+    def _start(self, worker: Worker) -> None:
+        worker.starts += 1
+        worker.is_ready = worker.is_on_trial = False
+        worker.channel = self._launcher.start(worker.number)
+        self._send(worker, self._settings[worker.number])
+
+    def _wait_until_ready(self, workers: Sequence[Worker]) -> None:
+        while not all(worker.is_ready for worker in workers):
+            for _ in self._receive():
+                raise AssertionError("a result without a row")
+
+    def _bury(self, worker: Worker) -> Iterator[RowResult]:
+        """A process has died: start another one. Its rows come back, or end if they were in too many that died."""
+        assert worker.channel is not None
+        worker.channel.socket.close()
+        how = self._launcher.end(worker.number)
+        for kind, count in worker.state.get("faults", {}).items():
+            worker.faults[kind] = worker.faults.get(kind, 0) + count
+        rows, worker.rows, worker.state = list(worker.rows.values()), {}, {}
+        for row in rows:
+            self._deaths[row.index] = self._deaths.get(row.index, 0) + 1
+            if self._deaths[row.index] > len(_GROUP_SIZES):
+                del self._deaths[row.index]
+                error = f"the engine's process ended ({how}) each time that this row ran"
+                yield RowResult(row.index, row.name, error_line(row, error, is_users=False), error)
+            else:
+                self._returned.append(row)
+        if worker.is_told:
+            worker.is_finished = True
+            return
+        if worker.starts >= _MOST_STARTS:
+            times = f"{worker.starts} times without a result"
+            raise OSError(f"worker {worker.number} ended {times}, the last time by {how}")
+        time.sleep(min(5.0, 0.1 * 4 ** (worker.starts - 1)))
+        self._start(worker)
