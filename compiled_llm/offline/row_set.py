@@ -1,6 +1,7 @@
 """RowSet: a set of row numbers, a bit each."""
 
 _CHUNK_BITS = 16  # 65,536 rows, in 8 KiB
+_MASK = (1 << _CHUNK_BITS) - 1
 
 
 class RowSet:
@@ -15,15 +16,16 @@ class RowSet:
 
     def __contains__(self, index: int) -> bool:
         chunk = self._chunks.get(index >> _CHUNK_BITS)
-        place = index & (1 << _CHUNK_BITS) - 1
-        return chunk is not None and bool(chunk[place >> 3] & 1 << (place & 7))
+        return chunk is not None and bool(chunk[(index & _MASK) >> 3] & 1 << (index & 7))
 
     def add(self, index: int) -> bool:
         """Whether it is new."""
-        if index in self:
+        chunk = self._chunks.get(index >> _CHUNK_BITS)
+        if chunk is None:
+            chunk = self._chunks[index >> _CHUNK_BITS] = bytearray(1 << _CHUNK_BITS - 3)
+        place, bit = (index & _MASK) >> 3, 1 << (index & 7)
+        if chunk[place] & bit:
             return False
-        chunk = self._chunks.setdefault(index >> _CHUNK_BITS, bytearray(1 << _CHUNK_BITS - 3))
-        place = index & (1 << _CHUNK_BITS) - 1
-        chunk[place >> 3] |= 1 << (place & 7)
+        chunk[place] |= bit
         self._count += 1
         return True

@@ -180,6 +180,18 @@ def test_a_manifest_without_its_output_is_replaced(tmp_path: Path) -> None:
         assert run(*arguments, "--resume") == 0, "no row is left"
 
 
+def test_a_run_that_was_killed_before_its_manifest_was_written_goes_on(tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    output.write_bytes(b"")
+    manifest_path(output).with_name(f"{manifest_path(output).name}.new").write_text("{")
+    arguments = [*FAST, "--input", str(prompts), "--output", str(output)]
+    assert run(*arguments) == 2, "an existing file is no target"
+    assert run(*arguments, "--resume") == 0
+    assert len(rows(output)) == 1
+    assert sorted(os.listdir(tmp_path)) == ["out.jsonl", "out.jsonl.manifest.json", "prompts.jsonl"]
+
+
 def test_rows_in_the_order_of_the_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     items = [{"prompt": f"n = {n}", "sampling_params": {"max_tokens": 1 + 5 * n % 7}} for n in range(12)]
