@@ -39,8 +39,6 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
         parser.error("--resume cannot tell whether standard input is the same as before: save it to a file")
     if args.retry_errors and not args.resume:
         parser.error("--retry-errors needs --resume")
-    if args.retry_errors and args.ordered:
-        parser.error("--retry-errors writes rows again at the end of the file: leave out --ordered")
     if args.report is None and args.report_profile_steps is not None:
         parser.error("--report-profile-steps needs --report, the directory to write to")
     for name, (least, most) in _RANGES.items():
@@ -55,7 +53,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--input", nargs="+", metavar="FILE", help="rows to serve, - for standard input (default: bundled prompts)")
     add("--output", type=Path, metavar="FILE.jsonl", help="write a JSON row for each row of the input")
-    add("--ordered", action="store_true", help="write the rows in the order of the input, not as they end")
+    add("--ordered", action="store_true", help="when all rows are there, put them in the order of the input")
     add("--resume", action="store_true", help="keep the rows of --output, serve the missing ones")
     add("--retry-errors", action="store_true", help="with --resume, serve the rows again that ended as an error")
     add(

@@ -11,16 +11,17 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from compiled_llm.offline.answers import LONGEST_START, index_of, is_error
+from compiled_llm.offline.in_order import lines_in_order
 from compiled_llm.offline.process import naming
 from compiled_llm.offline.row_set import RowSet
 
 SYNC_SECONDS = 5.0
 _STARTS = (b'{"index": ', b'{"id": "batch_req_')  # of all lines that a run writes
-_COPIED_BYTES = 2**20
+_WRITTEN_BYTES = 2**20
 
 
 class OutputFile:
@@ -93,6 +94,7 @@ class OutputFile:
                 os.ftruncate(self._descriptor, self._size)
                 raise
             self._size += len(line)
+            self._is_in_order &= index == len(self.done)
             self.done.add(index)
             self.num_failed += failed
             now = time.monotonic()
@@ -103,43 +105,21 @@ class OutputFile:
     def remove_errors(self) -> None:
         """Remove the lines of errors, so that their rows are served again.
 
-        The other lines are copied to NAME.kept, which takes the place of the file when it is whole on disk. So at any
-        moment one of the two has the name, and for a while the disk holds both.
+        Raises:
+            OSError: they cannot be removed; the file is left as it is.
+        """
+        if self.num_failed:
+            self._replace(line for line in self._lines() if not is_error(line))
+
+    def put_in_order(self) -> None:
+        """Put the lines in the order of their rows, when every row has one.
 
         Raises:
-            OSError: it cannot be written; the file is left as it is.
+            ValueError: some row has none.
+            OSError: the file cannot be written anew; it is left as it is.
         """
-        if not self.num_failed:
-            return
-        target = self._target()
-        kept = target.with_name(f"{target.name}.kept")
-        with naming(f"--output {kept}"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(kept)  # of a run that was killed here
-            descriptor = os.open(kept, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                _take_lock(descriptor, kept)
-                self._copy_results(descriptor)
-                os.fchmod(descriptor, stat.S_IMODE(os.fstat(self._descriptor).st_mode))
-                os.fsync(descriptor)
-                os.replace(kept, target)
-            except BaseException:
-                os.close(descriptor)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(kept)
-                raise
-            os.close(self._descriptor)
-            self._descriptor = descriptor
-            sync_directory(target.parent)
-        self._read()
-
-    def check_in_order(self) -> None:
-        """``ValueError`` unless it has the first rows of the input in their order, so that the others can follow."""
         if not self._is_in_order:
-            raise ValueError(
-                f"--ordered: the rows of {self.path} are not in the order of the input, and the others would follow "
-                "them: leave it out, or give another --output"
-            )
+            self._replace(lines_in_order(self._descriptor, self._lines(), len(self.done)))
 
     def describe(self) -> str:
         """For a run that ends before its rows do."""
@@ -216,17 +196,33 @@ class OutputFile:
         self.num_failed += is_error(line)
         self._size += len(line)
 
-    def _copy_results(self, descriptor: int) -> None:
-        """Write all lines but those of errors."""
-        copied, size = [], 0
-        for line in self._lines():
-            if not is_error(line):
-                copied.append(line)
-                size += len(line)
-            if size >= _COPIED_BYTES:
-                _write_all(descriptor, b"".join(copied))
-                copied, size = [], 0
-        _write_all(descriptor, b"".join(copied))
+    def _replace(self, lines: Iterable[bytes]) -> None:
+        """Go on with a file that has these lines.
+
+        They are written to NAME.kept, which takes the place of the file when it is whole on disk. So at any moment one
+        of the two has the name, and for a while the disk holds both.
+        """
+        target = self._target()
+        kept = target.with_name(f"{target.name}.kept")
+        with naming(f"--output {kept}"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(kept)  # of a run that was killed here
+            descriptor = os.open(kept, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                _take_lock(descriptor, kept)
+                _write_lines(descriptor, lines)
+                os.fchmod(descriptor, stat.S_IMODE(os.fstat(self._descriptor).st_mode))
+                os.fsync(descriptor)
+                os.replace(kept, target)
+            except BaseException:
+                os.close(descriptor)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(kept)
+                raise
+            os.close(self._descriptor)
+            self._descriptor = descriptor
+            sync_directory(target.parent)
+        self._read()
 
 
 def _may_be_ours(start: bytes) -> bool:
@@ -236,6 +232,18 @@ def _may_be_ours(start: bytes) -> bool:
     file before its content is on the disk.
     """
     return any(start.startswith(known[: len(start)]) for known in _STARTS)
+
+
+def _write_lines(descriptor: int, lines: Iterable[bytes]) -> None:
+    """In large writes."""
+    held, size = [], 0
+    for line in lines:
+        held.append(line)
+        size += len(line)
+        if size >= _WRITTEN_BYTES:
+            _write_all(descriptor, b"".join(held))
+            held, size = [], 0
+    _write_all(descriptor, b"".join(held))
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

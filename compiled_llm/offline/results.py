@@ -3,7 +3,6 @@
 import json
 import sys
 
-from compiled_llm.offline.in_order import InOrder
 from compiled_llm.offline.output_file import OutputFile
 from compiled_llm.offline.progress import RowResult, RunProgress
 
@@ -15,20 +14,16 @@ class Results:
 
     Args:
         output: where the lines go; None: they are printed, if ``shown``.
-        ordered: write them in the order of the input.
     """
 
-    def __init__(self, output: OutputFile | None, ordered: bool, shown: bool, progress: RunProgress) -> None:
+    def __init__(self, output: OutputFile | None, shown: bool, progress: RunProgress) -> None:
         self._output, self._shown, self.progress = output, shown and output is None, progress
-        self._write = None if output is None else output.write
-        if output is not None and ordered:
-            self._write = InOrder(output.write, output.done).add
 
     def add(self, result: RowResult) -> None:
         """``OSError`` if it cannot be written."""
         self.progress.add(result)
-        if self._write is not None:
-            self._write(result.index, result.line, result.error is not None)
+        if self._output is not None:
+            self._output.write(result.index, result.line, result.error is not None)
         if result.error is not None:
             self._name_failure(result)
         elif self._shown:

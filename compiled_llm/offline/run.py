@@ -61,6 +61,7 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         rows: Iterator[Row] = (row for row in reader if output is None or row.index not in output.done)
         first = next(rows, None)
         if first is None:
+            put_in_order(program, args, output)
             print("No row is left to serve: the engine did not start, and there is no summary, report or trace.")
             return 1 if output is not None and output.num_failed else 0
         with errors_end(program):
@@ -77,9 +78,11 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             write_manifest(manifest_path(args.output), manifest)
         gain = OrderGain()
         rows = ordered_for_speed(itertools.chain([first], rows), args.order_window, sampling["max_tokens"], gain)
-        results = Results(output, args.ordered, not args.quiet, progress)
+        results = Results(output, not args.quiet, progress)
         serve(engine, reader, rows, results, signals, args)
         reader.check_unchanged()
+        if signals.number is None:
+            put_in_order(program, args, output)
 
         engine_rows, is_written = engine.finish()
     print_summary({**run_rows(progress, sampling_text), "order": str(gain), **engine_rows})
@@ -158,8 +161,6 @@ def resume(args: argparse.Namespace, output: OutputFile, manifest: dict[str, Any
     others = check_manifest(manifest_path(args.output), manifest)
     if others:
         print(f"Other versions than before, so rows may differ from those of one run: {'; '.join(others)}")
-    if args.ordered:
-        output.check_in_order()
     if args.retry_errors:
         output.remove_errors()
 
@@ -169,6 +170,13 @@ def start_workers(program: str, args: argparse.Namespace, sampling: dict[str, An
     gpus = visible_gpus(args.device)
     settings = worker_settings(program, args, sampling, len(gpus))
     return WorkerEngines(LocalLauncher([each["cpus"] for each in settings], gpus), settings)
+
+
+def put_in_order(program: str, args: argparse.Namespace, output: OutputFile | None) -> None:
+    """What ``--ordered`` asks for, once every row has a line. An error ends the program with status 1."""
+    if output is not None and args.ordered:
+        with errors_end(program, status=1):
+            output.put_in_order()
 
 
 def run_sampling(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
