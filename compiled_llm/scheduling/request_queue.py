@@ -2,7 +2,7 @@
 
 import heapq
 import itertools
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Iterator
 
 from compiled_llm.scheduling.request import Request
 
@@ -22,7 +22,7 @@ class RequestQueue:
         self._heaps: dict[int, list[tuple[tuple[int, int], int, Request]]] = {}  # by the bit length of what is lacking
         self._entry_of: dict[Request, int] = {}  # the entry that counts; others of the same request are dead
         self._entries = itertools.count()
-        self._served: Container[Request] | None = None  # None: all
+        self._served: Collection[Request] | None = None  # None: all
         self._aside: dict[Request, None] = {}  # in no heap
 
     def __len__(self) -> int:
@@ -39,10 +39,11 @@ class RequestQueue:
     def num_aside(self) -> int:
         return len(self._aside)
 
-    def serve_only(self, requests: Container[Request] | None) -> None:
+    def serve_only(self, requests: Collection[Request] | None) -> None:
         """From now on ``first`` finds none but ``requests``, wherever they are now; None: all that wait."""
         self._served = requests
-        moved = [*self._aside, *(request for request in self._entry_of if not self._is_served(request))]
+        moved = [request for request in (self._aside if requests is None else requests) if request in self._aside]
+        moved += [request for request in self._entry_of if not self._is_served(request)]
         for request in moved:
             self.remove(request)
         for request in moved:

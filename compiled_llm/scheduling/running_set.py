@@ -367,8 +367,8 @@ class RunningSet:
                 request.host_block_ids = []
                 self.states.forget_swap(request)
                 request.num_lost_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
-            self.waiting.remove(request)
-            self.waiting.add(request)  # by what it lacks now
+                self.waiting.remove(request)
+                self.waiting.add(request)  # by what it lacks now
         while self.running:
             self.preempt(self.running.pop(), may_swap=False)
         self.released, self.swapped_out = [], []

@@ -279,6 +279,9 @@ class Scheduler:
             request.cancel_drafts()
             request.num_tokens -= request.num_in_flight
             request.num_in_flight = 0
+            if request in self.waiting:  # preempted meanwhile, it lacks a token less now
+                self.waiting.remove(request)
+                self.waiting.add(request)
         ended = self.suspects.take([request for request in failed if request.status is not Status.FINISHED])
         for request in ended:
             self.finish(request, "error", reason)
