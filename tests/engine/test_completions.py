@@ -115,3 +115,11 @@ def test_an_alternative_that_cannot_be_decoded_has_no_text() -> None:
     reader = LogprobReader(tokenizer, max_logprobs=20)
     read = reader.read((-1.0, 2, [-0.5, -1.0], [7, 3]), token_id=3, wanted=2)
     assert read == {3: Logprob(-1.0, 2, "<3>"), 7: Logprob(-0.5, 1, None)}
+
+
+@pytest.mark.parametrize(("wanted", "num_found"), [(0, 1), (1, 2), (2, 3), (-1, 4)])
+def test_minus_one_is_as_many_log_probabilities_as_the_engine_gives(wanted: int, num_found: int) -> None:
+    """The row has more than that."""
+    row = (-9.0, 30, (-0.1, -0.2, -0.3, -0.4, -0.5), (10, 11, 12, 13, 14))
+    found = LogprobReader(None, max_logprobs=3).read(row, 20, wanted)
+    assert list(found) == [20, 10, 11, 12][:num_found]
