@@ -40,6 +40,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
         try:
             with StopSignals() as signals:
                 args = parse_arguments(program, arguments)
+                if args.mode_text is not None and not args.quiet:
+                    print(args.mode_text)
                 with errors_end(program):
                     engine_config(args)
                     sampling_params(args, **DEFAULT_SAMPLING)

@@ -4,8 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from compiled_llm.command_line import FlagParser, add_engine_arguments, add_sampling_arguments, sampling_arguments
+from compiled_llm.offline.modes import MODES, as_flags, mode_arguments
 
 DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
 CHECKED_ROWS = 4
@@ -19,12 +21,18 @@ _RANGES = {
 
 
 def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments, as far as they can be checked by themselves. A bad one ends the program with status 2."""
+    """The arguments, as far as they can be checked by themselves. A bad one ends the program with status 2.
+
+    Returns:
+        With ``mode_text``, which says what ``--mode`` stands for; None without one.
+    """
     parser = FlagParser(prog=program, description="Serve files of rows, and write a result for each.")
     _add_arguments(parser)
     add_engine_arguments(parser)
     add_sampling_arguments(parser, **DEFAULT_SAMPLING)
     args = parser.parse_args(arguments)
+    if args.mode is not None:
+        args = _with_mode(parser, arguments, args)
     args.arguments = list(sys.argv[1:] if arguments is None else arguments)
     files = {"--output": args.output, "--report": args.report, "--trace": args.trace}
     written = [flag for flag, path in files.items() if path is not None]
@@ -46,6 +54,24 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
         if given is not None and not least <= given <= most:
             parser.error(f"--{name.replace('_', '-')} must be from {least} to {most}, given {given}")
     return args
+
+
+def _with_mode(parser: FlagParser, arguments: Sequence[str] | None, args: argparse.Namespace) -> argparse.Namespace:
+    """The arguments once more, with those of ``args.mode`` where no flag gives others."""
+    of_mode = mode_arguments(args.mode, _device_type(args.device))
+    parser.set_defaults(**of_mode)
+    args = parser.parse_args(arguments)
+    set_by_mode = {name: value for name, value in of_mode.items() if getattr(args, name) == value}
+    args.mode_text = f"--mode {args.mode}: {as_flags(set_by_mode) or 'as without it'}"
+    return args
+
+
+def _device_type(device: str) -> Literal["cpu", "cuda"]:
+    if device == "auto":
+        import torch  # which takes seconds
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if device.startswith("cuda") else "cpu"
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,6 +104,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="serve with N engines, each in a process of its own with its share of the cores, or a GPU (default: 1)",
     )
+    add(
+        "--mode",
+        choices=MODES,
+        help="engine arguments that go together, shown as flags at the start; flags that are given go before",
+    )
+    parser.set_defaults(mode_text=None)
     add("--quiet", action="store_true", help="print the summary only")
     add("--report", type=Path, metavar="DIR", help="write a report of the run there, as HTML and JSON")
     profiled = "for the report, run N steps of each bucket a second time under torch's profiler (default: 4)"

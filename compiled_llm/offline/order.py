@@ -14,7 +14,9 @@ from compiled_llm.offline.rows import Row
 
 _BLOCK = 64  # characters that are compared at once: about a KV block of tokens
 _GROUP_BLOCKS = 4  # rows with so many equal blocks at their start are worth keeping together
-_MOST_CHARACTERS = 2**27  # of the prompts of a window
+_MOST_LEVELS = 8  # of groups within groups
+_MOST_BYTES = 2**28  # of the prompts of a window, about
+_ID_BYTES = 40  # of a token id in memory: its number, its place in the list, its text
 
 
 @dataclasses.dataclass
@@ -47,14 +49,18 @@ def ordered_for_speed(rows: Iterator[Row], window: int, most_tokens: int | None,
     """
     following = next(rows, None)
     last_given = last_served = ""
+    is_backwards = False
     while following is not None:
-        batch, size = [following], _size(following)
-        while len(batch) < window and size < _MOST_CHARACTERS and (row := next(rows, None)) is not None:
+        batch, size = [following], _bytes(following)
+        while len(batch) < window and size < _MOST_BYTES and (row := next(rows, None)) is not None:
             batch.append(row)
-            size += _size(row)
+            size += _bytes(row)
         following = next(rows, None)
         texts = {row.index: _text(row) for row in batch}
-        ordered = sorted(batch, key=lambda row: (row.priority, texts[row.index]))
+        # Forwards and backwards in turns: a window begins near where the one before ended.
+        ordered = sorted(batch, key=lambda row: texts[row.index], reverse=is_backwards)
+        ordered.sort(key=lambda row: row.priority)
+        is_backwards = not is_backwards
         if following is None:
             ordered = _longest_first(ordered, texts, most_tokens)
         gain.characters += sum(map(len, texts.values()))
@@ -64,19 +70,28 @@ def ordered_for_speed(rows: Iterator[Row], window: int, most_tokens: int | None,
         yield from ordered
 
 
-def _longest_first(rows: Sequence[Row], texts: Mapping[int, str], most_tokens: int | None) -> list[Row]:
-    """Rows in the order of their texts -> groups of rows that begin alike, those with the longest rows first."""
+def _longest_first(
+    rows: Sequence[Row], texts: Mapping[int, str], most_tokens: int | None, common: int = 0, levels: int = _MOST_LEVELS
+) -> list[Row]:
+    """Rows in the order of their texts -> those that begin alike still together, but the longest ones first.
+
+    Of rows that all share their first ``common`` characters, some are alike in more: these stay together too.
+    """
     groups = [[rows[0]]]
     for one, other in itertools.pairwise(rows):
-        is_alike = _common(texts[one.index], texts[other.index]) >= _GROUP_BLOCKS * _BLOCK
-        if one.priority == other.priority and is_alike:
+        is_alike = _common(texts[one.index], texts[other.index]) >= common + _GROUP_BLOCKS * _BLOCK
+        if is_alike and one.priority == other.priority:
             groups[-1].append(other)
         else:
             groups.append([other])
     work = {row.index: _work(row, most_tokens) for row in rows}
     for group in groups:
-        group.sort(key=lambda row: work[row.index])
-    groups.sort(key=lambda group: (group[0].priority, work[group[0].index]))
+        if levels > 1 and len(group) > 1:
+            shared = _common(texts[group[0].index], texts[group[-1].index])
+            group[:] = _longest_first(group, texts, most_tokens, shared, levels - 1)
+        else:
+            group.sort(key=lambda row: work[row.index])
+    groups.sort(key=lambda group: (group[0].priority, min(work[row.index] for row in group)))
     return [row for group in groups for row in group]
 
 
@@ -99,6 +114,11 @@ def _size(row: Row) -> int:
     if row.messages is not None:
         return sum(len(str(message)) for message in row.messages)
     return sum(len(value) for value in (row.prompt or {}).values() if isinstance(value, str | list))
+
+
+def _bytes(row: Row) -> int:
+    is_ids = row.messages is None and "prompt_token_ids" in (row.prompt or {})
+    return _size(row) * (_ID_BYTES if is_ids else 2)  # a text is copied
 
 
 def _common(one: str, other: str) -> int:

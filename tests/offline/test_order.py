@@ -75,15 +75,55 @@ def test_at_the_end_long_rows_come_first_and_groups_stay_whole() -> None:
     rows = [row(index, f"{index}", sampling={"max_tokens": most}) for index, most in enumerate(lengths)]
     rows.append(row(6, "x"))  # has the run's 32
     assert ordered(rows, most_tokens=32) == [3, 1, 6, 5, 2, 0, 4]
-    assert ordered(rows, window=3, most_tokens=32) == [0, 1, 2, 3, 4, 5, 6], "the last window is one row"
+    assert ordered(rows, window=3, most_tokens=32) == [0, 1, 2, 5, 4, 3, 6], "the last window is one row"
     group = [row(index, "p" * 500 + str(index), sampling={"max_tokens": index + 1}) for index in range(7, 10)]
     assert ordered([*rows, *group], most_tokens=32) == [3, 1, 6, 5, 9, 8, 7, 2, 0, 4]
     same = [row(index, "a" * (index + 1)) for index in range(5)]
     assert ordered(same) == [4, 3, 2, 1, 0], "of rows with the same most, long prompts"
 
 
+def test_groups_within_a_group_stay_together_at_the_end() -> None:
+    rng = random.Random(0)
+    documents = ["".join(rng.choices("abc ", k=1000)) for _ in range(4)]
+    lengths = [8, 64, 16, 32]
+    rows = [
+        row(index, f"{'system ' * 60}{documents[index % 4]}{rng.random()}", sampling={"max_tokens": most})
+        for index, most in enumerate(rng.choice([1, 2, lengths[index % 4]]) for index in range(200))
+    ]
+    found = ordered(rows)
+    assert [document for document, _ in itertools.groupby(index % 4 for index in found)] == [1, 3, 2, 0]
+    for document in range(4):
+        most = [rows[index].sampling["max_tokens"] for index in found if index % 4 == document]
+        assert most == sorted(most, reverse=True)
+
+
+def test_rows_that_begin_with_each_other_end_the_search_for_groups() -> None:
+    rows = [row(index, "a" * 300 * index) for index in range(40)]
+    assert ordered(rows)[0] == 39
+    assert sorted(ordered(rows)) == list(range(40))
+    same = [row(index, "a" * 1000, sampling={"max_tokens": index + 1}) for index in range(40)]
+    assert ordered(same) == list(range(39, -1, -1))
+
+
+def test_a_window_begins_with_the_group_that_the_one_before_ended_with() -> None:
+    rng = random.Random(0)
+    prefixes = [letter * 500 for letter in "abcd"]
+    rows = [row(index, f"{prefixes[index % 4]}{rng.random()}") for index in range(120)]
+    found = ordered(rows, window=40)[:80]
+    groups = [prefix for prefix, _ in itertools.groupby(index % 4 for index in found)]
+    assert groups == [0, 1, 2, 3, 2, 1, 0]
+
+
+def test_a_window_of_token_ids_holds_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "_MOST_BYTES", 1000)
+    taken = iter(range(100))
+    rows = (Row(index, "", {"prompt_token_ids": [1] * 10}) for index in taken)
+    next(ordered_for_speed(rows, 1000, 16, OrderGain()))
+    assert next(taken) == 4, "three rows of 10 ids, and the one that tells that more follow"
+
+
 def test_a_window_ends_early_where_its_prompts_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "_MOST_CHARACTERS", 30)
+    monkeypatch.setattr(order, "_MOST_BYTES", 60)
     taken = []
 
     def rows() -> Any:
