@@ -67,8 +67,8 @@ class LocalEngine:
         return self._server.serve(RowIterator(rows, is_stopped))
 
     def faults(self) -> dict[str, int]:
-        """How many requests ended for a fault of the engine, not for one of their own, by the kind of fault."""
-        return self._engine.stats().failures
+        """How many rows ended for each kind of fault, and not for one of their own."""
+        return dict(self._server.faults)
 
     def observe(self, progress: RunProgress) -> None:
         """Set what ``progress`` says of the engine."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -56,6 +57,9 @@ class RowServer:
 
     Args:
         sampling: sampling parameters of the run; those of a row go before.
+
+    Attributes:
+        faults: how many rows ended for each kind of fault, and not for one of their own.
     """
 
     def __init__(self, engine: CompiledEngine, sampling: Mapping[str, Any]) -> None:
@@ -63,6 +67,8 @@ class RowServer:
         self._sampling = {**sampling, "output_kind": "final"}
         self._params = SamplingParams(**self._sampling)
         self._queued: dict[str, Row] = {}
+        self.faults: Counter[str] = Counter()
+        self._failures = engine.stats().failures
         most = max(QUEUED_ROWS, 2 * engine.runner.limits.max_num_seqs)
         self._most_queued = min(most, engine.config.max_queued_requests)
 
@@ -84,10 +90,18 @@ class RowServer:
                     del self._queued[request_id]
             if not self._queued and source.ended:
                 return
-            for output in self._engine.step():
+            for output in self._step():
                 if output.finished:
-                    yield _result(self._queued.pop(output.request_id), output)
+                    yield self._result(self._queued.pop(output.request_id), output)
             yield None
+
+    def _step(self) -> list[RequestOutput]:
+        """One step. After an error outside the device, which ends all requests, the next step says so of each."""
+        try:
+            return self._engine.step()
+        except Exception:
+            self.faults["error outside the device"] += 1
+            return self._engine.step()
 
     def _add(self, row: Row) -> str | None:
         """Queue a row; returns why it cannot be."""
@@ -115,17 +129,16 @@ class RowServer:
         digest = hashlib.sha256(f"{self._engine.config.seed}/{row.index}".encode()).digest()
         return dataclasses.replace(params, seed=int.from_bytes(digest[:8], "little", signed=True))
 
-
-def _result(row: Row, output: RequestOutput) -> RowResult:
-    counts = (
-        len(output.prompt_token_ids),
-        output.num_cached_tokens,
-        sum(len(completion.token_ids) for completion in output.outputs),
-    )
-    failure = failure_of(output)
-    if failure is not None:
+    def _result(self, row: Row, output: RequestOutput) -> RowResult:
+        num_output = sum(len(completion.token_ids) for completion in output.outputs)
+        counts = len(output.prompt_token_ids), output.num_cached_tokens, num_output
+        failure = failure_of(output)
+        if failure is None:
+            return RowResult(row.index, row.name, answer_line(row, output), None, *counts)
+        failures = self._engine.stats().failures
+        self.faults.update(kind for kind, count in failures.items() if count > self._failures[kind])
+        self._failures = failures
         return RowResult(row.index, row.name, error_line(row, failure, is_users=False), failure, *counts)
-    return RowResult(row.index, row.name, answer_line(row, output), None, *counts)
 
 
 def failure_of(output: RequestOutput) -> str | None:

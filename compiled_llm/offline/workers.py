@@ -52,7 +52,7 @@ class Worker:
         self.starts = 0
         self.max_num_seqs = 1
         self.is_on_trial = False  # it has rows of a process that died, and gets no others
-        self.state: dict[str, Any] = {}
+        self.load: dict[str, Any] = {}  # what its engine said last of itself
         self.faults: dict[str, int] = {}  # of its processes before this one
 
 
@@ -97,14 +97,14 @@ class WorkerEngines:
         """As ``LocalEngine.faults``, of all workers."""
         sums: dict[str, int] = {}
         for worker in self._workers:
-            for faults in (worker.faults, worker.state.get("faults", {})):
+            for faults in (worker.faults, worker.load.get("faults", {})):
                 for kind, count in faults.items():
                     sums[kind] = sums.get(kind, 0) + count
         return sums
 
     def observe(self, progress: RunProgress) -> None:
         """Set what ``progress`` says of the engines."""
-        states = [worker.state for worker in self._workers]
+        states = [worker.load for worker in self._workers]
         progress.workers = len(states)
         progress.running = sum(state.get("running", 0) for state in states)
         progress.waiting = sum(state.get("waiting", 0) for state in states)
@@ -210,7 +210,7 @@ class WorkerEngines:
             self._summaries[worker.number] = state["finished"]["summary"]
             self._is_written &= state["finished"]["is_written"]
         else:
-            worker.state = state
+            worker.load = state
 
     # -- Processes
 
@@ -230,9 +230,9 @@ class WorkerEngines:
         assert worker.channel is not None
         worker.channel.socket.close()
         how = self._launcher.end(worker.number)
-        for kind, count in worker.state.get("faults", {}).items():
+        for kind, count in worker.load.get("faults", {}).items():
             worker.faults[kind] = worker.faults.get(kind, 0) + count
-        rows, worker.rows, worker.state = list(worker.rows.values()), {}, {}
+        rows, worker.rows, worker.load = list(worker.rows.values()), {}, {}
         for row in rows:
             self._deaths[row.index] = self._deaths.get(row.index, 0) + 1
             if self._deaths[row.index] > len(_GROUP_SIZES):
