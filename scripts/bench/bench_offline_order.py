@@ -1,11 +1,14 @@
 """The order of an offline run: rows of some prefixes in random order, served in the given order and ordered for speed.
 
     python scripts/bench/bench_offline_order.py --rows 10000 --prefixes 16
+    python scripts/bench/bench_offline_order.py --rows 300 --prefix-tokens 1 --max-tokens 8 --longest-tokens 512
 
 Each run is a process of its own, the two in turns. The KV pool holds the rows that run and some of the prefixes, as
-that of a large model does.
+that of a large model does. With ``--longest-tokens`` rows differ in how many tokens they ask for, and what is seen is
+the end of the file: the steps whose buckets are no longer full.
 """
 
+import argparse
 import json
 import random
 import re
@@ -14,20 +17,24 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from compiled_llm.command_line import FlagParser
 
 SCRIPT = Path(__file__).parents[1] / "serve_offline.py"
 
 
-def write_rows(path: Path, num_rows: int, num_prefixes: int, prefix_tokens: int, own_tokens: int) -> None:
+def write_rows(path: Path, args: argparse.Namespace) -> None:
     """Rows of random token ids, those of all prefixes mixed."""
     rng = random.Random(0)
-    prefixes = [[rng.randrange(3, 1000) for _ in range(prefix_tokens)] for _ in range(num_prefixes)]
+    prefixes = [[rng.randrange(3, 1000) for _ in range(args.prefix_tokens)] for _ in range(args.prefixes)]
     with open(path, "w") as file:
-        for _ in range(num_rows):
-            own = [rng.randrange(3, 1000) for _ in range(own_tokens)]
-            file.write(json.dumps({"prompt_token_ids": rng.choice(prefixes) + own}) + "\n")
+        for _ in range(args.rows):
+            own = [rng.randrange(3, 1000) for _ in range(args.own_tokens)]
+            row: dict[str, Any] = {"prompt_token_ids": rng.choice(prefixes) + own}
+            if args.longest_tokens is not None:
+                row["sampling_params"] = {"max_tokens": rng.randint(args.max_tokens, args.longest_tokens)}
+            file.write(json.dumps(row) + "\n")
 
 
 def run(arguments: list[str]) -> tuple[float, str]:
@@ -38,21 +45,40 @@ def run(arguments: list[str]) -> tuple[float, str]:
     return float(found[1]), done.stdout
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=int, default=10_000)
     parser.add_argument("--prefixes", type=int, default=16)
     parser.add_argument("--prefix-tokens", type=int, default=768)
     parser.add_argument("--own-tokens", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=16)
+    parser.add_argument(
+        "--longest-tokens", type=int, help="rows ask for --max-tokens to so many (default: all the same)"
+    )
     parser.add_argument("--num-kv-blocks", type=int, default=512, help="of 16 tokens")
     parser.add_argument("--runs", type=int, default=1, help="of each order, in turns")
-    args = parser.parse_checked(rows=1, prefixes=1, prefix_tokens=1, own_tokens=1, max_tokens=1, runs=1)
+    parser.add_argument("--enforce-eager", action="store_true", help="compile nothing")
+    return parser.parse_checked(
+        check_arguments, rows=1, prefixes=1, prefix_tokens=1, own_tokens=1, max_tokens=1, runs=1
+    )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """``ValueError`` for bad arguments."""
+    if args.longest_tokens is not None and args.longest_tokens < args.max_tokens:
+        raise ValueError(
+            f"--longest-tokens must be at least --max-tokens, {args.max_tokens}, given {args.longest_tokens}"
+        )
+
+
+def main() -> None:
+    args = parse_arguments()
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory) / "rows.jsonl"
-        write_rows(rows, args.rows, args.prefixes, args.prefix_tokens, args.own_tokens)
+        write_rows(rows, args)
         common = ["--input", str(rows), "--quiet", "--max-tokens", str(args.max_tokens), "--temperature", "0"]
         common += ["--ignore-eos", "--num-kv-blocks", str(args.num_kv_blocks), "--bucket-sizes", "1,8,32"]
+        common += ["--enforce-eager"] * args.enforce_eager
         seconds: dict[str, list[float]] = {"given": [], "ordered": []}
         lines: dict[str, set[str]] = {}
         for turn in range(args.runs):
@@ -61,7 +87,7 @@ def main() -> None:
                 taken, summary = run([*common, "--order-window", window, "--output", str(output)])
                 seconds[name].append(taken)
                 lines[name] = set(output.read_text().splitlines())
-                for row in ("order", "prefix cache", "throughput"):
+                for row in ("order", "prefix cache", "steps", "throughput"):
                     print(next(line for line in summary.split("\n") if line.startswith(f"  {row} ")))
                 print(f"{name}: {taken:.1f} s", flush=True)
     assert lines["given"] == lines["ordered"], "the same results"
