@@ -38,8 +38,11 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
     written = [flag for flag, path in files.items() if path is not None]
     if args.check and (written or sampling_arguments(args)):
         parser.error(f"--check serves no file: leave out {', '.join(written) or 'the sampling parameters'}")
-    if args.workers > 1 and (args.trace is not None or args.check):
-        parser.error(f"{'--check' if args.check else '--trace'} needs one engine: leave out --workers")
+    if (args.workers > 1 or args.ray is not None) and (args.trace is not None or args.check):
+        flag = "--workers" if args.ray is None else "--ray"
+        parser.error(f"{'--check' if args.check else '--trace'} needs one engine in this process: leave out {flag}")
+    if args.ray is not None and args.report is not None:
+        parser.error("--report is of engines on this machine: leave out --ray")
     for flag in ("resume", "ordered"):
         if getattr(args, flag) and args.output is None:
             parser.error(f"--{flag} needs --output, the file to write")
@@ -103,6 +106,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="serve with N engines, each in a process of its own with its share of the cores, or a GPU (default: 1)",
+    )
+    add(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="run the engines of --workers on the machines of a Ray cluster; without ADDRESS: the one that RAY_ADDRESS "
+        "names or that runs here, else one of this machine alone",
     )
     add(
         "--mode",

@@ -1,24 +1,25 @@
 """Workers on this machine: a process each, with cores or a GPU of its own."""
 
 import argparse
+import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compiled_llm.child_process import Channel
 
 
-def worker_settings(
-    program: str, args: argparse.Namespace, sampling: dict[str, Any], num_gpus: int
-) -> list[dict[str, Any]]:
+def local_settings(args: argparse.Namespace, num_gpus: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """For each of ``args.workers`` what ``worker.run_worker`` gets first.
 
     Args:
         num_gpus: of this machine that the engines are to use; 0: they use cores.
+        settings: what they have in common.
 
     Raises:
         ValueError: there are not as many GPUs or cores.
@@ -28,23 +29,14 @@ def worker_settings(
     have, what = (num_gpus, "GPUs") if num_gpus else (len(cores), "cores")
     if number_of > have:
         raise ValueError(f"--workers must be at most {have}, the {what} that this process may use, given {number_of}")
-    settings = []
+    of_workers = []
     for number in range(number_of):
         overrides: dict[str, Any] = {} if number == 0 else {"progress": "off"}
         if not num_gpus:
             overrides["gpu_memory_utilization"] = args.gpu_memory_utilization / number_of
         cpus = None if num_gpus else part_of(cores, number, number_of)
-        settings.append(
-            {
-                "program": program,
-                "arguments": args.arguments,
-                "number": number,
-                "sampling": sampling,
-                "cpus": cpus,
-                "overrides": overrides,
-            }
-        )
-    return settings
+        of_workers.append({**settings, "number": number, "cpus": cpus, "overrides": overrides, "digests": {}})
+    return of_workers
 
 
 def part_of(items: Sequence[int], number: int, number_of: int) -> list[int]:
@@ -66,19 +58,21 @@ def visible_gpus(device: str) -> list[str]:
     return names
 
 
-class LocalLauncher:
-    """Starts worker processes of this machine.
+class LocalProcesses:
+    """Worker processes on this machine, as ``workers.WorkerProcesses``.
 
     Args:
+        cpus: for each worker the cores that it is to use; None: those of this process.
         gpus: for each worker the name of its GPU, as CUDA_VISIBLE_DEVICES has it; empty: they use cores.
     """
 
-    def __init__(self, cpus: Sequence[Sequence[int] | None], gpus: Sequence[str]) -> None:
+    def __init__(self, cpus: Sequence[Sequence[int] | None], gpus: Sequence[str] = ()) -> None:
         self._cpus, self._gpus = cpus, gpus
         self._processes: dict[int, subprocess.Popen] = {}
+        self._channels: dict[int, Channel] = {}
 
-    def start(self, number: int) -> Channel:
-        """A new process for worker ``number``."""
+    def start(self, number: int) -> None:
+        """A new process for worker ``number``. ``OSError`` if there is none to be had."""
         environment = dict(os.environ)
         cpus = self._cpus[number]
         if cpus is not None:
@@ -93,10 +87,29 @@ class LocalLauncher:
                 env=environment,
                 start_new_session=True,  # an interrupt from a terminal is for the driver alone
             )
-        return Channel(own)
+        self._channels[number] = Channel(own)
+
+    def send(self, number: int, message: bytes) -> None:
+        if number in self._channels:
+            with contextlib.suppress(OSError):  # it has ended, as is seen when its end of the channel is read
+                self._channels[number].send(message)
+
+    def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
+        of_socket = {channel.socket: number for number, channel in self._channels.items()}
+        received: list[tuple[int, bytes | None]] = []
+        for connection in select.select(list(of_socket), [], [], seconds)[0]:
+            number = of_socket[connection]
+            try:
+                received.append((number, self._channels[number].receive()))
+            except (EOFError, OSError):
+                self._channels.pop(number).socket.close()
+                received.append((number, None))
+        return received
 
     def end(self, number: int) -> str:
         """End the process of a worker, if it runs still; returns how it ended."""
+        if number in self._channels:
+            self._channels.pop(number).socket.close()
         process = self._processes.pop(number)
         try:
             status = process.wait(timeout=1.0)  # its end of the socket is closed already, if it ended by itself
@@ -104,3 +117,7 @@ class LocalLauncher:
             process.kill()
             status = process.wait()
         return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+
+    def close(self) -> None:
+        for number in list(self._processes):
+            self.end(number)

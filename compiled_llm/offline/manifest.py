@@ -41,14 +41,14 @@ def make_manifest(
     sampling: Mapping[str, Any],
     *,
     device: str,
-    model_sha256: str,
-    tokenizer_sha256: str,
+    digests: Mapping[str, str],
 ) -> dict[str, Any]:
     """The manifest of a run, as values of JSON. It reads the inputs once.
 
     Args:
         sampling: sampling parameters of the run.
         device: the kind that ``config.device`` comes to: "cpu" or "cuda".
+        digests: as ``model_digest.digests_of`` gives them.
 
     Raises:
         OSError: a file cannot be read.
@@ -59,8 +59,7 @@ def make_manifest(
     manifest = {
         "format": FORMAT,
         "inputs": [_input(file) for file in files],
-        "model_sha256": model_sha256,
-        "tokenizer_sha256": tokenizer_sha256,
+        **{f"{kind}_sha256": digest for kind, digest in digests.items()},
         "engine": deciding,
         "sampling": dict(sampling),
         "information": {

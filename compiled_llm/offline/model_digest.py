@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from compiled_llm.config import EngineConfig
+from compiled_llm.engine.model_files import checkpoint_directory
 from compiled_llm.models.files import MAX_TOKENIZER_BYTES, open_file
 from compiled_llm.text.tokenizer_files import files_of
 from compiled_llm.worker.checkpoint import StoredTensor, locate
@@ -13,6 +14,19 @@ from compiled_llm.worker.hub import model_directory
 
 _CONFIGS = ("config.json", "generation_config.json")
 _SAMPLE_BYTES = 4096
+
+
+def digests_of(config: EngineConfig) -> dict[str, str]:
+    """``model_digest`` and ``tokenizer_digest`` of the files that a config names, as "model" and "tokenizer".
+
+    Raises:
+        ValueError, OSError: as these do.
+    """
+    directory = checkpoint_directory(config)
+    return {
+        "model": model_digest(directory, config.load_format),
+        "tokenizer": tokenizer_digest(config, directory),
+    }
 
 
 def model_digest(directory: Path, load_format: str) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import itertools
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,13 +17,14 @@ from compiled_llm.offline.display import Display
 from compiled_llm.offline.file_checks import check_writable
 from compiled_llm.offline.flags import CHECKED_ROWS, DEFAULT_SAMPLING
 from compiled_llm.offline.local_engine import LocalEngine
-from compiled_llm.offline.local_workers import LocalLauncher, visible_gpus, worker_settings
+from compiled_llm.offline.local_workers import LocalProcesses, local_settings, visible_gpus
 from compiled_llm.offline.manifest import check_manifest, make_manifest, manifest_path, write_manifest
-from compiled_llm.offline.model_digest import model_digest, tokenizer_digest
+from compiled_llm.offline.model_digest import digests_of
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.output_file import OutputFile
 from compiled_llm.offline.process import GuardedStream, StopSignals
 from compiled_llm.offline.progress import RunProgress
+from compiled_llm.offline.ray_workers import RayCluster, RayProcesses, ray_settings
 from compiled_llm.offline.reading import RowReader
 from compiled_llm.offline.results import Results
 from compiled_llm.offline.rows import Row
@@ -47,6 +49,12 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             output = OutputFile(args.output, resume=args.resume)
     with contextlib.ExitStack() as files:
         files.enter_context(output or contextlib.nullcontext())
+        cluster = None
+        if args.ray is not None:
+            with errors_end(program):
+                cluster = RayCluster(args.ray)
+                files.callback(cluster.close)
+                args.device = cluster.device_type(args.device)
         if output is not None:
             with errors_end(program):
                 manifest = run_manifest(args, reader, sampling)
@@ -66,7 +74,10 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             return 1 if output is not None and output.num_failed else 0
         with errors_end(program):
             check_tokenizer(args, first)
-            engine = LocalEngine(args, sampling) if args.workers == 1 else start_workers(program, args, sampling)
+            if cluster is not None or args.workers > 1:
+                engine: LocalEngine | WorkerEngines = start_workers(program, args, sampling, cluster)
+            else:
+                engine = LocalEngine(args, sampling)
             files.callback(engine.close)
         with errors_end(program, (RuntimeError,), status=1):
             engine.prepare_report()
@@ -145,15 +156,8 @@ def check_faults(faults: Mapping[str, int], most: int) -> None:
 def run_manifest(args: argparse.Namespace, reader: RowReader, sampling: dict[str, Any]) -> dict[str, Any]:
     """The manifest of the run."""
     config = engine_config(args)
-    directory = checkpoint_directory(config)
-    return make_manifest(
-        reader.files,
-        config,
-        sampling,
-        device=resolve_device(config.device).type,
-        model_sha256=model_digest(directory, config.load_format),
-        tokenizer_sha256=tokenizer_digest(config, directory),
-    )
+    device = args.device if args.ray is not None else resolve_device(config.device).type
+    return make_manifest(reader.files, config, sampling, device=device, digests=digests_of(config))
 
 
 def resume(args: argparse.Namespace, output: OutputFile, manifest: dict[str, Any]) -> None:
@@ -165,11 +169,24 @@ def resume(args: argparse.Namespace, output: OutputFile, manifest: dict[str, Any
         output.remove_errors()
 
 
-def start_workers(program: str, args: argparse.Namespace, sampling: dict[str, Any]) -> WorkerEngines:
-    """``ValueError`` if there is not a core or a GPU for each of them."""
+def start_workers(
+    program: str, args: argparse.Namespace, sampling: dict[str, Any], cluster: RayCluster | None
+) -> WorkerEngines:
+    """``ValueError`` if there is not a core or a GPU on this machine for each of them, or an engine cannot start."""
+    common = {
+        "program": program,
+        "arguments": args.arguments,
+        "sampling": sampling,
+        "directory": os.getcwd(),
+    }
+    if cluster is not None:
+        settings = ray_settings(args, cluster, common, digests_of(engine_config(args)))
+        num_threads = settings[0]["overrides"].get("num_threads", 1)
+        needs = {"num_cpus": num_threads, "num_gpus": int(args.device == "cuda")}
+        return WorkerEngines(RayProcesses(cluster, needs), settings)
     gpus = visible_gpus(args.device)
-    settings = worker_settings(program, args, sampling, len(gpus))
-    return WorkerEngines(LocalLauncher([each["cpus"] for each in settings], gpus), settings)
+    settings = local_settings(args, len(gpus), common)
+    return WorkerEngines(LocalProcesses([each["cpus"] for each in settings], gpus), settings)
 
 
 def put_in_order(program: str, args: argparse.Namespace, output: OutputFile | None) -> None:

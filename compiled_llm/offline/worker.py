@@ -4,8 +4,10 @@ Messages to it are JSON: ``{"rows": [...]}`` (row_to_json), ``{"stop": true}``, 
 line of JSON and, after it, the lines of the results that it names. The first message to it are its settings.
 """
 
+import argparse
 import contextlib
 import os
+import platform
 import select
 import signal
 import socket
@@ -15,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compiled_llm.child_process import Channel, decoded, encoded
+from compiled_llm.command_line import engine_config
 from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row, row_from_json
@@ -81,6 +84,8 @@ def run_worker(connection: socket.socket) -> None:
     settings = decoded(channel.receive())
     if settings["cpus"] is not None:
         os.sched_setaffinity(0, settings["cpus"])
+    if os.path.isdir(settings["directory"]):
+        os.chdir(settings["directory"])  # names of files in the arguments are relative to it
     args = parse_arguments(settings["program"], settings["arguments"])
     for name, value in settings["overrides"].items():
         setattr(args, name, value)
@@ -89,6 +94,7 @@ def run_worker(connection: socket.socket) -> None:
     try:
         from compiled_llm.offline.local_engine import LocalEngine  # it loads torch, after the affinity is set
 
+        check_digests(args, settings["digests"])
         engine = LocalEngine(args, settings["sampling"])
         engine.prepare_report()
     except (ValueError, OSError, RuntimeError) as error:
@@ -108,6 +114,17 @@ def run_worker(connection: socket.socket) -> None:
             send_results(channel, results, _state(engine))
         rows, is_written = engine.finish()
         send_results(channel, [], {**_state(engine), "finished": {"summary": rows, "is_written": is_written}})
+
+
+def check_digests(args: argparse.Namespace, digests: Mapping[str, str]) -> None:
+    """``ValueError`` unless the model and the tokenizer on this machine have these digests; an empty mapping: any."""
+    from compiled_llm.offline.model_digest import digests_of  # it loads torch
+
+    if digests:
+        found = digests_of(engine_config(args))
+        others = [f"the {kind} on {platform.node()}" for kind in digests if found[kind] != digests[kind]]
+        if others:
+            raise ValueError(f"{' and '.join(others)} must be the same as where the run was started: copy it there")
 
 
 def _state(engine: Any) -> dict[str, Any]:

@@ -5,34 +5,44 @@ again: by one worker, few of them at a time, so that a row that ends every proce
 writes, and a row that has a result is done, so no row is there twice.
 """
 
-import contextlib
 import itertools
-import select
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from compiled_llm.child_process import Channel, encoded
+from compiled_llm.child_process import encoded
 from compiled_llm.offline.answers import error_line
 from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row, row_to_json
 from compiled_llm.offline.worker import read_results
 
 _POLL_SECONDS = 0.25
-_MOST_STARTS = 5  # of a worker without a result between them
+_MOST_STARTS = 12  # of a worker without a result between them: enough to find some rows in a row that end it
+_PAUSE_SECONDS = 0.1  # before the first start after an end; four times as long before each one that follows
+_LONGEST_PAUSE_SECONDS = 5.0
 # A row that was in so many processes when they died is served in a group of so many, and after the last one not at all.
 _GROUP_SIZES = (8, 1, 1)
 
 
-class Launcher(Protocol):
-    """Starts worker processes and connects to them."""
+class WorkerProcesses(Protocol):
+    """The processes of workers, wherever they run, and messages between them and the driver. Workers have numbers."""
 
-    def start(self, number: int) -> Channel:
-        """A new process for worker ``number``. ``OSError`` if there is none to be had."""
+    def start(self, number: int) -> None:
+        """Start a process. ``OSError`` if there is none to be had."""
+
+    def send(self, number: int, message: bytes) -> None:
+        """Send a message; it is lost if the process has ended."""
+
+    def receive(self, seconds: float) -> list[tuple[int, bytes | None]]:
+        """Messages that come within so many seconds, at most one of each worker; None: its process has ended."""
 
     def end(self, number: int) -> str:
-        """End the process of a worker, if it runs still; returns how it ended."""
+        """End the process, if it runs still; returns how it ended."""
+
+    def close(self) -> None:
+        """End all processes."""
 
 
 class Worker:
@@ -40,49 +50,56 @@ class Worker:
 
     Attributes:
         rows: those that it has, by index.
-        is_ready: its engine has started.
+        is_ready: its engine has started. ``was_ready``: that of its process, or of one before.
+        is_finished: it takes part no more. ``is_told``: it was told that no rows follow.
+        is_on_trial: it has rows of a process that died, and gets no others.
         starts: of its process, without a result since.
+        starts_at: the moment when its process is to be started again; None: it runs.
+        load: what its engine said last of itself.
+        faults: of its processes before this one.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.channel: Channel | None = None
         self.rows: dict[int, Row] = {}
-        self.is_ready = self.is_finished = self.is_told = False
+        self.is_ready = self.was_ready = self.is_finished = self.is_told = self.is_on_trial = False
         self.starts = 0
+        self.starts_at: float | None = None
         self.max_num_seqs = 1
-        self.is_on_trial = False  # it has rows of a process that died, and gets no others
-        self.load: dict[str, Any] = {}  # what its engine said last of itself
-        self.faults: dict[str, int] = {}  # of its processes before this one
+        self.load: dict[str, Any] = {}
+        self.faults: dict[str, int] = {}
 
 
 class WorkerEngines:
     """As ``LocalEngine``, with the engines of many workers.
 
+    It is ready when the first of them is: the others may take longer, and join in.
+
     Args:
-        launcher: of their processes.
+        processes: of the workers.
         settings: for each worker: what ``worker.run_worker`` gets first.
 
     Raises:
         ValueError: an engine cannot start.
-        OSError: a process cannot be started.
+        OSError: a process cannot be started, or ends each time.
     """
 
-    def __init__(self, launcher: Launcher, settings: Sequence[Mapping[str, Any]]) -> None:
-        self._launcher, self._settings = launcher, settings
+    def __init__(self, processes: WorkerProcesses, settings: Sequence[Mapping[str, Any]]) -> None:
+        self._processes, self._settings = processes, settings
         self._workers = [Worker(number) for number in range(len(settings))]
         self._returned: deque[Row] = deque()  # rows of processes that died
         self._deaths: dict[int, int] = {}  # by the index of such a row
         self._summaries: dict[int, dict[str, str]] = {}
         self._is_written = True
         self._description = ""
-        # The first one compiles what is missing, and the others find it.
         try:
             self._start(self._workers[0])
-            self._wait_until_ready(self._workers[:1])
-            for worker in self._workers[1:]:
+            while not self._workers[0].is_ready:
+                self._start_again()
+                for _ in self._receive():
+                    raise AssertionError("a result without a row")
+            for worker in self._workers[1:]:  # they find what the first one compiled, if they share its disk
                 self._start(worker)
-            self._wait_until_ready(self._workers[1:])
         except BaseException:
             self.close()
             raise
@@ -116,6 +133,7 @@ class WorkerEngines:
         source = itertools.chain([] if following is None else [following], rows)
         is_read = following is None
         while True:
+            self._start_again()
             for worker in self._workers:
                 if not is_stopped():
                     is_read = self._hand_out(worker, source, is_read)
@@ -137,10 +155,7 @@ class WorkerEngines:
         return rows, self._is_written
 
     def close(self) -> None:
-        for worker in self._workers:
-            if worker.channel is not None:
-                worker.channel.socket.close()
-                self._launcher.end(worker.number)
+        self._processes.close()
 
     # -- Rows
 
@@ -175,21 +190,18 @@ class WorkerEngines:
                 worker.is_finished = True  # it has nothing, and will get nothing
 
     def _send(self, worker: Worker, message: Mapping[str, Any]) -> None:
-        assert worker.channel is not None
-        with contextlib.suppress(OSError):  # it has died, as its end of the channel tells when it is read
-            worker.channel.send(encoded(message))
+        self._processes.send(worker.number, encoded(message))
 
     def _receive(self) -> Iterator[RowResult]:
         """The results that come within some time."""
-        channels = {w.channel.socket: w for w in self._workers if w.channel is not None and not w.is_finished}
-        for connection in select.select(list(channels), [], [], _POLL_SECONDS)[0]:
-            worker = channels[connection]
-            assert worker.channel is not None
-            try:
-                results, state = read_results(worker.channel.receive())
-            except (EOFError, OSError):
+        for number, message in self._processes.receive(_POLL_SECONDS):
+            worker = self._workers[number]
+            if worker.is_finished:
+                continue
+            if message is None:
                 yield from self._bury(worker)
                 continue
+            results, state = read_results(message)
             for result in results:
                 del worker.rows[result.index]
                 self._deaths.pop(result.index, None)
@@ -199,10 +211,12 @@ class WorkerEngines:
             self._take_state(worker, state)
 
     def _take_state(self, worker: Worker, state: dict[str, Any]) -> None:
-        if "failure" in state:
+        if "failure" in state and worker.was_ready:
+            self._give_up(worker, f"worker {worker.number} could not start again: {state['failure']}")
+        elif "failure" in state:
             raise ValueError(f"worker {worker.number}: {state['failure']}")
-        if "ready" in state:
-            worker.is_ready = True
+        elif "ready" in state:
+            worker.is_ready = worker.was_ready = True
             worker.max_num_seqs = state["ready"]["max_num_seqs"]
             self._description = self._description or state["ready"]["description"]
         elif "finished" in state:
@@ -216,23 +230,24 @@ class WorkerEngines:
 
     def _start(self, worker: Worker) -> None:
         worker.starts += 1
-        worker.is_ready = worker.is_on_trial = False
-        worker.channel = self._launcher.start(worker.number)
+        worker.starts_at = None
+        self._processes.start(worker.number)
         self._send(worker, self._settings[worker.number])
 
-    def _wait_until_ready(self, workers: Sequence[Worker]) -> None:
-        while not all(worker.is_ready for worker in workers):
-            for _ in self._receive():
-                raise AssertionError("a result without a row")
+    def _start_again(self) -> None:
+        """The workers whose moment has come."""
+        for worker in self._workers:
+            if worker.starts_at is not None and worker.starts_at <= time.monotonic() and not worker.is_finished:
+                self._start(worker)
 
     def _bury(self, worker: Worker) -> Iterator[RowResult]:
-        """A process has died: start another one. Its rows come back, or end if they were in too many that died."""
-        assert worker.channel is not None
-        worker.channel.socket.close()
-        how = self._launcher.end(worker.number)
+        """A process has ended. Its rows come back, or end if they were in too many that did; it is started again."""
+        how = self._processes.end(worker.number)
         for kind, count in worker.load.get("faults", {}).items():
             worker.faults[kind] = worker.faults.get(kind, 0) + count
         rows, worker.rows, worker.load = list(worker.rows.values()), {}, {}
+        worker.is_ready = worker.is_on_trial = False
+        returned = []
         for row in rows:
             self._deaths[row.index] = self._deaths.get(row.index, 0) + 1
             if self._deaths[row.index] > len(_GROUP_SIZES):
@@ -240,12 +255,21 @@ class WorkerEngines:
                 error = f"the engine's process ended ({how}) each time that this row ran"
                 yield RowResult(row.index, row.name, error_line(row, error, is_users=False), error)
             else:
-                self._returned.append(row)
+                returned.append(row)
+        self._returned.extendleft(reversed(returned))  # so that a row to blame is found before the next one runs
         if worker.is_told:
             worker.is_finished = True
-            return
-        if worker.starts >= _MOST_STARTS:
+        elif worker.starts >= _MOST_STARTS:
             times = f"{worker.starts} times without a result"
-            raise OSError(f"worker {worker.number} ended {times}, the last time by {how}")
-        time.sleep(min(5.0, 0.1 * 4 ** (worker.starts - 1)))
-        self._start(worker)
+            self._give_up(worker, f"worker {worker.number} ended {times}, the last time by {how}")
+        else:
+            pause = min(_LONGEST_PAUSE_SECONDS, _PAUSE_SECONDS * 4 ** max(0, worker.starts - 1))
+            worker.starts_at = time.monotonic() + pause
+
+    def _give_up(self, worker: Worker, reason: str) -> None:
+        """Go on without a worker. ``OSError`` if it was the last one."""
+        worker.is_finished = True
+        left = sum(not other.is_finished for other in self._workers)
+        if not left or not any(other.was_ready for other in self._workers):
+            raise OSError(f"{reason}; no engine is left")
+        print(f"{reason}; {left} of {len(self._workers)} workers go on", file=sys.stderr)

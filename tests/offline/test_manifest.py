@@ -42,10 +42,10 @@ def path(tmp_path: Path) -> Path:
 
 
 def made(inputs: list[str], sampling: Mapping[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    digests = {name: changes.pop(name, default) for name, default in (("model_sha256", "a"), ("tokenizer_sha256", "b"))}
+    digests = {kind: changes.pop(f"{kind}_sha256", default) for kind, default in (("model", "a"), ("tokenizer", "b"))}
     device = changes.pop("device", "cpu")
     files = [InputFile.of(name) for name in inputs]
-    return make_manifest(files, EngineConfig(**changes), sampling or {"max_tokens": 8}, device=device, **digests)
+    return make_manifest(files, EngineConfig(**changes), sampling or {"max_tokens": 8}, device=device, digests=digests)
 
 
 def test_it_stands_beside_the_output() -> None:

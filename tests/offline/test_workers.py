@@ -1,17 +1,18 @@
 """The driver of workers, with workers that are threads: they may die at any row, and no row is lost or there twice."""
 
 import contextlib
+import itertools
 import random
 import socket
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
 from compiled_llm.child_process import Channel
 from compiled_llm.offline import workers
-from compiled_llm.offline.local_workers import part_of
+from compiled_llm.offline.local_workers import LocalProcesses, part_of
 from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row
 from compiled_llm.offline.worker import SocketRows, send_results
@@ -24,36 +25,46 @@ class DriverGoneError(Exception):
     """In the place of the end of a process."""
 
 
-class ThreadLauncher:
+class ThreadProcesses(LocalProcesses):
     """Workers that are threads. ``dies(worker, row)`` is asked when a worker is about to run a row.
 
     Attributes:
         served: how often each row was begun.
-        most_rows: most rows that a worker had at once.
+        starts: of each worker.
     """
 
-    def __init__(self, dies: Callable[[int, int], bool] = lambda number, index: False, fails: str = "") -> None:
-        self._dies, self._fails = dies, fails
+    def __init__(
+        self, dies: Callable[[int, int], bool] = lambda number, index: False, fails: Sequence[str] = ()
+    ) -> None:
+        super().__init__([])
+        self._dies, self._fails = dies, deque(fails)
         self.served: Counter[int] = Counter()
         self.starts: Counter[int] = Counter()
         self._threads: dict[int, threading.Thread] = {}
 
-    def start(self, number: int) -> Channel:
+    def start(self, number: int) -> None:
         self.starts[number] += 1
         own, theirs = socket.socketpair()
+        self._channels[number] = Channel(own)
         self._threads[number] = threading.Thread(target=self._run, args=(number, Channel(theirs)))
         self._threads[number].start()
-        return Channel(own)
 
     def end(self, number: int) -> str:
-        self._threads[number].join()
+        if number in self._channels:
+            self._channels.pop(number).socket.close()
+        self._threads.pop(number).join()
         return "signal SIGKILL"
+
+    def close(self) -> None:
+        for number in list(self._threads):
+            self.end(number)
 
     def _run(self, number: int, channel: Channel) -> None:
         with channel.socket, contextlib.suppress(OSError, DriverGoneError):
             channel.receive()  # the settings
-            if self._fails:
-                send_results(channel, [], {"failure": self._fails})
+            failure = self._fails.popleft() if self._fails else ""
+            if failure:
+                send_results(channel, [], {"failure": failure})
                 return
             send_results(channel, [], {"ready": {"max_num_seqs": MAX_NUM_SEQS, "description": "an engine"}})
             source = SocketRows(channel)
@@ -76,9 +87,9 @@ def rows(count: int) -> list[Row]:
 
 
 def serve(
-    launcher: ThreadLauncher, given: Iterable[Row], num_workers: int = 2
+    processes: ThreadProcesses, given: Iterable[Row], num_workers: int = 2
 ) -> tuple[list[RowResult], WorkerEngines]:
-    engines = WorkerEngines(launcher, [{}] * num_workers)
+    engines = WorkerEngines(processes, [{}] * num_workers)
     with contextlib.closing(engines):
         results = [result for result in engines.serve(iter(given), lambda: False) if result is not None]
     return results, engines
@@ -92,11 +103,11 @@ def _no_driver_exit(monkeypatch: pytest.MonkeyPatch) -> None:
         raise DriverGoneError
 
     monkeypatch.setattr("compiled_llm.offline.worker.os._exit", end)
-    monkeypatch.setattr(workers.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(workers, "_PAUSE_SECONDS", 0.0)
 
 
 def test_all_rows_are_served_once_and_the_engines_report() -> None:
-    results, engines = serve(ThreadLauncher(), rows(100), 3)
+    results, engines = serve(ThreadProcesses(), rows(100), 3)
     assert sorted(result.index for result in results) == list(range(100))
     assert all(result.line == f"{result.index}\n".encode() for result in results)
     assert engines.finish() == ({"steps (0)": "7", "steps (1)": "7", "steps (2)": "7"}, False)
@@ -105,7 +116,7 @@ def test_all_rows_are_served_once_and_the_engines_report() -> None:
     engines.observe(progress)
     assert (progress.running, progress.waiting, progress.kv_share, progress.workers) == (3, 6, 0.5, 3)
     assert "an engine" in engines.describe_start()
-    assert serve(ThreadLauncher(), [])[0] == []
+    assert serve(ThreadProcesses(), [])[0] == []
 
 
 def test_rows_are_read_as_they_are_needed() -> None:
@@ -116,7 +127,7 @@ def test_rows_are_read_as_they_are_needed() -> None:
             taken.append(row.index)
             yield row
 
-    engines = WorkerEngines(ThreadLauncher(), [{}] * 2)
+    engines = WorkerEngines(ThreadProcesses(), [{}] * 2)
     with contextlib.closing(engines):
         results = engines.serve(iter(source()), lambda: False)
         for _ in range(20):
@@ -128,36 +139,82 @@ def test_rows_are_read_as_they_are_needed() -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_workers_that_die_now_and_then_lose_no_row(seed: int) -> None:
     rng = random.Random(seed)
-    launcher = ThreadLauncher(lambda number, index: rng.random() < 0.05)
-    results, _ = serve(launcher, rows(200))
+    processes = ThreadProcesses(lambda number, index: rng.random() < 0.05)
+    results, _ = serve(processes, rows(200))
     assert sorted(result.index for result in results) == list(range(200))
-    assert sum(launcher.starts.values()) > 4
+    assert sum(processes.starts.values()) > 4
 
 
 def test_a_row_that_ends_every_process_is_found_and_the_others_are_served() -> None:
-    launcher = ThreadLauncher(lambda number, index: index in (3, 50))
-    results, _ = serve(launcher, rows(100))
+    processes = ThreadProcesses(lambda number, index: index in (3, 50))
+    results, _ = serve(processes, rows(100))
     errors = {result.index: result.error for result in results if result.error is not None}
     assert errors.keys() == {3, 50}
     assert "the engine's process ended (signal SIGKILL)" in str(errors[3])
     assert sorted(result.index for result in results) == list(range(100))
-    assert launcher.served[3] == launcher.served[50] == 4
-    assert max(launcher.served.values()) == 4
+    assert processes.served[3] == processes.served[50] == 4
+    assert max(processes.served.values()) == 4
 
 
-def test_a_worker_that_always_dies_ends_the_run() -> None:
-    with pytest.raises(OSError, match="worker 1 ended 5 times without a result"):
-        serve(ThreadLauncher(lambda number, index: number == 1), rows(10_000))
+def test_two_rows_side_by_side_that_end_every_process_are_both_found() -> None:
+    results, _ = serve(ThreadProcesses(lambda number, index: index in (0, 1, 2)), rows(20), 1)
+    assert sorted(result.index for result in results) == list(range(20))
+    assert {result.index for result in results if result.error is not None} == {0, 1, 2}
+
+
+def test_the_others_go_on_without_a_worker_that_always_dies(capsys: pytest.CaptureFixture) -> None:
+    results, _ = serve(ThreadProcesses(lambda number, index: number == 1), rows(1000))
+    assert sorted(result.index for result in results) == list(range(1000))
+    assert sum(result.error is not None for result in results) <= 5
+    assert capsys.readouterr().err == (
+        "worker 1 ended 12 times without a result, the last time by signal SIGKILL; 1 of 2 workers go on\n"
+    )
+
+
+def test_the_run_ends_when_no_worker_is_left() -> None:
+    served = itertools.count()
+    with pytest.raises(OSError, match="times without a result, the last time by signal SIGKILL; no engine is left"):
+        serve(ThreadProcesses(lambda number, index: next(served) >= 10), rows(10_000))
 
 
 def test_an_engine_that_cannot_start_ends_the_run() -> None:
     with pytest.raises(ValueError, match="worker 0: no such model"):
-        WorkerEngines(ThreadLauncher(fails="no such model"), [{}] * 2)
+        WorkerEngines(ThreadProcesses(fails=["no such model"]), [{}] * 2)
+    with pytest.raises(ValueError, match="worker 1: too little memory"):
+        serve(ThreadProcesses(fails=["", "too little memory"]), rows(10_000))
+
+
+def test_the_others_go_on_without_an_engine_that_cannot_start_again(capsys: pytest.CaptureFixture) -> None:
+    died: list[int] = []
+
+    def dies(number: int, index: int) -> bool:
+        """The first worker, once, when the other one serves."""
+        is_time = number == 0 and index > 50 and not died
+        died.extend([number] * is_time)
+        return is_time
+
+    results, _ = serve(ThreadProcesses(dies, fails=["", "", "no memory"]), rows(1000))
+    assert sorted(result.index for result in results) == list(range(1000))
+    assert capsys.readouterr().err == "worker 0 could not start again: no memory; 1 of 2 workers go on\n"
+
+
+def test_a_worker_that_is_not_ready_when_the_rows_end_is_not_waited_for() -> None:
+    class Slow(ThreadProcesses):
+        def _run(self, number: int, channel: Channel) -> None:
+            if number == 0:
+                super()._run(number, channel)
+            with channel.socket, contextlib.suppress(OSError):
+                channel.socket.recv(2**20)  # it gets its settings, and never answers
+                channel.socket.recv(1)
+
+    results, engines = serve(Slow(), rows(100))
+    assert sorted(result.index for result in results) == list(range(100))
+    assert engines.finish() == ({"steps (0)": "7"}, True)
 
 
 def test_a_stop_drops_the_rows_that_wait() -> None:
     found: list[int] = []
-    engines = WorkerEngines(ThreadLauncher(), [{}] * 2)
+    engines = WorkerEngines(ThreadProcesses(), [{}] * 2)
     is_enough = found.__len__
     for result in engines.serve(iter(rows(10_000)), lambda: is_enough() >= 30):
         found += [] if result is None else [result.index]

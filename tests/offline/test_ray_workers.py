@@ -1,0 +1,128 @@
+"""Workers in a Ray cluster, whose machines are processes here: one may go at any time, and no row is lost or twice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from compiled_llm.offline.ray_workers import RayCluster
+
+NUM_ROWS = 300
+FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--num-kv-blocks", "300", "--quiet"]
+FAST += ["--dtype", "float32", "--progress", "off"]
+COMMAND = [
+    sys.executable,
+    "-c",
+    "import sys; from compiled_llm.offline.command import main; sys.exit(main('x'))",
+    *FAST,
+]
+# A head without cores, and two machines of one core. Each line that it reads takes the place of one of them.
+CLUSTER = """
+import sys
+
+from ray.cluster_utils import Cluster
+
+head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2**27, "node_ip_address": "127.0.0.2"}
+cluster = Cluster(initialize_head=True, head_node_args=head)
+machine = {"num_cpus": 1, "object_store_memory": 2**27, "node_ip_address": "127.0.0.1"}
+machines = [cluster.add_node(**machine) for _ in range(2)]
+print(cluster.address, flush=True)
+for line in sys.stdin:
+    cluster.remove_node(machines.pop(0), allow_graceful=False)
+    machines.append(cluster.add_node(**machine))
+    print("gone", flush=True)
+cluster.shutdown()
+"""
+
+
+class MachinesOfRay:
+    def __init__(self) -> None:
+        environment = {**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, "-c", CLUSTER], env=environment, **pipes)
+        self.address = self._answer()
+
+    def replace_one(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        assert self._answer() == "gone"
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[MachinesOfRay]:
+    machines = MachinesOfRay()
+    yield machines
+    machines.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("input") / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"def f{n}(x):"}) + "\n" for n in range(NUM_ROWS)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def whole(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The lines of a run with one engine, on this machine."""
+    output = tmp_path_factory.mktemp("whole") / "out.jsonl"
+    subprocess.run([*COMMAND, "--input", str(prompts), "--output", str(output)], check=True, capture_output=True)
+    return sorted(output.read_text().splitlines())
+
+
+def started(output: Path, log: Path, *arguments: str) -> subprocess.Popen:
+    """A run that has written some rows."""
+    with open(log, "w") as file:
+        driver = subprocess.Popen([*COMMAND, "--output", str(output), *arguments], stdout=file, stderr=file)
+    while not output.exists() or output.read_bytes().count(b"\n") < 20:
+        assert driver.poll() is None, log.read_text()
+        time.sleep(0.01)
+    return driver
+
+
+def test_a_machine_that_goes_costs_no_row(
+    machines: MachinesOfRay, prompts: Path, whole: list[str], tmp_path: Path
+) -> None:
+    output, log = tmp_path / "out.jsonl", tmp_path / "log"
+    arguments = ["--input", str(prompts), "--workers", "2", "--ray", machines.address]
+    driver = started(output, log, *arguments)
+    machines.replace_one()
+    assert output.read_bytes().count(b"\n") < NUM_ROWS, "it went while rows were served"
+    assert driver.wait() == 0, log.read_text()
+    assert sorted(output.read_text().splitlines()) == whole, "all rows once, sampled tokens too"
+
+
+def test_a_run_goes_on_after_its_driver_was_killed(
+    machines: MachinesOfRay, prompts: Path, whole: list[str], tmp_path: Path
+) -> None:
+    output, log = tmp_path / "out.jsonl", tmp_path / "log"
+    arguments = ["--input", str(prompts), "--workers", "2", "--ray", machines.address]
+    driver = started(output, log, *arguments)
+    os.kill(driver.pid, signal.SIGKILL)
+    driver.wait()
+    assert output.read_bytes().count(b"\n") < NUM_ROWS
+    # Without a cluster too: results and manifest are the same.
+    subprocess.run([*COMMAND, "--input", str(prompts), "--output", str(output), "--resume"], check=True)
+    assert sorted(output.read_text().splitlines()) == whole
+
+
+def test_a_cluster_that_is_not_there_is_named(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ValueError, match="--ray must name a cluster that runs, given 127.0.0.1:1: Connection refused"):
+        RayCluster("127.0.0.1:1")
+    for address in ("somewhere", "ray://127.0.0.1:10001", ":6379", "host:port"):
+        with pytest.raises(ValueError, match=f"--ray must be HOST:PORT, given {address}"):
+            RayCluster(address)
