@@ -2,11 +2,15 @@
 
 import json
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -97,3 +101,88 @@ def test_no_row_is_lost_or_there_twice(
     battery_counts.update(counts)
     assert counts["kills"] > num_kills // 2
     assert num_kills < 10 or (counts["kills before a row"] and counts["kills with a row cut off"])
+
+
+# -- With workers; in the ordinary run test_faults.py and test_ray_workers.py kill some
+
+WAYS = {"two workers": ["--workers", "2"], "ray": ["--workers", "2", "--ray"]}
+SIZES_OF_WORKERS = [
+    pytest.param(5, 300, id="small", marks=pytest.mark.battery),
+    pytest.param(50, 3000, id="full", marks=pytest.mark.battery),
+]
+COMMAND = [sys.executable, "-c", "import sys; from compiled_llm.offline.command import main; sys.exit(main('x'))"]
+
+
+class Run:
+    """Runs with the same input and output, one after the other, and their processes."""
+
+    def __init__(self, directory: Path, arguments: list[str]) -> None:
+        self.output, self._log = directory / "killed.jsonl", directory / "log"
+        self._command = [*COMMAND, *ARGUMENTS, *arguments, "--output", self.output.name, "--resume"]
+        mark = {"KILLED_IN": str(directory)}  # all processes of these runs have it in their environment
+        self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **mark}
+        self._mark, self._directory = mark, directory
+        self.driver = self.start()
+
+    def start(self) -> subprocess.Popen:
+        with open(self._log, "a") as log:
+            self.driver = subprocess.Popen(
+                self._command, cwd=self._directory, env=self._environment, stdout=log, stderr=log
+            )
+        return self.driver
+
+    def wait_for_rows(self, count: int) -> bool:
+        """False: the run has ended."""
+        while self.num_rows() < count:
+            if self.driver.poll() is not None:
+                assert self.driver.returncode == 0, self._log.read_text()
+                return False
+            time.sleep(0.001)
+        return True
+
+    def num_rows(self) -> int:
+        return self.output.read_bytes().count(b"\n") if self.output.exists() else 0
+
+    def workers(self) -> list[int]:
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            try:
+                if "compiled_llm.offline.worker" in (process.info["cmdline"] or ()):
+                    found += [process.pid] * (process.environ().items() >= self._mark.items())
+            except psutil.Error:
+                continue
+        return found
+
+
+@pytest.mark.parametrize(("num_kills", "num_rows"), SIZES_OF_WORKERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_workers_and_drivers_that_are_killed_cost_no_row(
+    tmp_path: Path, way: str, num_kills: int, num_rows: int, battery_counts: Counter[str]
+) -> None:
+    prompts = [json.dumps({"prompt": f"def f{n}(x):\n    return "}) + "\n" for n in range(num_rows)]
+    (tmp_path / "prompts.jsonl").write_text("".join(prompts))
+    whole = [*COMMAND, *ARGUMENTS, "--output", "whole.jsonl"]
+    subprocess.run(whole, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+
+    rng = random.Random(13)
+    goals = sorted(round(num_rows * 0.95 * rng.random()) for _ in range(num_kills))
+    run = Run(tmp_path, WAYS[way])
+    for number, goal in enumerate(goals):
+        if not run.wait_for_rows(goal):
+            break
+        time.sleep(rng.random() * 0.02)
+        workers = run.workers()
+        if workers and number % 5:
+            os.kill(rng.choice(workers), signal.SIGKILL)
+            battery_counts["kills of a worker"] += 1
+        else:
+            run.driver.kill()
+            run.driver.wait()
+            battery_counts["kills of a driver"] += 1
+            run.start()
+    run.wait_for_rows(num_rows + 1)
+
+    served, killed = ((tmp_path / name).read_text().splitlines() for name in ("whole.jsonl", "killed.jsonl"))
+    assert len(killed) == num_rows
+    assert sorted(killed) == sorted(served), "the same rows, with the same tokens, though they are sampled"
+    assert battery_counts["kills of a worker"] + battery_counts["kills of a driver"] > num_kills * 3 // 4
