@@ -95,7 +95,7 @@ def main() -> None:
     half = samples[len(samples) // 2 :]
     middle = statistics.median([before, after])
     print(
-        f"{args.rows} rows of {args.prompt_tokens} tokens in and {args.max_tokens} out, {args.mode}: {rate:.0f} rows/s; "
+        f"{args.rows} rows of {args.prompt_tokens} tokens in, {args.max_tokens} out, {args.mode}: {rate:.0f} rows/s; "
         f"generate {before:.0f} and {after:.0f} rows/s"
     )
     print(f"the run reached {rate / middle:.1%} of generate")
