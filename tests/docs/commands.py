@@ -8,6 +8,7 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,8 +25,8 @@ class _ParsedError(Exception):
     """The script has got as far as its arguments."""
 
 
-def _until_parsed(script: str, arguments: list[str], see: Callable[[argparse.ArgumentParser], object]) -> None:
-    """Run ``scripts/<script>`` until it has parsed its arguments; ``see`` gets the parser before. Nothing else runs.
+def _until_parsed(path: Path, arguments: list[str], see: Callable[[argparse.ArgumentParser], object]) -> None:
+    """Run the program at ``path`` until it has parsed its arguments; ``see`` gets the parser before. Nothing else runs.
 
     Raises:
         SystemExit: the parser refuses the arguments.
@@ -40,21 +41,27 @@ def _until_parsed(script: str, arguments: list[str], see: Callable[[argparse.Arg
         return stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str((ROOT / "scripts" / script).parent))
-        patch.setattr(sys, "argv", [f"scripts/{script}", *arguments])
+        patch.syspath_prepend(str(path.parent))
+        patch.setattr(sys, "argv", [str(path), *arguments])
         for kind in (argparse.ArgumentParser, FlagParser):
             patch.setattr(kind, "parse_args", stopping(vars(kind)["parse_args"]))
         with pytest.raises(_ParsedError):
-            runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+            runpy.run_path(str(path), run_name="__main__")
 
 
-def parse_script(words: list[str]) -> None:
-    """``python scripts/X.py ARGUMENTS``: the script is there, and its parser takes the arguments."""
-    script, arguments = words[1], words[2:]
-    assert re.fullmatch(r"scripts/(bench/)?\w+\.py", script), words
-    assert (ROOT / script).is_file(), f"{script} is not there"
+def parse_command(words: list[str]) -> None:
+    """``python scripts/X.py ARGUMENTS`` or ``compiled-llm ARGUMENTS``: the parser of this program takes the arguments.
+
+    ``AssertionError`` if it does not, or if there is no such program.
+    """
+    if words[0] == "compiled-llm":
+        program, arguments = ROOT / "compiled_llm" / "__main__.py", words[1:]
+    else:
+        assert re.fullmatch(r"scripts/(bench/)?\w+\.py", words[1]), words
+        program, arguments = ROOT / words[1], words[2:]
+        assert program.is_file(), f"{words[1]} is not there"
     try:
-        _until_parsed(script.removeprefix("scripts/"), arguments, lambda parser: None)
+        _until_parsed(program, arguments, lambda parser: None)
     except SystemExit as refused:
         raise AssertionError(f"{' '.join(words)} is refused: see stderr") from refused
 
@@ -62,10 +69,11 @@ def parse_script(words: list[str]) -> None:
 def options_of(script: str) -> set[str]:
     """The flags that a script knows; empty for a module that is no command."""
     options: set[str] = set()
-    text = (ROOT / "scripts" / script).read_text()
-    if "__main__" in text and ("parse_arg" in text or "parse_checked" in text):
+    path = ROOT / "scripts" / script
+    text = path.read_text()
+    if "__main__" in text and any(name in text for name in ("parse_arg", "parse_checked", "offline.command")):
         with contextlib.suppress(SystemExit):  # arguments that it requires are not given
-            _until_parsed(script, [], lambda parser: options.update(parser._option_string_actions))
+            _until_parsed(path, [], lambda parser: options.update(parser._option_string_actions))
     return options
 
 
@@ -115,32 +123,35 @@ class NotRun(NamedTuple):
 
 _UNSET = r"env (-u \w+ )+"
 _PYTHON = rf"({_UNSET})?(\S*/)?python"
+_BATCH = rf"(({_UNSET})?(\S*/)?compiled-llm batch|{_PYTHON} scripts/serve_offline\.py)"
 NOT_RUN = (
+    NotRun(_BATCH + r"\b.* --ray\b.*", "needs the extra ray, and starts a cluster", parse_command),
     NotRun(
         _PYTHON + r" scripts/serve_offline.py .*--sliding-window .*",
         "tests/e2e/test_streams.py runs such an engine on a smaller model",
-        parse_script,
+        parse_command,
     ),
     NotRun(_PYTHON + r"[\d.]* -m venv \S+", "a directory of its own is made by CI (.ci/run)", check_nothing),
     NotRun(r"(\S*/)?pip (un)?install .+", "needs the network; CI installs the project (.ci/run)", check_pip),
     NotRun(r"(sudo )?apt(-get)? install .+", "changes the machine", check_nothing),
     NotRun(rf"({_PYTHON} -m )?pytest\b.*", "would run this test in itself", check_pytest),
     NotRun(r"\.venv/bin/(ruff|mypy)\b.*", "CI runs them on the repository (.ci/run)", check_nothing),
-    NotRun(_PYTHON + r" scripts/bench/\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_script),
-    NotRun(_PYTHON + r" scripts/compile_model\.py --shape .*", "minutes", parse_script),
-    NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_script),
-    NotRun(_PYTHON + r" scripts/kv_report\.py\b.*", "minutes", parse_script),
-    NotRun(_PYTHON + r" scripts/lm_eval_adapter\.py\b.*", "needs lm-eval, and its tasks the network", parse_script),
-    NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_script),
-    NotRun(_PYTHON + r" scripts/quantize_model\.py\b.*", "tests/scripts/test_quantize_model.py runs it", parse_script),
-    NotRun(_PYTHON + r" scripts/weights_report\.py\b.*", "minutes", parse_script),
-    NotRun(_PYTHON + r" scripts/train_demo_model\.py\b.*", "25 minutes", parse_script),
+    NotRun(_PYTHON + r" scripts/bench/\w+\.py\b.*", "needs a quiet machine, and up to an hour", parse_command),
+    NotRun(_PYTHON + r" scripts/compile_model\.py --shape .*", "minutes", parse_command),
+    NotRun(_PYTHON + r" scripts/gpu_validate\.py\b.*", "needs a GPU", parse_command),
+    NotRun(_PYTHON + r" scripts/kv_report\.py\b.*", "minutes", parse_command),
+    NotRun(_PYTHON + r" scripts/lm_eval_adapter\.py\b.*", "needs lm-eval, and its tasks the network", parse_command),
+    NotRun(_PYTHON + r" scripts/make_docs\.py\b.*", "writes into the repository", parse_command),
+    NotRun(_PYTHON + r" scripts/quantize_model\.py\b.*", "tests/scripts/test_quantize_model.py runs it", parse_command),
+    NotRun(_PYTHON + r" scripts/weights_report\.py\b.*", "minutes", parse_command),
+    NotRun(_PYTHON + r" scripts/train_demo_model\.py\b.*", "25 minutes", parse_command),
 )  # fmt: skip
 # Run with -m battery; else checked only.
 EXPENSIVE = (
     _PYTHON + r" scripts/check_exact\.py\b.*",
     _PYTHON + r" scripts/compile_model\.py\b.*",
-    _PYTHON + r" scripts/serve_offline\.py\b.* --(report|trace) .*",
+    _BATCH
+    + r"\b.* --(report|trace|mode|workers) .*",  # the last ones compile graphs of their own; workers take two cores
     _PYTHON + r" scripts/tune_buckets\.py\b.*",
 )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.commands import SCRIPTS, is_expensive, not_run, options_of, parse_script, words_of
+from tests.docs.commands import SCRIPTS, is_expensive, not_run, options_of, parse_command, words_of
 from tests.docs.markdown import DOCUMENTS, ROOT, blocks, inline_code, name_of, statements
 
 DEMO_MODEL = ROOT / "compiled_llm" / "demo_model"
@@ -49,6 +49,8 @@ def make_root(directory: Path) -> dict[str, str]:
     for name in ("python", "python3"):
         (programs / name).write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
         (programs / name).chmod(0o755)
+    (programs / "compiled-llm").write_text(f'#!/bin/sh\nexec {sys.executable} -m compiled_llm "$@"\n')
+    (programs / "compiled-llm").chmod(0o755)
     path = os.pathsep.join([str(programs), os.environ.get("PATH", "")])
     return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)}
 
@@ -58,7 +60,7 @@ def run(path: Path, directory: Path, expensive: bool) -> None:
     environment = make_root(directory)
     for statement in runnable(path):
         if is_expensive(statement) and not expensive:
-            parse_script(words_of(statement))
+            parse_command(words_of(statement))
             continue
         command = ["bash", "-euo", "pipefail", "-c", statement]
         done = subprocess.run(
@@ -95,10 +97,10 @@ def test_commands_in_the_text_would_start(path: Path) -> None:
         kind = not_run(span)
         if kind is not None:
             kind.check(words_of(span))
-        elif re.match(r"python scripts/", span):
-            parse_script(words_of(span))
+        elif re.match(r"(python scripts/|compiled-llm batch )", span):
+            parse_command(words_of(span))
         elif re.match(r"scripts/(bench/)?\w+\.py ", span):
-            parse_script(["python", *words_of(span)])
+            parse_command(["python", *words_of(span)])
         for script in re.findall(r"(?:tests/)?scripts/(?:bench/)?\w+\.py", span):
             assert (ROOT / script).is_file(), f"{name_of(path)}: {span}"
 
@@ -117,6 +119,8 @@ def test_flags_in_the_text_are_known_to_some_script(path: Path, known_options: s
 
 def test_a_command_that_would_not_start_is_found() -> None:
     with pytest.raises(AssertionError, match="is refused"):
-        parse_script(["python", "scripts/bench/bench_linear.py", "--no-such-flag"])
+        parse_command(["python", "scripts/bench/bench_linear.py", "--no-such-flag"])
+    with pytest.raises(AssertionError, match="is refused"):
+        parse_command(["compiled-llm", "batch", "--no-such-flag"])
     with pytest.raises(AssertionError, match="is not there"):
-        parse_script(["python", "scripts/no_such_script.py"])
+        parse_command(["python", "scripts/no_such_script.py"])

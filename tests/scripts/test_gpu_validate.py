@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import json
+import runpy
 import shutil
 import sys
 import tarfile
@@ -55,7 +56,7 @@ def test_a_part_is_a_command_that_its_script_understands(
     monkeypatch.syspath_prepend(str((ROOT / script).parent))
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     with pytest.raises(Parsed):
-        load(ROOT / script).main()
+        runpy.run_path(str(ROOT / script), run_name="__main__")
 
 
 def test_a_part_leaves_its_result_its_log_and_its_command(
