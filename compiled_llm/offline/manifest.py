@@ -146,14 +146,19 @@ def _input_differences(old: Sequence[Any], new: Sequence[Mapping[str, Any]]) -> 
         yield f"--input has {len(new)} files and had {len(old)}"
         return
     changed = [
-        f"--input {one['name']!r:.200} has not the content of {_dict(other).get('name')!r:.200} "
-        f"(sha256 {_brief(one['sha256'])} and was {_brief(_dict(other).get('sha256'))})"
+        _changed_input(one, _dict(other))
         for one, other in zip(new, old, strict=True)
         if any(one[name] != _dict(other).get(name) for name in ("kind", "compression", "sha256"))
     ]
     yield from changed[:_NAMED_INPUTS]
     if len(changed) > _NAMED_INPUTS:
         yield f"{len(changed) - _NAMED_INPUTS} more inputs have other contents"
+
+
+def _changed_input(now: Mapping[str, Any], earlier: Mapping[str, Any]) -> str:
+    name, old_name = now["name"], earlier.get("name")
+    how = "has another content than it had" if name == old_name else f"has not the content of {old_name!r:.200}"
+    return f"--input {name!r:.200} {how} (sha256 {_brief(now['sha256'])} and was {_brief(earlier.get('sha256'))})"
 
 
 def _other_versions(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -56,9 +56,11 @@ def engine_rows(engine: CompiledEngine, report: RunReport, start_seconds: float)
 
 
 def print_summary(rows: dict[str, str]) -> None:
+    """With the values below each other; of many workers, names are longer."""
+    width = max(12, *map(len, rows))
     print("\nSummary")
     for name, value in rows.items():
-        print(f"  {name:<12} {value}")
+        print(f"  {name:<{width}} {value}")
 
 
 def percentiles(summary: dict[str, float] | None) -> str:

@@ -110,7 +110,7 @@ def test_other_inputs_are_named(path: Path, inputs: list[str], tmp_path: Path) -
     text.rename(inputs[0])
     with open(inputs[1], "a") as file:
         file.write(" ")
-    with pytest.raises(ValueError, match=r"--input 'b.jsonl' has not the content of 'b.jsonl' \(sha256 \w+ and was"):
+    with pytest.raises(ValueError, match=r"--input 'b.jsonl' has another content than it had \(sha256 \w+ and was"):
         check_manifest(path, made(inputs))
 
 

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from compiled_llm.offline.summary import of_the_limit
+from compiled_llm.offline.summary import of_the_limit, print_summary
 from compiled_llm.report.machine_limits import MachineLimits
 
 LIMITS = MachineLimits("cpu", "bfloat16", 3.15e10, 4e9, "amx", "2026-01-01T00:00:00+00:00", 0.02, 0.04)
@@ -25,3 +25,12 @@ def test_it_says_how_large_the_limits_are_since_when_and_how_steady(note: str, d
         f"measured 2026-01-01T00:00:00+00:00, {steadiness}" + (f"; {note}" if note else "")
     )
     assert "0.00 " not in text
+
+
+def test_values_stand_below_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    print_summary({"rows": "3", "prefix cache (0)": "none", "prefix cache (10)": "none"})
+    assert capsys.readouterr().out == (
+        "\nSummary\n  rows              3\n  prefix cache (0)  none\n  prefix cache (10) none\n"
+    )
+    print_summary({"rows": "3"})
+    assert capsys.readouterr().out == "\nSummary\n  rows         3\n"
