@@ -146,9 +146,7 @@ def _options(hint: Any) -> dict[str, Any]:
     kind = kinds[0]
     if kind is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if kind is str:
-        return {"type": str, "metavar": "STR"}
-    if kind in (int, float):
+    if kind in (int, float, str):
         if type(None) in kinds:
             return {"type": _or_none(kind), "metavar": f"{kind.__name__.upper()}|none"}
         return {"type": kind, "metavar": kind.__name__.upper()}

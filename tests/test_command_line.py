@@ -99,7 +99,7 @@ def test_sampling_parameters_arrive_and_nothing_else_changes(arguments: list[str
     assert params == SamplingParams(**{name: value})
 
 
-def test_numbers_that_may_be_none_are_given_as_none() -> None:
+def test_values_that_may_be_none_are_given_as_none() -> None:
     args = parse(
         "--max-tokens", "none", "--truncate-prompt-tokens", "None", "--max-model-len", "none", "--logprobs", "3"
     )
@@ -107,6 +107,8 @@ def test_numbers_that_may_be_none_are_given_as_none() -> None:
     assert (params.max_tokens, params.truncate_prompt_tokens, params.logprobs) == (None, None, 3)
     assert engine_config(args).max_model_len is None
     assert sampling_params(parse("--truncate-prompt-tokens", "-1")).truncate_prompt_tokens == -1
+    assert engine_config(parse("--quantization", "none")) == engine_config(parse())
+    assert engine_config(parse("--quantization", "int8")).quantization == "int8"
 
 
 @pytest.mark.parametrize(("flag", "value"), [("--max-tokens", "many"), ("--temperature", "none"), ("--n", "none")])

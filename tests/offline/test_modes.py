@@ -40,6 +40,9 @@ def test_flags_go_before_a_mode_in_any_order() -> None:
         args = parse_arguments("batch", arguments)
         assert (args.kv_cache_dtype, args.bucket_sizes) == ("auto", (1, 4))
         assert args.mode_text == "--mode high-throughput: --max-num-batched-tokens 2048 --quantization int8_w8a8"
+    args = parse_arguments("batch", [*mode, "--quantization", "none"])
+    assert args.quantization is None
+    assert "--quantization" not in args.mode_text
 
 
 def test_an_unknown_mode_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
