@@ -145,7 +145,10 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     with connection, contextlib.redirect_stdout(sys.stderr):
-        run_worker(connection)
+        try:
+            run_worker(connection)
+        except (EOFError, ConnectionError):
+            sys.exit(1)  # the driver has gone
 
 
 if __name__ == "__main__":

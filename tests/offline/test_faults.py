@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_llm.child_process import Channel, encoded
 from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.offline.command import main
 from compiled_llm.scheduling.scheduler import Scheduler
@@ -280,3 +282,18 @@ def test_a_killed_process_costs_no_row(victim: str, prompts: Path, whole: dict[i
     assert len(found) == 40 * NUM_ROWS
     assert all(found[index]["prompt"] == whole[index % NUM_ROWS]["prompt"] for index in found)
     assert {index: found[index] for index in range(NUM_ROWS)} == whole, "sampled tokens too"
+
+
+@pytest.mark.parametrize("gets_settings", [False, True])
+def test_a_worker_whose_driver_goes_while_it_starts_ends_without_a_traceback(gets_settings: bool) -> None:
+    own, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "compiled_llm.offline.worker"]
+        worker = subprocess.Popen(command, stdin=theirs.fileno(), stderr=subprocess.PIPE, text=True)
+    if gets_settings:
+        sampling = {"max_tokens": 1}
+        settings = {"program": "x", "arguments": FAST, "number": 0, "sampling": sampling, "cpus": None, "overrides": {}}
+        Channel(own).send(encoded(settings))
+    own.close()
+    _, err = worker.communicate()
+    assert (worker.returncode, err) == (1, "")
