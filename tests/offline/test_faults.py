@@ -293,7 +293,7 @@ def test_a_worker_whose_driver_goes_while_it_starts_ends_without_a_traceback(get
     if gets_settings:
         sampling = {"max_tokens": 1}
         settings = {"program": "x", "arguments": FAST, "number": 0, "sampling": sampling, "cpus": None, "overrides": {}}
-        Channel(own).send(encoded(settings))
+        Channel(own).send(encoded({**settings, "directory": os.getcwd(), "digests": {}}))
     own.close()
     _, err = worker.communicate()
     assert (worker.returncode, err) == (1, "")
