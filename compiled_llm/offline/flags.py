@@ -112,8 +112,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="run the engines of --workers on the machines of a Ray cluster; without ADDRESS: the one that RAY_ADDRESS "
-        "names or that runs here, else one of this machine alone",
+        help="run the engines of --workers on the machines of the Ray cluster at HOST:PORT; without ADDRESS: that of "
+        "RAY_ADDRESS, else a new one of this machine alone",
     )
     add(
         "--mode",

@@ -7,6 +7,8 @@ any machine but its own may go at any time.
 
 import argparse
 import importlib
+import os
+import secrets
 import signal
 import socket
 import sys
@@ -26,31 +28,30 @@ class RayCluster:
     """A connection to a Ray cluster, until it is closed.
 
     Args:
-        address: HOST:PORT of the cluster; "": the one that RAY_ADDRESS names or that runs on this machine, else one of
-            this machine alone, which ends with the connection.
+        address: HOST:PORT of the cluster; "": that of RAY_ADDRESS, else a cluster of this machine alone is started,
+            which ends with the connection. Only who has its token can connect to it.
 
     Raises:
         ValueError: Ray is not installed, or no cluster answers there.
     """
 
     def __init__(self, address: str) -> None:
+        address = address or os.environ.get("RAY_ADDRESS", "")
+        if address:
+            _check_address(address)
+            arguments: dict[str, Any] = {"address": address}
+        else:
+            # Ray reads it when it is imported. Without it any user who reaches its ports could run programs.
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            arguments = {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_BYTES}
         try:
             self.ray: Any = importlib.import_module("ray")
         except ImportError as error:
             raise ValueError("--ray needs the extra 'ray': pip install 'compiled-llm[ray]'") from error
-        if address:
-            _check_address(address)
-        quiet = {"log_to_driver": False, "logging_level": "error"}
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self.ray.init(address=address or "auto", **quiet)
-        except ConnectionError as error:
-            if address:
-                raise ValueError(f"--ray {address}: {error}") from error
-            # It listens on the loopback interface alone.
-            alone = {"include_dashboard": False, "object_store_memory": _OBJECT_BYTES, "_node_ip_address": "127.0.0.1"}
-            self.ray.init(address="local", **alone, **quiet)
-        except RuntimeError as error:  # as where the versions of Ray or Python differ
+            self.ray.init(**arguments, log_to_driver=False, logging_level="error")
+        except (ConnectionError, RuntimeError) as error:  # as where the versions of Ray or Python differ
             raise ValueError(f"--ray {address}: {error}") from error
         finally:
             for number, handler in handlers.items():  # Ray sets its own

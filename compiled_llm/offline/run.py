@@ -49,12 +49,8 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             output = OutputFile(args.output, resume=args.resume)
     with contextlib.ExitStack() as files:
         files.enter_context(output or contextlib.nullcontext())
-        cluster = None
-        if args.ray is not None:
-            with errors_end(program):
-                cluster = RayCluster(args.ray)
-                files.callback(cluster.close)
-                args.device = cluster.device_type(args.device)
+        with errors_end(program):
+            cluster = connect(args, files)
         if output is not None:
             with errors_end(program):
                 manifest = run_manifest(args, reader, sampling)
@@ -74,10 +70,7 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             return 1 if output is not None and output.num_failed else 0
         with errors_end(program):
             check_tokenizer(args, first)
-            if cluster is not None or args.workers > 1:
-                engine: LocalEngine | WorkerEngines = start_workers(program, args, sampling, cluster)
-            else:
-                engine = LocalEngine(args, sampling)
+            engine = start_engines(program, args, sampling, cluster)
             files.callback(engine.close)
         with errors_end(program, (RuntimeError,), status=1):
             engine.prepare_report()
@@ -97,15 +90,30 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
 
         engine_rows, is_written = engine.finish()
     print_summary({**run_rows(progress, sampling_text), "order": str(gain), **engine_rows})
-    if progress.failed:
-        again = "" if output is None else "; --resume --retry-errors serves them again"
-        print(f"{progress.failed} of {progress.rows} rows failed{again}", file=sys.stderr)
+    print_failures(progress, output)
     if signals.number is not None:
         if output is not None:
             print(output.describe(), file=sys.stderr)
         raise KeyboardInterrupt(signals.number)
     num_failed = progress.failed if output is None else output.num_failed
     return 0 if is_written and not num_failed else 1
+
+
+def print_failures(progress: RunProgress, output: OutputFile | None) -> None:
+    """How many rows failed, on stderr, if any did."""
+    if progress.failed:
+        again = "" if output is None else "; --resume --retry-errors serves them again"
+        print(f"{progress.failed} of {progress.rows} rows failed{again}", file=sys.stderr)
+
+
+def connect(args: argparse.Namespace, files: contextlib.ExitStack) -> RayCluster | None:
+    """To the cluster of ``--ray``, which decides what the engines run on. ``files`` closes the connection."""
+    if args.ray is None:
+        return None
+    cluster = RayCluster(args.ray)
+    files.callback(cluster.close)
+    args.device = cluster.device_type(args.device)
+    return cluster
 
 
 class EngineFaultsError(Exception):
@@ -169,10 +177,12 @@ def resume(args: argparse.Namespace, output: OutputFile, manifest: dict[str, Any
         output.remove_errors()
 
 
-def start_workers(
+def start_engines(
     program: str, args: argparse.Namespace, sampling: dict[str, Any], cluster: RayCluster | None
-) -> WorkerEngines:
-    """``ValueError`` if there is not a core or a GPU on this machine for each of them, or an engine cannot start."""
+) -> LocalEngine | WorkerEngines:
+    """``ValueError`` if there is not a core or a GPU on this machine for each of them, or one cannot start."""
+    if cluster is None and args.workers == 1:
+        return LocalEngine(args, sampling)
     common = {
         "program": program,
         "arguments": args.arguments,

@@ -120,6 +120,28 @@ def test_a_run_goes_on_after_its_driver_was_killed(
     assert sorted(output.read_text().splitlines()) == whole
 
 
+# A cluster of this machine alone, and a client that knows its address.
+STRANGER = """
+import os, subprocess, sys
+
+from compiled_llm.offline.ray_workers import RayCluster
+
+cluster = RayCluster("")
+address = cluster.ray.get_runtime_context().gcs_address
+environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+client = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).internal_kv_keys(b'', b'')"
+done = subprocess.run([sys.executable, "-c", client, address], env=environment, capture_output=True, text=True)
+assert "AuthenticationError" in done.stderr, done.stderr
+cluster.close()
+"""
+
+
+@pytest.mark.battery
+def test_a_cluster_of_ones_own_lets_nobody_in() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    subprocess.run([sys.executable, "-c", STRANGER], env=environment, check=True)
+
+
 def test_a_cluster_that_is_not_there_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"--ray must name a cluster that runs, given 127\.0\.0\.1:1: Connection refused"
