@@ -268,7 +268,7 @@ def test_nothing_spills_and_few_rows_are_mma_sync(
     shapes |= dict.fromkeys(("x", "delta"), (rows, inputs)) | dict.fromkeys(
         ("factor", "beside", "residual"), (rows, outputs)
     )
-    shapes |= dict.fromkeys(("norm", "norm_bias", "delta_norm"), (inputs,))
+    shapes |= dict.fromkeys(("norm", "norm_bias", "delta_norm"), (inputs,)) | {"scale": (1,)}
     for tensor, shape in shapes.items():
         if given.get(tensor) is not None:
             given[tensor] = torch.empty(*shape, dtype=given[tensor].dtype, device="meta")
