@@ -120,6 +120,7 @@ BLACKWELL = {  # an SM has as much shared memory as Hopper's
     **OTHERS,
     64: TileConfig(32, 4, 4, 3, 64, 128, 128, 8, 2, 32, 2, 4, 4),
     128: TileConfig(32, 4, 3, 3, 64, 128, 64, 8, 3, 32, 4, 4, 3, **ALONE),
+    512: TileConfig(16, 4, 2, 2, 16, 32, 16, 8, 2, 16, 4, 3, 2),
 }
 BLACKWELL_QUANTISED = {
     **OTHERS_QUANTISED,

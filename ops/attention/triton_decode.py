@@ -374,6 +374,8 @@ def decode_attention(
     tile = decode_tile(tiles, num_tokens)
     block_g = triton.next_power_of_2(num_heads // num_kv_heads)
     merged_heads, merged_splits = merged_at_once(tile, block_g, block_h)
+    # Else ptxas makes room for a third program of some kernels with windows and spills, though two are all there are.
+    most_registers = tile.registers if block_h == 256 and k_scale is not None else None
     with torch.cuda.device_of(q):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
@@ -387,7 +389,7 @@ def decode_attention(
             CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), WINDOW=window, SOFT_CAP=soft_cap,
             MERGE_HEADS=merged_heads, MERGE_SPLITS=merged_splits,
             BLOCK_M=max(16, block_g), BLOCK_N=tile.n, BLOCK_H=block_h,
-            num_warps=tile.warps, num_stages=tile.stages,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=most_registers,
             enable_fp_fusion=False,  # as the write kernel; in the main loop tl.fma says what is fused
         )  # fmt: skip
     return out

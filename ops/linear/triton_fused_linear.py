@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from compiled_llm.ops.linear.product_choices import FusedTile, Product, choose
-from compiled_llm.ops.linear.triton_linear import gpu_name, multiply_add
+from compiled_llm.ops.linear.triton_linear import gpu_name, inside_inputs, multiply_add
 from compiled_llm.ops.rowwise import reference
 from compiled_llm.ops.rowwise.triton_kernels import activated, cast, inverse_rms, rounded, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
@@ -49,16 +49,17 @@ def tile_for(rows: int, outputs: int, gated: bool, normed: bool) -> FusedTile:
 @triton.jit
 def _inputs(
     x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype: tl.constexpr,
-    IN: tl.constexpr,
+    IN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The inputs ``k + inner`` of some rows, with what is added to them, as float32 of ``dtype``'s precision."""
     places = k + inner[None, :]
-    inside = inside_rows & (inner < IN - k)[None, :]
+    known = inside_inputs(inner, k, IN, BLOCK)
+    inside = inside_rows & known[None, :]
     y = tl.load(x_rows + places, mask=inside, other=0.0).to(tl.float32)
     if delta_rows is not None:
         delta = tl.load(delta_rows + places, mask=inside, other=0.0).to(tl.float32)
         if delta_norm is not None:
-            weights = tl.load(delta_norm + k + inner, mask=inner < IN - k, other=0.0)[None, :]
+            weights = tl.load(delta_norm + k + inner, mask=known, other=0.0)[None, :]
             delta = weighted(delta * delta_scale, weights, dtype).to(tl.float32)
         y = rounded(y + delta, dtype)
         if sum_scale is not None:
@@ -80,7 +81,7 @@ def _inverse_rms_of_rows(
     if BLOCK_M == 16:
         products = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
         for k in range(0, IN, BLOCK):
-            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
+            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN, BLOCK)
             a = tl.broadcast_to(cast(y, dtype), [BLOCK_M, BLOCK])
             products = multiply_add(a, tl.trans(a), products)
         place = tl.arange(0, BLOCK_M)
@@ -92,7 +93,7 @@ def _inverse_rms_of_rows(
     else:
         sums = tl.zeros([BLOCK_M, 1], tl.float32)
         for k in range(0, IN, BLOCK):
-            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
+            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN, BLOCK)
             sums += tl.sum(y * y, 1)[:, None]
         return inverse_rms(sums, eps, IN)[:, None]
 
@@ -107,7 +108,7 @@ def _mean_and_inverse_deviation(
     mean = tl.zeros([BLOCK_M, 1], tl.float32)
     squares = tl.zeros([BLOCK_M, 1], tl.float32)
     for k in range(0, IN, BLOCK):
-        y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN)
+        y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_rows, dtype, IN, BLOCK)
         count = tl.sum((inner < IN - k).to(tl.float32), 0)
         block_mean = tl.sum(y, 1)[:, None] / count
         centred = tl.where((inner < IN - k)[None, :], y - block_mean, 0.0)
@@ -116,6 +117,11 @@ def _mean_and_inverse_deviation(
         squares += tl.sum(centred * centred, 1)[:, None] + shift * shift * (k * share)
         mean += shift * share
     return mean, inverse_rms(squares, eps, IN)[:, None]
+
+
+@triton.jit
+def _store_sums(total, sums, rows, stored_rows, places, inside, IN: tl.constexpr):
+    tl.store(total + rows * IN + places[None, :], sums, mask=(rows < stored_rows) & inside[None, :])
 
 
 @triton.jit
@@ -168,17 +174,19 @@ def fused_linear_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, IN, BLOCK_K):
-        inside = inner < IN - k
+        inside = inside_inputs(inner, k, IN, BLOCK_K)
         inside_weight = inside_columns[:, None] & inside[None, :]
         if norm is None and delta is None:
             a = tl.load(x + rows * x_stride + (k + inner)[None, :], mask=inside_rows & inside[None, :], other=0.0)
         else:
-            y = _inputs(x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_made, dtype, IN)
-            a = cast(y, dtype)
-            if total is not None:
-                places = total + made_rows * IN + (k + inner)[None, :]
-                tl.store(places, a, mask=(made_rows < stored_rows) & inside[None, :])
+            y = _inputs(
+                x_rows, delta_rows, delta_scale, delta_norm, sum_scale, k, inner, inside_made, dtype, IN, BLOCK_K
+            )
+            sums = cast(y, dtype)
+            a = sums
             if norm is not None:
+                if total is not None:
+                    _store_sums(total, sums, made_rows, stored_rows, k + inner, inside, IN)
                 weights = tl.load(norm + k + inner, mask=inside, other=0.0)[None, :]
                 if norm_bias is not None:
                     shifts = tl.load(norm_bias + k + inner, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -191,6 +199,8 @@ def fused_linear_kernel(
         if GATED:
             b = tl.load(w_tile + OUT * IN + k, mask=inside_weight, other=0.0)
             up = multiply_add(a, tl.trans(b), up)
+        if total is not None and norm is None:  # behind the product: before it that takes 40 registers more
+            _store_sums(total, sums, made_rows, stored_rows, k + inner, inside, IN)
     y = _with_bias(acc, bias, columns, inside_columns, dtype)
     if ACTIVATION != "":
         y = rounded(activated(y, ACTIVATION), dtype)

@@ -82,6 +82,18 @@ def multiply_add(a, b, acc):
         return tl.dot(a, b, acc, input_precision="ieee")
 
 
+@triton.jit
+def inside_inputs(inner, k, IN: tl.constexpr, BLOCK: tl.constexpr):
+    """Which of ``k + inner`` there are, of IN inputs that are loaded BLOCK at a time.
+
+    Where the last block is whole, a constant: masks take instructions and registers.
+    """
+    if IN % BLOCK == 0:
+        return tl.full(inner.shape, True, tl.int1)
+    else:
+        return inner < IN - k
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def exact_linear_kernel(
     x, weight, bias, norm, beside, residual, out, num_rows, x_stride, beside_stride, residual_stride, eps,

@@ -30,7 +30,7 @@ from compiled_llm.ops.linear.quantized_weight import BITS, SCALE_DTYPES, ZERO_DT
 from compiled_llm.ops.linear.quantized_weight_gpu import block_bytes
 from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.linear.triton_int8_scaling import load_columns
-from compiled_llm.ops.linear.triton_linear import multiply_add
+from compiled_llm.ops.linear.triton_linear import inside_inputs, multiply_add
 from compiled_llm.ops.linear.triton_surroundings import (
     columns_of,
     inverse_rms_of_rows,
@@ -85,6 +85,7 @@ def tile_sums(
     HALVES: tl.constexpr = 2 if ELEMENT == "int4" or ELEMENT == "fp4" else 1
     SCALED: tl.constexpr = GROUP == 32
     SUMMED: tl.constexpr = GROUP > 32
+    BLOCK_K: tl.constexpr = PART * HALVES
     inner = tl.arange(0, PART)
     inside = columns < OUT
     code_tile = codes + columns.to(tl.int64)[:, None] * ROW_BYTES + inner[None, :]
@@ -96,8 +97,8 @@ def tile_sums(
     for place in range(0, ROW_BYTES, PART):
         k = place * HALVES
         packed = tl.load(code_tile + place, mask=inside[:, None], other=0)
-        x = tl.load(x_tile + k, mask=inside_rows[:, None] & (inner < IN - k)[None, :], other=0.0)
-        x = normed(x, inverse, norm, k + inner, IN)
+        known = inside_rows[:, None] & inside_inputs(inner, k, IN, BLOCK_K)[None, :]
+        x = normed(tl.load(x_tile + k, mask=known, other=0.0), inverse, norm, k + inner, IN)
         if GROUP == 0:
             scale = only_scale
             zero = only_zero
@@ -109,8 +110,8 @@ def tile_sums(
         sums = _part_sums(sums, x, lower, scale, zero, ELEMENT, SCALED)
         if HALVES == 2:
             k += PART
-            x = tl.load(x_tile + k, mask=inside_rows[:, None] & (inner < IN - k)[None, :], other=0.0)
-            x = normed(x, inverse, norm, k + inner, IN)
+            known = inside_rows[:, None] & inside_inputs(inner, k, IN, BLOCK_K)[None, :]
+            x = normed(tl.load(x_tile + k, mask=known, other=0.0), inverse, norm, k + inner, IN)
             if GROUP == PART:
                 if SUMMED:
                     acc = tl.fma(sums, tl.broadcast_to(scale[:, None], [BLOCK_N, BLOCK_M]), acc)

@@ -151,15 +151,18 @@ def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
-@pytest.mark.parametrize("normed_values", [False, True])
+@pytest.mark.parametrize("head_dim", [128, *(pytest.param(size, marks=pytest.mark.battery) for size in (256, 512))])
+@pytest.mark.parametrize("new", ["plain", "normed", "none"])
 def test_compiles_without_spills(
     capability: tuple[int, int],
     kv_dtype: torch.dtype | None,
-    normed_values: bool,
+    head_dim: int,
+    new: str,
     child: subprocess.Popen,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
+    """``new``: values are "plain" or "normed", or there are "none", nor keys: the cache has another layer's."""
     recorded: list = []
     monkeypatch.setattr(
         triton_attention, "write_kernel", ahead_of_time.Recorder(triton_attention.write_kernel, recorded)
@@ -168,12 +171,13 @@ def test_compiles_without_spills(
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    caches = [empty(1024, 8, 16, 128, dtype=kv_dtype or BF16) for _ in range(2)]
+    caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
     scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
-    norm, v_norm = empty(128, dtype=BF16), empty(128, dtype=FP32) if normed_values else None
-    turn, k, v = triton_attention.to_turn(
-        empty(32, 48 * 128, dtype=BF16), empty(32, 128, dtype=FP32), norm, norm, v_norm, None, 32, 8, 128, EPS
-    )
+    norm, v_norm = empty(head_dim, dtype=BF16), empty(head_dim, dtype=FP32) if new == "normed" else None
+    qkv, k_norm = empty(32, (32 if new == "none" else 48) * head_dim, dtype=BF16), None if new == "none" else norm
+    cos_sin = empty(32, head_dim, dtype=FP32)
+    turn, k, v = triton_attention.to_turn(qkv, cos_sin, norm, k_norm, v_norm, None, 32, 8, head_dim, EPS)
+    assert (k is None) == (v is None) == (new == "none")
     triton_attention.write_new_rows(k, v, *caches, *scales, empty(32), empty(33), turn.q, empty(32 * 8), turn)
     [(kernel, args, kwargs)] = recorded
     binary = ahead_of_time.compiled(kernel, args, kwargs, capability)

@@ -218,8 +218,10 @@ def launch(
     group: int,
     kv_dtype: torch.dtype | None,
     requests: int = 8,
+    new: str = "plain",
+    window: int = 0,
 ) -> tuple:
-    """What a decode launches, from tensors without storage."""
+    """What a decode launches, from tensors without storage. ``new``: its values are "plain" or "normed", or "none"."""
     recorded: list = []
     monkeypatch.setattr(triton_decode, "decode_kernel", ahead_of_time.Recorder(triton_decode.decode_kernel, recorded))
     monkeypatch.setattr(triton_decode, "device_facts", lambda device: triton_attention.Device("", capability, 132))
@@ -231,11 +233,12 @@ def launch(
     q, k, v = empty(requests, sum(sizes), head_dim, dtype=BF16).split(sizes, dim=1)
     caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
     scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
-    turning = triton_decode.Turning(
-        empty(requests, head_dim, dtype=FP32), empty(head_dim, dtype=BF16), empty(head_dim, dtype=BF16), None, None
-    )
+    norm, v_norm = empty(head_dim, dtype=BF16), empty(head_dim, dtype=FP32) if new == "normed" else None
+    turning = triton_decode.Turning(empty(requests, head_dim, dtype=FP32), norm, norm, v_norm, None)
+    if new == "none":
+        k, v, turning = None, None, turning._replace(k_norm=None)
     plan = empty(1 + requests * MOST_SPLITS, TASK_COLUMNS), empty(8 * requests)
-    scores = None, head_dim**-0.5, 0, 0.0
+    scores = None, head_dim**-0.5, window, 0.0
     triton_decode.decode_attention(q, k, v, turning, EPS, *caches, *scales, empty(64, 2048), *plan, *scores)
     monkeypatch.undo()
     return recorded[0]
@@ -252,9 +255,26 @@ DECODES = {
     if (kv_dtype != FP8 or capability != (8, 0))
     and (requests > 1 or default_config(head_dim, 2, 2, capability).alone_warps)
 }
+# Gemma 4's: values have norms, and some layers have no new keys but another's cache. Heads of 256 have windows.
+DECODES |= {
+    f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}-{new}": (
+        capability, head_dim, group, kv_dtype, 8, new, window,
+    )
+    for capability in SHARED_MEMORY
+    for new, head_dim, window, groups in (
+        ("normed", 256, 1024, (2, 4, 8)), ("normed", 512, 0, (4, 8, 16)), ("none", 256, 512, (4, 8)),
+        ("none", 512, 0, (4, 8)),
+    )
+    for group in groups
+    for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
+    if kv_dtype != FP8 or capability != (8, 0)
+}  # fmt: skip
 
 
-COMPILED = ("sm_90-h128-gqa2-bf16", "sm_90-h128-gqa8-int8-alone", "sm_90-h128-gqa4-int8", "sm_80-h96-gqa5-bf16")
+COMPILED = (
+    "sm_90-h128-gqa2-bf16", "sm_90-h128-gqa8-int8-alone", "sm_90-h128-gqa4-int8", "sm_80-h96-gqa5-bf16",
+    "sm_100-h512-gqa4-bf16-normed", "sm_90-h256-gqa4-int8-none",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", marked(DECODES, COMPILED))
@@ -262,8 +282,8 @@ def test_decodes_compile_without_spills(
     name: str, child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And all programs of the grid run at once."""
-    capability, head_dim, group, kv_dtype, requests = DECODES[name]
-    kernel, args, kwargs = launch(monkeypatch, capability, head_dim, group, kv_dtype, requests)
+    capability, head_dim, group, kv_dtype, requests, *new = DECODES[name]
+    kernel, args, kwargs = launch(monkeypatch, capability, head_dim, group, kv_dtype, requests, *new)
     binary = ahead_of_time.compiled(kernel, args, kwargs, capability)
     usage, shared = ahead_of_time.resources(binary.asm["cubin"], tmp_path / "kernel.cubin"), binary.metadata.shared
     assert usage["STACK"] + usage["LOCAL"] == 0

@@ -237,27 +237,31 @@ ADDING: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-ALL = [*((name, False) for name in LAYERS), *((name, True) for name in ADDING)]
+ALL = [  # name, whether it adds, rows
+    *((name, False, MORE_ROWS[name]) for name in MORE_ROWS),
+    *((name, False, rows) for name in LAYERS if name not in MORE_ROWS for rows in (1, 16)),
+    *((name, True, rows) for name in ADDING for rows in (1, 16)),
+]
 
 
 @pytest.mark.parametrize(
-    ("capability", "name", "adds"),
+    ("capability", "name", "adds", "rows"),
     [
-        pytest.param(capability, *case, marks=() if case == ("gate_up of many", True) else pytest.mark.battery)
+        pytest.param(capability, *case, marks=() if case == ("gate_up of many", True, 16) else pytest.mark.battery)
         for capability in CAPABILITIES
         for case in ALL
     ],
     ids=str,
 )
 def test_nothing_spills_and_few_rows_are_mma_sync(
-    capability: tuple[int, int], name: str, adds: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capability: tuple[int, int], name: str, adds: bool, rows: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     child: subprocess.Popen,
 ) -> None:  # fmt: skip
     recorded: list = []
     recorder = ahead_of_time.Recorder(triton_fused_linear.fused_linear_kernel, recorded)
     monkeypatch.setattr(triton_fused_linear, "fused_linear_kernel", recorder)
     outputs, inputs, surroundings = (ADDING if adds else LAYERS)[name]
-    rows, surroundings = MORE_ROWS.get(name, 16), dict(surroundings)
+    surroundings = dict(surroundings)
     multiplies = surroundings.pop("multiplies", False)
     given = arguments(16, 16, 16, torch.bfloat16, **surroundings)
     if adds:
@@ -268,7 +272,7 @@ def test_nothing_spills_and_few_rows_are_mma_sync(
     shapes |= dict.fromkeys(("x", "delta"), (rows, inputs)) | dict.fromkeys(
         ("factor", "beside", "residual"), (rows, outputs)
     )
-    shapes |= dict.fromkeys(("norm", "norm_bias", "delta_norm"), (inputs,))
+    shapes |= dict.fromkeys(("norm", "norm_bias", "delta_norm"), (inputs,)) | {"scale": (1,)}
     for tensor, shape in shapes.items():
         if given.get(tensor) is not None:
             given[tensor] = torch.empty(*shape, dtype=given[tensor].dtype, device="meta")
