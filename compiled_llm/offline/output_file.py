@@ -66,7 +66,7 @@ class OutputFile:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._synced = time.monotonic()
+        self._is_synced, self._synced = True, time.monotonic()
 
     def __enter__(self) -> "OutputFile":
         return self
@@ -97,10 +97,17 @@ class OutputFile:
             self._is_in_order &= index == len(self.done)
             self.done.add(index)
             self.num_failed += failed
-            now = time.monotonic()
-            if now - self._synced >= SYNC_SECONDS:
+            self._is_synced = False
+        self.sync_if_due()
+
+    def sync_if_due(self) -> None:
+        """Let what was written survive that the machine goes down, some seconds after the last time.
+
+        ``OSError`` if it does not, or is not in the file of that name.
+        """
+        if not self._is_synced and time.monotonic() - self._synced >= SYNC_SECONDS:
+            with naming(f"--output {self.path}"):
                 self._sync()
-                self._synced = now
 
     def remove_errors(self) -> None:
         """Remove the lines of errors, so that their rows are served again.
@@ -136,6 +143,7 @@ class OutputFile:
     def _sync(self) -> None:
         """Let what was written survive that the machine goes down, and look that nobody else touched the file."""
         os.fsync(self._descriptor)
+        self._is_synced, self._synced = True, time.monotonic()
         if not self._has_name():
             raise OSError(errno.ESTALE, "it was removed or replaced while the run wrote to it, and its rows are lost")
         if os.fstat(self._descriptor).st_size != self._size:

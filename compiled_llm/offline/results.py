@@ -29,6 +29,11 @@ class Results:
         elif self._shown:
             _print_row(result.line)
 
+    def sync_if_due(self) -> None:
+        """As ``OutputFile.sync_if_due``, for times without results."""
+        if self._output is not None:
+            self._output.sync_if_due()
+
     def _name_failure(self, result: RowResult) -> None:
         """On stderr, the first ones; all, where there is no file that has them."""
         if self._output is None or self.progress.failed <= _NAMED_FAILURES:

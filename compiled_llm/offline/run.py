@@ -144,6 +144,7 @@ def serve(
             now = time.monotonic()
             if now - observed >= _OBSERVE_SECONDS:
                 observed = now
+                results.sync_if_due()
                 progress.seconds, progress.stopping = now - started, signals.number is not None
                 progress.total, progress.total_is_estimate = reader.total_rows()
                 engine.observe(progress)

@@ -290,6 +290,25 @@ def test_a_file_that_another_program_touches_ends_the_run(
         file.close()
 
 
+def test_rows_are_on_the_disk_some_seconds_later(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no row follows for a long time."""
+    now, synced = [100.0], list[float]()
+    monkeypatch.setattr(output_file.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(output_file.os, "fsync", lambda descriptor: synced.append(now[0]))
+    with OutputFile(path, resume=False) as file:
+        synced.clear()  # that of the directory
+        file.write(0, line_of(0), failed=False)
+        for now[0] in (104.0, 105.0, 106.0, 120.0):
+            file.sync_if_due()
+        assert synced == [105.0], "once, for nothing followed"
+        now[0] = 121.0
+        file.write(1, line_of(1), failed=False)
+        assert synced == [105.0, 121.0]
+        now[0] = 122.0
+        file.write(2, line_of(2), failed=False)
+    assert synced == [105.0, 121.0, 122.0], "and at the end"
+
+
 def test_a_directory_that_nothing_can_be_written_to_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests may run as root, for whom every directory can be written to."""
     real = os.open
