@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.offline.runs import COMMAND
+
 ROOT = Path(__file__).parents[2]
 SIZES = [
     pytest.param(2, 12, id="small"),
@@ -110,7 +112,6 @@ SIZES_OF_WORKERS = [
     pytest.param(5, 300, id="small", marks=pytest.mark.battery),
     pytest.param(50, 3000, id="full", marks=pytest.mark.battery),
 ]
-COMMAND = [sys.executable, "-c", "import sys; from compiled_llm.offline.command import main; sys.exit(main('x'))"]
 
 
 class Run:

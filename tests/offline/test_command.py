@@ -18,27 +18,14 @@ import torch
 
 from compiled_llm import CompiledEngine, EngineConfig, RequestOutput
 from compiled_llm.engine.engine import DEMO_MODEL
-from compiled_llm.offline.command import main
 from compiled_llm.offline.manifest import manifest_path
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
 from tests.families import checkpoint
+from tests.offline.runs import rows, run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "serve_offline.py"
 FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--temperature", "0", "--num-kv-blocks", "300"]
-
-
-def run(*arguments: str) -> int:
-    try:
-        return main("serve_offline", arguments)
-    except SystemExit as bad_arguments:
-        return int(bad_arguments.code or 0)
-
-
-def rows(path: Path) -> dict[int, dict]:
-    parsed = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    assert len({row["index"] for row in parsed}) == len(parsed), "a row is there twice"
-    return {row["index"]: row for row in parsed}
 
 
 def test_bundled_prompts_and_the_summary(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

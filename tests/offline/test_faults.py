@@ -1,7 +1,6 @@
 """B12: faults of steps, files, the clock and processes: every row ends once, or the run does and is resumed."""
 
 import errno
-import json
 import os
 import signal
 import socket
@@ -17,10 +16,11 @@ import torch
 
 from compiled_llm.child_process import Channel, encoded
 from compiled_llm.engine.step_engine import StepEngine
-from compiled_llm.offline.command import main
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.worker.runner import ModelRunner
+from tests.offline import runs
+from tests.offline.runs import COMMAND, rows, write_prompts
 
 NUM_ROWS = 12
 FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--num-kv-blocks", "300", "--quiet"]
@@ -28,23 +28,12 @@ FAST += ["--dtype", "float32", "--progress", "off"]
 
 
 def run(*arguments: str) -> int:
-    try:
-        return main("serve_offline", [*FAST, *arguments])
-    except SystemExit as bad_arguments:
-        return int(bad_arguments.code or 0)
-
-
-def rows(path: Path) -> dict[int, dict]:
-    parsed = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-    assert len({row["index"] for row in parsed}) == len(parsed), "a row is there twice"
-    return {row["index"]: row for row in parsed}
+    return runs.run(*FAST, *arguments)
 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("input") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"def f{n}(x):"}) + "\n" for n in range(NUM_ROWS)))
-    return path
+    return write_prompts(tmp_path_factory.mktemp("input") / "prompts.jsonl", NUM_ROWS)
 
 
 @pytest.fixture(scope="module")
@@ -259,9 +248,8 @@ def test_a_killed_process_costs_no_row(victim: str, prompts: Path, whole: dict[i
     output, many = tmp_path / "out.jsonl", tmp_path / "many.jsonl"
     many.write_text(prompts.read_text() * 40)
     arguments = ["--input", str(many), "--output", str(output), "--workers", "2", "--resume"]
-    command = [sys.executable, "-c", "import sys; from compiled_llm.offline.command import main; sys.exit(main('x'))"]
     with open(tmp_path / "log", "w") as log:
-        driver = subprocess.Popen([*command, *FAST, *arguments], stdout=log, stderr=log)
+        driver = subprocess.Popen([*COMMAND, *FAST, *arguments], stdout=log, stderr=log)
     while not output.exists() or output.read_bytes().count(b"\n") < 20:
         assert driver.poll() is None, (tmp_path / "log").read_text()
         time.sleep(0.01)

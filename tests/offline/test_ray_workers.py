@@ -1,6 +1,5 @@
 """Workers in a Ray cluster, whose machines are processes here: one may go at any time, and no row is lost or twice."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,16 +11,11 @@ from pathlib import Path
 import pytest
 
 from compiled_llm.offline.ray_workers import RayCluster
+from tests.offline.runs import COMMAND, write_prompts
 
 NUM_ROWS = 300
 FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--num-kv-blocks", "300", "--quiet"]
 FAST += ["--dtype", "float32", "--progress", "off"]
-COMMAND = [
-    sys.executable,
-    "-c",
-    "import sys; from compiled_llm.offline.command import main; sys.exit(main('x'))",
-    *FAST,
-]
 # A head without cores, and two machines of one core. Each line that it reads takes the place of one of them.
 CLUSTER = """
 import sys
@@ -71,23 +65,21 @@ def machines() -> Iterator[MachinesOfRay]:
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("input") / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"def f{n}(x):"}) + "\n" for n in range(NUM_ROWS)))
-    return path
+    return write_prompts(tmp_path_factory.mktemp("input") / "prompts.jsonl", NUM_ROWS)
 
 
 @pytest.fixture(scope="module")
 def whole(prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """The lines of a run with one engine, on this machine."""
     output = tmp_path_factory.mktemp("whole") / "out.jsonl"
-    subprocess.run([*COMMAND, "--input", str(prompts), "--output", str(output)], check=True, capture_output=True)
+    subprocess.run([*COMMAND, *FAST, "--input", str(prompts), "--output", str(output)], check=True, capture_output=True)
     return sorted(output.read_text().splitlines())
 
 
 def started(output: Path, log: Path, *arguments: str) -> subprocess.Popen:
     """A run that has written some rows."""
     with open(log, "w") as file:
-        driver = subprocess.Popen([*COMMAND, "--output", str(output), *arguments], stdout=file, stderr=file)
+        driver = subprocess.Popen([*COMMAND, *FAST, "--output", str(output), *arguments], stdout=file, stderr=file)
     while not output.exists() or output.read_bytes().count(b"\n") < 20:
         assert driver.poll() is None, log.read_text()
         time.sleep(0.01)
@@ -106,6 +98,7 @@ def test_a_machine_that_goes_costs_no_row(
     assert sorted(output.read_text().splitlines()) == whole, "all rows once, sampled tokens too"
 
 
+@pytest.mark.battery
 def test_a_run_goes_on_after_its_driver_was_killed(
     machines: MachinesOfRay, prompts: Path, whole: list[str], tmp_path: Path
 ) -> None:
@@ -116,7 +109,7 @@ def test_a_run_goes_on_after_its_driver_was_killed(
     driver.wait()
     assert output.read_bytes().count(b"\n") < NUM_ROWS
     # Without a cluster too: results and manifest are the same.
-    subprocess.run([*COMMAND, "--input", str(prompts), "--output", str(output), "--resume"], check=True)
+    subprocess.run([*COMMAND, *FAST, "--input", str(prompts), "--output", str(output), "--resume"], check=True)
     assert sorted(output.read_text().splitlines()) == whole
 
 
@@ -125,6 +118,7 @@ STRANGER = """
 import os, subprocess, sys
 
 from compiled_llm.offline.ray_workers import RayCluster
+from tests.offline.runs import COMMAND, write_prompts
 
 cluster = RayCluster("")
 address = cluster.ray.get_runtime_context().gcs_address
