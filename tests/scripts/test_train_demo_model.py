@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import json
+import math
 import sys
 import sysconfig
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_a_few_seconds_give_a_loadable_checkpoint(script: ModuleType, tmp_path: 
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["steps"] > 0
     assert record["curve"]
-    assert record["final_held_out_loss"] < 6.2  # a uniform guess over 512 tokens costs 6.24
+    assert record["final_held_out_loss"] < math.log(512), "better than a uniform guess over the vocabulary"
 
 
 def test_the_learning_rate_ends_at_zero(script: ModuleType) -> None:
