@@ -374,8 +374,8 @@ def decode_attention(
     tile = decode_tile(tiles, num_tokens)
     block_g = triton.next_power_of_2(num_heads // num_kv_heads)
     merged_heads, merged_splits = merged_at_once(tile, block_g, block_h)
-    # Else ptxas makes room for a third program of some kernels with windows and spills, though two are all there are.
-    most_registers = tile.registers if block_h == 256 and k_scale is not None else None
+    # Else ptxas makes room for one program more than there are, and some kernels spill.
+    most_registers = tile._replace(programs_per_sm=1).registers if block_h >= 256 else None
     with torch.cuda.device_of(q):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)

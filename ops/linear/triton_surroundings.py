@@ -37,9 +37,10 @@ AHEAD = tl.constexpr(5)  # blocks of rows that are loaded at a time, before the 
 @triton.jit
 def inverse_rms_of_rows(x_rows, inside_rows, eps, IN: tl.constexpr, BLOCK_M: tl.constexpr):
     """Of the rows that ``x_rows`` ``[BLOCK_M]`` points to; squares are added up as ``sum_of_places`` says."""
+    STAGES: tl.constexpr = AHEAD if BLOCK_M <= 32 else 1 + (AHEAD - 1) // (BLOCK_M // 32)  # 64 KB on their way
     inner = tl.arange(0, PLACES)[None, :]
     squares = tl.zeros([BLOCK_M, PLACES], tl.float32)
-    for k in tl.range(0, IN, PLACES, num_stages=AHEAD):
+    for k in tl.range(0, IN, PLACES, num_stages=STAGES):
         inside = inside_rows[:, None] & (inner < IN - k)
         y = tl.load(x_rows[:, None] + k + inner, mask=inside, other=0.0).to(tl.float32)
         squares += y * y

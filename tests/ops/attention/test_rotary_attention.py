@@ -173,7 +173,8 @@ def test_compiles_without_spills(
 
     caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
     scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
-    norm, v_norm = empty(head_dim, dtype=BF16), empty(head_dim, dtype=FP32) if new == "normed" else None
+    norm = empty(head_dim, dtype=BF16 if new == "plain" else FP32)
+    v_norm = empty(head_dim, dtype=FP32) if new == "normed" else None
     qkv, k_norm = empty(32, (32 if new == "none" else 48) * head_dim, dtype=BF16), None if new == "none" else norm
     cos_sin = empty(32, head_dim, dtype=FP32)
     turn, k, v = triton_attention.to_turn(qkv, cos_sin, norm, k_norm, v_norm, None, 32, 8, head_dim, EPS)

@@ -233,7 +233,8 @@ def launch(
     q, k, v = empty(requests, sum(sizes), head_dim, dtype=BF16).split(sizes, dim=1)
     caches = [empty(1024, 8, 16, head_dim, dtype=kv_dtype or BF16) for _ in range(2)]
     scales = [empty(1024, 8, 16, dtype=FP32) if kv_dtype else None for _ in range(2)]
-    norm, v_norm = empty(head_dim, dtype=BF16), empty(head_dim, dtype=FP32) if new == "normed" else None
+    norm = empty(head_dim, dtype=BF16 if new == "plain" else FP32)
+    v_norm = empty(head_dim, dtype=FP32) if new == "normed" else None
     turning = triton_decode.Turning(empty(requests, head_dim, dtype=FP32), norm, norm, v_norm, None)
     if new == "none":
         k, v, turning = None, None, turning._replace(k_norm=None)
@@ -255,7 +256,8 @@ DECODES = {
     if (kv_dtype != FP8 or capability != (8, 0))
     and (requests > 1 or default_config(head_dim, 2, 2, capability).alone_warps)
 }
-# Gemma 4's: values have norms, and some layers have no new keys but another's cache. Heads of 256 have windows.
+# Gemma 4's: values have norms, and some layers have no new keys but another's cache. Norms are in float32; heads of 256
+# have windows.
 DECODES |= {
     f"sm_{10 * capability[0]}-h{head_dim}-gqa{group}-{name}-{new}": (
         capability, head_dim, group, kv_dtype, 8, new, window,
