@@ -248,7 +248,9 @@ def _grouped_sum(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work
 
 
 def _routed_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """The last program reads a counter, and all shares of the logits at once; choosing is not counted.
+    """The last program, or with many rows that of each of their tiles, reads a counter and all shares of the logits.
+
+    It chooses one expert after the other.
 
     With many rows it reads another counter, who uses each expert, and twice what it stored for each token.
     """
@@ -261,7 +263,9 @@ def _routed_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Wo
     trips = kernel.programs * (a["SHARE"] // a["BLOCK_K"])
     flops, of_trip = 2 * a["x"].shape[0] * a["weight"].numel(), 2 * a["BLOCK"] * a["BLOCK_E"] * a["BLOCK_K"]
     rounds, bits = 2 if a["users"] is None else 6, 8 * a["weight"].itemsize
-    return Work(read, written, flops, trips * of_trip, bits, None, trips, rounds)
+    chosen_by = 1 if a["users"] is None else -(-a["x"].shape[0] // a["BLOCK"])
+    shares = {"choose": Share(chosen_by, a["TOP_K"], is_last=True)}
+    return Work(read, written, flops, trips * of_trip, bits, None, trips, rounds, shares)
 
 
 def _trips(a: Arguments) -> int:
