@@ -247,6 +247,18 @@ def _grouped_sum(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work
     )  # fmt: skip
 
 
+def _route(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
+    """Each program chooses one expert of its tokens after the other."""
+    read, written = (
+        sum(a[name].nbytes for name in names if a.get(name) is not None)
+        for names in (
+            ("logits", "choice_bias", "expert_scale"),
+            ("weights", "chosen", "users", "places", "tokens", "starts", "used"),
+        )
+    )
+    return Work(read, written, shares={"choose": Share(kernel.programs, a["TOP_K"])})
+
+
 def _routed_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
     """The last program, or with many rows that of each of their tiles, reads a counter and all shares of the logits.
 
@@ -340,6 +352,8 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "grouped_kernel": _grouped_sum,
     "grouped_sum_kernel": _grouped_sum,
     "routed_linear_kernel": _routed_linear,
+    "route_kernel": _route,
+    "route_few_kernel": _route,
     "grouped_a8_kernel": _grouped_sum,
     "fused_linear_kernel": _fused_linear,
     "exact_linear_kernel": _surrounded_linear,
