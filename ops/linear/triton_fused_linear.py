@@ -53,7 +53,7 @@ def _inputs(
 ):  # fmt: skip
     """The inputs ``k + inner`` of some rows, with what is added to them, as float32 of ``dtype``'s precision."""
     places = k + inner[None, :]
-    known = inside_inputs(inner, k, IN, BLOCK)
+    known = inside_inputs(inner, k, IN, IN % BLOCK == 0)
     inside = inside_rows & known[None, :]
     y = tl.load(x_rows + places, mask=inside, other=0.0).to(tl.float32)
     if delta_rows is not None:
@@ -174,7 +174,7 @@ def fused_linear_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for k in range(0, IN, BLOCK_K):
-        inside = inside_inputs(inner, k, IN, BLOCK_K)
+        inside = inside_inputs(inner, k, IN, IN % BLOCK_K == 0)
         inside_weight = inside_columns[:, None] & inside[None, :]
         if norm is None and delta is None:
             a = tl.load(x + rows * x_stride + (k + inner)[None, :], mask=inside_rows & inside[None, :], other=0.0)

@@ -83,12 +83,9 @@ def multiply_add(a, b, acc):
 
 
 @triton.jit
-def inside_inputs(inner, k, IN: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of ``k + inner`` there are, of IN inputs that are loaded BLOCK at a time.
-
-    Where the last block is whole, a constant: masks take instructions and registers.
-    """
-    if IN % BLOCK == 0:
+def inside_inputs(inner, k, IN: tl.constexpr, WHOLE: tl.constexpr):
+    """Which of ``k + inner`` there are, of IN inputs. WHOLE: all of them; masks take instructions and registers."""
+    if WHOLE:
         return tl.full(inner.shape, True, tl.int1)
     else:
         return inner < IN - k

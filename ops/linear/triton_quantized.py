@@ -76,16 +76,18 @@ def tile_sums(
     x_rows, inside_rows, codes, scales, zeros, columns,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
     PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, norm=None, inverse=None,
+    MASKED: tl.constexpr = False,
 ):  # fmt: skip
     """``W x.T`` of a tile: ``[BLOCK_N, BLOCK_M]`` float32.
 
     ``x_rows`` ``[BLOCK_M]`` points to rows of x; ``codes``, ``scales`` and ``zeros`` to one matrix; ``columns`` are its
     outputs. ``norm``: the weight of the RMS norm of x, whose ``inverse`` is that of ``inverse_rms_of_rows``.
+    MASKED: inputs have a mask even where all of them are there.
     """
     HALVES: tl.constexpr = 2 if ELEMENT == "int4" or ELEMENT == "fp4" else 1
     SCALED: tl.constexpr = GROUP == 32
     SUMMED: tl.constexpr = GROUP > 32
-    BLOCK_K: tl.constexpr = PART * HALVES
+    WHOLE: tl.constexpr = IN % (PART * HALVES) == 0 and not MASKED
     inner = tl.arange(0, PART)
     inside = columns < OUT
     code_tile = codes + columns.to(tl.int64)[:, None] * ROW_BYTES + inner[None, :]
@@ -97,7 +99,7 @@ def tile_sums(
     for place in range(0, ROW_BYTES, PART):
         k = place * HALVES
         packed = tl.load(code_tile + place, mask=inside[:, None], other=0)
-        known = inside_rows[:, None] & inside_inputs(inner, k, IN, BLOCK_K)[None, :]
+        known = inside_rows[:, None] & inside_inputs(inner, k, IN, WHOLE)[None, :]
         x = normed(tl.load(x_tile + k, mask=known, other=0.0), inverse, norm, k + inner, IN)
         if GROUP == 0:
             scale = only_scale
@@ -110,7 +112,7 @@ def tile_sums(
         sums = _part_sums(sums, x, lower, scale, zero, ELEMENT, SCALED)
         if HALVES == 2:
             k += PART
-            known = inside_rows[:, None] & inside_inputs(inner, k, IN, BLOCK_K)[None, :]
+            known = inside_rows[:, None] & inside_inputs(inner, k, IN, WHOLE)[None, :]
             x = normed(tl.load(x_tile + k, mask=known, other=0.0), inverse, norm, k + inner, IN)
             if GROUP == PART:
                 if SUMMED:

@@ -65,6 +65,7 @@ def grouped_kernel(
             x + _rows_of(rows, targets, inside) * x_stride, inside, codes + expert * WIDE * ROW_BYTES,
             _of_expert(scales, expert, GROUPS * WIDE), _of_expert(zeros, expert, GROUPS * WIDE), columns,
             ELEMENT, GROUP, WIDE, IN, ROW_BYTES, PART, BLOCK_M, BLOCK_N,
+            MASKED=True,  # or some tiles of 128 rows spill
         )  # fmt: skip
         store_outputs(
             acc, _of_expert(bias, expert, WIDE), None, None, y, tile, columns, targets.to(tl.int64), inside, 0, 0,
