@@ -27,8 +27,8 @@ def script() -> ModuleType:
     return module
 
 
-def test_a_few_seconds_give_a_loadable_checkpoint(script: ModuleType, tmp_path: Path) -> None:
-    arguments = "--minutes 0.05 --max-files 20 --vocab-size 512 --context-length 64 --hidden-size 128 --num-layers 2"
+def test_some_seconds_give_a_loadable_checkpoint(script: ModuleType, tmp_path: Path) -> None:
+    arguments = "--minutes 0.2 --max-files 20 --vocab-size 512 --context-length 64 --hidden-size 128 --num-layers 2"
     script.main([*arguments.split(), "--no-compile", "--output", str(tmp_path)])
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
