@@ -35,7 +35,7 @@ def local_settings(args: argparse.Namespace, num_gpus: int, settings: Mapping[st
         if not num_gpus:
             overrides["gpu_memory_utilization"] = args.gpu_memory_utilization / number_of
         cpus = None if num_gpus else part_of(cores, number, number_of)
-        of_workers.append({**settings, "number": number, "cpus": cpus, "overrides": overrides, "digests": {}})
+        of_workers.append({**settings, "number": number, "cpus": cpus, "overrides": overrides})
     return of_workers
 
 

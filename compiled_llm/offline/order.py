@@ -67,7 +67,10 @@ def ordered_for_speed(rows: Iterator[Row], window: int, most_tokens: int | None,
         gain.given += _shared(last_given, batch, texts)
         gain.served += _shared(last_served, ordered, texts)
         last_given, last_served = texts[batch[-1].index], texts[ordered[-1].index]
-        yield from ordered
+        del batch, texts  # the next window takes their place in memory, and that of each row that was served
+        ordered.reverse()
+        while ordered:
+            yield ordered.pop()
 
 
 def _longest_first(

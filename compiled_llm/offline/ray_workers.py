@@ -36,13 +36,15 @@ class RayCluster:
     """
 
     def __init__(self, address: str) -> None:
-        address = address or os.environ.get("RAY_ADDRESS", "")
+        name, address = ("--ray", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
         if address:
-            _check_address(address)
+            _check_address(name, address)
             arguments: dict[str, Any] = {"address": address}
         else:
-            # Ray reads it when it is imported. Without it any user who reaches its ports could run programs.
+            # Ray reads them when it is imported. Without a token any user who reaches its ports could run programs.
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports to its makers
+            os.environ.setdefault("RAY_worker_niceness", "0")  # else engines give way to any other program
             arguments = {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_BYTES}
         try:
             self.ray: Any = importlib.import_module("ray")
@@ -71,43 +73,47 @@ class RayCluster:
 
     def cores_each(self, num_workers: int) -> int:
         """Cores for each of so many workers, were they spread over machines of the smallest kind there is."""
-        cores = [int(node["Resources"].get("CPU", 0)) for node in self.ray.nodes() if node["Alive"]]
-        cores = [number for number in cores if number > 0] or [1]
+        cores = self._cores()
         a_machine = -(-num_workers // len(cores))
         return max(1, min(cores) // a_machine)
+
+    def most_together(self, num_workers: int, cores_each: int) -> int:
+        """How many of the workers one machine may come to have."""
+        return max(1, min(num_workers, max(self._cores()) // cores_each))
+
+    def _cores(self) -> list[int]:
+        """Of each machine that has some."""
+        cores = [int(node["Resources"].get("CPU", 0)) for node in self.ray.nodes() if node["Alive"]]
+        return [number for number in cores if number > 0] or [1]
 
     def close(self) -> None:
         self.ray.shutdown()
 
 
-def _check_address(address: str) -> None:
+def _check_address(name: str, address: str) -> None:
     """``ValueError`` unless something answers there, which Ray itself waits for for minutes."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
-        raise ValueError(f"--ray must be HOST:PORT, given {address}")
+        raise ValueError(f"{name} must be HOST:PORT, given {address}")
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
     except OSError as error:
-        raise ValueError(f"--ray must name a cluster that runs, given {address}: {error.strerror or error}") from error
+        raise ValueError(f"{name} must name a cluster that runs, given {address}: {error.strerror or error}") from error
 
 
-def ray_settings(
-    args: argparse.Namespace, cluster: RayCluster, settings: Mapping[str, Any], digests: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def ray_settings(args: argparse.Namespace, cluster: RayCluster, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """For each of ``args.workers`` what ``worker.run_worker`` gets first.
 
     Args:
         args: ``device`` is a type of device.
         settings: what they have in common.
-        digests: of the model and the tokenizer, which are to be the same on all machines.
     """
     overrides: dict[str, Any] = {"device": args.device, "progress": "off"}
     if args.device == "cpu":
         overrides["num_threads"] = args.num_threads or cluster.cores_each(args.workers)
-    return [
-        {**settings, "number": number, "cpus": None, "overrides": overrides, "digests": dict(digests)}
-        for number in range(args.workers)
-    ]
+        together = cluster.most_together(args.workers, overrides["num_threads"])
+        overrides["gpu_memory_utilization"] = args.gpu_memory_utilization / together
+    return [{**settings, "number": number, "cpus": None, "overrides": overrides} for number in range(args.workers)]
 
 
 class _Host:
@@ -141,7 +147,7 @@ class RayProcesses:
     """
 
     def __init__(self, cluster: RayCluster, needs: Mapping[str, int]) -> None:
-        self._cluster, self._ray, self._needs = cluster, cluster.ray, dict(needs)
+        self._ray, self._needs = cluster.ray, dict(needs)
         # Messages to a worker keep their order, and do not wait for those from it.
         groups = {"to": 1, "from": 1}
         self._host = self._ray.remote(max_restarts=0, max_task_retries=0, concurrency_groups=groups)(_Host)
@@ -193,10 +199,9 @@ class RayProcesses:
         return str(how)
 
     def close(self) -> None:
-        """End all of them, and the connection to the cluster."""
+        """End all of them."""
         for actor in self._actors.values():
             self._ray.kill(actor)  # its process sees that nobody listens, and ends
-        self._cluster.close()
 
     def _listen(self, number: int) -> None:
         self._messages[self._actors[number].receive.options(concurrency_group="from").remote()] = number

@@ -44,21 +44,15 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
     with errors_end(program):
         reader = RowReader(args.input or [str(BUNDLED_PROMPTS)])
         sampling, sampling_text = run_sampling(args)
-        output, manifest = None, None
-        if args.output is not None:
-            output = OutputFile(args.output, resume=args.resume)
+        output = None if args.output is None else OutputFile(args.output, resume=args.resume)
     with contextlib.ExitStack() as files:
         files.enter_context(output or contextlib.nullcontext())
         with errors_end(program):
             cluster = connect(args, files)
-        if output is not None:
-            with errors_end(program):
-                manifest = run_manifest(args, reader, sampling)
-                if output.done:
-                    resume(args, output, manifest)
-                    manifest = None  # that of the first run stays
-                else:
-                    check_writable("the manifest of --output", manifest_path(args.output))
+            digests = {} if output is None and cluster is None else digests_of(engine_config(args))
+            manifest = None
+            if output is not None:
+                manifest = new_manifest(args, output, reader, sampling, digests)
         progress = RunProgress(resumed=0 if output is None else len(output.done))
         if progress.resumed:
             print(f"{progress.resumed} rows were there already")
@@ -70,7 +64,7 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             return 1 if output is not None and output.num_failed else 0
         with errors_end(program):
             check_tokenizer(args, first)
-            engine = start_engines(program, args, sampling, cluster)
+            engine = start_engines(program, args, sampling, cluster, digests)
             files.callback(engine.close)
         with errors_end(program, (RuntimeError,), status=1):
             engine.prepare_report()
@@ -162,24 +156,35 @@ def check_faults(faults: Mapping[str, int], most: int) -> None:
             )
 
 
-def run_manifest(args: argparse.Namespace, reader: RowReader, sampling: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of the run."""
+def new_manifest(
+    args: argparse.Namespace, output: OutputFile, reader: RowReader, sampling: dict[str, Any], digests: dict[str, str]
+) -> dict[str, Any] | None:
+    """The manifest of the run; None if it goes on with the rows of an earlier one, whose manifest stays.
+
+    Raises:
+        ValueError: it goes on and gives other results than the earlier one.
+        OSError: the manifest cannot be written.
+    """
     config = engine_config(args)
     device = args.device if args.ray is not None else resolve_device(config.device).type
-    return make_manifest(reader.files, config, sampling, device=device, digests=digests_of(config))
-
-
-def resume(args: argparse.Namespace, output: OutputFile, manifest: dict[str, Any]) -> None:
-    """Go on with the rows of an earlier run. ``ValueError`` if this one gives other results."""
+    manifest = make_manifest(reader.files, config, sampling, device=device, digests=digests)
+    if not output.done:
+        check_writable("the manifest of --output", manifest_path(args.output))
+        return manifest
     others = check_manifest(manifest_path(args.output), manifest)
     if others:
         print(f"Other versions than before, so rows may differ from those of one run: {'; '.join(others)}")
     if args.retry_errors:
         output.remove_errors()
+    return None
 
 
 def start_engines(
-    program: str, args: argparse.Namespace, sampling: dict[str, Any], cluster: RayCluster | None
+    program: str,
+    args: argparse.Namespace,
+    sampling: dict[str, Any],
+    cluster: RayCluster | None,
+    digests: dict[str, str],
 ) -> LocalEngine | WorkerEngines:
     """``ValueError`` if there is not a core or a GPU on this machine for each of them, or one cannot start."""
     if cluster is None and args.workers == 1:
@@ -189,9 +194,10 @@ def start_engines(
         "arguments": args.arguments,
         "sampling": sampling,
         "directory": os.getcwd(),
+        "digests": {} if cluster is None else digests,  # on this machine they are the same
     }
     if cluster is not None:
-        settings = ray_settings(args, cluster, common, digests_of(engine_config(args)))
+        settings = ray_settings(args, cluster, common)
         num_threads = settings[0]["overrides"].get("num_threads", 1)
         needs = {"num_cpus": num_threads, "num_gpus": int(args.device == "cuda")}
         return WorkerEngines(RayProcesses(cluster, needs), settings)

@@ -8,10 +8,11 @@ import argparse
 import contextlib
 import os
 import platform
-import select
+import queue
 import signal
 import socket
 import sys
+import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -26,36 +27,52 @@ FLUSH_RESULTS = 64  # results that are sent together at most
 
 
 class SocketRows:
-    """The rows that the driver sends, as a ``RowSource``. A driver that has gone ends the process."""
+    """The rows that the driver sends, as a ``RowSource``. A driver that has gone ends the process.
+
+    A thread takes each message as it comes, also while a step runs or results are being sent: the driver may be sending
+    rows at that moment, and each would wait for the other.
+    """
 
     def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+        self._messages = queue.SimpleQueue[dict[str, Any]]()
         self._rows: deque[Row] = deque()
         self._is_last = self.stopped = False
+        threading.Thread(target=self._take_messages, args=(channel,), daemon=True).start()
 
     @property
     def ended(self) -> bool:
         return self._is_last and not self._rows
 
     def take(self, wait: bool) -> Row | None:
-        self.receive(wait and not self._rows)
-        return self._rows.popleft() if self._rows else None
-
-    def receive(self, wait: bool) -> None:
-        """Take the messages that are there; with ``wait``, until there is a row or no row will come."""
         while not self._is_last:
-            if not select.select([self._channel.socket], [], [], None if wait else 0)[0]:
-                return
             try:
-                message = decoded(self._channel.receive())
-            except (EOFError, OSError):
-                os._exit(1)  # the driver has gone: nobody takes the results of what runs
+                message = self._messages.get(block=wait and not self._rows)
+            except queue.Empty:
+                break
             self._rows.extend(map(row_from_json, message.get("rows", ())))
             self.stopped |= "stop" in message
-            self._is_last |= self.stopped or "end" in message
+            self._is_last |= is_last(message)
             if self.stopped:
                 self._rows.clear()
-            wait = wait and not self._rows
+        return self._rows.popleft() if self._rows else None
+
+    def _take_messages(self, channel: Channel) -> None:
+        message: dict[str, Any] = {}
+        while not is_last(message):
+            try:
+                message = decoded(channel.receive())
+            except (EOFError, OSError):
+                self._lose_driver()
+                return
+            self._messages.put(message)
+
+    def _lose_driver(self) -> None:
+        os._exit(1)  # nobody takes the results of what runs
+
+
+def is_last(message: Mapping[str, Any]) -> bool:
+    """Whether no row follows a message of the driver."""
+    return "stop" in message or "end" in message
 
 
 def send_results(channel: Channel, results: list[RowResult], state: Mapping[str, Any]) -> None:
@@ -82,6 +99,7 @@ def run_worker(connection: socket.socket) -> None:
     """Serve what comes through ``connection`` until it ends."""
     channel = Channel(connection)
     settings = decoded(channel.receive())
+    source, results = SocketRows(channel), list[RowResult]()
     if settings["cpus"] is not None:
         os.sched_setaffinity(0, settings["cpus"])
     if os.path.isdir(settings["directory"]):
@@ -103,7 +121,6 @@ def run_worker(connection: socket.socket) -> None:
     with contextlib.closing(engine):
         ready = {"max_num_seqs": engine.max_num_seqs, "description": engine.describe_start()}
         send_results(channel, [], {"ready": ready})
-        source, results = SocketRows(channel), list[RowResult]()
         for result in engine.serve_source(source):
             if result is not None:
                 results.append(result)

@@ -121,11 +121,11 @@ class WorkerEngines:
 
     def observe(self, progress: RunProgress) -> None:
         """Set what ``progress`` says of the engines."""
-        states = [worker.load for worker in self._workers]
+        states = [worker.load for worker in self._workers if worker.is_ready]
         progress.workers = len(states)
         progress.running = sum(state.get("running", 0) for state in states)
         progress.waiting = sum(state.get("waiting", 0) for state in states)
-        progress.kv_share = sum(state.get("kv_share", 0.0) for state in states) / len(states)
+        progress.kv_share = sum(state.get("kv_share", 0.0) for state in states) / max(1, len(states))
 
     def serve(self, rows: Iterator[Row], is_stopped: Callable[[], bool]) -> Iterator[RowResult | None]:
         """Each row's result as the row ends, and None now and then."""
@@ -238,7 +238,10 @@ class WorkerEngines:
         """The workers whose moment has come."""
         for worker in self._workers:
             if worker.starts_at is not None and worker.starts_at <= time.monotonic() and not worker.is_finished:
-                self._start(worker)
+                try:
+                    self._start(worker)
+                except OSError as error:  # as where there is no memory for a process now
+                    self._start_later(worker, str(error))
 
     def _bury(self, worker: Worker) -> Iterator[RowResult]:
         """A process has ended. Its rows come back, or end if they were in too many that did; it is started again."""
@@ -259,7 +262,12 @@ class WorkerEngines:
         self._returned.extendleft(reversed(returned))  # so that a row to blame is found before the next one runs
         if worker.is_told:
             worker.is_finished = True
-        elif worker.starts >= _MOST_STARTS:
+        else:
+            self._start_later(worker, how)
+
+    def _start_later(self, worker: Worker, how: str) -> None:
+        """After a pause, or give it up. ``how``: the last process ended."""
+        if worker.starts >= _MOST_STARTS:
             times = f"{worker.starts} times without a result"
             self._give_up(worker, f"worker {worker.number} ended {times}, the last time by {how}")
         else:

@@ -21,8 +21,11 @@ from compiled_llm.offline.workers import WorkerEngines
 MAX_NUM_SEQS = 4
 
 
-class DriverGoneError(Exception):
-    """In the place of the end of a process."""
+class ThreadRows(SocketRows):
+    """Those of a worker that is a thread: it stops where a process ends."""
+
+    def _lose_driver(self) -> None:
+        self._messages.put({"stop": True})
 
 
 class ThreadProcesses(LocalProcesses):
@@ -60,26 +63,32 @@ class ThreadProcesses(LocalProcesses):
             self.end(number)
 
     def _run(self, number: int, channel: Channel) -> None:
-        with channel.socket, contextlib.suppress(OSError, DriverGoneError):
-            channel.receive()  # the settings
-            failure = self._fails.popleft() if self._fails else ""
-            if failure:
-                send_results(channel, [], {"failure": failure})
+        with channel.socket, contextlib.suppress(OSError, EOFError):
+            try:
+                self._serve(number, channel)
+            finally:
+                channel.socket.shutdown(socket.SHUT_RDWR)  # as the end of a process does, whoever reads from it
+
+    def _serve(self, number: int, channel: Channel) -> None:
+        channel.receive()  # the settings
+        failure = self._fails.popleft() if self._fails else ""
+        if failure:
+            send_results(channel, [], {"failure": failure})
+            return
+        send_results(channel, [], {"ready": {"max_num_seqs": MAX_NUM_SEQS, "description": "an engine"}})
+        source = ThreadRows(channel)
+        while not source.ended:
+            row = source.take(wait=True)
+            if row is None:
+                break
+            self.served[row.index] += 1
+            if self._dies(number, row.index):
                 return
-            send_results(channel, [], {"ready": {"max_num_seqs": MAX_NUM_SEQS, "description": "an engine"}})
-            source = SocketRows(channel)
-            while not source.ended:
-                row = source.take(wait=True)
-                if row is None:
-                    break
-                self.served[row.index] += 1
-                if self._dies(number, row.index):
-                    return
-                error = "bad" if row.error else None
-                result = RowResult(row.index, row.name, f"{row.index}\n".encode(), error, 1, 2, 3)
-                state = {"running": 1, "waiting": 2, "kv_share": 0.5, "faults": {"exception": 1}}
-                send_results(channel, [result], state)
-            send_results(channel, [], {"finished": {"summary": {"steps": "7"}, "is_written": number == 0}})
+            error = "bad" if row.error else None
+            result = RowResult(row.index, row.name, f"{row.index}\n".encode(), error, 1, 2, 3)
+            state = {"running": 1, "waiting": 2, "kv_share": 0.5, "faults": {"exception": 1}}
+            send_results(channel, [result], state)
+        send_results(channel, [], {"finished": {"summary": {"steps": "7"}, "is_written": number == 0}})
 
 
 def rows(count: int) -> list[Row]:
@@ -96,13 +105,7 @@ def serve(
 
 
 @pytest.fixture(autouse=True)
-def _no_driver_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that loses its driver ends its process, which here is that of the tests."""
-
-    def end(status: int) -> None:
-        raise DriverGoneError
-
-    monkeypatch.setattr("compiled_llm.offline.worker.os._exit", end)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_PAUSE_SECONDS", 0.0)
 
 
