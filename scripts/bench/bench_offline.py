@@ -1,10 +1,12 @@
 """An offline run of many short rows beside ``generate`` on the same rows: throughput, and memory over time.
 
     python scripts/bench/bench_offline.py --rows 1000000 --prompt-tokens 8 --max-tokens 1 --generated 100000
-    python scripts/bench/bench_offline.py --rows 100000 --prompt-tokens 64 --max-tokens 1 --generated 20000
+    python scripts/bench/bench_offline.py --rows 100000 --prompt-tokens 64 --max-tokens 1 --generated 0
+    python scripts/bench/bench_offline.py --rows 10000 --prompt-tokens 64 --max-tokens 1 --generated 10000 --rounds 3
 
 The run is a process of its own, whose resident memory is read every second. ``generate`` gets ``--generated`` of the
-rows, 10,000 a call, in another process, before the run and after it. Both have the engine arguments of ``--mode``.
+rows, 10,000 a call, in another process, before each run and after the last. Both have the engine arguments of
+``--mode``.
 """
 
 import json
@@ -56,14 +58,16 @@ def generate(rows: Path, count: int, max_tokens: int, mode: str) -> float:
 
 
 def run(rows: Path, output: Path, max_tokens: int, extra: list[str]) -> tuple[float, list[int]]:
-    """Rows a second of the command, and its resident bytes while it served."""
+    """Rows a second of the command, and its resident bytes from the first row that was written to the last."""
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--quiet", "--input", str(rows)]
     command += ["--output", str(output), "--max-tokens", str(max_tokens), "--temperature", "0", "--ignore-eos", *extra]
     with open(output.with_suffix(".log"), "w+") as log:
         process = psutil.Popen(command, stdout=log, stderr=log)
         samples: list[int] = []
+        written = 0
         while process.poll() is None:
-            if output.exists() and output.stat().st_size:
+            before, written = written, output.stat().st_size if output.exists() else 0
+            if written > before > 0:
                 samples.append(process.memory_info().rss)
             time.sleep(1.0)
         log.seek(0)
@@ -74,34 +78,50 @@ def run(rows: Path, output: Path, max_tokens: int, extra: list[str]) -> tuple[fl
     return int(found[1]) / float(found[2]), samples
 
 
+def print_memory(samples: list[int]) -> None:
+    """The second half, quarter against quarter: what a step needs comes and goes between two samples, a leak stays."""
+    quarters = [samples[len(samples) * part // 4 : len(samples) * (part + 1) // 4] for part in range(4)]
+    for name, of in (("highest", max), ("median", statistics.median)):
+        values = [of(quarter) / 2**20 for quarter in quarters]
+        listed = ", ".join(f"{value:.1f}" for value in values)
+        print(f"resident, {name} of each quarter: {listed} MiB; the last one {values[3] / values[2] - 1:+.2%}")
+    half = quarters[2] + quarters[3]
+    print(f"all {len(half)} samples of the second half: {min(half) / 2**20:.1f} to {max(half) / 2**20:.1f} MiB")
+
+
 def main() -> None:
     parser = FlagParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--prompt-tokens", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=8)
     parser.add_argument("--mode", choices=MODES, default="balanced")
-    parser.add_argument("--generated", type=int, default=20_000, help="rows for generate, a multiple of 10,000")
-    parser.add_argument("--workers", type=int, default=1)
-    args = parser.parse_checked(rows=1, prompt_tokens=1, max_tokens=1, generated=10_000, workers=1)
-    with tempfile.TemporaryDirectory() as directory:
-        rows, output = Path(directory) / "rows.jsonl", Path(directory) / "out.jsonl"
-        write_rows(rows, args.rows, args.prompt_tokens)
-        before = generate(rows, args.generated, args.max_tokens, args.mode)
-        rate, samples = run(rows, output, args.max_tokens, ["--workers", str(args.workers), "--mode", args.mode])
-        after = generate(rows, args.generated, args.max_tokens, args.mode)
-        with open(output) as file:
-            indices = {int(line[10 : line.index(",")]) for line in file}
-    assert indices == set(range(args.rows)), "each row once"
-    half = samples[len(samples) // 2 :]
-    middle = statistics.median([before, after])
-    print(
-        f"{args.rows} rows of {args.prompt_tokens} tokens in, {args.max_tokens} out, {args.mode}: {rate:.0f} rows/s; "
-        f"generate {before:.0f} and {after:.0f} rows/s"
+    parser.add_argument(
+        "--generated", type=int, default=20_000, help="rows for generate, a multiple of 10,000; 0: none"
     )
-    print(f"the run reached {rate / middle:.1%} of generate")
-    if half:
-        grown = (max(half) - min(half)) / min(half)
-        print(f"resident: {half[0] / 2**20:.1f} MiB at half, {half[-1] / 2**20:.1f} at the end; within {grown:.2%}")
+    parser.add_argument("--rounds", type=int, default=1, help="runs, in turns with generate")
+    parser.add_argument("--workers", type=int, default=1)
+    args = parser.parse_checked(rows=1, prompt_tokens=1, max_tokens=1, generated=0, rounds=1, workers=1)
+    rates, generated, samples = [], list[float](), list[int]()
+    with tempfile.TemporaryDirectory() as directory:
+        rows = Path(directory) / "rows.jsonl"
+        write_rows(rows, args.rows, args.prompt_tokens)
+        for number in range(args.rounds):
+            output = Path(directory) / f"out-{number}.jsonl"
+            generated += [generate(rows, args.generated, args.max_tokens, args.mode)] if args.generated else []
+            extra = ["--workers", str(args.workers), "--mode", args.mode]
+            rate, samples = run(rows, output, args.max_tokens, extra)
+            rates.append(rate)
+            with open(output) as file:
+                indices = [int(line[10 : line.index(",")]) for line in file]
+            assert sorted(indices) == list(range(args.rows)), "each row once"
+        generated += [generate(rows, args.generated, args.max_tokens, args.mode)] if args.generated else []
+    listed = ", ".join(f"{rate:.0f}" for rate in rates)
+    print(f"{args.rows} rows of {args.prompt_tokens} tokens in, {args.max_tokens} out, {args.mode}: {listed} rows/s")
+    if generated:
+        share = statistics.median(rates) / statistics.median(generated)
+        print(f"generate: {', '.join(f'{rate:.0f}' for rate in generated)} rows/s; the run reached {share:.1%} of it")
+    if len(samples) >= 8:
+        print_memory(samples)
 
 
 if __name__ == "__main__":

@@ -123,14 +123,13 @@ class Run:
         mark = {"KILLED_IN": str(directory)}  # all processes of these runs have it in their environment
         self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **mark}
         self._mark, self._directory = mark, directory
-        self.driver = self.start()
+        self.start()
 
-    def start(self) -> subprocess.Popen:
+    def start(self) -> None:
         with open(self._log, "a") as log:
             self.driver = subprocess.Popen(
                 self._command, cwd=self._directory, env=self._environment, stdout=log, stderr=log
             )
-        return self.driver
 
     def wait_for_rows(self, count: int) -> bool:
         """False: the run has ended."""

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -135,6 +137,26 @@ def test_a_window_ends_early_where_its_prompts_are_large(monkeypatch: pytest.Mon
     next(found)
     assert taken == [0, 1, 2, 3]
     assert len(list(found)) == 9
+
+
+def test_rows_that_were_served_are_not_kept() -> None:
+    class Kept(Row):
+        """It can have weak references."""
+
+    made: list[weakref.ref[Row]] = []
+
+    def rows() -> Iterator[Row]:
+        for index in range(40):
+            each = Kept(index, "", {"prompt": "a" * 10})
+            made.append(weakref.ref(each))
+            yield each
+
+    found = ordered_for_speed(rows(), 20, 16, OrderGain())
+    for _ in range(15):
+        next(found)
+    assert sum(each() is not None for each in made) <= 5 + 2, (
+        "those to come, the next window's first, the last one read"
+    )
 
 
 def test_rows_that_cannot_be_read_come_through() -> None:

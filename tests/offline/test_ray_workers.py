@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from compiled_llm.offline.ray_workers import RayCluster
+from compiled_llm.offline.flags import parse_arguments
+from compiled_llm.offline.ray_workers import RayCluster, ray_settings
 from tests.offline.runs import COMMAND, write_prompts
 
-NUM_ROWS = 300
+NUM_ROWS = 900
 FAST = ["--enforce-eager", "--bucket-sizes", "1,4", "--max-tokens", "6", "--num-kv-blocks", "300", "--quiet"]
 FAST += ["--dtype", "float32", "--progress", "off"]
 # A head without cores, and two machines of one core. Each line that it reads takes the place of one of them.
@@ -118,10 +119,14 @@ STRANGER = """
 import os, subprocess, sys
 
 from compiled_llm.offline.ray_workers import RayCluster
-from tests.offline.runs import COMMAND, write_prompts
 
 cluster = RayCluster("")
+from ray._common.usage import usage_lib
+
 address = cluster.ray.get_runtime_context().gcs_address
+niceness = cluster.ray.get(cluster.ray.remote(num_cpus=1)(lambda: os.nice(0)).remote())
+assert niceness == os.nice(0), niceness
+assert not usage_lib.usage_stats_enabled()
 environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
 client = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).internal_kv_keys(b'', b'')"
 done = subprocess.run([sys.executable, "-c", client, address], env=environment, capture_output=True, text=True)
@@ -136,7 +141,36 @@ def test_a_cluster_of_ones_own_lets_nobody_in() -> None:
     subprocess.run([sys.executable, "-c", STRANGER], env=environment, check=True)
 
 
-def test_a_cluster_that_is_not_there_is_named() -> None:
+class ClusterOf(RayCluster):
+    """One that is made up: machines with so many cores each."""
+
+    def __init__(self, *cores: int) -> None:
+        self._machines = list(cores)
+
+    def _cores(self) -> list[int]:
+        return self._machines
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads", "together"),
+    [([8], 2, 4, 2), ([8, 8], 2, 8, 1), ([8, 8], 3, 4, 2), ([4, 16], 2, 4, 2), ([2], 5, 1, 2)],
+)
+def test_engines_on_one_machine_share_its_cores_and_its_memory(
+    cores: list[int], workers: int, threads: int, together: int
+) -> None:
+    flags = ["--workers", str(workers), "--ray", "--device", "cpu", "--gpu-memory-utilization", "0.8"]
+    args = parse_arguments("serve_offline", flags)
+    settings = ray_settings(args, ClusterOf(*cores), {"directory": "/"})
+    assert [each["number"] for each in settings] == list(range(workers))
+    for each in settings:
+        assert each["directory"] == "/"
+        assert each["overrides"]["num_threads"] == threads
+        assert each["overrides"]["gpu_memory_utilization"] == pytest.approx(0.8 / together)
+    args = parse_arguments("serve_offline", [*flags, "--num-threads", "2"])
+    assert ray_settings(args, ClusterOf(*cores), {})[0]["overrides"]["num_threads"] == 2
+
+
+def test_a_cluster_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"--ray must name a cluster that runs, given 127\.0\.0\.1:1: Connection refused"
     ):
@@ -144,3 +178,6 @@ def test_a_cluster_that_is_not_there_is_named() -> None:
     for address in ("somewhere", "ray://127.0.0.1:10001", ":6379", "host:port"):
         with pytest.raises(ValueError, match=f"--ray must be HOST:PORT, given {address}"):
             RayCluster(address)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"RAY_ADDRESS must name a cluster that runs, given 127\.0\.0\.1:1"):
+        RayCluster("")

@@ -31,16 +31,23 @@ class ThreadRows(SocketRows):
 class ThreadProcesses(LocalProcesses):
     """Workers that are threads. ``dies(worker, row)`` is asked when a worker is about to run a row.
 
+    Args:
+        fails: for each start the failure of the engine, "" for none; later ones succeed.
+        line_bytes: of each result, more or less.
+
     Attributes:
         served: how often each row was begun.
         starts: of each worker.
     """
 
     def __init__(
-        self, dies: Callable[[int, int], bool] = lambda number, index: False, fails: Sequence[str] = ()
+        self,
+        dies: Callable[[int, int], bool] = lambda number, index: False,
+        fails: Sequence[str] = (),
+        line_bytes: int = 0,
     ) -> None:
         super().__init__([])
-        self._dies, self._fails = dies, deque(fails)
+        self._dies, self._fails, self._line_bytes = dies, deque(fails), line_bytes
         self.served: Counter[int] = Counter()
         self.starts: Counter[int] = Counter()
         self._threads: dict[int, threading.Thread] = {}
@@ -85,7 +92,8 @@ class ThreadProcesses(LocalProcesses):
             if self._dies(number, row.index):
                 return
             error = "bad" if row.error else None
-            result = RowResult(row.index, row.name, f"{row.index}\n".encode(), error, 1, 2, 3)
+            line = f"{row.index}".ljust(self._line_bytes) + "\n"
+            result = RowResult(row.index, row.name, line.encode(), error, 1, 2, 3)
             state = {"running": 1, "waiting": 2, "kv_share": 0.5, "faults": {"exception": 1}}
             send_results(channel, [result], state)
         send_results(channel, [], {"finished": {"summary": {"steps": "7"}, "is_written": number == 0}})
@@ -137,6 +145,18 @@ def test_rows_are_read_as_they_are_needed() -> None:
             next(results)
         assert len(taken) < 100
         assert len([result for result in results if result is not None]) > 900
+
+
+def test_rows_and_results_may_be_larger_than_what_sockets_hold() -> None:
+    processes = ThreadProcesses(line_bytes=2**20)
+    large = [Row(index, f"row {index}", {"prompt": "a" * 2**20}) for index in range(40)]
+    done: list[RowResult] = []
+    thread = threading.Thread(target=lambda: done.extend(serve(processes, large)[0]), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "the driver sends rows, a worker results, and neither reads"
+    assert sorted(result.index for result in done) == list(range(40))
+    assert all(len(result.line) > 2**20 for result in done)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -199,6 +219,27 @@ def test_the_others_go_on_without_an_engine_that_cannot_start_again(capsys: pyte
     results, _ = serve(ThreadProcesses(dies, fails=["", "", "no memory"]), rows(1000))
     assert sorted(result.index for result in results) == list(range(1000))
     assert capsys.readouterr().err == "worker 0 could not start again: no memory; 1 of 2 workers go on\n"
+
+
+def test_a_process_that_cannot_be_started_for_the_moment_is_started_later() -> None:
+    class Scarce(ThreadProcesses):
+        def start(self, number: int) -> None:
+            if self.starts[number] in (1, 2):
+                self.starts[number] += 1
+                raise OSError("Cannot allocate memory")
+            super().start(number)
+
+    died: list[int] = []
+
+    def dies(number: int, index: int) -> bool:
+        is_first = not died
+        died.append(index)
+        return is_first
+
+    processes = Scarce(dies)
+    results, _ = serve(processes, rows(100), 1)
+    assert sorted(result.index for result in results) == list(range(100))
+    assert processes.starts[0] == 4
 
 
 def test_a_worker_that_is_not_ready_when_the_rows_end_is_not_waited_for() -> None:
