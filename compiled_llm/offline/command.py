@@ -50,7 +50,8 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                     check_files(args.input or (), written, args.report)
                     if args.trace is not None:
                         check_writable("--trace", args.trace)
-                from compiled_llm.offline.run import EngineFaultsError, run  # it loads torch, which takes seconds
+                from compiled_llm.offline.run import run  # it loads torch, which takes seconds
+                from compiled_llm.offline.serving import EngineFaultsError
 
                 try:
                     status = run(program, args, stdout, signals)

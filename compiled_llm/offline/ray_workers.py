@@ -21,7 +21,7 @@ from compiled_llm.offline.local_workers import LocalProcesses
 _UNPLACED_SECONDS = 15.0  # until it is said that a worker waits for room in the cluster
 _CONNECT_SECONDS = 10.0
 _END_SECONDS = 5.0
-_OBJECT_BYTES = 2**28  # of Ray's store, where a cluster is started: messages are small
+MESSAGE_BYTES = 2**28  # of Ray's store, where a cluster is started for messages alone: they are small
 
 
 class RayCluster:
@@ -30,12 +30,13 @@ class RayCluster:
     Args:
         address: HOST:PORT of the cluster; "": that of RAY_ADDRESS, else a cluster of this machine alone is started,
             which ends with the connection. Only who has its token can connect to it.
+        object_bytes: of Ray's store in such a cluster.
 
     Raises:
         ValueError: Ray is not installed, or no cluster answers there.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, object_bytes: int = MESSAGE_BYTES) -> None:
         name, address = ("--ray", address) if address else ("RAY_ADDRESS", os.environ.get("RAY_ADDRESS", ""))
         if address:
             _check_address(name, address)
@@ -45,7 +46,7 @@ class RayCluster:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else it reports to its makers
             os.environ.setdefault("RAY_worker_niceness", "0")  # else engines give way to any other program
-            arguments = {"address": "local", "include_dashboard": False, "object_store_memory": _OBJECT_BYTES}
+            arguments = {"address": "local", "include_dashboard": False, "object_store_memory": object_bytes}
         try:
             self.ray: Any = importlib.import_module("ray")
         except ImportError as error:

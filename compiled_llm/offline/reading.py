@@ -182,7 +182,7 @@ class RowReader:
                     for values in batch.to_pylist():
                         number += 1
                         name = f"row {self.num_rows} ({short_name}, row {number})"
-                        yield row_of_object(self.num_rows, name, _without_nulls(values))
+                        yield row_of_object(self.num_rows, name, without_nulls(values))
         except (OSError, pyarrow.ArrowException) as error:
             raise OSError(f"--input {file.name}: {error}") from error
 
@@ -208,8 +208,8 @@ def _skip_line(stream: BinaryIO) -> None:
         pass
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """Objects without the keys whose value is null: columns that a row has no value of."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -13,7 +13,8 @@ from compiled_llm.offline.rows import Row
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
 _CHAT_OPTIONS = ("tools", "documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_KEYS = (*_PROMPTS, *_CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params")
+_OWN_KEYS = (*_PROMPTS, *_CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params")
+ROW_KEYS = frozenset((*_OWN_KEYS, *OPENAI_KEYS))  # of both formats
 _ELSEWHERE = {
     **dict.fromkeys(
         ("image", "images", "image_url", "multi_modal_data", "audio", "video"),
@@ -56,9 +57,9 @@ def row_of_object(index: int, name: str, values: Any) -> Row:
 def _own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of the ``Row`` of an object in our own format. ``ValueError`` with what is wrong."""
     for key in values:
-        if key not in _KEYS:
-            hint = name_hint(key, _KEYS, _ELSEWHERE)
-            raise ValueError(f"unknown key: {key:.100}{hint and f' ({hint})'}; known are {', '.join(_KEYS)}")
+        if key not in _OWN_KEYS:
+            hint = name_hint(key, _OWN_KEYS, _ELSEWHERE)
+            raise ValueError(f"unknown key: {key:.100}{hint and f' ({hint})'}; known are {', '.join(_OWN_KEYS)}")
     given = [key for key in _PROMPTS if values.get(key) is not None]
     if len(given) != 1:
         raise ValueError(f"must have exactly one of {', '.join(_PROMPTS)}, given {', '.join(given) or 'none'}")

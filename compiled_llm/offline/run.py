@@ -6,16 +6,15 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from compiled_llm.command_line import engine_config, errors_end, sampling_arguments
 from compiled_llm.engine.engine import CompiledEngine
-from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
 from compiled_llm.engine.model_files import DEMO_MODEL, checkpoint_directory, has_tokenizer
 from compiled_llm.offline.display import Display
 from compiled_llm.offline.file_checks import check_writable
-from compiled_llm.offline.flags import CHECKED_ROWS, DEFAULT_SAMPLING
+from compiled_llm.offline.flags import CHECKED_ROWS
 from compiled_llm.offline.local_engine import LocalEngine
 from compiled_llm.offline.local_workers import LocalProcesses, local_settings, visible_gpus
 from compiled_llm.offline.manifest import check_manifest, make_manifest, manifest_path, write_manifest
@@ -28,9 +27,10 @@ from compiled_llm.offline.ray_workers import RayCluster, RayProcesses, ray_setti
 from compiled_llm.offline.reading import RowReader
 from compiled_llm.offline.results import Results
 from compiled_llm.offline.rows import Row
+from compiled_llm.offline.run_sampling import run_sampling
+from compiled_llm.offline.serving import check_faults
 from compiled_llm.offline.summary import print_summary, run_rows
 from compiled_llm.offline.workers import WorkerEngines
-from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.worker.device import resolve_device
 
 BUNDLED_PROMPTS = DEMO_MODEL / "prompts.jsonl"
@@ -43,7 +43,7 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         return run_check(program, args)
     with errors_end(program):
         reader = RowReader(args.input or [str(BUNDLED_PROMPTS)])
-        sampling, sampling_text = run_sampling(args)
+        sampling, sampling_text = run_sampling(engine_config(args), sampling_arguments(args))
         output = None if args.output is None else OutputFile(args.output, resume=args.resume)
     with contextlib.ExitStack() as files:
         files.enter_context(output or contextlib.nullcontext())
@@ -110,10 +110,6 @@ def connect(args: argparse.Namespace, files: contextlib.ExitStack) -> RayCluster
     return cluster
 
 
-class EngineFaultsError(Exception):
-    """The engine failed more often than is allowed."""
-
-
 def serve(
     engine: LocalEngine | WorkerEngines,
     reader: RowReader,
@@ -144,16 +140,6 @@ def serve(
                 engine.observe(progress)
                 display.update(progress)
     progress.seconds = time.monotonic() - started
-
-
-def check_faults(faults: Mapping[str, int], most: int) -> None:
-    """``EngineFaultsError`` if there are more than ``most`` of a kind."""
-    for kind, count in faults.items():
-        if count > most:
-            raise EngineFaultsError(
-                f"{count} rows ended for the same kind of fault ({kind}), and --max-faults allows {most}: the model, "
-                "the memory or the machine may be broken; the errors of these rows say more"
-            )
 
 
 def new_manifest(
@@ -211,23 +197,6 @@ def put_in_order(program: str, args: argparse.Namespace, output: OutputFile | No
     if output is not None and args.ordered:
         with errors_end(program, status=1):
             output.put_in_order()
-
-
-def run_sampling(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """The sampling parameters of the run and a text of them: those of the flags, else the checkpoint's, else ours.
-
-    Raises:
-        ValueError: they do not go together.
-    """
-    given = sampling_arguments(args)
-    suggested = suggested_sampling(checkpoint_directory(engine_config(args)))
-    suggested = {name: value for name, value in suggested.items() if name not in given}
-    default_sampling_params(suggested)  # its error message names the file
-    sampling = {**DEFAULT_SAMPLING, **suggested, **given}
-    SamplingParams(**sampling)
-    others = {name: value for name, value in {**DEFAULT_SAMPLING, **given}.items() if name not in suggested}
-    parts = [listed(others)] + [f"by generation_config.json: {listed(suggested)}"] * bool(suggested)
-    return sampling, "; ".join(filter(None, parts))
 
 
 def check_tokenizer(args: argparse.Namespace, first: Row) -> None:

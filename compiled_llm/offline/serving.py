@@ -17,6 +17,10 @@ from compiled_llm.text.prompts import Prompt
 QUEUED_ROWS = 1000  # in the engine at once, or twice as many as can run: enough for the scheduler
 
 
+class EngineFaultsError(Exception):
+    """The engine failed more often than is allowed."""
+
+
 class RowSource(Protocol):
     """Where rows come from.
 
@@ -147,3 +151,13 @@ def failure_of(output: RequestOutput) -> str | None:
         if completion.finish_reason not in ("stop", "length"):
             return str(completion.stop_reason or completion.finish_reason)
     return None
+
+
+def check_faults(faults: Mapping[str, int], most: int) -> None:
+    """``EngineFaultsError`` if there are more than ``most`` of a kind."""
+    for kind, count in faults.items():
+        if count > most:
+            raise EngineFaultsError(
+                f"{count} rows ended for the same kind of fault ({kind}), and --max-faults allows {most}: the model, "
+                "the memory or the machine may be broken; the errors of these rows say more"
+            )

@@ -126,6 +126,7 @@ _PYTHON = rf"({_UNSET})?(\S*/)?python"
 _BATCH = rf"(({_UNSET})?(\S*/)?compiled-llm batch|{_PYTHON} scripts/serve_offline\.py)"
 NOT_RUN = (
     NotRun(_BATCH + r"\b.* --ray\b.*", "tests/offline/test_ray_workers.py runs clusters of its own", parse_command),
+    NotRun(_PYTHON + r" scripts/serve_ray_data\.py\b.*", "tests/offline/test_ray_data.py runs it", parse_command),
     NotRun(
         _PYTHON + r" scripts/serve_offline.py .*--sliding-window .*",
         "tests/e2e/test_streams.py runs such an engine on a smaller model",

@@ -1,0 +1,26 @@
+"""The sampling parameters of a run: those that are given, else those that the checkpoint suggests, else ours."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from compiled_llm.config import EngineConfig
+from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
+from compiled_llm.engine.model_files import checkpoint_directory
+from compiled_llm.offline.flags import DEFAULT_SAMPLING
+from compiled_llm.sampling_params import SamplingParams
+
+
+def run_sampling(config: EngineConfig, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """Arguments of ``SamplingParams``, and a text of them that names generation_config.json where it decides.
+
+    Raises:
+        ValueError: they do not go together.
+    """
+    suggested = suggested_sampling(checkpoint_directory(config))
+    suggested = {name: value for name, value in suggested.items() if name not in given}
+    default_sampling_params(suggested)  # its error message names the file
+    sampling = {**DEFAULT_SAMPLING, **suggested, **given}
+    SamplingParams(**sampling)
+    others = {name: value for name, value in {**DEFAULT_SAMPLING, **given}.items() if name not in suggested}
+    parts = [listed(others)] + [f"by generation_config.json: {listed(suggested)}"] * bool(suggested)
+    return sampling, "; ".join(filter(None, parts))
