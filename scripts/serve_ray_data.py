@@ -100,6 +100,8 @@ def main() -> int:
         device = cluster.device_type(args.device)
         check_cores(cluster, args.num_engines * args.num_cpus)
     arguments = {**engine_arguments, "device": device, "sampling": sampling_arguments(args)}
+    if device == "cpu":  # those of one machine share its memory
+        arguments["gpu_memory_utilization"] /= cluster.most_together(args.num_engines, max(1, args.num_cpus))
     needs = {"num_cpus": args.num_cpus, "num_gpus": int(device == "cuda")}
     serve(
         args.input,

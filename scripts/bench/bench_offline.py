@@ -79,7 +79,7 @@ def run(rows: Path, output: Path, max_tokens: int, extra: list[str]) -> tuple[fl
 
 
 def print_memory(samples: list[int]) -> None:
-    """The second half, quarter against quarter: what a step needs comes and goes between two samples, a leak stays."""
+    """The second half, quarter against quarter: single samples go up and down, a leak stays."""
     quarters = [samples[len(samples) * part // 4 : len(samples) * (part + 1) // 4] for part in range(4)]
     for name, of in (("highest", max), ("median", statistics.median)):
         values = [of(quarter) / 2**20 for quarter in quarters]
