@@ -19,8 +19,8 @@ Parts, short ones that decide what is worth doing first:
 - ``code``: Inductor's programs and the machine code of the kernels so far, for the archive.
 - ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with both kinds of
   CUDA graphs.
-- ``trees-1``, ``manual-1``, to ``trees-256``, ``manual-256`` (batch sizes): CUDA graph trees, and graphs captured by
-  hand.
+- ``trees-1``, ``manual-1``, ``programmatic-1``, to 256 (batch sizes): CUDA graph trees, graphs captured by hand, and
+  these with launches that start while the one before still runs.
 - ``exact``: ``check_exact.py``, the matrix of buckets, chunks and company; ``exact-ops``: its ops by themselves;
   ``exact-1``, ``exact-32`` and ``exact-phases``: what it costs, beside ``trees-1``, ``trees-32`` and
   ``phases-compiled-llm``.
@@ -115,7 +115,7 @@ PARTS = {
             f"{_DECODES} --cuda-graphs {mode} --bucket-sizes {batch_size} --batch-size {batch_size}",
         )
         for batch_size in (1, 32, 256)
-        for mode in ("trees", "manual")
+        for mode in ("trees", "manual", "programmatic")
     },
     "exact": (240, "scripts/check_exact.py --device cuda --quick --json {json}"),
     "exact-ops": (300, f"{_PYTEST} {_EXACT_TESTS}"),

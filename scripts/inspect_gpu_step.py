@@ -3,6 +3,7 @@
     python scripts/inspect_gpu_step.py --shape qwen3-0.6b --gpu h100 --bucket decode_8 --max-model-len 8192
     python scripts/inspect_gpu_step.py --model DIR --gpu h200 --bucket tokens_2048 --context 8192 --kv-cache-dtype int8
     python scripts/inspect_gpu_step.py --shape qwen3-8b --bucket decode_32 --measured kernels.json --picture step.png
+    python scripts/inspect_gpu_step.py --shape qwen3-0.6b --gpu h100 --bucket decode_1 --cuda-graphs programmatic
 
 The step is compiled as the engine compiles it, for tensors without data, so a model of any size takes little memory.
 Every Triton kernel is compiled for the GPU's architecture. Times are estimates (report/gpu_step/estimate.py says how).
@@ -110,6 +111,8 @@ def printed(inspection: Inspection, measured: Measured | None = None) -> str:
         f"{inspection.seconds() * 1e3:.3f} ms ({GAP_SECONDS * 1e6:.1f} us between launches), "
         f"{inspection.bandwidth_share:.0%} of the bandwidth\n"
         f"launches from layer to layer: {' '.join(map(str, inspection.launches_per_layer))}\n"
+        f"launches that may start while the one before still runs, which the estimate leaves out: "
+        f"{inspection.num_programmatic}\n"
         f"inputs without a static address: {len(inspection.dynamic_inputs)}; reasons to skip the CUDA graph: "
         f"{'; '.join(inspection.skip_reasons) or 'none'}"
     )

@@ -11,13 +11,19 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_llm.compiling.argument_specs import same_objects
+from compiled_llm.ops.programmatic_launch import CAPABILITY, programmatic_launches
 from compiled_llm.ops.torch_private import clear_cublas_workspaces, use_cuda_graph_trees
 
 
 class GraphPool:
-    """A stream to capture on and memory, shared by the graphs of one engine."""
+    """A stream to capture on and memory, shared by the graphs of one engine.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        programmatic: let launches of its graphs start while the one before still runs, see ``programmatic_launch.py``.
+    """
+
+    def __init__(self, device: torch.device, programmatic: bool = False) -> None:
+        self.programmatic = programmatic
         self.stream = torch.cuda.Stream(device)
         self.handle = torch.cuda.graph_pool_handle()
 
@@ -31,13 +37,24 @@ def graph_pool(cuda_graphs: str, device: torch.device, enforce_eager: bool = Fal
     """The pool for graphs captured by hand, as the engine arguments ask for them; None where there are none.
 
     Raises:
-        ValueError: CUDA graphs are asked for on another device.
+        ValueError: those of ``check_cuda_graphs``.
     """
-    if device.type != "cuda":
-        if cuda_graphs != "auto":
-            raise ValueError(f"cuda_graphs must be 'auto', the default, on a {device.type}, given {cuda_graphs!r}")
+    check_cuda_graphs(cuda_graphs, device)
+    if device.type != "cuda" or enforce_eager or cuda_graphs == "trees":
         return None
-    return None if enforce_eager or cuda_graphs == "trees" else GraphPool(device)
+    return GraphPool(device, cuda_graphs == "programmatic")
+
+
+def check_cuda_graphs(cuda_graphs: str, device: torch.device) -> None:
+    """``ValueError`` where the engine argument asks for what the device lacks."""
+    if device.type != "cuda" and cuda_graphs != "auto":
+        raise ValueError(f"cuda_graphs must be 'auto', the default, on a {device.type}, given {cuda_graphs!r}")
+    if cuda_graphs == "programmatic" and torch.cuda.get_device_capability(device) < CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ValueError(
+            "cuda_graphs='programmatic' needs a GPU of compute capability 9.0 or more (H100, B200), given one of "
+            f"{major}.{minor}: 'manual' records the same graphs without it"
+        )
 
 
 def begin_step_of_trees() -> None:
@@ -69,13 +86,14 @@ class CapturedFunction:
         """
         stream = self._pool.stream
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), programmatic_launches(self._pool.programmatic):
             call(*args)  # compiles and loads kernels, which must not happen while capturing
         graph = torch.cuda.CUDAGraph()
         # cuBLAS keeps a workspace for each stream, which other code may free, and so may the end of another graph
         # (pytorch #193402). With none before and none after, this graph's own comes from the pool, as activations do.
         clear_cublas_workspaces()
-        with torch.cuda.graph(graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local"):
+        around = torch.cuda.graph(graph, pool=self._pool.handle, stream=stream, capture_error_mode="thread_local")
+        with around, programmatic_launches(self._pool.programmatic):
             output = call(*args)
         clear_cublas_workspaces()
         self._graphs[id(args[1])] = _Graph(args, graph, output)

@@ -32,16 +32,12 @@ from compiled_llm.ops.attention.tiles import (
 )
 from compiled_llm.ops.attention.triton_attention import device_facts, pairs_of_codes
 from compiled_llm.ops.attention.triton_codes import attend_codes
-from compiled_llm.ops.attention.triton_kernels import (
-    LOWEST,
-    add_sinks,
-    attend,
-    load_rows,
-    normalised,
-)
+from compiled_llm.ops.attention.triton_kernels import LOWEST, add_sinks, attend, load_rows, normalised
 from compiled_llm.ops.attention.triton_write import write_rows, write_turned_keys
+from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
+from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 GRAIN = tl.constexpr(SPLIT_GRAIN)
 TASK = tl.constexpr(TASK_COLUMNS)
@@ -225,6 +221,7 @@ def decode_kernel(
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     CODE_MAX: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MERGE_HEADS: tl.constexpr,
     MERGE_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_H: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A task is one of the plan's for one KV head; programs take turns.
 
@@ -235,6 +232,8 @@ def decode_kernel(
     """
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     tl.static_assert(WINDOW >= 0)  # no task has a key before it
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     m = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_H)
     num_tasks = tl.load(tasks) * NUM_KV_HEADS
@@ -389,7 +388,7 @@ def decode_attention(
             CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), WINDOW=window, SOFT_CAP=soft_cap,
             MERGE_HEADS=merged_heads, MERGE_SPLITS=merged_splits,
             BLOCK_M=max(16, block_g), BLOCK_N=tile.n, BLOCK_H=block_h,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=most_registers,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=most_registers, **launch_options(),
             enable_fp_fusion=False,  # as the write kernel; in the main loop tl.fma says what is fused
         )  # fmt: skip
     return out

@@ -75,6 +75,8 @@ INT8_ZEROS_MMA = (*INT8[:2], Tile(64, 128, 8, 3))  # without wgmma what is multi
 INT8_EXPERTS = (*INT8[:2], Tile(64, 128, 8, 3))  # their rows' addresses take registers too
 INT8_EXPERTS_ZEROS = (*INT8[:2], Tile(32, 128, 8, 3))
 INT8_EXPERTS_ZEROS_MMA = (*INT8[:2], Tile(32, 64, 4, 3))
+# In place of the first of experts' tiles where 4 warps would spill: int4 in groups of 64 or more, before Hopper.
+FEW_OF_INT4 = Tile(8, 64, 8, 8)
 
 
 def default_tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:
@@ -82,11 +84,11 @@ def default_tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]
     if layer.int8_activations:
         if not layer.group_size:
             return INT8
+        if layer.experts:
+            return _of_experts(layer, capability)
         if not layer.zeros:
-            return INT8_EXPERTS if layer.experts else INT8
-        if capability[0] == 9:
-            return INT8_EXPERTS_ZEROS if layer.experts else INT8_ZEROS
-        return INT8_EXPERTS_ZEROS_MMA if layer.experts else INT8_ZEROS_MMA
+            return INT8
+        return INT8_ZEROS if capability[0] == 9 else INT8_ZEROS_MMA
     if layer.itemsize == 4:
         return FLOAT32
     if capability[0] == 9:
@@ -97,6 +99,15 @@ def default_tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]
     if layer.experts and layer.element == "fp8" and layer.group_size == 128:
         return MMA_EXPERTS_FP8
     return MMA_GROUPS if zeros_of_128 and layer.experts else MMA
+
+
+def _of_experts(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """With int8 activations and weights in groups."""
+    tiles = INT8_EXPERTS
+    if layer.zeros:
+        tiles = INT8_EXPERTS_ZEROS if capability[0] == 9 else INT8_EXPERTS_ZEROS_MMA
+    needs_warps = capability[0] == 8 and layer.element == "int4" and layer.group_size >= 64
+    return (FEW_OF_INT4, *tiles[1:]) if needs_warps else tiles
 
 
 def choose(layer: Layer, rows: int, capability: tuple[int, int], gpu: str = "") -> Choice:

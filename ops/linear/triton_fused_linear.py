@@ -16,9 +16,11 @@ from torch import Tensor
 
 from compiled_llm.ops.linear.product_choices import FusedTile, Product, choose
 from compiled_llm.ops.linear.triton_linear import gpu_name, inside_inputs, multiply_add
+from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise import reference
 from compiled_llm.ops.rowwise.triton_kernels import activated, cast, inverse_rms, rounded, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
+from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
@@ -139,6 +141,7 @@ def fused_linear_kernel(
     OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
     ONE_ROW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_NORM: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
@@ -150,6 +153,12 @@ def fused_linear_kernel(
     columns = (tl.program_id(0) // num_m * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     inner = tl.arange(0, BLOCK_K)
     inside_rows, inside_columns = rows < num_rows, columns < OUT
+    if PROGRAMMATIC:
+        w_rows = weight + tl.minimum(columns, OUT - 1) * IN
+        prefetch_rows(w_rows, IN * weight.dtype.element_ty.primitive_bitwidth // 8, BLOCK_N)
+        if GATED:
+            prefetch_rows(w_rows + OUT * IN, IN * weight.dtype.element_ty.primitive_bitwidth // 8, BLOCK_N)
+        wait_for_launches_before()
     made_rows = tl.arange(0, 1).to(tl.int64)[:, None] if ONE_ROW else rows
     inside_made = made_rows < num_rows
     x_rows, delta_rows, delta_scale = x + made_rows * x_stride, delta, 1.0
@@ -291,7 +300,7 @@ def _launch(
             BLOCK_NORM=max(16, min(at_once, triton.next_power_of_2(in_features))),
             num_warps=tile.warps,
             num_stages=tile.stages - (delta is not None),  # of which each then has a tile of deltas besides
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, **launch_options(),
         )  # fmt: skip
     return total, out
 

@@ -38,6 +38,8 @@ from compiled_llm.ops.linear.triton_surroundings import (
     outputs_of,
     store_outputs,
 )
+from compiled_llm.ops.programmatic_launch import launch_options
+from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
@@ -133,7 +135,7 @@ def quantized_linear_kernel(
     x, codes, scales, zeros, bias, norm, beside, residual, out, num_rows, x_stride, beside_stride, residual_stride, eps,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
     WIDE: tl.constexpr = 2 * OUT if GATED else OUT
@@ -141,6 +143,9 @@ def quantized_linear_kernel(
     rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     tile = tl.program_id(0) // num_m
     columns = columns_of(tile, OUT, GATED, BLOCK_N)
+    if PROGRAMMATIC:
+        prefetch_rows(codes + tl.minimum(columns, WIDE - 1).to(tl.int64) * ROW_BYTES, ROW_BYTES, BLOCK_N)
+        wait_for_launches_before()
     x_rows, inside_rows = x + rows * x_stride, rows < num_rows
     inverse = None
     if norm is not None:
@@ -185,7 +190,7 @@ def quantized_linear(
             ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
             PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=x.itemsize == 4, **launch_options(),
         )  # fmt: skip
     return out
 

@@ -27,7 +27,9 @@ from compiled_llm.ops.linear.triton_linear import INTERPRET
 from compiled_llm.ops.linear.triton_quantize_rows import codes_of_rows, quantize_rows, scales_of_rows
 from compiled_llm.ops.linear.triton_quantized import aligned, check, choice_for
 from compiled_llm.ops.linear.triton_surroundings import columns_of, inverse_rms_of_rows, outputs_of, store_outputs
+from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.torch_private import int_mm
+from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
 FEW_ROWS = 8  # that each program quantises by itself
 
@@ -128,7 +130,7 @@ def quantized_linear_a8_kernel(
     beside_stride, residual_stride, eps,
     ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ROW_BYTES: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, MULTIPLIER: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
@@ -139,6 +141,9 @@ def quantized_linear_a8_kernel(
     rows = (tl.program_id(0) % num_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     tile = tl.program_id(0) // num_m
     columns = columns_of(tile, OUT, GATED, BLOCK_N)
+    if PROGRAMMATIC:
+        prefetch_rows(codes + tl.minimum(columns, WIDE - 1).to(tl.int64) * ROW_BYTES, ROW_BYTES, BLOCK_N)
+        wait_for_launches_before()
     inside_rows = rows < num_rows
     if x_scales is not None:
         of_rows = tl.load(x_scales + rows, mask=inside_rows, other=0.0)
@@ -204,7 +209,7 @@ def quantized_linear_a8(
             ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
             PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **launch_options(),
         )  # fmt: skip
     return out
 

@@ -20,8 +20,10 @@ from compiled_llm.ops.linear import triton_linear
 from compiled_llm.ops.linear.triton_linear import multiply_add
 from compiled_llm.ops.linear.triton_surroundings import gated
 from compiled_llm.ops.moe.triton_routing import check_sum, store_sums
+from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.reference import GATES
 from compiled_llm.ops.rowwise.triton_kernels import cast, rounded
+from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ALIGNMENT = 16  # bytes
@@ -90,9 +92,11 @@ def _tile_outputs(
 def grouped_kernel(
     x, weight, bias, rows, starts, out, x_stride, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights."""
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     expert, targets, inside_rows, _ = own_tile(starts, tl.program_id(0) % NUM_M, EXPERTS, EXPERTS_POW2, BLOCK_M)
     if expert < EXPERTS:
         sources = targets
@@ -154,12 +158,14 @@ def grouped_sum_kernel(
     x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, x_stride, num_tokens,
     NUM_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
     TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """As ``grouped_kernel``; the program that writes the last row of a token adds up the token's rows in its columns.
 
     ``add_complete`` says how.
     """
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
     expert, rows, inside_rows, num_rows = own_tile(starts, place, EXPERTS, EXPERTS_POW2, BLOCK_M)
     columns = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -241,7 +247,7 @@ def grouped_linear(
     with torch.cuda.device_of(x):
         grouped_kernel[(grid.programs,)](
             x, weight, bias, rows, starts, out, _stride(x), alpha, limit, ACTIVATION=activation,
-            **grid.constants, **grid.options,
+            **grid.constants, **grid.options, **launch_options(),
         )  # fmt: skip
     return out
 
@@ -275,7 +281,7 @@ def grouped_linear_sum(
         grouped_sum_kernel[(grid.programs,)](
             x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, _stride(x),
             num_tokens, TOP_K=top_k, BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(num_tokens)),
-            **grid.constants, **grid.options,
+            **grid.constants, **grid.options, **launch_options(),
         )  # fmt: skip
     return out
 

@@ -21,7 +21,9 @@ from compiled_llm.ops.linear.triton_quantize_rows import scales_of_rows
 from compiled_llm.ops.linear.triton_surroundings import columns_of, store_outputs
 from compiled_llm.ops.moe.triton_grouped import SUMMED_AT_ONCE, add_complete, add_padding, check_counters, own_tile
 from compiled_llm.ops.moe.triton_routing import check_sum
+from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.reference import GATES
+from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 
 @triton.jit
@@ -48,12 +50,14 @@ def grouped_kernel(
     num_tokens, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_POW2: tl.constexpr,
     GROUPS: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr,
     ROW_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of outputs. Those with the same outputs of other rows follow each other, and share weights.
 
     Outputs go to ``y``. With ``counters`` the program that writes the last row of a token adds up the token's rows.
     """
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     GATED: tl.constexpr = ACTIVATION != ""
     WIDE: tl.constexpr = 2 * OUT if GATED else OUT
     place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
@@ -89,9 +93,11 @@ def grouped_a8_kernel(
     residual, out, counters, x_stride, num_tokens, alpha, limit, NUM_M: tl.constexpr, EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr, GROUPS: tl.constexpr, ELEMENT: tl.constexpr, GROUP: tl.constexpr, OUT: tl.constexpr,
     IN: tl.constexpr, ROW_BYTES: tl.constexpr, ACTIVATION: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr,
-    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PART: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """As ``grouped_kernel``, of int8 activations: codes with ``x_scales``, or rows of x that are quantised here."""
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     GATED: tl.constexpr = ACTIVATION != ""
     WIDE: tl.constexpr = 2 * OUT if GATED else OUT
     place, tile = tl.program_id(0) % NUM_M, tl.program_id(0) // NUM_M
@@ -169,7 +175,10 @@ def grouped_quantized_linear(
     x = triton_quantized.aligned(x)
     tile = _tile(x, zeros, form, len(codes), len(y), choice, int8_activations=False)
     stride = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    _launch(grouped_kernel, (x, *weight, rows, starts), stride, y, out, tile, form, behind, x.itemsize == 4)
+    _launch(
+        grouped_kernel, (x, *weight, rows, starts), stride, y, out, tile, form, behind, x.itemsize == 4,
+        at_once=min(SUMMED_AT_ONCE, tile.m),  # with more than a tile has rows, some layers spill on sm_100
+    )  # fmt: skip
     return out
 
 
@@ -270,9 +279,12 @@ def _tile(
 
 def _launch(
     kernel: Any, given: tuple, x_stride: int, y: Tensor, out: Tensor, tile: Tile, form: tuple[str, int, int],
-    behind: _Behind, fused: bool, in_features: int = 0,
+    behind: _Behind, fused: bool, in_features: int = 0, at_once: int = SUMMED_AT_ONCE,
 ) -> None:  # fmt: skip
-    """``given``: the kernel's first arguments, x first, then among others the weights, and ``starts`` last."""
+    """``given``: the kernel's first arguments, x first, then among others the weights, and ``starts`` last.
+
+    ``at_once``: most tokens of which a program adds up the rows in a turn.
+    """
     element, group_size, wide = form
     codes, scales, own = given[-6], given[-5], behind.sum
     experts, num_m = len(codes), min(len(y), len(y) // tile.m + len(codes))
@@ -288,9 +300,9 @@ def _launch(
             NUM_M=num_m, EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), GROUPS=scales.shape[1],
             ELEMENT=element, GROUP=group_size, OUT=y.shape[1], IN=in_features or given[0].shape[1],
             ROW_BYTES=codes.shape[-1], ACTIVATION=behind.activation, TOP_K=top_k,
-            BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(max(1, num_tokens))),
+            BLOCK_T=min(at_once, triton.next_power_of_2(max(1, num_tokens))),
             PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=fused,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=fused, **launch_options(),
         )  # fmt: skip
 
 

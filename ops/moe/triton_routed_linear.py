@@ -25,8 +25,10 @@ from compiled_llm.ops.moe.triton_expert_rows import (
     rule,
     store_choice,
 )
+from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, rounded, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
+from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
 _BLOCK = 16  # rows of a program; and its experts, but for more rows, whose norms fewer programs are to compute
 _ROWS_OF_16_EXPERTS = 64
@@ -138,12 +140,15 @@ def routed_linear_kernel(
     MULTIPLIER: tl.constexpr, GROUPS: tl.constexpr, GROUPS_POW2: tl.constexpr, TOP_GROUPS: tl.constexpr,
     IN: tl.constexpr, NUM_SHARES: tl.constexpr, SHARE: tl.constexpr, TOP_K_POW2: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCKS: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """A program a tile of logits and a share of the inputs; ``shares`` is ``[NUM_SHARES, num_rows, EXPERTS]``.
 
     It has ``BLOCK_T`` tokens chosen for at a time: all, or those of a program, whose choices are then in ``chosen`` and
     ``users``.
     """
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     num_m = tl.cdiv(num_rows, BLOCK)
     share = tl.program_id(0) % NUM_SHARES
     tile = tl.program_id(0) // NUM_SHARES
@@ -235,7 +240,7 @@ def routed_linear(
             count, x_stride, delta_stride, eps, scale, **constants, MULTIPLIER=multiplier,
             IN=in_features, NUM_SHARES=num_shares, SHARE=share, TOP_K_POW2=triton.next_power_of_2(top_k),
             BLOCK=_BLOCK, BLOCK_E=block_e, BLOCK_K=block_k, BLOCK_T=block_t, BLOCKS=triton.next_power_of_2(num_m),
-            num_warps=8, num_stages=3, enable_fp_fusion=False,
+            num_warps=8, num_stages=3, enable_fp_fusion=False, **launch_options(),
         )  # fmt: skip
     return total, normed, out_weights, places, tokens, starts
 

@@ -15,6 +15,7 @@ from compiled_llm.compiling import function as function_module
 from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, begin_step_of_trees, graph_pool
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import EngineConfig
+from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.worker import runner, sampling_stage
 from tests.drafting import RecordedDrafter, check_equal, serve, work_of
 
@@ -118,6 +119,21 @@ def test_a_function_runs_aside_then_is_captured_then_only_replayed(events: list[
     assert first.tolist() == [1.0, 1.0]
     assert events == [*capture, "replay", "replay"]
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_launches_are_programmatic_while_a_graph_is_made_and_not_after(events: list[str], programmatic: bool) -> None:
+    seen = []
+
+    def function(weight: torch.Tensor, x: tuple[torch.Tensor]) -> torch.Tensor:
+        seen.append(launch_options())
+        return weight * x[0]
+
+    captured = CapturedFunction(GraphPool(CPU, programmatic))
+    captured.capture(function, (torch.ones(1), (torch.ones(2),)))
+    expected = {"PROGRAMMATIC": True, "launch_pdl": True} if programmatic else {"PROGRAMMATIC": False}
+    assert seen == [expected] * 2  # first to compile, then to capture
+    assert launch_options() == {"PROGRAMMATIC": False}
 
 
 def test_a_graph_for_each_input_and_a_new_one_in_place_of_the_old(events: list[str]) -> None:
@@ -267,7 +283,7 @@ def test_prompts_begin_a_step_of_their_own_with_trees(monkeypatch: pytest.Monkey
 
 def test_a_cpu_refuses_cuda_graphs() -> None:
     assert graph_pool("auto", CPU) is None
-    for mode in ("manual", "trees"):
+    for mode in ("manual", "programmatic", "trees"):
         with pytest.raises(ValueError, match=f"cuda_graphs must be 'auto', the default, on a cpu, given '{mode}'"):
             CompiledEngine(device="cpu", cuda_graphs=mode)
 
@@ -280,9 +296,24 @@ def test_on_a_gpu_the_engine_records_its_graphs_itself(events: list[str]) -> Non
     assert graph_pool("auto", gpu, enforce_eager=True) is None
 
 
+def test_programmatic_launches_need_a_gpu_that_has_them(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, capabilities = torch.device("cuda"), iter([(9, 0), (10, 0), (8, 9), (8, 9)])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: next(capabilities))
+    for _ in ("H100", "B200"):
+        pool = graph_pool("programmatic", gpu)
+        assert pool is not None
+        assert pool.programmatic
+    with pytest.raises(ValueError, match=r"'programmatic' needs a GPU of compute capability 9\.0 .* given one of 8\.9"):
+        graph_pool("programmatic", gpu)
+    pool = graph_pool("manual", gpu)
+    assert pool is not None
+    assert not pool.programmatic
+
+
 def test_the_config_knows_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="cuda_graphs must be one of 'auto', 'manual', 'trees', given 'none'"):
+    modes = "'auto', 'manual', 'programmatic', 'trees'"
+    with pytest.raises(ValueError, match=f"cuda_graphs must be one of {modes}, given 'none'"):
         EngineConfig(cuda_graphs="none")
-    for mode in ("manual", "trees"):
+    for mode in ("manual", "programmatic", "trees"):
         with pytest.raises(ValueError, match=f"cuda_graphs must be 'auto', .* enforce_eager=True .* given '{mode}'"):
             EngineConfig(cuda_graphs=mode, enforce_eager=True)

@@ -12,12 +12,15 @@ from torch.profiler import ProfilerActivity, profile
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import DEMO_MODEL
+from compiled_llm.ops.programmatic_launch import CAPABILITY
 from compiled_llm.step.sampling import uniform
 
 pytestmark = pytest.mark.gpu
 
 NUM_TOKENS = 32
 TOKENS = {"token_bucket_sizes": (128, 2048)}  # the defaults would be nine to compile
+HAS_PROGRAMMATIC = torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
+MODES = ("trees", "manual", "programmatic")[: 3 if HAS_PROGRAMMATIC else 2]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +30,7 @@ def prompts() -> list[list[int]]:
     return [tokenizer(json.loads(row)["prompt"]).input_ids for row in rows]
 
 
-@pytest.fixture(scope="module", params=["trees", "manual"])
+@pytest.fixture(scope="module", params=MODES)
 def cuda_graphs(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -124,7 +127,7 @@ def test_both_kinds_of_graphs_give_the_same_tokens_whatever_happens_to_other_mem
     greedy = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     sampled = [SamplingParams(temperature=1.0, seed=n, max_tokens=NUM_TOKENS, ignore_eos=True) for n in range(9)]
     tokens = {}
-    for mode in ("trees", "manual"):
+    for mode in MODES:
         with CompiledEngine(
             device="cuda", dtype="bfloat16", bucket_sizes=(1, 8, 32), cuda_graphs=mode, **TOKENS
         ) as engine:
@@ -141,10 +144,10 @@ def test_both_kinds_of_graphs_give_the_same_tokens_whatever_happens_to_other_mem
             assert (report.graphs, report.graph_breaks, report.recompiles) == (len(report.reports), 0, 0)
             assert sum(r.cuda_graph_bytes for r in report.reports) > 0
             tokens[mode] = outputs
-    assert tokens["manual"] == tokens["trees"]
+    assert all(given == tokens["trees"] for given in tokens.values())
 
 
-@pytest.mark.parametrize("mode", ["manual", "trees"])
+@pytest.mark.parametrize("mode", MODES)
 def test_engines_in_other_threads_one_after_the_other(prompts: list[list[int]], mode: str) -> None:
     def serve() -> list[list[int]]:
         with CompiledEngine(device="cuda", bucket_sizes=(8,), cuda_graphs=mode, **TOKENS) as engine:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_llm.compiling.argument_specs import tensors_in
 from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
+from compiled_llm.compiling.cuda_graphs import check_cuda_graphs
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import MixedLayers
@@ -41,6 +42,7 @@ class FakeStep(NamedTuple):
     Attributes:
         layers: each layer's attention or state, of the layers that were generated.
         mode: that of the fake tensors.
+        programmatic: whether launches may start while the one before still runs.
     """
 
     bucket: Bucket
@@ -48,6 +50,7 @@ class FakeStep(NamedTuple):
     layers: MixedLayers
     generated: Generated
     mode: FakeTensorMode
+    programmatic: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,7 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     config = dataclasses.replace(config, max_position_embeddings=limits.max_model_len)
     windows, cache_dtypes = short_windows(config, limits.max_model_len), layer_dtypes(engine, dtype, config)
     use_device(DEVICE, cache_dtypes, config)
+    check_cuda_graphs(engine.cuda_graphs, DEVICE)
     on_host = torch.device("cpu")
     buffers = StepBuffers(bucket, limits, on_host, windows, BlockTables(limits, on_host, len(windows)))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -120,7 +124,8 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     args = (weights, step_input, cache, feedback)
     tell_compiler(tensors_in(args))
     compiled = compile_at_first_call(own_copy(step, bucket.name), cuda_graphs=engine.cuda_graphs == "trees")
-    return FakeStep(bucket, config, layers_of(config), generate(compiled, args, mode), mode)
+    generated = generate(compiled, args, mode)
+    return FakeStep(bucket, config, layers_of(config), generated, mode, engine.cuda_graphs == "programmatic")
 
 
 class _Faked:

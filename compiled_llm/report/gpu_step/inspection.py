@@ -94,6 +94,11 @@ class Inspection:
         return len(self.order)
 
     @property
+    def num_programmatic(self) -> int:
+        """Launches of the whole step that may start while the one before still runs; the estimate leaves that out."""
+        return sum(self.rows[place].launch.is_programmatic for place in self.order)
+
+    @property
     def num_bytes(self) -> int:
         """That the launches of the whole step read and write."""
         return sum(self.rows[place].work.read + self.rows[place].work.written for place in self.order)
@@ -126,6 +131,7 @@ class Inspection:
             "layers": self.num_layers,
             "launches_per_layer": self.launches_per_layer,
             "launches": self.num_launches,
+            "programmatic_launches": self.num_programmatic,
             "step_us": round(self.seconds() * 1e6, 1),
             "step_bytes": self.num_bytes,
             "bandwidth_share": round(self.bandwidth_share, 3),

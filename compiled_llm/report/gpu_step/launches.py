@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_llm.ops.programmatic_launch import programmatic_launches
 from compiled_llm.ops.torch_private import TorchDispatchMode
 from compiled_llm.ops.torch_private_gpu import GeneratedKernel, generated_kernel, imported, on_cuda, storage_of
 from compiled_llm.report.gpu_step.fake_step import FakeStep
@@ -67,6 +68,11 @@ class Launch:
     triton: TritonKernel | None = None
 
     @property
+    def is_programmatic(self) -> bool:
+        """Whether it may start while the one before still runs, see ``programmatic_launch.py``."""
+        return self.triton is not None and bool(self.triton.options.get("launch_pdl"))
+
+    @property
     def is_attention(self) -> bool:
         """Part of an attention op, with what it does besides: rope, norms, the write to the cache."""
         return self.op.removesuffix("_exact") in _ATTENTION
@@ -88,7 +94,8 @@ def launches_of(step: FakeStep) -> list[Launch]:
         recorder = _Recorder(Path(directory))
         path = Path(directory) / f"{next(_NAMES)}.py"
         module = imported(step.generated.code, path, recorder.generated, _ExternKernels(recorder))
-        with step.mode, torch.no_grad(), recorded_kernels(recorder.triton), recorder:
+        allowed = programmatic_launches(step.programmatic)
+        with step.mode, torch.no_grad(), recorded_kernels(recorder.triton), recorder, allowed:
             module.call(list(step.generated.inputs))
         return recorder.launches
 

@@ -13,6 +13,7 @@ class Case:
 
     launches_per_layer: from the attention of each layer to that of the next one.
     around: launches before the first layer's attention, and from the last layer's attention on.
+    programmatic: launches that may start while the one before still runs, of all.
     """
 
     family: str
@@ -20,8 +21,10 @@ class Case:
     around: tuple[int, int]
     bucket: str = "decode_2"
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    programmatic: int = 0
 
 
+PROGRAMMATIC = {"cuda_graphs": "programmatic"}
 BATCH_OF_64 = {"bucket_sizes": (64,), "token_bucket_sizes": (64,), "max_num_batched_tokens": 64}
 
 STEPS = {
@@ -97,6 +100,20 @@ STEPS = {
     "granite-hybrid-moe": Case("granite-hybrid-moe", (12, 13, 9), (3, 17)),
     "lfm2-tied": Case("lfm2-tied", (6, 5, 5), (3, 8)),
     "nemotron-h-moe": Case("nemotron-h-moe", (16, 12, 6), (2, 19)),
+    "qwen3, programmatic": Case("qwen3", (5,), (4, 8), arguments=PROGRAMMATIC, programmatic=11),
+    "qwen3, W4A8, programmatic": Case(
+        "qwen3", (5,), (4, 8), arguments=PROGRAMMATIC | {"quantization": "int4_w4a8"}, programmatic=11
+    ),
+    "qwen3, weights in int4, programmatic": Case(
+        "qwen3", (5,), (4, 8), arguments=PROGRAMMATIC | {"quantization": "int4"}, programmatic=11
+    ),
+    "qwen3-moe, programmatic": Case("qwen3-moe", (6, 5), (4, 9), arguments=PROGRAMMATIC, programmatic=18),
+    "qwen3-moe, W4A8, programmatic": Case(
+        "qwen3-moe", (6, 5), (4, 9), arguments=PROGRAMMATIC | {"quantization": "int4_w4a8"}, programmatic=18
+    ),
+    "gpt-oss, weights in mxfp4, programmatic": Case(
+        "gpt-oss", (7,), (4, 9), arguments=PROGRAMMATIC | {"quantization": "mxfp4"}, programmatic=13
+    ),
     "qwen3, exact": Case("qwen3", (7,), (4, 10), arguments={"exact": True}),
 }
 

@@ -7,12 +7,17 @@ compile the kernels], and prints a JSON line for each, its name first.
 import copy
 import dataclasses
 import json
+import re
+import subprocess
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+import triton
 
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config_file import parse_config
@@ -23,6 +28,26 @@ from compiled_llm.report.gpu_step.launches import launches_of, spans_of
 from tests.families import EVERY_CONFIG
 
 GPU = GPUS["h100"]
+
+
+_WAITS, _ENDS = "ACQBULK", ("BRA", "EXIT", "RET", "CALL", "BRX", "JMP")  # griddepcontrol.wait in machine code
+_GLOBAL_MEMORY = re.compile(r"(?!LDS|STS|LDSM|STSM|LDC)(LD|ST|ATOM|RED|UTMA|UBLK)")  # CCTL.PF2 prefetches
+
+
+def too_early(cubin: bytes) -> list[str]:
+    """What a program of a programmatic launch does before it waits, and must not: memory, or a way around the wait."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm", "--print-code", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = []
+    for line in re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?(\S+)", text):
+        if line.startswith(_WAITS):
+            return found
+        if _GLOBAL_MEMORY.match(line) or line.split(".")[0] in _ENDS:
+            found.append(line)
+    return ["it never waits"]
 
 
 def step(family: str, bucket: str, arguments: dict[str, Any], compiles: bool) -> dict[str, Any]:
@@ -37,6 +62,7 @@ def step(family: str, bucket: str, arguments: dict[str, Any], compiles: bool) ->
     compiler = Compiler(GPU)
     kernels = [launch for launch in launches if launch.triton is not None] if compiles else []
     compiled = {launch.name: compiler.compile(launch.triton) for launch in kernels if launch.triton is not None}
+    programmatic = [launch for launch in kernels if launch.is_programmatic]
     spans = spans_of(launches)
     return {
         "layers": [[launch.name for launch in launches[span]] for span in spans],
@@ -48,6 +74,12 @@ def step(family: str, bucket: str, arguments: dict[str, Any], compiles: bool) ->
         "skip_reasons": made.generated.skip_reasons,
         "spilled": {name: one.spilled for name, one in compiled.items() if one.spilled},
         "compiled": sorted(compiled),
+        "programmatic": [launch.name for launch in programmatic],
+        "too_early": {
+            launch.name: early
+            for launch in programmatic
+            if launch.triton is not None and (early := too_early(compiler.compile(launch.triton).cubin))
+        },
     }
 
 

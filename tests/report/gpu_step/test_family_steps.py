@@ -15,10 +15,18 @@ import pytest
 from tests.families import EVERY_CONFIG
 from tests.report.gpu_step.expected import KNOWN, STEPS, Case
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
+
+import triton.language as tl  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from compiled_llm.ops.triton_programmatic import wait_for_launches_before  # noqa: E402
+from tests.report.gpu_step.family_steps import too_early  # noqa: E402
 
 # The others: battery.
-SAMPLE = ("llama", "qwen3-moe", "llama, a chunk of a prompt", "qwen3, W4A8", "deepseek-v2")
+SAMPLE = (
+    "llama", "qwen3-moe", "llama, a chunk of a prompt", "qwen3, W4A8", "deepseek-v2", "qwen3-moe, programmatic",
+)  # fmt: skip
 
 
 @functools.cache
@@ -48,6 +56,40 @@ def check(case: Case, name: str, found: dict[str, Any]) -> None:
         number = given if isinstance(given, int) else len(given)
         assert number == known.get(what, 0), f"{name}: {what}: {given}; expected.py knows of {known.get(what, 0)}"
     assert found["compiled"], f"{name}: no kernel was compiled"
+    assert len(found["programmatic"]) == case.programmatic, f"{name}: {found['programmatic']}"
+    assert not found["too_early"], f"{name}: before all launches before have ended: {found['too_early']}"
+
+
+@triton.jit
+def _waiting_kernel(x, out, LOADS: tl.constexpr, WAITS: tl.constexpr, SOME: tl.constexpr):
+    place = tl.program_id(0)
+    value = place
+    if LOADS:
+        value = tl.load(x + place)
+    if WAITS:
+        if SOME:
+            if place > 0:
+                wait_for_launches_before()
+        else:
+            wait_for_launches_before()
+    tl.store(out + place, value + tl.load(x))
+
+
+@pytest.mark.parametrize(
+    ("loads", "waits", "some", "found"),
+    [
+        (False, True, False, []),
+        (True, True, False, ["LDG"]),
+        (False, False, False, ["it never waits"]),
+        (False, True, True, ["BRA"]),  # some programs jump over it
+    ],
+)
+def test_what_comes_too_early_is_seen(loads: bool, waits: bool, some: bool, found: list[str]) -> None:
+    constants = {"LOADS": loads, "WAITS": waits, "SOME": some}
+    signature = {"x": "*i32", "out": "*i32"} | dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(_waiting_kernel, signature, constants)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    assert [instruction.split(".")[0] for instruction in too_early(binary.asm["cubin"])] == found
 
 
 def test_every_family_is_expected() -> None:

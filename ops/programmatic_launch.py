@@ -1,0 +1,34 @@
+"""Programmatic dependent launch: programs of a kernel may start while those of the launch before it still run.
+
+On GPUs from compute capability 9.0 on; CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
+The time to launch, and what a kernel does before it needs anything that another one wrote, then overlap with the end of
+the launch before. Whoever records a CUDA graph allows it; each kernel that can wait asks whether it is allowed.
+
+Why nothing is read too early: every program of such a kernel begins with ``wait_for_launches_before`` of
+``triton_programmatic.py``. That returns when the launch before has ended and what it wrote is visible; and that one had
+begun in the same way, or was an ordinary launch, which begins when all before it have ended. So all launches before
+have ended.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+CAPABILITY = (9, 0)  # the first that has it
+
+_allowed = contextvars.ContextVar("compiled_llm_programmatic_launches", default=False)
+
+
+@contextlib.contextmanager
+def programmatic_launches(allowed: bool = True) -> Iterator[None]:
+    """Within it, in this thread, kernels that can wait are launched so."""
+    before = _allowed.set(allowed)
+    try:
+        yield
+    finally:
+        _allowed.reset(before)
+
+
+def launch_options() -> dict[str, bool]:
+    """For the launch of a kernel that can wait: its constant ``PROGRAMMATIC``, and Triton's own option."""
+    return {"PROGRAMMATIC": True, "launch_pdl": True} if _allowed.get() else {"PROGRAMMATIC": False}

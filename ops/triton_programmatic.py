@@ -1,0 +1,35 @@
+"""What Triton kernels do at their start if their launch is programmatic (``programmatic_launch.py``)."""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Of the weights that a program asks for before it waits. Some 32 KiB an SM are in flight while a memory of 4 TB/s
+# answers in 0.8 us (Little's law), and a few programs share an SM.
+PREFETCHED_BYTES = tl.constexpr(16384)
+_LINE_BYTES = tl.constexpr(128)
+
+
+@triton.jit
+def wait_for_launches_before():
+    """Comes before the first access to what another launch writes, and to all that is written here; in every program.
+
+    Then the next launch may start as soon as there is room for it: it waits in its turn.
+    """
+    gdc_wait()
+    gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_rows(rows, ROW_BYTES: tl.constexpr, COUNT: tl.constexpr):
+    """Ask for the first bytes of rows of weights: they come into the L2 cache.
+
+    Args:
+        rows: pointers to ``COUNT`` rows, a power of two, that no kernel writes.
+    """
+    LINES: tl.constexpr = max(1, PREFETCHED_BYTES // (_LINE_BYTES * COUNT))
+    offsets = tl.minimum(tl.arange(0, LINES) * _LINE_BYTES, ROW_BYTES - 1)  # short rows: some lines more than once
+    lines = rows.to(tl.int64)[:, None] + offsets[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
