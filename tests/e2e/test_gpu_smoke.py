@@ -10,15 +10,11 @@ import torch
 
 from compiled_llm import CompiledEngine
 from compiled_llm.ops import native
-from compiled_llm.ops.programmatic_launch import CAPABILITY
 from compiled_llm.ops.sampling import token_sampling  # noqa: F401, it registers the op
 from tests.ops.attention import attention_cases
 from tests.ops.attention.cpu_kernel import attend_on
 from tests.ops.sampling import sampling_cases
 
-NEEDS_PROGRAMMATIC = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < CAPABILITY, reason="before H100"
-)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 _QWEN: dict[str, Any] = {"num_heads": 16, "num_kv_heads": 8, "head_dim": 128, "fused_qkv": True}
 _LLAMA = _QWEN | {"num_heads": 32}
@@ -68,7 +64,6 @@ def test_sampling(dtype: torch.dtype, device: str) -> None:
         ("cpu", {"enforce_eager": True}),
         pytest.param("cuda", {"enforce_eager": True}, marks=pytest.mark.gpu),
         pytest.param("cuda", {"cuda_graphs": "manual"}, marks=pytest.mark.gpu),
-        pytest.param("cuda", {"cuda_graphs": "programmatic"}, marks=[pytest.mark.gpu, NEEDS_PROGRAMMATIC]),
         pytest.param("cuda", {"cuda_graphs": "trees"}, marks=pytest.mark.gpu),
     ],
 )
