@@ -17,7 +17,7 @@ Parts, short ones that decide what is worth doing first:
 - ``kernels-<shape>-<batch size>``: every kernel of a decode step, its time and the gap before it.
 - ``products-<shape>``: every linear layer at 1 to 256 rows, by each way to compute it.
 - ``code``: Inductor's programs and the machine code of the kernels so far, for the archive.
-- ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with both kinds of
+- ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with all kinds of
   CUDA graphs.
 - ``trees-1``, ``manual-1``, ``programmatic-1``, to 256 (batch sizes): CUDA graph trees, graphs captured by hand, and
   these with launches that start while the one before still runs.
@@ -108,7 +108,7 @@ PARTS = {
         for name, shape in _SHAPES.items()
     },
     "code": (45, "scripts/gpu_code.py --output {folder}"),
-    "e2e": (300, f"{_PYTEST} {_GPU_TESTS}"),
+    "e2e": (420, f"{_PYTEST} {_GPU_TESTS}"),
     **{
         f"{mode}-{batch_size}": (
             120,
