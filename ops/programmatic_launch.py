@@ -2,12 +2,14 @@
 
 On GPUs from compute capability 9.0 on; CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".
 The time to launch, and what a kernel does before it needs anything that another one wrote, then overlap with the end of
-the launch before. Whoever records a CUDA graph allows it; each kernel that can wait asks whether it is allowed.
+the launch before. Whoever records a CUDA graph allows it; the launch of each kernel that can wait asks whether it is
+allowed, and has few rows: with many, a kernel runs so long that there is little to save.
 
-Why nothing is read too early: every program of such a kernel begins with ``wait_for_launches_before`` of
+Why nothing is read or overwritten too early: every program of such a kernel begins with ``wait_for_launches_before`` of
 ``triton_programmatic.py``. That returns when the launch before has ended and what it wrote is visible; and that one had
 begun in the same way, or was an ordinary launch, which begins when all before it have ended. So all launches before
-have ended.
+have ended. An ordinary launch behind such a kernel begins when that one has ended, whether or not it let others start.
+A kernel that starts early and does not wait would break this, so the compiler's own option for that is off.
 """
 
 import contextlib
@@ -15,6 +17,7 @@ import contextvars
 from collections.abc import Iterator
 
 CAPABILITY = (9, 0)  # the first that has it
+MOST_ROWS = 32
 
 _allowed = contextvars.ContextVar("compiled_llm_programmatic_launches", default=False)
 
@@ -29,6 +32,12 @@ def programmatic_launches(allowed: bool = True) -> Iterator[None]:
         _allowed.reset(before)
 
 
-def launch_options() -> dict[str, bool]:
-    """For the launch of a kernel that can wait: its constant ``PROGRAMMATIC``, and Triton's own option."""
-    return {"PROGRAMMATIC": True, "launch_pdl": True} if _allowed.get() else {"PROGRAMMATIC": False}
+def launch_options(rows: int) -> dict[str, bool]:
+    """For the launch of a kernel that can wait: its constant ``PROGRAMMATIC``, and Triton's own option.
+
+    Args:
+        rows: tokens of the step.
+    """
+    if _allowed.get() and rows <= MOST_ROWS:
+        return {"PROGRAMMATIC": True, "launch_pdl": True}
+    return {"PROGRAMMATIC": False}

@@ -4,15 +4,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Of the weights that a program asks for before it waits. Some 32 KiB an SM are in flight while a memory of 4 TB/s
-# answers in 0.8 us (Little's law), and a few programs share an SM.
+# Of the weights that a program asks for before it waits: an SM has some 30 KB in flight while a memory of 4 TB/s
+# answers in 0.8 us (Little's law), and two programs or more.
 PREFETCHED_BYTES = tl.constexpr(16384)
 _LINE_BYTES = tl.constexpr(128)
 
 
 @triton.jit
 def wait_for_launches_before():
-    """Comes before the first access to what another launch writes, and to all that is written here; in every program.
+    """Every program calls it, outside of loops: before it reads what another launch writes, and before it writes.
 
     Then the next launch may start as soon as there is room for it: it waits in its turn.
     """
@@ -22,10 +22,11 @@ def wait_for_launches_before():
 
 @triton.jit
 def prefetch_rows(rows, ROW_BYTES: tl.constexpr, COUNT: tl.constexpr):
-    """Ask for the first bytes of rows of weights: they come into the L2 cache.
+    """Asks for the first bytes of rows of weights. They come into the L2 cache, so nothing stale can be read later.
 
     Args:
-        rows: pointers to ``COUNT`` rows, a power of two, that no kernel writes.
+        rows: pointers to rows that no kernel writes.
+        COUNT: rows that the program asks for, in all its calls; a power of two.
     """
     LINES: tl.constexpr = max(1, PREFETCHED_BYTES // (_LINE_BYTES * COUNT))
     offsets = tl.minimum(tl.arange(0, LINES) * _LINE_BYTES, ROW_BYTES - 1)  # short rows: some lines more than once

@@ -19,8 +19,8 @@ Parts, short ones that decide what is worth doing first:
 - ``code``: Inductor's programs and the machine code of the kernels so far, for the archive.
 - ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with all kinds of
   CUDA graphs.
-- ``trees-1``, ``manual-1``, ``programmatic-1``, to 256 (batch sizes): CUDA graph trees, graphs captured by hand, and
-  these with launches that start while the one before still runs.
+- ``trees-1``, ``manual-1``, to 256 (batch sizes): CUDA graph trees, graphs captured by hand; ``programmatic-1``, ``-8``
+  and ``-32``: these with launches that start while the one before still runs.
 - ``exact``: ``check_exact.py``, the matrix of buckets, chunks and company; ``exact-ops``: its ops by themselves;
   ``exact-1``, ``exact-32`` and ``exact-phases``: what it costs, beside ``trees-1``, ``trees-32`` and
   ``phases-compiled-llm``.
@@ -79,7 +79,10 @@ _THROUGHPUT = "scripts/bench/bench_throughput.py --device cuda --output-json {js
 _W2 = "--shape qwen3-0.6b --workload W2"
 _BUCKETS = "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048"
 _ATTENTION_TESTS = "tests/ops/attention/test_attention_gpu.py tests/ops/attention/test_triton_latent.py"
-_GPU_TESTS = "-m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py"
+_GPU_TESTS = (
+    "-m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py "
+    "tests/ops/test_programmatic_launch.py"
+)
 _EXACT_TESTS = (
     "-m gpu tests/ops/rowwise/test_rowwise_gpu.py tests/ops/linear/test_exact_linear.py "
     "tests/ops/linear/test_fused_linear.py tests/ops/linear/test_triton_surroundings.py "
@@ -114,8 +117,9 @@ PARTS = {
             120,
             f"{_DECODES} --cuda-graphs {mode} --bucket-sizes {batch_size} --batch-size {batch_size}",
         )
-        for batch_size in (1, 32, 256)
+        for batch_size in (1, 8, 32, 256)
         for mode in ("trees", "manual", "programmatic")
+        if (mode, batch_size) not in (("trees", 8), ("programmatic", 256))
     },
     "exact": (240, "scripts/check_exact.py --device cuda --quick --json {json}"),
     "exact-ops": (300, f"{_PYTEST} {_EXACT_TESTS}"),

@@ -56,8 +56,13 @@ def own_copy(function: Callable, name: str) -> Any:
 
 
 def compile_at_first_call(function: Callable, cuda_graphs: bool) -> Callable:
-    """``cuda_graphs``: whether the compiler makes CUDA graphs of its own, where there is a GPU."""
-    return torch.compile(function, fullgraph=True, dynamic=False, options={"triton.cudagraphs": cuda_graphs})
+    """``cuda_graphs``: whether the compiler makes CUDA graphs of its own, where there is a GPU.
+
+    Its kernels never start before the launch before has ended, whatever TORCHINDUCTOR_ENABLE_PDL says: some would not
+    wait for it, and then our own that follow would not know of it (``programmatic_launch.py``).
+    """
+    options: dict[str, Any] = {"triton.cudagraphs": cuda_graphs, "triton.enable_pdl": False}
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 def compile_ahead(function: Callable, name: str, args: tuple) -> tuple[Any, dict[str, Any]]:

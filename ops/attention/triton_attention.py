@@ -45,7 +45,7 @@ from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.heads import heads_of
-from compiled_llm.ops.attention.tiles import TileConfig, tile_config
+from compiled_llm.ops.attention.tiles import SM_REGISTERS, TileConfig, tile_config
 from compiled_llm.ops.attention.triton_kernels import (
     MAX_SPLITS,
     MIN_MAX_SPLITS,
@@ -233,6 +233,9 @@ def _split(
     partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
     inputs = (q, *pairs_of_codes(q, *inputs[1:3]), *inputs[3:])
     merge_splits = max(1, min(MAX_SPLITS.value, MERGED_AT_ONCE * tiles.split_warps // block_h))
+    # Else ptxas makes room for one program more than there are, and some kernels spill.
+    at_once = 32 * tiles.split_warps * tiles.split_programs_per_sm
+    most_registers = min(255, SM_REGISTERS // at_once) if block_h >= 512 else None
     for min_query, max_query, block_m in ((1, fitting, small_m), (fitting + 1, SHORT_QUERY.value, wide_m)):
         if min_query > min(max_query, max_query_len):
             continue
@@ -247,6 +250,7 @@ def _split(
             BLOCK_G=block_g, BLOCK_M=block_m, BLOCK_N=tiles.split_block_n, **shape,
             num_warps=tiles.split_warps,
             num_stages=tiles.split_stages,
+            maxnreg=most_registers,
         )  # fmt: skip
 
 

@@ -388,7 +388,7 @@ def decode_attention(
             CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), WINDOW=window, SOFT_CAP=soft_cap,
             MERGE_HEADS=merged_heads, MERGE_SPLITS=merged_splits,
             BLOCK_M=max(16, block_g), BLOCK_N=tile.n, BLOCK_H=block_h,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=most_registers, **launch_options(),
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=most_registers, **launch_options(num_tokens),
             enable_fp_fusion=False,  # as the write kernel; in the main loop tl.fma says what is fused
         )  # fmt: skip
     return out

@@ -154,10 +154,12 @@ def fused_linear_kernel(
     inner = tl.arange(0, BLOCK_K)
     inside_rows, inside_columns = rows < num_rows, columns < OUT
     if PROGRAMMATIC:
+        ROW_BYTES: tl.constexpr = IN * weight.dtype.element_ty.primitive_bitwidth // 8
+        COUNT: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
         w_rows = weight + tl.minimum(columns, OUT - 1) * IN
-        prefetch_rows(w_rows, IN * weight.dtype.element_ty.primitive_bitwidth // 8, BLOCK_N)
+        prefetch_rows(w_rows, ROW_BYTES, COUNT)
         if GATED:
-            prefetch_rows(w_rows + OUT * IN, IN * weight.dtype.element_ty.primitive_bitwidth // 8, BLOCK_N)
+            prefetch_rows(w_rows + OUT * IN, ROW_BYTES, COUNT)
         wait_for_launches_before()
     made_rows = tl.arange(0, 1).to(tl.int64)[:, None] if ONE_ROW else rows
     inside_made = made_rows < num_rows
@@ -300,7 +302,7 @@ def _launch(
             BLOCK_NORM=max(16, min(at_once, triton.next_power_of_2(in_features))),
             num_warps=tile.warps,
             num_stages=tile.stages - (delta is not None),  # of which each then has a tile of deltas besides
-            enable_fp_fusion=False, **launch_options(),
+            enable_fp_fusion=False, **launch_options(rows),
         )  # fmt: skip
     return total, out
 

@@ -209,7 +209,7 @@ def quantized_linear_a8(
             ELEMENT=element, GROUP=group_size, OUT=out.shape[1], IN=in_features, ROW_BYTES=codes.shape[-1],
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
             PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **launch_options(),
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False, **launch_options(rows),
         )  # fmt: skip
     return out
 

@@ -247,7 +247,7 @@ def grouped_linear(
     with torch.cuda.device_of(x):
         grouped_kernel[(grid.programs,)](
             x, weight, bias, rows, starts, out, _stride(x), alpha, limit, ACTIVATION=activation,
-            **grid.constants, **grid.options, **launch_options(),
+            **grid.constants, **grid.options, **launch_options(len(x)),
         )  # fmt: skip
     return out
 
@@ -281,7 +281,7 @@ def grouped_linear_sum(
         grouped_sum_kernel[(grid.programs,)](
             x, weight, bias, tokens, starts, y, places, weights, beside, residual, out, counters, _stride(x),
             num_tokens, TOP_K=top_k, BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(num_tokens)),
-            **grid.constants, **grid.options, **launch_options(),
+            **grid.constants, **grid.options, **launch_options(num_tokens),
         )  # fmt: skip
     return out
 

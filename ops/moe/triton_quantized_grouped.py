@@ -302,7 +302,8 @@ def _launch(
             ROW_BYTES=codes.shape[-1], ACTIVATION=behind.activation, TOP_K=top_k,
             BLOCK_T=min(at_once, triton.next_power_of_2(max(1, num_tokens))),
             PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=fused, **launch_options(),
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=fused,
+            **launch_options(len(given[0]) if own is None else num_tokens),
         )  # fmt: skip
 
 

@@ -240,7 +240,7 @@ def routed_linear(
             count, x_stride, delta_stride, eps, scale, **constants, MULTIPLIER=multiplier,
             IN=in_features, NUM_SHARES=num_shares, SHARE=share, TOP_K_POW2=triton.next_power_of_2(top_k),
             BLOCK=_BLOCK, BLOCK_E=block_e, BLOCK_K=block_k, BLOCK_T=block_t, BLOCKS=triton.next_power_of_2(num_m),
-            num_warps=8, num_stages=3, enable_fp_fusion=False, **launch_options(),
+            num_warps=8, num_stages=3, enable_fp_fusion=False, **launch_options(count),
         )  # fmt: skip
     return total, normed, out_weights, places, tokens, starts
 

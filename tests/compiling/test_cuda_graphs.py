@@ -126,14 +126,14 @@ def test_launches_are_programmatic_while_a_graph_is_made_and_not_after(events: l
     seen = []
 
     def function(weight: torch.Tensor, x: tuple[torch.Tensor]) -> torch.Tensor:
-        seen.append(launch_options())
+        seen.append(launch_options(1))
         return weight * x[0]
 
     captured = CapturedFunction(GraphPool(CPU, programmatic))
     captured.capture(function, (torch.ones(1), (torch.ones(2),)))
     expected = {"PROGRAMMATIC": True, "launch_pdl": True} if programmatic else {"PROGRAMMATIC": False}
     assert seen == [expected] * 2  # first to compile, then to capture
-    assert launch_options() == {"PROGRAMMATIC": False}
+    assert launch_options(1) == {"PROGRAMMATIC": False}
 
 
 def test_a_graph_for_each_input_and_a_new_one_in_place_of_the_old(events: list[str]) -> None:

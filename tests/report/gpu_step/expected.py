@@ -107,6 +107,20 @@ STEPS = {
     "qwen3, weights in int4, programmatic": Case(
         "qwen3", (5,), (4, 8), arguments=PROGRAMMATIC | {"quantization": "int4"}, programmatic=11
     ),
+    "qwen3, KV cache in int8, programmatic": Case(
+        "qwen3", (5,), (4, 8), arguments=PROGRAMMATIC | {"kv_cache_dtype": "int8"}, programmatic=11
+    ),
+    "qwen3, a chunk of a prompt, programmatic": Case(
+        "qwen3", (8,), (4, 11), bucket="tokens_32", arguments=PROGRAMMATIC, programmatic=9
+    ),
+    "qwen3-moe, a batch of 32, programmatic": Case(
+        "qwen3-moe",
+        (6, 5),
+        (4, 9),
+        bucket="decode_32",
+        arguments=PROGRAMMATIC | {"bucket_sizes": (32,)},
+        programmatic=18,
+    ),
     "qwen3-moe, programmatic": Case("qwen3-moe", (6, 5), (4, 9), arguments=PROGRAMMATIC, programmatic=18),
     "qwen3-moe, W4A8, programmatic": Case(
         "qwen3-moe", (6, 5), (4, 9), arguments=PROGRAMMATIC | {"quantization": "int4_w4a8"}, programmatic=18

@@ -1,11 +1,12 @@
 """What a GPU would launch for small models, in a process of its own: it takes a GPU to be there that is not.
 
-A program: it reads a line, a JSON list of [name, family of tests/families.py, bucket, engine arguments, whether to
-compile the kernels], and prints a JSON line for each, its name first.
+A program, with the name of the GPU: it reads a line, a JSON list of [name, family of tests/families.py, bucket, engine
+arguments, whether to compile the kernels], and prints a JSON line for each, its name first.
 """
 
 import copy
 import dataclasses
+import itertools
 import json
 import re
 import subprocess
@@ -22,35 +23,44 @@ import triton
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.report.gpu_step.fake_step import generate_step, pretend
-from compiled_llm.report.gpu_step.gpus import GPUS
+from compiled_llm.report.gpu_step.gpus import GPUS, Gpu
 from compiled_llm.report.gpu_step.kernels import Compiler
-from compiled_llm.report.gpu_step.launches import launches_of, spans_of
+from compiled_llm.report.gpu_step.launches import Launch, launches_of, spans_of
 from tests.families import EVERY_CONFIG
-
-GPU = GPUS["h100"]
-
 
 _WAITS, _ENDS = "ACQBULK", ("BRA", "EXIT", "RET", "CALL", "BRX", "JMP")  # griddepcontrol.wait in machine code
 _GLOBAL_MEMORY = re.compile(r"(?!LDS|STS|LDSM|STSM|LDC)(LD|ST|ATOM|RED|UTMA|UBLK)")  # CCTL.PF2 prefetches
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,6}\*/\s+(@!?U?P\w+\s+)?(\S+)")
 
 
 def too_early(cubin: bytes) -> list[str]:
-    """What a program of a programmatic launch does before it waits, and must not: memory, or a way around the wait."""
+    """What a program of a programmatic launch does before it waits, and must not: memory, or a way around the wait.
+
+    And loads, wherever they are, that take what they read for constant: these may be done before the wait, whatever the
+    order of the code.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm", "--print-code", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = []
-    for line in re.findall(r"/\*[0-9a-f]{4,6}\*/\s+(?:@!?U?P\w+\s+)?(\S+)", text):
-        if line.startswith(_WAITS):
-            return found
-        if _GLOBAL_MEMORY.match(line) or line.split(".")[0] in _ENDS:
-            found.append(line)
-    return ["it never waits"]
+    instructions = _INSTRUCTION.findall(text)
+    found = [name for _, name in instructions if _GLOBAL_MEMORY.match(name) and ".CONSTANT" in name]
+    for predicate, name in instructions:
+        if name.startswith(_WAITS):
+            return [*found, predicate + name] if predicate else found
+        if _GLOBAL_MEMORY.match(name) or name.split(".")[0] in _ENDS:
+            found.append(name)
+    return [*found, "it never waits"]
 
 
-def step(family: str, bucket: str, arguments: dict[str, Any], compiles: bool) -> dict[str, Any]:
+def behind_programmatic(launches: list[Launch]) -> list[str]:
+    """Kernels of libraries behind programmatic launches: these might start early by themselves, and not wait."""
+    pairs = itertools.pairwise(launches)
+    return [after.name for before, after in pairs if before.is_programmatic and after.triton is None]
+
+
+def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], compiles: bool) -> dict[str, Any]:
     """What the tests ask of a step."""
     class_name, fields = EVERY_CONFIG[family]
     published = getattr(transformers, class_name).config_class(**copy.deepcopy(fields)).to_dict()
@@ -59,7 +69,7 @@ def step(family: str, bucket: str, arguments: dict[str, Any], compiles: bool) ->
     sizes = {"bucket_sizes": (2,), "token_bucket_sizes": (32,)}
     made = generate_step(EngineConfig(device="cuda", **{**sizes, **arguments}), model, bucket)
     launches = launches_of(made)
-    compiler = Compiler(GPU)
+    compiler = Compiler(gpu)
     kernels = [launch for launch in launches if launch.triton is not None] if compiles else []
     compiled = {launch.name: compiler.compile(launch.triton) for launch in kernels if launch.triton is not None}
     programmatic = [launch for launch in kernels if launch.is_programmatic]
@@ -75,6 +85,7 @@ def step(family: str, bucket: str, arguments: dict[str, Any], compiles: bool) ->
         "spilled": {name: one.spilled for name, one in compiled.items() if one.spilled},
         "compiled": sorted(compiled),
         "programmatic": [launch.name for launch in programmatic],
+        "behind_programmatic": behind_programmatic(launches),
         "too_early": {
             launch.name: early
             for launch in programmatic
@@ -87,7 +98,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     cases = json.loads(sys.stdin.readline())
-    pretend(GPU)
+    gpu = GPUS[sys.argv[1]]
+    pretend(gpu)
     for name, *case in cases:
         torch.compiler.reset()
-        print(json.dumps([name, step(*case)]), flush=True)
+        print(json.dumps([name, step(gpu, *case)]), flush=True)

@@ -12,6 +12,7 @@ import torch
 from compiled_llm.ops.linear import product_choices
 from compiled_llm.ops.linear.product_choices import Choice, FusedTile, Product, path_of, save
 from compiled_llm.report.gpu_step.fake_step import pretend
+from compiled_llm.report.gpu_step.gpus import GPUS
 from tests.report.gpu_step import family_steps
 
 pytest.importorskip("triton")
@@ -41,11 +42,12 @@ def test_a_file_changes_the_launches(tmp_path: Path) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     product_choices.FOLDER = folder
-    pretend(family_steps.GPU)
-    save(path_of(family_steps.GPU.name), family_steps.GPU.name, CHOICES)
+    gpu = GPUS["h100"]
+    pretend(gpu)
+    save(path_of(gpu.name), gpu.name, CHOICES)
     for bucket, arguments in (("decode_2", {}), ("decode_64", BATCH_OF_64)):
         torch.compiler.reset()
-        step = family_steps.step("llama", bucket, arguments, False)
+        step = family_steps.step(gpu, "llama", bucket, arguments, False)
         print(json.dumps(step["layers"][0]), flush=True)
 
 

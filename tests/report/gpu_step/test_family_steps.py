@@ -30,11 +30,11 @@ SAMPLE = (
 
 
 @functools.cache
-def steps(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def steps(names: tuple[str, ...], gpu: str = "h100") -> dict[str, dict[str, Any]]:
     """What the program ``family_steps.py`` says of these cases of ``STEPS``, their kernels compiled."""
     cases = [(name, STEPS[name].family, STEPS[name].bucket, STEPS[name].arguments, True) for name in names]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.report.gpu_step.family_steps"],
+        [sys.executable, "-m", "tests.report.gpu_step.family_steps", gpu],
         input=json.dumps(cases) + "\n",
         capture_output=True,
         text=True,
@@ -57,11 +57,13 @@ def check(case: Case, name: str, found: dict[str, Any]) -> None:
         assert number == known.get(what, 0), f"{name}: {what}: {given}; expected.py knows of {known.get(what, 0)}"
     assert found["compiled"], f"{name}: no kernel was compiled"
     assert len(found["programmatic"]) == case.programmatic, f"{name}: {found['programmatic']}"
-    assert not found["too_early"], f"{name}: before all launches before have ended: {found['too_early']}"
+    assert not found["too_early"], f"{name}: does this before it waits: {found['too_early']}"
+    assert not found["behind_programmatic"], f"{name}: {found['behind_programmatic']}"
 
 
 @triton.jit
 def _waiting_kernel(x, out, LOADS: tl.constexpr, WAITS: tl.constexpr, SOME: tl.constexpr):
+    """LOADS before it WAITS; SOME: only some programs wait."""
     place = tl.program_id(0)
     value = place
     if LOADS:
@@ -106,3 +108,15 @@ def test_a_step_launches_what_is_expected(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in STEPS if name not in SAMPLE])
 def test_every_step_launches_what_is_expected(name: str) -> None:
     check(STEPS[name], name, steps(tuple(one for one in STEPS if one not in SAMPLE))[name])
+
+
+PROGRAMMATIC_STEPS = tuple(name for name, case in STEPS.items() if case.programmatic)
+
+
+@pytest.mark.battery
+@pytest.mark.parametrize("name", PROGRAMMATIC_STEPS)
+def test_a_b200_waits_likewise(name: str) -> None:
+    found = steps(PROGRAMMATIC_STEPS, "b200")[name]
+    assert found["programmatic"]
+    assert not found["too_early"], found["too_early"]
+    assert not found["behind_programmatic"], found["behind_programmatic"]
