@@ -114,6 +114,22 @@ def test_torch_compile_is_called_in_one_file() -> None:
     assert {path.name for path in package if "torch.compile(" in path.read_text()} == {"compiler.py"}
 
 
+def test_functions_of_triton_do_not_return_none_by_name() -> None:
+    """Triton 3.6, that of torch 2.11, compiles "return" and not "return None"."""
+    functions = [
+        (path, node)
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(one) for one in node.decorator_list)
+    ]
+    assert len(functions) > 100
+    for path, function in functions:
+        for node in ast.walk(function):
+            assert not (isinstance(node, ast.Return) and node.value and ast.unparse(node.value) == "None"), (
+                f"{path}:{node.lineno}"
+            )
+
+
 @pytest.mark.parametrize("path", FILES, ids=module_of)
 def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) < 400, path

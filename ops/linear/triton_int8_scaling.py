@@ -19,7 +19,7 @@ _BLOCK_M, _BLOCK_N = 16, 128
 def load_columns(tensor, offsets, inside):
     """Scales, zero points or biases of some outputs, float32; None for None."""
     if tensor is None:
-        return None
+        return  # not "return None", which Triton 3.6 cannot compile
     else:
         return tl.load(tensor + offsets, mask=inside, other=0.0).to(tl.float32)
 

@@ -50,7 +50,7 @@ def _part_sums(sums, x, codes, ELEMENT: tl.constexpr):
 def _sums_of_x(made, x_sums, zeros, group, rows, inside_rows, COUNT: tl.constexpr):
     """The sums of xq of a group, ``[M]`` int32: ``made`` here, or in memory; None where no zero point asks for them."""
     if zeros is None:
-        return None
+        return  # see load_columns
     elif x_sums is None:
         return made
     else:

@@ -30,7 +30,7 @@ from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 def _of_expert(tensor, expert, SIZE: tl.constexpr):
     """Where the matrix of an expert begins; None for None."""
     if tensor is None:
-        return None
+        return  # see load_columns
     else:
         return tensor + expert * SIZE
 
