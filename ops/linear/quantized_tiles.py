@@ -6,7 +6,8 @@ the defaults below. Neither torch nor Triton is imported here, so the choice can
 A row's bits must not depend on how many rows there are, so what follows the number of rows may not change them:
 
 - Activations as they are: Triton kernels alone, which add inputs up in one order, by one kind of instruction. On Hopper
-  that is ``wgmma``, which Triton takes for tiles of 64 outputs and more, with warps in fours.
+  that is ``wgmma``, on Blackwell ``tcgen05``, which Triton takes for tiles of 64 outputs and more, with warps in fours;
+  before 3.8 not for fewer than 16 rows.
 - Activations of int8: sums within a group are exact integers, and what follows is defined to the operation. So any tile
   will do; and so will any exact product of int8, where there is one group (``triton_int8_scaling.py``).
 """
@@ -64,7 +65,7 @@ class Choice(NamedTuple):
 
 # Their ``m`` is the number of rows up to which they serve; the last serves any number. Chosen so that no registers
 # spill: the tests that compile them ahead of time assert it.
-WGMMA = (Tile(8, 64, 4, 8), Tile(16, 64, 4, 8), Tile(32, 64, 4, 6), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
+WGMMA = (Tile(16, 64, 4, 8), Tile(32, 64, 4, 6), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 MMA = (Tile(8, 64, 4, 6), Tile(16, 64, 4, 5), Tile(32, 64, 8, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
 MMA_GROUPS = (*MMA[:4], Tile(128, 64, 8, 2))  # decoded halves of bytes beside the sums of a group and of all groups
 MMA_EXPERTS_FP8 = (*MMA[:4], Tile(128, 128, 8, 3))  # in groups of 128
@@ -81,6 +82,12 @@ FEW_OF_INT4 = Tile(8, 64, 8, 8)
 
 def default_tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """Without a file."""
+    tiles = _tiles(layer, capability)
+    return tiles if keeps_instruction(layer, tiles[0], capability) else tiles[1:]
+
+
+def _tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """The first may be for so few rows that it has another instruction than the others."""
     if layer.int8_activations:
         if not layer.group_size:
             return INT8
@@ -148,7 +155,10 @@ def reason_against(layer: Layer, choices: tuple[Choice, ...], capability: tuple[
         elif tile is None or not _is_tile(tile):
             return f"triton needs a tile whose m and n are powers of two, from 8 and 16 on, got {tile}"
         elif not keeps_instruction(layer, tile, capability):
-            return f"on this GPU n must be 64 or more and warps a multiple of 4, got {tile}: else rows would lose bits"
+            return (
+                "on this GPU m must be 16 or more, n 64 or more and warps a multiple of 4, got "
+                f"{tile}: else rows would lose bits"
+            )
         above = rows
     return "" if choices else "there must be one choice at least"
 
@@ -161,7 +171,7 @@ def _is_tile(tile: Tile) -> bool:
 def keeps_instruction(layer: Layer, tile: Tile, capability: tuple[int, int]) -> bool:
     """Whether a tile's products are of the one kind of instruction that all tiles of the layer must have."""
     any_will_do = layer.int8_activations or layer.itemsize == 4 or capability[0] not in (9, 10)
-    return any_will_do or (tile.n >= 64 and tile.warps % 4 == 0)
+    return any_will_do or (tile.m >= 16 and tile.n >= 64 and tile.warps % 4 == 0)
 
 
 # -- Files

@@ -35,8 +35,9 @@ _ALIGNMENT = 16  # bytes
 
 
 _BLOCK_K = {2: 64, 4: 16}  # inputs that are loaded at a time, by the bytes of one: for every tile the same
-# The first whose rows suffice, else the last. Few rows: many narrow tiles, so that every SM reads weights.
-WGMMA = (Tile(8, 64, 4, 8), Tile(16, 64, 4, 8), Tile(32, 64, 4, 8), Tile(128, 64, 4, 4), Tile(128, 256, 8, 3))
+# The first whose rows suffice, else the last. Few rows: many narrow tiles, so that every SM reads weights. But no fewer
+# than 16, which would be another instruction with Triton 3.6 and 3.7.
+WGMMA = (Tile(16, 64, 4, 8), Tile(32, 64, 4, 8), Tile(128, 64, 4, 4), Tile(128, 256, 8, 3))
 WGMMA_ROWS = (Tile(64, 32, 4, 6), Tile(128, 64, 8, 4), Tile(128, 256, 8, 3))  # for ``x W.T``, as experts have it
 MMA = (Tile(16, 32, 4, 5), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 FLOAT32 = (Tile(16, 32, 4, 4), Tile(64, 64, 8, 2))

@@ -119,7 +119,8 @@ def tile_sums(
             own_rows = inside_rows & (tl.zeros_like(rows) + start < IN)
             acc = scaled(sums, acc, scale, zero, _sums_of_x(made, x_sums, zeros, k // GROUP, rows, own_rows, COUNT))
     if GROUP == 0:
-        scale, zero = load_columns(scales, columns, inside), load_columns(zeros, columns, inside)
+        scale = load_columns(scales, columns, inside)
+        zero = load_columns(zeros, columns, inside)
         acc = scaled(whole, acc, scale, zero, _sums_of_x(made, x_sums, zeros, 0, rows, inside_rows, COUNT))
     return acc
 

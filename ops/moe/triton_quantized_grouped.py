@@ -175,10 +175,7 @@ def grouped_quantized_linear(
     x = triton_quantized.aligned(x)
     tile = _tile(x, zeros, form, len(codes), len(y), choice, int8_activations=False)
     stride = x.stride(0) if x.shape[0] > 1 else x.shape[1]
-    _launch(
-        grouped_kernel, (x, *weight, rows, starts), stride, y, out, tile, form, behind, x.itemsize == 4,
-        at_once=min(SUMMED_AT_ONCE, tile.m),  # with more than a tile has rows, some layers spill on sm_100
-    )  # fmt: skip
+    _launch(grouped_kernel, (x, *weight, rows, starts), stride, y, out, tile, form, behind, x.itemsize == 4)
     return out
 
 
@@ -279,12 +276,9 @@ def _tile(
 
 def _launch(
     kernel: Any, given: tuple, x_stride: int, y: Tensor, out: Tensor, tile: Tile, form: tuple[str, int, int],
-    behind: _Behind, fused: bool, in_features: int = 0, at_once: int = SUMMED_AT_ONCE,
+    behind: _Behind, fused: bool, in_features: int = 0,
 ) -> None:  # fmt: skip
-    """``given``: the kernel's first arguments, x first, then among others the weights, and ``starts`` last.
-
-    ``at_once``: most tokens of which a program adds up the rows in a turn.
-    """
+    """``given``: the kernel's first arguments, x first, then among others the weights, and ``starts`` last."""
     element, group_size, wide = form
     codes, scales, own = given[-6], given[-5], behind.sum
     experts, num_m = len(codes), min(len(y), len(y) // tile.m + len(codes))
@@ -300,7 +294,7 @@ def _launch(
             NUM_M=num_m, EXPERTS=experts, EXPERTS_POW2=triton.next_power_of_2(experts), GROUPS=scales.shape[1],
             ELEMENT=element, GROUP=group_size, OUT=y.shape[1], IN=in_features or given[0].shape[1],
             ROW_BYTES=codes.shape[-1], ACTIVATION=behind.activation, TOP_K=top_k,
-            BLOCK_T=min(at_once, triton.next_power_of_2(max(1, num_tokens))),
+            BLOCK_T=min(SUMMED_AT_ONCE, triton.next_power_of_2(max(1, num_tokens))),
             PART=block_bytes(BITS[element], group_size), BLOCK_M=tile.m, BLOCK_N=tile.n,
             num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=fused,
             **launch_options(len(given[0]) if own is None else num_tokens),

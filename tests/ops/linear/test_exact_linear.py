@@ -207,6 +207,16 @@ def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
 # ---- on a GPU -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("outputs_first", [False, True])
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_tiles_of_all_sizes_have_one_instruction(capability: tuple[int, int], outputs_first: bool) -> None:
+    """Of fewer than 16 rows Triton 3.6 and 3.7 make ``mma.sync``: with such a tile a row's bits follow its company."""
+    for tile in triton_linear.tiles_of(2, capability, outputs_first):
+        assert min(tile.m, tile.n) >= 16
+        assert (tile.n if outputs_first else tile.m) >= 64
+        assert tile.warps % 4 == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_on_a_gpu_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:

@@ -67,7 +67,7 @@ REFUSED = {
     "int_mm takes more than 16 rows": (W8A8, (Choice(8, "triton", SMALL), Choice(64, "int_mm"))),
     "triton needs a tile": (W8A8, (Choice(16, "triton"),)),
     "powers of two, from 8 and 16 on": (W8A8, (Choice(16, "triton", Tile(48, 64, 4, 2)),)),
-    "n must be 64 or more and warps a multiple of 4": (INT4, (Choice(16, "triton", Tile(16, 32, 4, 2)),)),
+    "m must be 16 or more, n 64 or more and warps a multiple of 4": (INT4, (Choice(16, "triton", Tile(16, 32, 4, 2)),)),
     "got Tile.*warps=2": (INT4, (Choice(16, "triton", Tile(16, 64, 2, 2)),)),
 }
 
