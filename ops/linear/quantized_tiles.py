@@ -68,6 +68,7 @@ class Choice(NamedTuple):
 WGMMA = (Tile(16, 64, 4, 8), Tile(32, 64, 4, 6), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
 MMA = (Tile(8, 64, 4, 6), Tile(16, 64, 4, 5), Tile(32, 64, 8, 4), Tile(64, 64, 4, 3), Tile(128, 128, 8, 2))
 MMA_GROUPS = (*MMA[:4], Tile(128, 64, 8, 2))  # decoded halves of bytes beside the sums of a group and of all groups
+MMA_EXPERTS_ZEROS = (MMA[0], Tile(16, 64, 8, 5), *MMA_GROUPS[2:])  # of bytes
 MMA_EXPERTS_FP8 = (*MMA[:4], Tile(128, 128, 8, 3))  # in groups of 128
 FLOAT32 = (Tile(16, 32, 4, 2), Tile(32, 64, 8, 2))
 INT8 = (Tile(8, 64, 4, 8), Tile(16, 64, 4, 6), Tile(64, 64, 4, 4), Tile(128, 128, 8, 3))
@@ -105,7 +106,7 @@ def _tiles(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:
         return MMA_GROUPS if zeros_of_128 or layer.group_size == 64 else MMA
     if layer.experts and layer.element == "fp8" and layer.group_size == 128:
         return MMA_EXPERTS_FP8
-    return MMA_GROUPS if zeros_of_128 and layer.experts else MMA
+    return MMA_EXPERTS_ZEROS if zeros_of_128 and layer.experts else MMA
 
 
 def _of_experts(layer: Layer, capability: tuple[int, int]) -> tuple[Tile, ...]:
