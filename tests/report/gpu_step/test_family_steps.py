@@ -116,7 +116,9 @@ PROGRAMMATIC_STEPS = tuple(name for name, case in STEPS.items() if case.programm
 @pytest.mark.battery
 @pytest.mark.parametrize("name", PROGRAMMATIC_STEPS)
 def test_a_b200_waits_likewise(name: str) -> None:
+    """Before that its kernels ask for memory of the matrix units, with branches and atomics in shared memory."""
     found = steps(PROGRAMMATIC_STEPS, "b200")[name]
     assert found["programmatic"]
-    assert not found["too_early"], found["too_early"]
+    early = {instruction.split(".")[0] for names in found["too_early"].values() for instruction in names}
+    assert early <= {"BRA"}, found["too_early"]
     assert not found["behind_programmatic"], found["behind_programmatic"]
