@@ -7,7 +7,7 @@ A row's bits must not depend on how many rows there are, so what follows the num
 
 - Activations as they are: Triton kernels alone, which add inputs up in one order, by one kind of instruction. On Hopper
   that is ``wgmma``, on Blackwell ``tcgen05``, which Triton takes for tiles of 64 outputs and more, with warps in fours;
-  before 3.8 not for fewer than 16 rows.
+  versions 3.6 and 3.7 not for fewer than 16 rows.
 - Activations of int8: sums within a group are exact integers, and what follows is defined to the operation. So any tile
   will do; and so will any exact product of int8, where there is one group (``triton_int8_scaling.py``).
 """
