@@ -86,6 +86,7 @@ def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], compiles
         "compiled": sorted(compiled),
         "programmatic": [launch.name for launch in programmatic],
         "behind_programmatic": behind_programmatic(launches),
+        "of_the_compiler": made.generated.code.count("'launch_pdl': True"),
         "too_early": {
             launch.name: early
             for launch in programmatic

@@ -38,7 +38,7 @@ def steps(names: tuple[str, ...], gpu: str = "h100") -> dict[str, dict[str, Any]
         input=json.dumps(cases) + "\n",
         capture_output=True,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_ENABLE_PDL": "1"},  # which must be without effect
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -59,6 +59,7 @@ def check(case: Case, name: str, found: dict[str, Any]) -> None:
     assert len(found["programmatic"]) == case.programmatic, f"{name}: {found['programmatic']}"
     assert not found["too_early"], f"{name}: does this before it waits: {found['too_early']}"
     assert not found["behind_programmatic"], f"{name}: {found['behind_programmatic']}"
+    assert found["of_the_compiler"] == 0, f"{name}: kernels of Inductor's may start early too"
 
 
 @triton.jit
