@@ -69,7 +69,7 @@ void multiply(const KernelsOf<T>& kernels, const Operands<T>& of) {
   std::vector<std::atomic<int64_t>> taken((rows + problem.block - 1) / problem.block);
   const int64_t blocks = taken.size(), x_words = problem.x_words, group = problem.group, first = problem.first_packed;
   const auto pack = [&](int64_t begin, int64_t end, uint32_t* to) {
-    pack_rows(of, begin, end, group, kernels.align, x_words, to);
+    pack_rows(kernels, of, begin, end, group, x_words, to);
   };
   // Where each thread has blocks of its own it packs them, into its own L2; else all rows are packed for all threads.
   const bool each_packs = kernels.align > 1 && blocks >= threads;

@@ -74,7 +74,7 @@ void multiply_groups(const KernelsOf<T>& kernels, const std::vector<Operands<T>>
       place.packed_from = std::max(unit.row, problem.first_packed);
       const bool is_packed = before != nullptr && before->problem == unit.problem && before->row == unit.row;
       if (!is_packed && place.packed_from < end)
-        pack_rows(*unit.of, place.packed_from, end, problem.group, kernels.align, problem.x_words, place.x_packed);
+        pack_rows(kernels, *unit.of, place.packed_from, end, problem.group, problem.x_words, place.x_packed);
       const auto* then = next < count ? units[next].problem->w + units[next].tile * tile_words : problem.w;
       for (int64_t tile = unit.tile; tile < unit.end; tile += problem.cols)
         multiply_block(kernels, problem, place, unit.row, unit.rows, tile, std::min(problem.cols, unit.end - tile),

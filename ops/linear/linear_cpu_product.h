@@ -71,6 +71,17 @@ void interleave_rows(const Rows<Input>& from, int64_t rows, int64_t K, uint32_t*
   for (int64_t row = 0; row < rows; ++row) copy(row, row < m ? words / 4 * 4 : 0);
 }
 
+// The same, each pair of bfloat16 as two of float32: [words, 2, rows].
+inline void widen_rows(const Rows<uint16_t>& from, int64_t rows, int64_t K, uint32_t* to) {
+  interleave_rows(from, rows, K, to);
+  for (int64_t p = (K + 1) / 2 - 1; p >= 0; --p)  // from the end, so that no pair is overwritten before it is read
+    for (int64_t row = 0; row < rows; ++row) {
+      const uint32_t pair = to[p * rows + row];
+      to[2 * p * rows + row] = pair << 16;
+      to[(2 * p + 1) * rows + row] = pair & 0xffff0000u;
+    }
+}
+
 // `rows` rows of K elements -> [K tiles, row tiles, TILE rows, TILE words], zero where there is no row or no word.
 template <class Input>
 void tile_rows(const Rows<Input>& from, int64_t rows, int64_t K, uint32_t* to) {
@@ -87,13 +98,14 @@ void tile_rows(const Rows<Input>& from, int64_t rows, int64_t K, uint32_t* to) {
     }
 }
 
-// Rows [first, end) of an operand -> groups of `group` rows, each as the micro kernel takes it. `align` is that of the
-// kernels; each row takes `words`.
+// Rows [first, end) of an operand -> groups of `group` rows, each as the micro kernel takes it. Each row takes `words`.
 template <class T>
-void pack_rows(const Operands<T>& of, int64_t first, int64_t end, int64_t group, int64_t align, int64_t words,
+void pack_rows(const KernelsOf<T>& kernels, const Operands<T>& of, int64_t first, int64_t end, int64_t group, int64_t words,
                uint32_t* packed) {
   using Input = typename Packing<T>::Input;
-  const auto pack = align == 1 ? interleave_rows<Input> : tile_rows<Input>;
+  auto pack = kernels.align == 1 ? interleave_rows<Input> : tile_rows<Input>;
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (kernels.widens) pack = widen_rows;
   for (int64_t row = first; row < end; row += group)
     pack(of.x.from(row), std::min(group, end - row), of.K, packed + (row - first) * words);
 }
@@ -154,7 +166,7 @@ void multiply_block(const KernelsOf<T>& kernels, const Problem<T>& problem, Work
       float* group_sums = place.sums + g * problem.group * cols * TILE;
       kernels.multiply[((m - 1) / kernels.align) * kernels.cols + cols - 1]({
           .x = direct ? problem.x + start * problem.x_stride + word
-                      : place.x_packed + (start - place.packed_from) * problem.x_words + word * kernels.aligned(m),
+                      : place.x_packed + (start - place.packed_from) * problem.x_words + kernels.x_words(word) * kernels.aligned(m),
           .x_stride = direct ? problem.x_stride : 0,
           .w = w + word * TILE,
           .w_stride = w_stride,
@@ -188,7 +200,7 @@ int64_t tiled_block(int64_t rows, int64_t bytes, int64_t group, int64_t most) {
 // How it is cut, for a number of threads.
 template <class T>
 Problem<T> problem_of(const KernelsOf<T>& kernels, const Operands<T>& of, int64_t threads) {
-  const int64_t rows = of.rows, N = of.N, tiles = of.tiles, words = of.words, x_words = kernels.aligned(words);
+  const int64_t rows = of.rows, N = of.N, tiles = of.tiles, words = of.words, x_words = kernels.x_words(kernels.aligned(words));
   const bool tiled = kernels.align > 1;
   // With few rows a single row tile at a time: it waits less for weights that come from memory.
   const int64_t group = tiled && rows <= 2 * kernels.rows ? kernels.align : kernels.rows;

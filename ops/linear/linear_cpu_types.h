@@ -43,7 +43,7 @@ template <class T>
 struct Work {
   using Word = typename Packing<T>::Word;
 
-  const uint32_t* x;    // packed activations: [words, M], or whole tiles for AMX;
+  const uint32_t* x;    // packed activations: [words, M], [words, 2, M] of float32, or whole tiles for AMX;
   int64_t x_stride;     // AMX: if not 0, rows that are not packed, this far apart
   const Word* w;        // [C, words, TILE] weights, with `w_stride` from tile to tile
   int64_t w_stride;
@@ -62,6 +62,7 @@ template <class T>
 struct KernelsOf {
   int64_t rows, cols;  // of the largest product: activations, and column tiles
   int64_t align;  // activations are packed with rows and words filled up to a multiple of this with zeros: 1 or TILE
+  bool widens;        // bfloat16: activations are packed as float32, two words for each pair
   int64_t row_block;  // rows that use a chunk of weights together, at most
   int64_t chunk;      // words of a chunk; with few rows other numbers
   void (*const* multiply)(const Work<T>&);  // [rows / align, cols]: entry [m - 1, c - 1] does m * align rows and c tiles
@@ -70,6 +71,7 @@ struct KernelsOf {
   void (*begin)(int64_t rows);  // in a thread, before its first product,
   void (*end)();                // and after its last one
 
+  int64_t x_words(int64_t words) const { return words << widens; }  // packed activations of so many words of weights
   int64_t aligned(int64_t count) const { return (count + align - 1) / align * align; }
 };
 
