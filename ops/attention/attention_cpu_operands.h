@@ -13,11 +13,11 @@ constexpr int64_t kTile = 256;
 constexpr int64_t kTile = 128;
 #endif
 
-INLINE Vec tanh(Vec x) {
-  const Vec square = x * x;
-  const Vec series = x + x * square * (-1.f / 3 + square * (2.f / 15 - square * (17.f / 315)));
-  const Vec magnitude = x < 0.f ? -x : x, shrunk = exp2(magnitude * (-2.f * kLog2E));
-  const Vec y = (1.f - shrunk) / (1.f + shrunk);  // loses digits near 0
+INLINE Part tanh(Part x) {
+  const Part square = x * x;
+  const Part series = x + x * square * (-1.f / 3 + square * (2.f / 15 - square * (17.f / 315)));
+  const Part magnitude = x < 0.f ? -x : x, shrunk = exp2(magnitude * (-2.f * kLog2E));
+  const Part y = (1.f - shrunk) / (1.f + shrunk);  // loses digits near 0
   return magnitude < 0.2f ? series : x < 0.f ? -y : y;
 }
 
@@ -64,7 +64,7 @@ INLINE ShortVec fp8_to_bf16(ByteVec32 codes) {
 
 struct Floats {
   using Element = float;
-  using Sum = Vec;
+  using Sum = Part;
 };
 struct Pairs {
   using Element = uint16_t;
@@ -95,7 +95,7 @@ constexpr bool kRaw = std::is_same_v<O, Bytes> || (std::is_same_v<O, Pairs> && s
 
 // sum + x * keys, and sum + x * values, with x the same in all lanes.
 template <class O>
-INLINE typename O::Sum add_keys(Vec x, Vec keys, typename O::Sum sum) {
+INLINE typename O::Sum add_keys(Part x, Part keys, typename O::Sum sum) {
 #if DOT
   if constexpr (std::is_same_v<O, Pairs>) return add_products(sum, keys, x);
   // One side of this instruction is unsigned: keys plus 128, which largest_score() subtracts again.
@@ -107,7 +107,7 @@ INLINE typename O::Sum add_keys(Vec x, Vec keys, typename O::Sum sum) {
 }
 
 template <class O>
-INLINE typename O::Sum add_values(Vec x, Vec values, typename O::Sum sum) {
+INLINE typename O::Sum add_values(Part x, Part values, typename O::Sum sum) {
 #if DOT
   if constexpr (std::is_same_v<O, Bytes>)
     return _mm512_dpbusd_epi32(sum, reinterpret_cast<__m512i>(x), reinterpret_cast<__m512i>(values));

@@ -21,41 +21,41 @@ INLINE IntVec join(LongVec high, LongVec low) {
 
 // The largest blocks of sums that leave registers for the operands: rows of operands, and vectors of each.
 template <class O>
-constexpr int kMaxRows = (WIDTH == 512 ? 6 : WIDTH == 256 ? 3 : 1) / kRowsOf<O>;
-constexpr int kMaxVecs = WIDTH == 512 ? 4 : 2;
+constexpr int kMaxRows = (WIDTH == 128 ? 2 : 6) / kRowsOf<O>;
+constexpr int kMaxVecs = WIDTH == 512 ? 4 : 1;
 
 // Scores[rows][kVecs groups of 16 keys] = queries[rows][depth] * keys[depth], integers for Bytes. The lane of a group is
 // `stride` floats after the one before. `next` are the keys of the next tile, which are fetched meanwhile.
 template <class O, int kRows, int kVecs>
 TARGET void multiply_keys(const float* queries, int64_t depth, const float* const* keys, int64_t stride,
                           const float* const* next, float* scores) {
-  constexpr int kParts = kRowsOf<O>;
-  typename O::Sum sum[kRows * kParts][kVecs];
+  constexpr int kEach = kRowsOf<O>, kAll = kVecs * kPartsOfVec;
+  typename O::Sum sum[kRows * kEach][kAll];
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows * kParts; ++i)
+  for (int i = 0; i < kRows * kEach; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j) sum[i][j] = typename O::Sum{};
+    for (int j = 0; j < kAll; ++j) sum[i][j] = typename O::Sum{};
   for (int64_t k = 0; k < depth; ++k) {
-    Vec group[kVecs];
+    Part group[kAll];
 #pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j) group[j] = load(keys[j] + k * stride);
+    for (int j = 0; j < kAll; ++j) group[j] = load_part(keys[j / kPartsOfVec] + k * stride + j % kPartsOfVec * kPartLanes);
     if (next != nullptr)
 #pragma GCC unroll 8
       for (int j = 0; j < kVecs; ++j) prefetch(next[j] + k * stride);
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows * kParts; ++i) {
-      const Vec x = broadcast_lane(queries + i * depth + k);
+    for (int i = 0; i < kRows * kEach; ++i) {
+      const Part x = broadcast_lane_of_part(queries + i * depth + k);
 #pragma GCC unroll 8
-      for (int j = 0; j < kVecs; ++j) sum[i][j] = add_keys<O>(x, group[j], sum[i][j]);
+      for (int j = 0; j < kAll; ++j) sum[i][j] = add_keys<O>(x, group[j], sum[i][j]);
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j) {
-      Vec& to = *reinterpret_cast<Vec*>(scores + i * kTile + j * kLanes);
-      if constexpr (kParts == 2) to = floats(join(sum[2 * i][j], sum[2 * i + 1][j]));
-      else to = sum[i][j];
+    for (int j = 0; j < kAll; ++j) {
+      float* to = scores + i * kTile + j * kPartLanes;
+      if constexpr (kEach == 2) store(to, floats(join(sum[2 * i][j], sum[2 * i + 1][j])));
+      else store_part(to, sum[i][j]);
     }
 }
 
@@ -64,35 +64,35 @@ TARGET void multiply_keys(const float* queries, int64_t depth, const float* cons
 template <class O, int kRows, int kVecs>
 TARGET void multiply_values(const float* weights, const float* weight_scale, int64_t depth, const float* const* values,
                             const float* const* next, bool add, int64_t column, float* out, int64_t out_row) {
-  constexpr int kParts = kRowsOf<O>;
-  typename O::Sum sum[kRows * kParts][kVecs];
+  constexpr int kEach = kRowsOf<O>, kAll = kVecs * kPartsOfVec;
+  typename O::Sum sum[kRows * kEach][kAll];
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows * kParts; ++i)
+  for (int i = 0; i < kRows * kEach; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j)
-      if constexpr (kParts == 1) sum[i][j] = add ? load(out + i * out_row + column + j * kLanes) : Vec{};
+    for (int j = 0; j < kAll; ++j)
+      if constexpr (kEach == 1) sum[i][j] = add ? load_part(out + i * out_row + column + j * kPartLanes) : Part{};
       else sum[i][j] = typename O::Sum{};
   for (int64_t k = 0; k < depth; ++k) {
-    Vec row[kVecs];
+    Part row[kAll];
 #pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j) row[j] = load(values[k] + column + j * kLanes);
+    for (int j = 0; j < kAll; ++j) row[j] = load_part(values[k] + column + j * kPartLanes);
     if (next != nullptr)
 #pragma GCC unroll 8
       for (int j = 0; j < kVecs; ++j) prefetch(next[k] + column + j * kLanes);
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows * kParts; ++i) {
-      const Vec x = broadcast_lane(weights + i * kWeightsRow<O> + k);
+    for (int i = 0; i < kRows * kEach; ++i) {
+      const Part x = broadcast_lane_of_part(weights + i * kWeightsRow<O> + k);
 #pragma GCC unroll 8
-      for (int j = 0; j < kVecs; ++j) sum[i][j] = add_values<O>(x, row[j], sum[i][j]);
+      for (int j = 0; j < kAll; ++j) sum[i][j] = add_values<O>(x, row[j], sum[i][j]);
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 8
-    for (int j = 0; j < kVecs; ++j) {
-      Vec& to = *reinterpret_cast<Vec*>(out + i * out_row + column + j * kLanes);
-      if constexpr (kParts == 1) to = sum[i][j];
-      else to = (add ? to : Vec{}) + convert(join(sum[2 * i][j], sum[2 * i + 1][j])) * weight_scale[i];
+    for (int j = 0; j < kAll; ++j) {
+      float* to = out + i * out_row + column + j * kPartLanes;
+      if constexpr (kEach == 1) store_part(to, sum[i][j]);
+      else store(to, (add ? load(to) : Vec{}) + convert(join(sum[2 * i][j], sum[2 * i + 1][j])) * weight_scale[i]);
     }
 }
 
@@ -183,14 +183,14 @@ struct Scoring {
 
 // Weights of 32 keys as operands of the values' product: pairs are written over scores that have been read.
 template <class O>
-INLINE void store_weights(const Vec* weights, float* row, int64_t key) {
+INLINE void store_weights(const Part* weights, float* row, int64_t key) {
 #if DOT
   if constexpr (std::is_same_v<O, Pairs>) {
     return store(row + key / 2, to_bf16_pairs(weights[0], weights[1]));
   }
 #endif
-  store(row + key, weights[0]);
-  store(row + key + kLanes, weights[1]);
+#pragma GCC unroll 8
+  for (int i = 0; i < 2 * kPartsOfVec; ++i) store_part(row + key + i * kPartLanes, weights[i]);
 }
 
 // Whether products stay as they are until their exponentials are taken, which is the usual case: they need one scale only.
@@ -199,8 +199,9 @@ INLINE bool is_plain(const Scoring& scoring, const Mask& mask) {
   return !std::is_same_v<O, Bytes> && mask.k_scale == nullptr && scoring.soft_cap <= 0 && scoring.scale > 0;
 }
 
-INLINE IntVec visible(const Mask& mask, int64_t key) {
-  const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+INLINE IntPart visible(const Mask& mask, int64_t key) {
+  constexpr int32_t kNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const IntPart lane = *reinterpret_cast<const IntPart*>(kNumbers);
   return (lane >= static_cast<int32_t>(mask.first - key)) & (lane < static_cast<int32_t>(mask.end - key));
 }
 
@@ -209,29 +210,30 @@ INLINE IntVec visible(const Mask& mask, int64_t key) {
 // is best computed after the first part of the next row.
 template <class O>
 TARGET float largest_score(float* scores, int64_t keys, const Scoring& scoring, const Mask& mask) {
-  Vec largest = broadcast(-kInfinity);
+  const Part none = Part{} - kInfinity;
+  Part largest = none;
   if (mask.first >= mask.end) return -kInfinity;
   const bool plain = is_plain<O>(scoring, mask);
   if (plain && mask.first == 0 && mask.end == keys) {
-    Vec most[4] = {largest, largest, largest, largest};  // four chains
+    Part most[4] = {none, none, none, none};  // four chains
     int64_t key = 0;
-    for (; key + 4 * kLanes <= keys; key += 4 * kLanes)
+    for (; key + 4 * kPartLanes <= keys; key += 4 * kPartLanes)
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) most[i] = max(load(scores + key + i * kLanes), most[i]);
-    for (; key < keys; key += kLanes) most[0] = max(load(scores + key), most[0]);
+      for (int i = 0; i < 4; ++i) most[i] = max(load_part(scores + key + i * kPartLanes), most[i]);
+    for (; key < keys; key += kPartLanes) most[0] = max(load_part(scores + key), most[0]);
     largest = max(max(most[0], most[1]), max(most[2], most[3]));
   } else {
-    for (int64_t key = 0; key < keys; key += kLanes) {
-      Vec x = load(scores + key);
+    for (int64_t key = 0; key < keys; key += kPartLanes) {
+      Part x = load_part(scores + key);
       if (!plain) {
         if constexpr (std::is_same_v<O, Bytes>)
           x = convert(reinterpret_cast<IntVec>(reinterpret_cast<UintVec>(x) - scoring.excess));
         x *= scoring.scale;
-        if (mask.k_scale != nullptr) x *= load(mask.k_scale + key);
+        if (mask.k_scale != nullptr) x *= load_part(mask.k_scale + key);
         if (scoring.soft_cap > 0) x = tanh(x / scoring.soft_cap) * (scoring.soft_cap * kLog2E);
       }
-      x = visible(mask, key) ? x : broadcast(-kInfinity);
-      store(scores + key, x);
+      x = visible(mask, key) ? x : none;
+      store_part(scores + key, x);
       largest = max(x, largest);
     }
   }
@@ -254,18 +256,19 @@ TARGET float weigh_row(float* scores, int64_t keys, const Scoring& scoring, cons
   const float shift = maximum == -kInfinity ? 0.f : maximum;  // keys that are seen, with scores of -inf: no weight
 
   // 32 keys at a time, which are one vector of pairs; the row has memory for a multiple of 32.
-  Vec sums[2] = {}, check = {}, largest = {};
+  constexpr int kAll = 2 * kPartsOfVec;
+  Part sums[kAll] = {}, check = {}, largest = {};
   const auto weigh = [&]<bool kScaled>() __attribute__((always_inline)) TARGET {
     for (int64_t key = 0; key < keys; key += 2 * kLanes) {
-      Vec weights[2];
-#pragma GCC unroll 2
-      for (int i = 0; i < 2; ++i) {
-        const int64_t at = key + i * kLanes;
-        const Vec weight = at < keys ? exp2(load(scores + at) * scale - shift) : Vec{};
+      Part weights[kAll];
+#pragma GCC unroll 8
+      for (int i = 0; i < kAll; ++i) {
+        const int64_t at = key + i * kPartLanes;
+        const Part weight = at < keys ? exp2(load_part(scores + at) * scale - shift) : Part{};
         sums[i] += weight;
         weights[i] = weight;
         if constexpr (kScaled) {
-          weights[i] = visible(mask, at) ? weight * load(mask.v_scale + at) : Vec{};
+          weights[i] = visible(mask, at) ? weight * load_part(mask.v_scale + at) : Part{};
           largest = max(weights[i], largest);
           check += weights[i];
         }
@@ -285,7 +288,10 @@ TARGET float weigh_row(float* scores, int64_t keys, const Scoring& scoring, cons
     }
     state.maximum[row] = maximum;
   }
-  state.sum[row] += sum_of_lanes(sums[0] + sums[1]);
+  Part sum = sums[0] + sums[kPartsOfVec];
+#pragma GCC unroll 4
+  for (int i = 1; i < kPartsOfVec; ++i) sum += sums[i] + sums[kPartsOfVec + i];
+  state.sum[row] += sum_of_lanes(sum);
 
   if constexpr (kBytes) {
     const float most = largest_lane(largest), total = sum_of_lanes(check);

@@ -28,6 +28,26 @@ namespace ISA {
 typedef float Register __attribute__((vector_size(WIDTH / 8)));
 typedef uint32_t UintRegister __attribute__((vector_size(WIDTH / 8)));
 
+// A Vec is kPartsOfVec of these, registers of the compiler that may be stored at any address. Loops that keep sums, or take many
+// steps with a number, are written with them.
+#if WIDTH == 512
+typedef Vec Part;
+typedef IntVec IntPart;
+typedef HalfVec HalfPart;
+#else
+typedef float Part __attribute__((vector_size(WIDTH / 8), aligned(4), may_alias));
+typedef int32_t IntPart __attribute__((vector_size(WIDTH / 8), aligned(4), may_alias));
+typedef uint16_t HalfPart __attribute__((vector_size(WIDTH / 16), aligned(1), may_alias));
+#endif
+constexpr int kPartsOfVec = 512 / WIDTH;
+constexpr int64_t kPartLanes = WIDTH / 32;
+
+INLINE Part load_part(const float* from) { return *reinterpret_cast<const Part*>(from); }
+INLINE void store_part(float* to, Part x) { *reinterpret_cast<Part*>(to) = x; }
+INLINE Part broadcast_lane_of_part(const void* from) {
+  return reinterpret_cast<Part>(IntPart{} + *static_cast<const Lane*>(from));
+}
+
 INLINE Vec broadcast(float x) { return x - Vec{}; }
 INLINE Vec load(const void* from) { return *static_cast<const Vec*>(from); }
 INLINE void store(void* to, Vec x) { *static_cast<Vec*>(to) = x; }
@@ -39,32 +59,60 @@ INLINE Vec convert(IntVec x) { return __builtin_convertvector(x, Vec); }
 // Where a is NaN, max(a, b) is b: a NaN in b goes through.
 INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-INLINE float largest_lane(Vec x) {
 #if WIDTH == 512
-  return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x));
+INLINE float largest_lane(Vec x) { return _mm512_reduce_max_ps(reinterpret_cast<__m512>(x)); }
+INLINE float sum_of_lanes(Vec x) { return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x)); }
 #else
-  float largest = x[0];
-  for (int i = 1; i < kLanes; ++i) largest = x[i] > largest ? x[i] : largest;
-  return largest;
+INLINE Part max(Part a, Part b) { return a > b ? a : b; }
+
+// Of all lanes, by halves.
+template <class F>
+INLINE float over_lanes(Part x, F&& f) {
+#if WIDTH == 256
+  x = f(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3));
+  x = f(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5));
+  return f(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6))[0];
+#else
+  x = f(x, __builtin_shufflevector(x, x, 2, 3, 0, 1));
+  return f(x, __builtin_shufflevector(x, x, 1, 0, 3, 2))[0];
 #endif
 }
 
-INLINE float sum_of_lanes(Vec x) {
-#if WIDTH == 512
-  return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
-#else
-  float sum = 0;
-  for (int i = 0; i < kLanes; ++i) sum += x[i];
-  return sum;
-#endif
+INLINE float largest_lane(Part x) {
+  return over_lanes(x, [](Part a, Part b) TARGET { return max(a, b); });
 }
+INLINE float sum_of_lanes(Part x) {
+  return over_lanes(x, [](Part a, Part b) TARGET { return a + b; });
+}
+
+INLINE float largest_lane(Vec x) {
+  const auto* lanes = reinterpret_cast<const float*>(&x);
+  Part largest = load_part(lanes);
+  for (int i = 1; i < kPartsOfVec; ++i) largest = max(load_part(lanes + i * kPartLanes), largest);
+  return largest_lane(largest);
+}
+
+INLINE float sum_of_lanes(Vec x) {
+  const auto* lanes = reinterpret_cast<const float*>(&x);
+  Part sum = load_part(lanes);
+  for (int i = 1; i < kPartsOfVec; ++i) sum += load_part(lanes + i * kPartLanes);
+  return sum_of_lanes(sum);
+}
+#endif
 
 template <class T>
 INLINE Vec load_floats(const T* from) {
   if constexpr (std::is_same_v<T, float>) {
     return load(from);
   } else if constexpr (std::is_same_v<T, BFloat16>) {
-    return floats(__builtin_convertvector(*reinterpret_cast<const HalfVec*>(from), IntVec) << 16);
+    Vec all;
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kLanes; i += kPartLanes) {
+      const HalfPart part = *reinterpret_cast<const HalfPart*>(from + i);
+      store_part(reinterpret_cast<float*>(&all) + i,
+                 reinterpret_cast<Part>(__builtin_convertvector(part, IntPart) << 16));
+    }
+    return all;
   } else {
 #if WIDTH == 512
     return reinterpret_cast<Vec>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
@@ -134,6 +182,23 @@ INLINE void store_as(T* to, Vec x, int64_t count) {
   else std::memcpy(static_cast<void*>(to), all, count * sizeof(T));
 }
 
+#if WIDTH != 512
+INLINE Part exp2(Part x) {
+  const Part least = Part{} - 126.f, clamped = least > x ? least : x;
+  const Part shifted = clamped + 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
+  const Part f = clamped - (shifted - 12582912.f);  // in [-0.5, 0.5]; below, its Taylor series
+  Part y = Part{} + 1.54035304e-4f;
+  y = y * f + 1.33335581e-3f;
+  y = y * f + 9.61812911e-3f;
+  y = y * f + 5.55041087e-2f;
+  y = y * f + 2.40226507e-1f;
+  y = y * f + 6.93147181e-1f;
+  y = y * f + 1.f;
+  const Part power = reinterpret_cast<Part>((reinterpret_cast<IntPart>(shifted) << 23) + 0x3f800000);
+  return x < -126.f ? Part{} : y * power;  // a product, so that NaN stays NaN
+}
+#endif
+
 // 2 to the power of x, for x <= 0 (with -inf) or NaN, which stays NaN; 0 below the normal numbers. Relative error 2e-7.
 INLINE Vec exp2(Vec x) {
 #if WIDTH == 512
@@ -149,18 +214,12 @@ INLINE Vec exp2(Vec x) {
       _mm512_cmp_ps_mask(reinterpret_cast<__m512>(x), _mm512_set1_ps(-126.f), _CMP_NLT_UQ),
       reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(x)));
 #else
-  const Vec magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer, in the low bits
-  const Vec clamped = max(broadcast(-126.f), x);
-  const Vec shifted = clamped + magic;
-  const Vec f = clamped - (shifted - magic);  // in [-0.5, 0.5]; below, its Taylor series
-  Vec y = broadcast(1.54035304e-4f);
-  y = y * f + 1.33335581e-3f;
-  y = y * f + 9.61812911e-3f;
-  y = y * f + 5.55041087e-2f;
-  y = y * f + 2.40226507e-1f;
-  y = y * f + 6.93147181e-1f;
-  y = y * f + 1.f;
-  return x < -126.f ? Vec{} : y * floats((bits(shifted) << 23) + 0x3f800000);  // a product, so that NaN stays NaN
+  Vec all;
+#pragma GCC unroll 4
+  for (int i = 0; i < kPartsOfVec; ++i)
+    store_part(reinterpret_cast<float*>(&all) + i * kPartLanes,
+               exp2(load_part(reinterpret_cast<const float*>(&x) + i * kPartLanes)));
+  return all;
 #endif
 }
 
