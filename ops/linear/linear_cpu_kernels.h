@@ -21,6 +21,24 @@ INLINE Register load_register(const float* from) {
   return x;
 }
 
+template <class T, int M, int REGISTERS>
+INLINE void load_sums(const Work<T>& work, Register (&sums)[M][REGISTERS]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int i = 0; i < REGISTERS; ++i)
+      sums[m][i] = work.first ? Register{} : load_register(work.sums + (m * REGISTERS + i) * (WIDTH / 32));
+}
+
+template <class T, int M, int REGISTERS>
+INLINE void store_sums(const Register (&sums)[M][REGISTERS], const Work<T>& work) {
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
+    for (int i = 0; i < REGISTERS; ++i)
+      std::memcpy(work.sums + (m * REGISTERS + i) * (WIDTH / 32), &sums[m][i], sizeof(Register));
+}
+
 constexpr int64_t AHEAD = 64;  // words from a product to the prefetch of its weights: more than 100 ns of work
 
 // A prefetch never faults, so it may point past the end of the weights.
@@ -185,21 +203,13 @@ template <int M, int C>
 TARGET void multiply_bf16(const Work<BFloat16>& work) {
   constexpr int LANES = WIDTH / 32, REGISTERS = C * TILE / LANES;
   Register sums[M][REGISTERS];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int i = 0; i < REGISTERS; ++i)
-      sums[m][i] = work.first ? Register{} : load_register(work.sums + (m * REGISTERS + i) * LANES);
+  load_sums(work, sums);
   for (int64_t p = 0; p < work.words; ++p) {
     if (work.prefetch) prefetch<C>(work, p);
     add_inputs<false>(work, p, sums);
     add_inputs<true>(work, p, sums);
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int i = 0; i < REGISTERS; ++i)
-      std::memcpy(work.sums + (m * REGISTERS + i) * LANES, &sums[m][i], sizeof(Register));
+  store_sums(sums, work);
 }
 #endif  // DOT
 #endif  // TILES
@@ -228,11 +238,7 @@ template <class T, int M, int C>
 TARGET void multiply_floats(const Work<T>& work) {
   constexpr int LANES = WIDTH / 32, PARTS = TILE / LANES, REGISTERS = C * PARTS;
   Register sums[M][REGISTERS];
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int i = 0; i < REGISTERS; ++i)
-      sums[m][i] = work.first ? Register{} : load_register(work.sums + (m * REGISTERS + i) * LANES);
+  load_sums(work, sums);
   for (int64_t k = 0; k < work.words; ++k) {
     if (work.prefetch) prefetch<C>(work, k);
     Register w[REGISTERS];
@@ -246,11 +252,7 @@ TARGET void multiply_floats(const Work<T>& work) {
       for (int i = 0; i < REGISTERS; ++i) sums[m][i] += x * w[i];
     }
   }
-#pragma GCC unroll 8
-  for (int m = 0; m < M; ++m)
-#pragma GCC unroll 4
-    for (int i = 0; i < REGISTERS; ++i)
-      std::memcpy(work.sums + (m * REGISTERS + i) * LANES, &sums[m][i], sizeof(Register));
+  store_sums(sums, work);
 }
 #endif  // !DOT
 
