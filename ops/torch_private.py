@@ -303,6 +303,24 @@ def use_cuda_graph_trees() -> None:
         torch._C._stash_obj_in_tls(name, value)
 
 
+def lower_as_ops(namespace: str) -> None:
+    """Tell Inductor to call the ops of ``namespace`` as they are, with inputs laid out as in the traced graph.
+
+    It does so by itself, but torch 2.11 then makes the text of a log line, even if nobody logs. That text has each
+    operand with all that it is computed from, and grows without bounds with the layers: a deep model compiles for ever.
+    """
+    from torch._inductor import lowering
+    from torch._library.utils import get_layout_constraint_tag
+
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith(f"{namespace}::"):
+            packet, _, overload = name.partition("::")[2].partition(".")
+            op = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+            if op not in lowering.lowerings:
+                constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
+                lowering.make_fallback(op, constraint, warn=False)
+
+
 @contextlib.contextmanager
 def plain_vectors() -> Iterator[None]:
     """Let Inductor's code for an x86 CPU use AVX512 or else AVX2, as the CPU says that it has them.

@@ -24,6 +24,7 @@ def pretend_gpu(properties: Any) -> None:
     Tensors on it must be fake. Nothing can run on it.
     """
     import torch._inductor.config
+    import torch._subclasses.fake_tensor
     import torch.utils._triton
     from torch._dynamo.device_interface import CudaInterface
 
@@ -62,6 +63,8 @@ def pretend_gpu(properties: Any) -> None:
     torch._C._cuda_cudaCachingAllocator_is_enabled = _always(True)
     torch._C._cuda_getCurrentRawStream = _always(0)
     FakeTensorMode.avoid_device_init = property(_always(True))  # type: ignore[assignment]
+    # A build with CUDA would make a tensor for the first fake one, to wake a driver that is not there.
+    torch._subclasses.fake_tensor.init_gpu_context = _always(None)  # type: ignore[assignment]
     # Nothing can be tried out, and nothing that is made here may be found by a process that has a GPU.
     torch._inductor.config.compile_threads = 1
     torch._inductor.config.force_disable_caches = True

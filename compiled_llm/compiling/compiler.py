@@ -22,6 +22,7 @@ from compiled_llm.ops.torch_private import (
     compiler_counters,
     cpp_seconds,
     headers_in_cache,
+    lower_as_ops,
     plain_vectors,
     sizes_of_one,
     tell_compiler,
@@ -61,6 +62,7 @@ def compile_at_first_call(function: Callable, cuda_graphs: bool) -> Callable:
     Its kernels never start before the launch before has ended, whatever TORCHINDUCTOR_ENABLE_PDL says: some would not
     wait for it, and then our own that follow would not know of it (``programmatic_launch.py``).
     """
+    lower_as_ops("compiled_llm")
     options: dict[str, Any] = {"triton.cudagraphs": cuda_graphs, "triton.enable_pdl": False}
     return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 

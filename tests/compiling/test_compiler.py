@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from compiled_llm.compiling.compiler import check_torch, compile_ahead
+import compiled_llm.ops  # noqa: F401  (all of them are defined)
+from compiled_llm.compiling.compiler import check_torch, compile_ahead, compile_at_first_call
 
 
 def test_a_torch_that_cannot_compile_ahead_of_time_is_refused_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,6 +22,27 @@ def test_a_torch_that_cannot_compile_ahead_of_time_is_refused_for_cpus(monkeypat
         check_torch(cpu, enforce_eager=False)
     check_torch(cpu, enforce_eager=True)
     check_torch(torch.device("cuda"), enforce_eager=False)
+
+
+def test_ops_are_no_surprise_where_functions_are_compiled_at_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch 2.11 writes out what they are given, a text that no deep model is compiled with. Layouts are as usual."""
+    from torch._inductor import graph, lowering
+    from torch._library.utils import get_layout_constraint_tag
+
+    said: list[str] = []
+    monkeypatch.setattr(graph.log, "info", lambda text, *arguments: said.append(text))
+    normed = compile_at_first_call(lambda x, weight: torch.ops.compiled_llm.rms_norm(x, weight, 1e-6), False)
+    x = torch.randn(3, 64)
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        assert torch.equal(normed(x, x[0]), torch.ops.compiled_llm.rms_norm(x, x[0], 1e-6))
+    assert not [text for text in said if "implicit fallback" in text]
+    names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("compiled_llm::")]
+    assert len(names) > 50
+    for name in names:
+        op = getattr(torch.ops.compiled_llm, name).default
+        default = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
+        assert op in lowering.lowerings
+        assert lowering.maybe_layout_constraints(op) is default
 
 
 def test_programs_with_the_same_seed_share_no_code() -> None:

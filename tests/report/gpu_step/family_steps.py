@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import transformers
 import triton
+from torch._subclasses import fake_tensor
 
 from compiled_llm.config import EngineConfig
 from compiled_llm.models.config_file import parse_config
@@ -95,8 +96,14 @@ def step(gpu: Gpu, family: str, bucket: str, arguments: dict[str, Any], compiles
     }
 
 
+def wake_driver(device: torch.device) -> None:
+    """What a build of torch with CUDA does for the first fake tensor on a GPU."""
+    raise RuntimeError("Found no NVIDIA driver on your system")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    fake_tensor.init_gpu_context = wake_driver  # type: ignore[assignment]
     warnings.simplefilter("ignore")
     cases = json.loads(sys.stdin.readline())
     gpu = GPUS[sys.argv[1]]
