@@ -16,6 +16,7 @@ import sys
 import time
 import types
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,12 @@ _MAIN = (
     "import importlib, json, sys; module, paths = json.loads(sys.argv[1]); sys.path += paths; "
     "importlib.import_module(module).main()"
 )
+
+
+def with_package(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` of a Python process that is to find this package where this process has it, installed or not."""
+    root = str(Path(__file__).parents[1])
+    return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))}
 
 
 class Channel:

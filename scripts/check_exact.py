@@ -27,6 +27,7 @@ import dataclasses
 import time
 from typing import Any
 
+import bench.own_checkout
 import torch
 from bench import tables
 from exact_locate import Departure, locate

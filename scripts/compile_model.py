@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench.own_checkout
 import psutil
 from bench import tables
 from bench.workloads import engine_parser, model_of
@@ -64,6 +65,7 @@ def compile_model(args: argparse.Namespace) -> dict[str, Any]:
         started = time.perf_counter()
         engine = stack.enter_context(CompiledEngine.from_config(config))
         seconds = time.perf_counter() - started
+        result["dtype"] = str(engine.runner.dtype).removeprefix("torch.")
         report, phases = engine.compile_report(), dataclasses.asdict(engine.runner.start_times)
         print(report)
         if args.export is not None:
@@ -74,7 +76,9 @@ def compile_model(args: argparse.Namespace) -> dict[str, Any]:
         for r in report.reports
     ]
     phases = {"imports": imports, **phases, "other": seconds - sum(phases.values())}
-    tables.print_table("seconds of the start", {name: f"{value:.2f}" for name, value in phases.items()})
+    tables.print_table(
+        f"seconds of the start, {result['dtype']}", {name: f"{value:.2f}" for name, value in phases.items()}
+    )
     return result | {
         "seconds": round(seconds, 3),
         "phases": {name: round(value, 3) for name, value in phases.items()},

@@ -16,11 +16,10 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the package may not be installed
+from bench.own_checkout import ROOT
 
-from compiled_llm.command_line import FlagParser  # noqa: E402
-from compiled_llm.ops import native  # noqa: E402
+from compiled_llm.command_line import FlagParser
+from compiled_llm.ops import native
 
 _FIRST = re.compile(r"^(?!triton_)")  # kernels by their own names; Inductor's begin so
 

@@ -23,33 +23,31 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the package may not be installed
+import torch
+from bench.own_checkout import ROOT
+from bench.workloads import SHAPES
+from gpu_step_page import BEFORE, BUCKETS, FOLDER, KV_DTYPES, MODELS, NOW, PAGE, page, read_lines
+from inspect_gpu_step import with_bucket
+from tqdm import tqdm
 
-import torch  # noqa: E402
-from bench.workloads import SHAPES  # noqa: E402
-from gpu_step_page import BEFORE, BUCKETS, FOLDER, KV_DTYPES, MODELS, NOW, PAGE, page, read_lines  # noqa: E402
-from inspect_gpu_step import with_bucket  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from compiled_llm.command_line import FlagParser  # noqa: E402
-from compiled_llm.config import EngineConfig  # noqa: E402
-from compiled_llm.models.config import ModelConfig  # noqa: E402
-from compiled_llm.models.config_file import parse_config  # noqa: E402
-from compiled_llm.models.registry import family_of  # noqa: E402
-from compiled_llm.models.weights import tensors  # noqa: E402
-from compiled_llm.ops.attention import kv_quant  # noqa: E402
-from compiled_llm.ops.attention.tiles import path_of  # noqa: E402
-from compiled_llm.report.gpu_step.fake_step import DEVICE, generate_step, pretend  # noqa: E402
-from compiled_llm.report.gpu_step.gpus import GPUS, Gpu  # noqa: E402
-from compiled_llm.report.gpu_step.inspection import (  # noqa: E402
+from compiled_llm.command_line import FlagParser
+from compiled_llm.config import EngineConfig
+from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_file import parse_config
+from compiled_llm.models.registry import family_of
+from compiled_llm.models.weights import tensors
+from compiled_llm.ops.attention import kv_quant
+from compiled_llm.ops.attention.tiles import path_of
+from compiled_llm.report.gpu_step.fake_step import DEVICE, generate_step, pretend
+from compiled_llm.report.gpu_step.gpus import GPUS, Gpu
+from compiled_llm.report.gpu_step.inspection import (
     CompiledStep,
     compile_step,
     first_layers,
     inspect,
 )
-from compiled_llm.step.kv_cache import layer_dtypes  # noqa: E402
-from compiled_llm.worker.quantization import linears_of  # noqa: E402
+from compiled_llm.step.kv_cache import layer_dtypes
+from compiled_llm.worker.quantization import linears_of
 
 CONTEXTS = (1024, 8192, 32768)
 GPU_NAMES = ("h100", "h200")
@@ -87,7 +85,7 @@ def begin(gpu: str) -> None:
 def estimates(case: Case, gpus: tuple[str, ...]) -> dict[str, Any]:
     """A line's values for ``gpus``. The process takes the first of them for its own."""
     torch.compiler.reset()
-    model = parse_config({"dtype": "bfloat16", **SHAPES[case.model]})
+    model = parse_config(SHAPES[case.model])
     engine = EngineConfig(max_model_len=CONTEXTS[-1], kv_cache_dtype=case.kv_cache_dtype)
     engine = with_bucket(engine, model, case.bucket)
     made = compile_step(generate_step(engine, first_layers(model, _LAYERS), case.bucket), GPUS[gpus[0]])

@@ -60,15 +60,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from bench.own_checkout import ROOT
 
+from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the package may not be installed
-
-from compiled_llm import hardware as machine  # noqa: E402
-from compiled_llm.report import machine_limits  # noqa: E402
-from compiled_llm.resources import granted_cores  # noqa: E402
+from compiled_llm.report import machine_limits
+from compiled_llm.resources import granted_cores
 
 # With many cores, hundreds of kernel variants compile in parallel. pytest-benchmark then warns, which is an error here.
 _PARALLEL = "-n 12" if importlib.util.find_spec("xdist") else ""

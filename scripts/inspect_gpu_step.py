@@ -19,6 +19,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import bench.own_checkout
 from bench.tables import add_json_flag, check_target, text_table
 from bench.workloads import SHAPES, engine_parser
 
@@ -68,15 +69,21 @@ def measured_step(args: argparse.Namespace) -> dict[str, Any]:
         "shape": str(args.model or args.shape),
         "batch_size": int(match[1]),
         "context": args.context,
+        "dtype": dtype_of(args, read_model(args)),
         "kv_cache_dtype": args.kv_cache_dtype,
     }
 
 
+def dtype_of(args: argparse.Namespace, model: ModelConfig) -> str:
+    """Of weights and activations."""
+    return model.dtype if args.dtype == "auto" else args.dtype
+
+
 def read_model(args: argparse.Namespace) -> ModelConfig:
-    """The checkpoint's, or a shape's in bfloat16."""
+    """The checkpoint's or the shape's."""
     if args.model is not None:
         return read_config(Path(args.model), args.model_impl, args.dtype)
-    return parse_config({"dtype": "bfloat16", **SHAPES[args.shape]})
+    return parse_config(SHAPES[args.shape])
 
 
 def with_bucket(engine: EngineConfig, model: ModelConfig, name: str) -> EngineConfig:
@@ -106,7 +113,8 @@ def printed(inspection: Inspection, measured: Measured | None = None) -> str:
         rows = [_cells(inspection.rows[place], measured, place) for place in range(part.start, part.stop)]
         lines.append(f"{title}\n{text_table(rows)}\n")
     lines.append(
-        f"{inspection.gpu.name}, {inspection.step.bucket.name}, {inspection.contexts.num_keys} keys a request: "
+        f"{inspection.gpu.name}, {inspection.step.bucket.name}, {inspection.step.dtype}, "
+        f"{inspection.contexts.num_keys} keys a request: "
         f"{inspection.num_launches} launches in {inspection.num_layers} layers, estimated "
         f"{inspection.seconds() * 1e3:.3f} ms ({GAP_SECONDS * 1e6:.1f} us between launches), "
         f"{inspection.bandwidth_share:.0%} of the bandwidth\n"

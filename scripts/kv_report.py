@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import bench.own_checkout
 import teacher_forcing
 import torch
 from bench import tables

@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 
+import bench.own_checkout
 from lm_eval_requests import engine_arguments
 
 from compiled_llm.command_line import FlagParser, add_engine_arguments, engine_config, errors_end

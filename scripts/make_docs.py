@@ -12,6 +12,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
+import bench.own_checkout
+
 from compiled_llm import EngineConfig, SamplingParams, StructuredOutputsParams
 from compiled_llm.command_line import FlagParser, attribute_docs
 

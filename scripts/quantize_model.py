@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import bench.own_checkout
 import torch
 import torch.nn.functional as F
 from bench import tables

@@ -8,6 +8,8 @@ See ``compiled_llm/offline/command.py`` and docs/offline.md.
 
 import sys
 
+import bench.own_checkout
+
 from compiled_llm.offline.command import main
 
 if __name__ == "__main__":

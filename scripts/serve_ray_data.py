@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench.own_checkout
+
 from compiled_llm.command_line import (
     FlagParser,
     add_engine_arguments,

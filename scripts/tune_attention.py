@@ -25,6 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+import bench.own_checkout
 import torch
 from torch import Tensor
 

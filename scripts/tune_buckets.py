@@ -39,6 +39,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench.own_checkout
 import numpy as np
 import torch
 from bench import tables

@@ -27,6 +27,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import bench.own_checkout
 import torch
 import tune_linear_products
 from torch import Tensor

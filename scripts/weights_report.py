@@ -34,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import bench.own_checkout
 import torch
 from bench import tables
 from teacher_forcing import (

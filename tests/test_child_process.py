@@ -3,6 +3,8 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from compiled_llm.child_process import Channel, ChildProcess, decoded, encoded
+from compiled_llm import child_process
+from compiled_llm.child_process import Channel, ChildProcess, decoded, encoded, with_package
 
 TEXT = "naïve \ud800 🚀"
 
@@ -84,6 +87,18 @@ def test_a_child_gets_its_settings_and_is_started_again_when_it_has_ended(make: 
     child.end()
     child.end()
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_python_process_finds_the_package_where_this_one_has_it(tmp_path: Path) -> None:
+    """From any directory, installed or not, and before another that it would find."""
+    other = tmp_path / "compiled_llm"
+    other.mkdir()
+    (other / "__init__.py").touch()
+    environment = with_package({"PATH": os.environ["PATH"], "PYTHONPATH": str(tmp_path)})
+    command = [sys.executable, "-P", "-c", "import compiled_llm, sys; print(compiled_llm.__file__, sys.path)"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert Path(done.stdout.split()[0]).samefile(Path(child_process.__file__).parent / "__init__.py")
+    assert repr(str(tmp_path)) in done.stdout, "what the user has named is there still"
 
 
 def test_a_child_that_does_not_start_says_why(make: Callable[[Any], ChildProcess]) -> None:

@@ -8,8 +8,8 @@ import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+from compiled_llm.child_process import with_package
 from compiled_llm.compiling.cache import CompileCache, Fields, code_settings
 from compiled_llm.compiling.messages import Built, Job, receive, send
 from compiled_llm.progress import StartProgress
@@ -89,13 +89,11 @@ def _built_by(process: subprocess.Popen, job: Job) -> Built:
 
 
 def _start_process() -> subprocess.Popen:
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "compiled_llm.compiling.build_worker"],  # -P: no module of the working directory
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": path},
+        env=with_package(os.environ),
     )
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compiled_llm.child_process import Channel
+from compiled_llm.child_process import Channel, with_package
 
 
 def local_settings(args: argparse.Namespace, num_gpus: int, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -73,7 +73,7 @@ class LocalProcesses:
 
     def start(self, number: int) -> None:
         """A new process for worker ``number``. ``OSError`` if there is none to be had."""
-        environment = dict(os.environ)
+        environment = with_package(os.environ)
         cpus = self._cpus[number]
         if cpus is not None:
             environment["OMP_NUM_THREADS"] = str(min(len(cpus), int(environment.get("OMP_NUM_THREADS", len(cpus)))))

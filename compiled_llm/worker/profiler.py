@@ -8,12 +8,14 @@ left out of all others.
 import re
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity
 
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 
@@ -68,16 +70,20 @@ class StepProfiler:
         """Run ``step`` and, on its logits, ``sampler``. ``started``: when this extra work did, on time.monotonic."""
         if self._on_gpu:
             begin_step_of_trees()
-        device = "cuda" if self._on_gpu else None
-        with torch.autograd.profiler.profile(use_device=device) as profile:
+
+        def run() -> None:
             with torch.profiler.record_function(_STEP):
                 logits = step()
             if sampler is not None:
                 with torch.profiler.record_function(_SAMPLER):
                     sampler(logits=logits)
-            if self._on_gpu:
-                torch.cuda.synchronize()
-        seconds = seconds_by_kind(list(profile.function_events or ()), self._on_gpu)
+
+        events = profiled_events(run, self._on_gpu)
+        if self._on_gpu and not kernels_of(events):
+            warnings.warn(
+                f"the profile of {bucket_name} has no kernel: how its time divides is not known", stacklevel=2
+            )
+        seconds = seconds_by_kind(events, self._on_gpu)
         self._seconds.setdefault(bucket_name, []).append(seconds)
         self.num_steps[bucket_name] = self.num_steps.get(bucket_name, 0) + 1
         self.pauses.append((started, time.monotonic()))
@@ -90,6 +96,22 @@ class StepProfiler:
         seconds = {kind: statistics.median(profile[kind] for profile in profiles) for kind in KINDS}
         whole = sum(seconds.values())
         return {kind: value / whole for kind, value in seconds.items()} if whole > 0 else None
+
+
+def profiled_events(run: Callable[[], object], on_gpu: bool) -> list[FunctionEvent]:
+    """What happens while ``run`` runs: ops of the CPU, and on a GPU all kernels, also those of a replayed graph."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities) as profile:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+    return list(profile.events() or ())
+
+
+def kernels_of(events: Iterable[FunctionEvent]) -> list[FunctionEvent]:
+    """What ran on a GPU: kernels, and copies of memory. Not the named ranges around them, which are there as well."""
+    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [one for one in on_device if not (one.is_user_annotation or one.name.startswith("compiled_llm::"))]
 
 
 def seconds_by_kind(events: list[FunctionEvent], on_gpu: bool) -> dict[str, float]:
@@ -125,7 +147,7 @@ def _by_kernels(events: Iterable[FunctionEvent]) -> dict[str, float]:
     on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     # The sampler's range is among the device's events, and covers its kernels.
     samplers = [event.time_range for event in on_device if event.name == _SAMPLER]
-    kernels = [event for event in on_device if not event.name.startswith("compiled_llm::")]
+    kernels = kernels_of(on_device)
     seconds = dict.fromkeys(KINDS, 0.0)
     for event in kernels:
         start = event.time_range.start

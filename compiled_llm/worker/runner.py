@@ -38,7 +38,7 @@ from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.calibration import worker_facts
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.cpu_kernels import KernelBuild, ops_of
-from compiled_llm.worker.device import choose_threads, resolve_device, use_device, use_threads
+from compiled_llm.worker.device import choose_threads, resolve_device, say_cost_of_dtype, use_device, use_threads
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
@@ -95,8 +95,7 @@ class ModelRunner(Worker):
         linears: the kind of linear layer that the weights are kept in.
         exact: whether numbers are the same to the bit in any company: "yes", or "no" and why.
         pool_sizes: what the KV pool takes; swap_space: host memory for its blocks.
-        num_threads: threads that compute on a CPU.
-        rows: what is known of the running requests.
+        rows: what is known of the running requests; num_threads: those that compute on a CPU.
         profiler: set from outside while steps are to be profiled.
         watch: set from outside, it runs each step, before its tokens are sampled: for checks that look on.
         memory_ledger, weight_bytes, start_times, times: for reports.
@@ -313,6 +312,7 @@ class ModelRunner(Worker):
         return KernelBuild(progress, ops_of(self.model_config, self.dtype, self.linears))
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
+        say_cost_of_dtype(progress, self.device, self.dtype, config.dtype)
         started = time.perf_counter()
         # No position beyond max_model_len is ever asked for.
         c = dataclasses.replace(self.model_config, max_position_embeddings=self.limits.max_model_len)

@@ -104,7 +104,7 @@ class Model(NamedTuple):
 
 @contextlib.contextmanager
 def described_model(args: argparse.Namespace) -> Iterator[Model]:
-    """The model and the engine's config of the flags; ``ValueError`` for bad ones. Shapes are bfloat16 by default."""
+    """The model and the engine's config of the flags; ``ValueError`` for bad ones."""
     changes: dict[str, Any] = {}
     if args.model is None:
         if args.load_format not in ("auto", "dummy"):
@@ -112,7 +112,7 @@ def described_model(args: argparse.Namespace) -> Iterator[Model]:
                 f"--load-format must be 'dummy' with --shape, which has no weights, given {args.load_format!r}: "
                 "give --model"
             )
-        changes = {"load_format": "dummy", "dtype": "bfloat16" if args.dtype == "auto" else args.dtype}
+        changes = {"load_format": "dummy"}
     with model_of(args) as named:
         config = dataclasses.replace(engine_config(args), **{"model": named["model"], **changes})
         directory = checkpoint_directory(config)

@@ -44,6 +44,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import own_checkout
 import tables
 import torch
 from bench_attention_contenders import (
@@ -81,7 +82,10 @@ Run = tuple[Callable[[], object], int]  # a timed function, and how many calls o
 
 
 def all_layers(attend: Attend, num_layers: int, device: str) -> Run:
-    """Layer after layer, as the engine runs them: on a CPU as many as take 5 ms, on a GPU all, as one CUDA graph."""
+    """Layer after layer, as the engine runs them: on a CPU as many as take 5 ms, on a GPU all, as one CUDA graph.
+
+    What ``attend`` holds must be all that it reads: a graph knows addresses, and its replay reads what lies there.
+    """
     if device == "cpu":
         layers = itertools.cycle(range(num_layers))
         attend(next(layers))
@@ -91,7 +95,17 @@ def all_layers(attend: Attend, num_layers: int, device: str) -> Run:
     with torch.cuda.graph(graph):
         for layer in range(num_layers):
             attend(layer)
-    return graph.replay, num_layers
+    return Replay(graph, attend), num_layers
+
+
+class Replay:
+    """Runs a captured graph again. Keeps ``attend``, which was captured, and so the tensors that the graph reads."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, attend: Attend) -> None:
+        self._graph, self._attend = graph, attend
+
+    def __call__(self) -> None:
+        self._graph.replay()
 
 
 def seconds_of(run: Callable[[], object], device: str) -> float:

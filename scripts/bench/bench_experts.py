@@ -13,6 +13,7 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
+import own_checkout
 import tables
 import torch
 from bench_linear import seconds
@@ -112,9 +113,9 @@ def main() -> None:
     for shape in tqdm([shape for shape in SHAPES if shape.name in args.shapes], disable=None, leave=False):
         measure(shape, 1, 0)  # kernels are built, memory is fetched
         rows.append(result_of(shape, measure(shape, args.rounds, args.budget)))
-    print(tables.text_table(rows))
+    print(f"bfloat16, kernels: {path}\n{tables.text_table(rows)}")
     facts = {"threads": args.threads, "kernels": path, "machine": machine.describe(torch.device("cpu"))}
-    tables.finish({"benchmark": "experts", "results": rows, **facts}, args.json)
+    tables.finish({"benchmark": "experts", "dtype": "bfloat16", "results": rows, **facts}, args.json)
 
 
 if __name__ == "__main__":

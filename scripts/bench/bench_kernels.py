@@ -8,6 +8,8 @@ profiler, ``--repeats`` times, with the same inputs; each figure is the median o
 name: launches in a step, microseconds of all of them, of one, and of the gaps before them. JSON has the launches in
 their order too, under the names that ``inspect_gpu_step.py`` estimates. On a CPU the table is of ops instead.
 
+Exit status: 0; 1 if the profile has no launch; 2 without a CUDA GPU, or for bad arguments.
+
 ``--compile-only`` starts the engine on a small KV pool and ends: several of these at once fill torch's cache.
 """
 
@@ -22,6 +24,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import own_checkout
 import tables
 import torch
 from torch.autograd.profiler_util import FunctionEvent
@@ -32,8 +35,7 @@ from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser, errors_end
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.scheduling.bucket import Bucket
-from compiled_llm.worker.device import resolve_device
-from compiled_llm.worker.profiler import kind_of
+from compiled_llm.worker.profiler import kernels_of, kind_of, profiled_events
 
 _STEP_ROOM = 64  # tokens that requests may generate before they are profiled
 
@@ -48,11 +50,7 @@ class Launch(NamedTuple):
 
 def launches(events: Iterable[FunctionEvent], on_gpu: bool) -> list[Launch]:
     """Those of one profiled step, in their order."""
-    if on_gpu:
-        ran = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-        ran = [event for event in ran if not event.name.startswith("compiled_llm::")]  # ranges around others
-    else:
-        ran = [event for event in events if not event.cpu_children]
+    ran = kernels_of(events) if on_gpu else [event for event in events if not event.cpu_children]
     ran.sort(key=lambda event: event.time_range.start)
     found, end = [], None
     for event in ran:
@@ -110,15 +108,13 @@ def decoding(engine: CompiledEngine, batch_size: int, context: int) -> Bucket:
 
 def profiled(engine: CompiledEngine, bucket: Bucket, repeats: int) -> list[Launch]:
     steps, on_gpu = engine.runner.steps, engine.runner.device.type == "cuda"
-    found = []
-    for _ in range(repeats + 1):
-        with torch.autograd.profiler.profile(use_device="cuda" if on_gpu else None) as profile:
-            if steps.uses_trees:
-                begin_step_of_trees()
-            steps.run_step(bucket)
-            if on_gpu:
-                torch.cuda.synchronize()
-        found.append(launches(profile.function_events or (), on_gpu))
+
+    def step() -> None:
+        if steps.uses_trees:
+            begin_step_of_trees()
+        steps.run_step(bucket)
+
+    found = [launches(profiled_events(step, on_gpu), on_gpu) for _ in range(repeats + 1)]
     return medians(found[1:])  # the first one warms the profiler up
 
 
@@ -126,6 +122,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a checkpoint in the place of --shape")
+    parser.add_argument("--dtype", default="auto", choices=tables.DTYPES, help="(default: the model's)")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024, help="tokens of each request")
     parser.add_argument("--repeats", type=int, default=9)
@@ -149,6 +146,7 @@ def engine_of(args: argparse.Namespace):
         with CompiledEngine(
             str(args.model or directory),
             load_format="auto" if args.model else "dummy",
+            dtype=args.dtype,
             device=args.device,
             bucket_sizes=(args.batch_size,),
             token_bucket_sizes=(max(2048, args.batch_size),),
@@ -162,9 +160,9 @@ def engine_of(args: argparse.Namespace):
             yield engine
 
 
-def result_of(args: argparse.Namespace, step: list[Launch], facts: dict[str, Any]) -> dict[str, Any]:
+def result_of(args: argparse.Namespace, step: list[Launch], dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
     """The line of JSON. ``facts``: of the machine."""
-    result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape)}
+    result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape), "dtype": dtype}
     result |= {"batch_size": args.batch_size, "context": args.context, "kv_cache_dtype": args.kv_cache_dtype}
     busy, gaps = sum(launch.us for launch in step), sum(launch.gap_us for launch in step)
     return result | {"launches": len(step), "busy_us": busy, "gap_us": gaps, "kernels": by_name(step), "machine": facts}
@@ -185,8 +183,12 @@ def main() -> int:
             print(engine.compile_report())
             return 0
         step = profiled(engine, decoding(engine, args.batch_size, args.context), args.repeats)
-        facts = machine.describe(resolve_device(args.device))
-    result = result_of(args, step, facts)
+        dtype, facts = str(engine.runner.dtype)[6:], machine.describe(engine.runner.device)
+    if not step:
+        print("bench_kernels: error: the profile of the step has no launch: nothing was measured", file=sys.stderr)
+        return 1
+    result = result_of(args, step, dtype, facts)
+    print(f"{result['shape']}, {dtype}, {args.batch_size} requests of {args.context} tokens")
     print(tables.text_table([row | {"name": row["name"][:70]} for row in result["kernels"]]))
     print(f"{len(step)} launches, {result['busy_us']:.1f} us in them and {result['gap_us']:.1f} us between them")
     tables.finish(result, args.json, in_order(step))

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import own_checkout
 import bench_arguments as arguments
 import bench_hf
 import bench_results as results

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 
+import own_checkout
 import tables
 import torch
 import torch.nn.functional as F

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import own_checkout
 import tables
 import torch
 from bench_start import write_checkpoint
@@ -44,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: random weights of --shape")
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--mxfp4", action="store_true", help="the experts of --shape in MXFP4, as gpt-oss has them")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument("--dtype", default="auto", choices=tables.DTYPES)
     parser.add_argument(
         "--quantization", choices=sorted(SCHEMES), help="of linear layers and the head, as they are read"
     )

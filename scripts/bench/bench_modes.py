@@ -15,6 +15,7 @@ import statistics
 import sys
 from typing import Any
 
+import own_checkout
 import bench_results as results
 import tables
 from workloads import WorkloadRequest, add_model_arguments, model_of, random_tokens
@@ -28,6 +29,7 @@ from compiled_llm.offline.modes import MODES, as_flags, mode_arguments
 def parse_arguments() -> argparse.Namespace:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
     add_model_arguments(parser)
+    parser.add_argument("--dtype", default="auto", choices=tables.DTYPES, help="(default: the model's)")
     parser.add_argument("--rows", type=int, default=256, help="served at once (default: 256)")
     parser.add_argument("--input-len", type=int, default=64, help="tokens of a prompt (default: 64)")
     parser.add_argument("--output-len", type=int, default=32, help="tokens of an output (default: 32)")
@@ -88,6 +90,7 @@ def main() -> int:
                 CompiledEngine(
                     **model,
                     **mode_arguments(mode, "cpu"),
+                    dtype=args.dtype,
                     device="cpu",
                     max_model_len=args.max_model_len,
                     enable_prefix_caching=False,
@@ -97,10 +100,10 @@ def main() -> int:
                     num_kv_blocks=1 + 128 * -(-(args.input_len + args.output_len) // 16),
                 )
             )
-        device = engines[MODES[0]].runner.device
+        device, dtype = engines[MODES[0]].runner.device, str(engines[MODES[0]].runner.dtype)[6:]
         rows = measure(engines, args)
-    print(tables.text_table(rows))
-    result = {"benchmark": "modes", "rows": rows, "settings": {**vars(args), "json": str(args.json)}}
+    print(f"{args.model or args.shape}, {dtype}\n{tables.text_table(rows)}")
+    result = {"benchmark": "modes", "dtype": dtype, "rows": rows, "settings": {**vars(args), "json": str(args.json)}}
     tables.finish(result | {"machine": machine.describe(device)}, args.json)
     return 0
 

@@ -10,6 +10,7 @@ rows, 10,000 a call, in another process, before each run and after the last. Bot
 """
 
 import json
+import os
 import random
 import re
 import statistics
@@ -19,9 +20,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import own_checkout
 import psutil
 
 from compiled_llm.command_line import FlagParser
+from compiled_llm.engine.model_files import DEMO_MODEL
 from compiled_llm.offline.modes import MODES, mode_arguments
 
 SCRIPT = Path(__file__).parents[1] / "serve_offline.py"
@@ -54,7 +57,8 @@ def generate(rows: Path, count: int, max_tokens: int, mode: str) -> float:
     """Rows a second of ``generate``."""
     arguments = json.dumps(mode_arguments(mode, "cpu"))
     command = [sys.executable, "-c", GENERATE, str(rows), str(count), str(max_tokens), arguments]
-    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    environment = {**os.environ, "PYTHONPATH": str(own_checkout.ROOT)}
+    return float(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
 
 
 def run(rows: Path, output: Path, max_tokens: int, extra: list[str]) -> tuple[float, list[int]]:
@@ -116,7 +120,9 @@ def main() -> None:
             assert sorted(indices) == list(range(args.rows)), "each row once"
         generated += [generate(rows, args.generated, args.max_tokens, args.mode)] if args.generated else []
     listed = ", ".join(f"{rate:.0f}" for rate in rates)
-    print(f"{args.rows} rows of {args.prompt_tokens} tokens in, {args.max_tokens} out, {args.mode}: {listed} rows/s")
+    dtype = json.loads((DEMO_MODEL / "config.json").read_text())["dtype"]
+    sizes = f"{args.rows} rows of {args.prompt_tokens} tokens in, {args.max_tokens} out"
+    print(f"the bundled model in {dtype}, {sizes}, {args.mode}: {listed} rows/s")
     if generated:
         share = statistics.median(rates) / statistics.median(generated)
         print(f"generate: {', '.join(f'{rate:.0f}' for rate in generated)} rows/s; the run reached {share:.1%} of it")

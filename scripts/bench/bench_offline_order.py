@@ -19,7 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import own_checkout
+
 from compiled_llm.command_line import FlagParser
+from compiled_llm.engine.model_files import DEMO_MODEL
 
 SCRIPT = Path(__file__).parents[1] / "serve_offline.py"
 
@@ -91,6 +94,7 @@ def main() -> None:
                     print(next(line for line in summary.split("\n") if line.startswith(f"  {row} ")))
                 print(f"{name}: {taken:.1f} s", flush=True)
     assert lines["given"] == lines["ordered"], "the same results"
+    print(f"the bundled model in {json.loads((DEMO_MODEL / 'config.json').read_text())['dtype']}")
     given, ordered = (statistics.median(seconds[name]) for name in ("given", "ordered"))
     ratio = given / ordered
     print(f"{args.rows} rows: {given:.1f} s in the given order, {ordered:.1f} s ordered: {ratio:.2f} times as fast")

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import own_checkout
 import peer_checkpoints as checkpoints
 import tables
 import torch

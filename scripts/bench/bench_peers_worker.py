@@ -74,6 +74,7 @@ class CompiledLLM:
     packages = ("torch", "triton")
 
     def __init__(self, directory: str, options: dict[str, Any]) -> None:
+        import own_checkout  # noqa: I001 (it comes first)
         from compiled_llm import CompiledEngine, SamplingParams
 
         self._params = SamplingParams

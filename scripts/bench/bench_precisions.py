@@ -3,7 +3,8 @@
     python scripts/bench/bench_precisions.py --precisions none int8 int4 int4/int4 --workloads W1 W4
     python scripts/bench/bench_precisions.py --shape qwen3-4b --precisions none int8 int4/int4 --repeats 3
 
-A precision is a value of ``--quantization``, "none" for the model's dtype; after a slash, ``--quantization-head``.
+A precision is a value of ``--quantization``, "none" for bfloat16, which all activations are in; after a slash,
+``--quantization-head``.
 The first is what the others are compared with: a ratio is the median of those within a round, above 1 if faster.
 One round before is not counted. W1 gives decoded tokens a second, and which share of the machine's limit the reading
 of the weights alone is; W4 prefill, W5 tokens a second of 32 requests that decode together. The last line is JSON.
@@ -19,6 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import own_checkout
 import bench_results as results
 import tables
 import torch
@@ -31,7 +33,7 @@ from compiled_llm.command_line import FlagParser, errors_end
 from compiled_llm.report import machine_limits
 
 UNITS = {"W1": "decode tok/s", "W4": "prefill tok/s", "W5": "decode tok/s"}
-MAX_MODEL_LEN, NUM_BLOCKS = 2304, 1600
+DTYPE, MAX_MODEL_LEN, NUM_BLOCKS = "bfloat16", 2304, 1600
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,7 +58,7 @@ def start(directory: str, precision: str, eager: bool) -> CompiledEngine:
     kind, _, head = precision.partition("/")
     return CompiledEngine(
         directory,
-        dtype="bfloat16",
+        dtype=DTYPE,
         load_format="dummy",
         quantization=None if kind == "none" else kind,
         quantization_head=head or "auto",
@@ -122,13 +124,18 @@ def main() -> int:
             engines = {
                 name: stack.enter_context(start(directory, name, args.enforce_eager)) for name in args.precisions
             }
-        limits = machine_limits.measured(device, torch.bfloat16)
+        limits = machine_limits.measured(device, getattr(torch, DTYPE))
         speeds = measure(engines, args)
         weight_bytes = {name: engine.runner.weight_bytes for name, engine in engines.items()}
     rows = rows_of(speeds, weight_bytes, limits.read_bytes_per_second)
-    result = {"benchmark": "precisions", "shape": args.shape, "rounds": args.repeats, "rows": rows, "speeds": speeds}
-    result |= {"read_bytes_per_second": limits.read_bytes_per_second, "machine": machine.describe(device)}
-    print(tables.text_table(rows))
+    result = {"benchmark": "precisions", "shape": args.shape, "dtype": DTYPE, "rounds": args.repeats}
+    result |= {
+        "rows": rows,
+        "speeds": speeds,
+        "read_bytes_per_second": limits.read_bytes_per_second,
+        "machine": machine.describe(device),
+    }
+    print(f"{args.shape}, {DTYPE}\n{tables.text_table(rows)}")
     tables.finish(result, args.json)
     return 0
 

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import own_checkout
 import tables
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ Way = Callable[[Tensor, Tensor], Tensor]
 
 def layers_of(shape: str) -> list[tuple[int, int]]:
     """(outputs, inputs) of a model's linear layers, each once, in their order."""
-    config = parse_config({"dtype": "bfloat16", **SHAPES[shape]})
+    config = parse_config(SHAPES[shape])
     weights = family_of(config).describe(config, torch.bfloat16, Dense).weights
     return list(dict.fromkeys((layer.out_features, layer.in_features) for layer in linears(weights)))
 
@@ -100,6 +101,7 @@ def main() -> int:
         print("bench_products: no CUDA GPU here (torch.cuda.is_available() is False)", file=sys.stderr)
         return 2
     torch.manual_seed(0)
+    print(f"{args.shape}, bfloat16", flush=True)
     rows = []
     with torch.inference_mode():
         for outputs, inputs in layers_of(args.shape):
@@ -108,8 +110,8 @@ def main() -> int:
             for name, reason in {pair for row in new for pair in row["left_out"].items()}:
                 print(f"    {name} is left out: {reason}", flush=True)
             rows += new
-    facts = machine.describe(torch.device(args.device))
-    tables.finish({"benchmark": "products", "shape": args.shape, "results": rows, "machine": facts}, args.json)
+    result = {"benchmark": "products", "shape": args.shape, "dtype": "bfloat16", "results": rows}
+    tables.finish(result | {"machine": machine.describe(torch.device(args.device))}, args.json)
     return 0
 
 

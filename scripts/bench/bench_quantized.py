@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import own_checkout
 import tables
 import torch
 import torch.nn.functional as F
@@ -223,6 +224,7 @@ def main() -> int:
         return 2
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
+    print("activations and outputs in bfloat16", flush=True)
     rows = []
     with torch.inference_mode():
         for kind, sizes in itertools.product(args.kind, args.layer):
@@ -236,8 +238,8 @@ def main() -> int:
             for name, reason in {pair for row in new for pair in row["left_out"].items()}:
                 print(f"    {name} is left out: {reason}", flush=True)
             rows += new
-    facts = machine.describe(torch.device(args.device))
-    tables.finish({"benchmark": "quantized", "statistic": args.statistic, "results": rows, "machine": facts}, args.json)
+    result = {"benchmark": "quantized", "dtype": "bfloat16", "statistic": args.statistic, "results": rows}
+    tables.finish(result | {"machine": machine.describe(torch.device(args.device))}, args.json)
     return 0
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import own_checkout
 import tables
 import torch
 from bench_linear import seconds
@@ -138,10 +139,10 @@ def main() -> None:
     for layer in tqdm([layer for layer in LAYERS if layer.name in args.layers], disable=None, leave=False):
         measure(layer, args, 1, 0)  # kernels are built, memory is fetched
         rows.append(measure(layer, args, args.rounds, args.budget))
-    print(tables.text_table(rows))
+    print(f"activations in bfloat16, states as the layer has them\n{tables.text_table(rows)}")
     facts = {"threads": args.threads, "kernels": kernels.supported_isas()[0] if kernels else "plain torch"}
     facts |= {"batch_size": args.batch_size, "tokens": args.tokens, "machine": machine.describe(torch.device("cpu"))}
-    tables.finish({"benchmark": "recurrent", "results": rows, **facts}, args.json)
+    tables.finish({"benchmark": "recurrent", "dtype": "bfloat16", "results": rows, **facts}, args.json)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import own_checkout
 import numpy as np
 import tables
 import torch
@@ -178,7 +179,7 @@ def main() -> int:
     print(f"{facts.get('gpu', facts['cpu'])}, batch {args.batch_size}, vocabulary {vocab_size}, {args.dtype}")
     print(f"a decode step of {args.context} tokens each: {step * 1e3:.2f} ms, the greedy tokens in it\n")
     print(tables.text_table([{"kind": name, **row} for name, row in results.items()]))
-    result = {"benchmark": "sampling", "batch_size": args.batch_size, "vocab_size": vocab_size}
+    result = {"benchmark": "sampling", "dtype": args.dtype, "batch_size": args.batch_size, "vocab_size": vocab_size}
     result |= {"step_ms": step * 1e3, "kinds": results, "machine": facts}
     tables.finish(result | {"graph_breaks": report.graph_breaks, "recompiles": report.recompiles}, args.json)
     return 0

@@ -14,6 +14,7 @@ import itertools
 import statistics
 import time
 
+import own_checkout
 import tables
 import torch
 from tqdm import tqdm

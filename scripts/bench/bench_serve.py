@@ -25,6 +25,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import own_checkout
 import bench_arguments as arguments
 import bench_results as results
 import tables

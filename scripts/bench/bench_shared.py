@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import own_checkout
 import tables
 import torch
 from workloads import engine_parser, model_of
@@ -40,7 +41,11 @@ VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS")
 
 
 class Stream:
-    """An engine in a process of its own, which decodes one request after the other while it is told to."""
+    """An engine in a process of its own, which decodes one request after the other while it is told to.
+
+    Attributes:
+        dtype: its weights' and activations', as "bfloat16".
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         context = multiprocessing.get_context("spawn")
@@ -49,7 +54,7 @@ class Stream:
         self._process.start()
         other_end.close()
         try:
-            self._connection.recv()
+            self.dtype: str = self._connection.recv()
         except EOFError:
             raise SystemExit(f"an engine did not start: its process ended with {self._process.exitcode}") from None
 
@@ -68,7 +73,7 @@ class Stream:
 def _serve(connection: Connection, config: EngineConfig) -> None:
     with CompiledEngine.from_config(config) as engine:
         decode(engine, 0.2)
-        connection.send("ready")
+        connection.send(str(engine.runner.dtype)[6:])
         with contextlib.suppress(EOFError):
             while True:
                 connection.send(decode(engine, connection.recv()))
@@ -145,6 +150,7 @@ def main() -> int:
     result["environment"] = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     with model_of(args) as model:
         streams = [Stream(dataclasses.replace(engine_config(args), **model)) for _ in range(2)]
+        result["dtype"] = streams[0].dtype
         try:
             rounds = []
             for number in range(1, args.rounds + 1):
@@ -155,6 +161,7 @@ def main() -> int:
             for stream in streams:
                 stream.close()
     rows = compared(rounds)
+    print(f"{result['model']}, {result['dtype']}")
     print(tables.text_table([{"one stream": name} | row for name, row in rows.items()]))
     tables.finish(result | {"rows": rows, "rounds": rounds}, args.json)
     return 0

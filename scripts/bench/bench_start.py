@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import own_checkout
 import tables
 import torch
 from safetensors.torch import save_file
@@ -36,7 +37,7 @@ from compiled_llm.worker.device import resolve_device
 from compiled_llm.worker.quantization import published
 
 STAGES = ("imports", "kernels", "weights", "compile", "other", "first token")
-THIS = Path(__file__).resolve().parents[2]
+THIS = own_checkout.ROOT
 # Only what each version of the project has; it gets the engine's arguments, and when it was started.
 START = """
 import dataclasses, json, sys, time
@@ -52,6 +53,7 @@ seconds = {"imports": imported - began, **times, "first token": ended - ready}
 print(json.dumps({
     "seconds": seconds | {"other": ready - imported - sum(times.values())},
     "total": ended - began,
+    "dtype": str(engine.runner.dtype)[6:],
     "cpu": time.process_time(),
     "graphs": {graph.name: round(graph.compile_seconds, 3) for graph in report.reports},
     "hits": report.cache_count("hit"),
@@ -97,7 +99,7 @@ def write_checkpoint(directory: Path, shape: str, **fields: Any) -> None:
     Args:
         fields: of config.json besides.
     """
-    (directory / "config.json").write_text(json.dumps(SHAPES[shape] | {"dtype": "bfloat16"} | fields))
+    (directory / "config.json").write_text(json.dumps(SHAPES[shape] | fields))
     config, generator = read_config(directory), torch.Generator().manual_seed(0)
     if config.published and json.loads(config.published)["quant_method"] != "mxfp4":
         raise ValueError(f"random weights are not made of {config.published:.100}; pass --model with a checkpoint")
@@ -161,11 +163,12 @@ def main() -> int:
     with engine_arguments(args) as arguments:
         starts = measure(checkouts, arguments, args.warm_runs)
     names = dict(zip(starts, ("this", "other"), strict=False))
+    dtype = next(iter(starts.values()))[0]["dtype"]
     shown = {f"cold, {names[path]}": found[0] for path, found in starts.items()}
     shown |= {f"warm, {names[path]}": median_of(found[1:]) for path, found in starts.items()}
-    print(table(shown))
+    print(f"{dtype}\n{table(shown)}")
     finished = {names[path]: {"cold": found[0], "warm": found[1:]} for path, found in starts.items()}
-    tables.finish({**machine.describe(resolve_device(args.device)), **finished}, args.json)
+    tables.finish({"dtype": dtype, **machine.describe(resolve_device(args.device)), **finished}, args.json)
     return 0
 
 

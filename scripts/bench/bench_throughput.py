@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import own_checkout
 import bench_arguments as arguments
 import bench_hf
 import bench_results as results

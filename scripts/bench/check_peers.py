@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import own_checkout
 import bench_hf
 import tables
 import torch

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")  # of --dtype, for engines
+
 
 def text_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Lines of aligned columns, one for each key of the first row: text to the left, numbers to the right.

@@ -69,7 +69,7 @@ _NEMOTRON_H = dict(zip(_SIZES, (4096, 21504, 52, 32, False), strict=True)) | {
     "vocab_size": 131072,
     "layer_norm_epsilon": 1e-5,
 }
-SHAPES: dict[str, dict[str, Any]] = {
+_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _QWEN3 | dict(zip(_SIZES, (1024, 3072, 28, 16, True), strict=True)),
     "qwen3-4b": _QWEN3 | dict(zip(_SIZES, (2560, 9728, 36, 32, True), strict=True)),
     "qwen3-8b": _QWEN3 | dict(zip(_SIZES, (4096, 12288, 36, 32, False), strict=True)),
@@ -219,6 +219,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "tiny": _QWEN3 | dict(zip(_SIZES, (128, 256, 2, 8, True), strict=True)) | {"vocab_size": 1000},
 }
+# As the published checkpoints: a config without a dtype means float32.
+SHAPES: dict[str, dict[str, Any]] = {name: {"dtype": "bfloat16", **config} for name, config in _CONFIGS.items()}
 
 
 class WorkloadRequest(NamedTuple):
@@ -278,7 +280,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """``--model DIR``, a checkpoint, or ``--shape NAME``, random weights of a known shape."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("--model", metavar="DIR", help="a checkpoint's directory or hub id")
-    group.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights (default: qwen3-0.6b)")
+    group.add_argument(
+        "--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights, bfloat16 (default: qwen3-0.6b)"
+    )
 
 
 def engine_parser(description: str | None) -> FlagParser:

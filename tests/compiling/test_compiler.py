@@ -25,7 +25,7 @@ def test_a_torch_that_cannot_compile_ahead_of_time_is_refused_for_cpus(monkeypat
 
 
 def test_ops_are_no_surprise_where_functions_are_compiled_at_their_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else torch 2.11 writes out what they are given, a text that no deep model is compiled with. Layouts are as usual."""
+    """Else torch 2.11 writes out what each one is given, which no deep model survives. Layouts are as usual."""
     from torch._inductor import graph, lowering
     from torch._library.utils import get_layout_constraint_tag
 

@@ -1,11 +1,18 @@
 """The loop for a GPU without one: the host waits for nothing but the end of a step, and tokens are those of a CPU."""
 
+import io
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.engine.model_files import DEMO_MODEL
+from compiled_llm.progress import StartProgress
+from compiled_llm.worker.device import say_cost_of_dtype
 from tests.families import checkpoint
 from tests.pretend_gpu import GPU, WaitError, pretended_gpu
 
@@ -63,6 +70,32 @@ def test_the_overlapped_loop_waits_for_the_ends_of_steps_alone(
     assert found[1] == pytest.approx(expected[1], abs=1e-4)
     assert len(found[1]) > 100
     assert gpu.num_sent >= stats.num_steps
+
+
+def test_a_start_in_float32_says_in_one_line_what_it_costs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also where nobody asked for it: a config without a dtype means float32."""
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shutil.copy(DEMO_MODEL / "model.safetensors", tmp_path)
+    sizes = SIZES | {"model": str(tmp_path), "dtype": "auto", "progress": "lines"}
+    with pretended_gpu(monkeypatch), CompiledEngine(device="cuda", **sizes) as engine:
+        assert engine.runner.dtype == torch.float32
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "twice the bytes" in line]
+    assert said.startswith("compiled-llm: dtype='auto', which is float32 for this checkpoint, takes twice the bytes")
+    assert "Give dtype='bfloat16'" in said
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "count"),
+    [("cuda", torch.float32, 1), ("cuda", torch.bfloat16, 0), ("cuda", torch.float16, 0), ("cpu", torch.float32, 0)],
+)
+def test_other_starts_have_no_such_line(device: str, dtype: torch.dtype, count: int) -> None:
+    stream = io.StringIO()
+    say_cost_of_dtype(StartProgress("lines", stream), torch.device(device), dtype, str(dtype)[6:])
+    assert stream.getvalue().count("\n") == stream.getvalue().count("dtype='float32' takes twice") == count
 
 
 @pytest.mark.parametrize("kind", ["windows", pytest.param("stream", marks=pytest.mark.battery)])

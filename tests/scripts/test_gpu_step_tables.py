@@ -150,7 +150,7 @@ def test_a_chunk_sees_itself_at_least(tables: Any) -> None:
 
 
 def test_memory_of_weights_and_of_a_token(tables: Any) -> None:
-    model = tables.parse_config({"dtype": "bfloat16", **tables.SHAPES["qwen3-0.6b"]})
+    model = tables.parse_config(tables.SHAPES["qwen3-0.6b"])
     for kv, of_value in (("auto", 2 * 128), ("int8", 128 + 4), ("fp8", 128 + 4)):
         engine = tables.EngineConfig(device="cuda", kv_cache_dtype=kv)
         assert tables.kv_bytes(engine, model) == 2 * 8 * of_value * 28

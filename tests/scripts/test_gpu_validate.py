@@ -20,6 +20,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def load(path: Path) -> ModuleType:
+    """A program as a module, with the files beside it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(path.parent))
+        return _load(path)
+
+
+def _load(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,6 +1,7 @@
 """What inspect_gpu_step prints and refuses; tests/report/gpu_step has what it finds."""
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ def test_estimates_alone(script: Any) -> None:
     text = script.printed(inspection())
     assert "a layer, from its attention to the next: 4 launches" in text
     assert "18 launches in 4 layers, estimated 0.203 ms" in text
+    assert "decode_8, bfloat16, 1024 keys" in text
     assert "rotary_attention: split_kernel" in text
     assert "measured" not in text
 
@@ -36,6 +38,21 @@ def test_measured_times_beside_the_estimates(script: Any) -> None:
     assert "measured on NVIDIA H200: 0.090 ms in launches and 0.010 ms between them, 0.49 of the estimate" in text
     assert "were not found: mm" in text
     assert text.splitlines()[-1].split() == ["splitKreduce", "4", "20"]
+
+
+def test_a_measured_step_must_have_the_dtype_of_the_inspected_one(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    path = tmp_path / "kernels.json"
+    result = {"benchmark": "kernels", "in_order": [], "machine": {"gpu": "none"}, "shape": "qwen3-0.6b"}
+    result |= {"batch_size": 8, "context": 1024, "kv_cache_dtype": "auto", "dtype": "float32"}
+    path.write_text(json.dumps(result))
+    monkeypatch.setattr(sys, "argv", ["inspect_gpu_step.py", "--measured", str(path)])
+    with pytest.raises(SystemExit):
+        script.parse_arguments()
+    assert "dtype 'float32', asked 'bfloat16'" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(sys, "argv", ["inspect_gpu_step.py", "--measured", str(path), "--dtype", "float32"])
+    assert script.parse_arguments().measured == result
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """The training script on a tiny budget, and the demo model that ships: its size, its shape, and the loss it claims."""
 
 import hashlib
-import importlib.util
 import json
 import math
-import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.scripts.test_gpu_validate import load
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO_MODEL = REPOSITORY / "compiled_llm" / "demo_model"
 ANY_TEXT = "def f(x):\n\treturn 'naïve 日本語 🙂👩‍🚀'  # don't  split \r\n\n  \x00 <|endo"
@@ -20,11 +20,7 @@ ANY_TEXT = "def f(x):\n\treturn 'naïve 日本語 🙂👩‍🚀'  # don't  spl
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_demo_model", REPOSITORY / "scripts" / "train_demo_model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load(REPOSITORY / "scripts" / "train_demo_model.py")
 
 
 def test_some_seconds_give_a_loadable_checkpoint(script: ModuleType, tmp_path: Path) -> None:

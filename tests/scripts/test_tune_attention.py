@@ -1,6 +1,5 @@
 """tune_attention and the files of tiles: candidates, search, what is written, read back and chosen, refusals."""
 
-import importlib.util
 import math
 import sys
 from dataclasses import replace
@@ -12,6 +11,7 @@ import torch
 
 from compiled_llm.ops.attention import tiles as attention_tiles
 from compiled_llm.ops.attention.tiles import HOPPER, TileConfig, default_config, key, tile_config
+from tests.scripts.test_gpu_validate import load
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tune_attention.py"
 H200 = "NVIDIA H200"
@@ -19,12 +19,7 @@ H200 = "NVIDIA H200"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tune_attention", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(SCRIPT)
 
 
 @pytest.fixture

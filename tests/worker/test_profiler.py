@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.worker import profiler as profiler_module
 from compiled_llm.worker.profiler import KINDS, StepProfiler, kind_of, seconds_by_kind
 
 
@@ -45,11 +46,13 @@ def test_kernels_are_told_apart_by_name_and_by_the_samplers_range() -> None:
 
     def event(name: str, start: float, end: float, device: Any = torch.autograd.DeviceType.CUDA) -> Any:
         span = types.SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
-        return types.SimpleNamespace(name=name, time_range=span, device_type=device)
+        is_range = name in ("Torch-Compiled Region: 0/0", "compiled_llm::step", "compiled_llm::sampler")
+        return types.SimpleNamespace(name=name, time_range=span, device_type=device, is_user_annotation=is_range)
 
     events = [
         event("cudaGraphLaunch", 0, 900, torch.autograd.DeviceType.CPU),
         event("compiled_llm::step", 100, 160),
+        event("Torch-Compiled Region: 0/0", 100, 160),
         event("nvjet_tst_64x8", 100, 130),
         event("split_kernel", 130, 140),
         event("delta_steps_kernel", 140, 145),
@@ -65,6 +68,42 @@ def test_kernels_are_told_apart_by_name_and_by_the_samplers_range() -> None:
         "sampling": 15,
         "everything else": 20,  # a kernel, and the gaps between kernels
     }
+
+
+def test_a_profile_without_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's older profiler gives it for a replayed graph: its CPU's side alone."""
+    monkeypatch.setattr(profiler_module, "begin_step_of_trees", lambda: None)
+    monkeypatch.setattr(profiler_module, "profiled_events", lambda run, on_gpu: [])
+    profiler = StepProfiler(3, torch.device("cuda"))
+    with pytest.warns(UserWarning, match="the profile of decode_8 has no kernel"):
+        profiler.profile("decode_8", lambda: torch.zeros(1), None, 0.0)
+    assert profiler.shares("decode_8") is None
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_gpus_profile_is_asked_for_its_kernels(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    asked: list[Any] = []
+    ran: list[str] = []
+
+    class Profile:
+        def __init__(self, activities: Any) -> None:
+            asked.extend(activities)
+
+        def __enter__(self) -> "Profile":
+            return self
+
+        def __exit__(self, *what: object) -> None:
+            ran.append("ended")
+
+        def events(self) -> list[str]:
+            return ["event"]
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: ran.append("waited"))
+    assert profiler_module.profiled_events(lambda: ran.append("ran"), on_gpu) == ["event"]
+    kinds = torch.profiler.ProfilerActivity
+    assert asked == ([kinds.CPU, kinds.CUDA] if on_gpu else [kinds.CPU])
+    assert ran == ["ran", *["waited"] * on_gpu, "ended"]
 
 
 def test_early_and_late_steps_are_profiled() -> None:

@@ -40,6 +40,7 @@ class FakeStep(NamedTuple):
     """A bucket's step, generated.
 
     Attributes:
+        dtype: of weights and activations, as "bfloat16".
         layers: each layer's attention or state, of the layers that were generated.
         mode: that of the fake tensors.
         programmatic: whether launches may start while the one before still runs.
@@ -47,6 +48,7 @@ class FakeStep(NamedTuple):
 
     bucket: Bucket
     config: ModelConfig
+    dtype: str
     layers: MixedLayers
     generated: Generated
     mode: FakeTensorMode
@@ -125,7 +127,8 @@ def generate_step(engine: EngineConfig, config: ModelConfig, bucket_name: str) -
     tell_compiler(tensors_in(args))
     compiled = compile_at_first_call(own_copy(step, bucket.name), cuda_graphs=engine.cuda_graphs == "trees")
     generated = generate(compiled, args, mode)
-    return FakeStep(bucket, config, layers_of(config), generated, mode, engine.cuda_graphs == "programmatic")
+    programmatic, name = engine.cuda_graphs == "programmatic", str(dtype).removeprefix("torch.")
+    return FakeStep(bucket, config, name, layers_of(config), generated, mode, programmatic)
 
 
 class _Faked:

@@ -127,6 +127,7 @@ class Inspection:
         return {
             "gpu": self.gpu.name,
             "bucket": self.step.bucket.name,
+            "dtype": self.step.dtype,
             "contexts": dataclasses.asdict(self.contexts),
             "layers": self.num_layers,
             "launches_per_layer": self.launches_per_layer,

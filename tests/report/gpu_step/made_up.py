@@ -24,6 +24,6 @@ def row(name: str, kind: str, op: str) -> Row:
 def inspection() -> Inspection:
     rows = tuple(row(*launch) for launch in LAUNCHES)
     bucket = Bucket("decode", 8, 8)
-    step = FakeStep(bucket, None, (None, None), None, None, programmatic=False)  # type: ignore[arg-type]
+    step = FakeStep(bucket, None, "bfloat16", (None, None), None, None, programmatic=False)  # type: ignore[arg-type]
     spans = spans_of([one.launch for one in rows])
     return Inspection(GPUS["h100"], step, Contexts.of(bucket, 1024), 4, rows, spans, (), ())

@@ -1,9 +1,14 @@
 """bench_attention: cases and what is counted for them, every result compared before it is timed, table, JSON, plot."""
 
+import contextlib
+import gc
 import importlib
 import importlib.util
 import json
 import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -152,6 +157,62 @@ def test_op_and_alternatives_agree_to_the_last_digits(bench: ModuleType, kind: s
             quantised = bench.op(step, dtype, block_size=8)(0)
             torch.testing.assert_close(quantised, bench.expected(step, dtype), atol=1e-3, rtol=1e-3)
             assert not torch.allclose(quantised, ours(0), atol=2e-3, rtol=2e-3)
+
+
+class CapturedGraph:
+    """Stands for torch.cuda.CUDAGraph, which knows addresses and keeps no tensor."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[CapturedGraph]:
+    """Those that were captured."""
+    captured: list[CapturedGraph] = []
+
+    @contextlib.contextmanager
+    def capture(graph: CapturedGraph) -> Iterator[None]:
+        captured.append(graph)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CapturedGraph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    return captured
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Those that a function holds: in its closure, and in what is there."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, types.FunctionType):
+        inside: Iterable[Any] = [cell.cell_contents for cell in value.__closure__ or ()]
+    else:
+        inside = value if isinstance(value, list | tuple) else getattr(value, "__dict__", {}).values()
+    return [tensor for one in inside for tensor in tensors_of(one)]
+
+
+@pytest.mark.parametrize("name", ["op", "gather", "sdpa", "hf-paged"])
+def test_a_captured_graph_keeps_what_it_reads(bench: ModuleType, graphs: list[CapturedGraph], name: str) -> None:
+    """Caches and tables that nothing else holds: a replay would read what came to lie there later."""
+    with torch.inference_mode():
+        step = bench.Step(bench.parse_case("decode", SKEWED), bench.Shape(4, 2, 32, 16, torch.float32), "cpu", 2)
+        attend = bench.op(step, torch.float32, 16) if name == "op" else bench.ALTERNATIVES[name](step)
+        run, calls = bench.all_layers(attend, 2, "cuda")
+    read = [weakref.ref(tensor) for tensor in tensors_of(attend)]
+    assert calls == 2
+    assert len(read) > 4
+    del attend, step
+    gc.collect()
+    assert all(tensor() is not None for tensor in read)
+    run()
+    assert [graph.replays for graph in graphs] == [1]
+    del run
+    gc.collect()
+    assert not any(tensor() is not None for tensor in read), "nothing else held them"
 
 
 @pytest.mark.parametrize("name", ["gather", "sdpa", "flex", "hf-paged"])

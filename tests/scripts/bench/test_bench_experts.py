@@ -46,7 +46,10 @@ def test_a_small_mixture(
     assert (row["experts"], row["rounds"]) == ("2 of 8, 48 x 64", 7)
     assert row["mb"] == pytest.approx(2 * 2 * 48 * 64 / 1e6)
     assert min(row["experts_gb_per_s"], row["dense_gb_per_s"], row["read_gb_per_s"], row["ratio"]) > 0
-    assert "small" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "small" in out
+    assert "bfloat16, kernels: " in out
+    assert json.loads(file.read_text())["dtype"] == "bfloat16"
 
 
 def test_the_ratio_is_of_the_rates_in_one_round(bench: ModuleType) -> None:

@@ -31,6 +31,8 @@ def test_a_run(
     result = json.loads(out.splitlines()[-1])
     assert json.loads(file.read_text()) == result
     assert [row["mode"] for row in result["rows"]] == list(MODES)
+    assert result["dtype"] == "bfloat16"
+    assert "tiny, bfloat16" in out
     assert all(value > 0 for row in result["rows"] for name, value in row.items() if name != "mode")
 
 

@@ -37,7 +37,10 @@ def run(module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_row_for_each_workload_and_precision(run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     assert run("--precisions", "none", "int4/int8", "--workloads", "W1", "--repeats", "2", "--json", str(path)) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert result["dtype"] == "bfloat16"
+    assert "tiny, bfloat16" in out
     assert json.loads(path.read_text()) == result
     plain, quantized = result["rows"]
     assert (plain["precision"], quantized["precision"]) == ("none", "int4/int8")

@@ -38,7 +38,8 @@ def test_a_table_and_what_is_left_out(
     flags = ["--device", "cpu", "--rows", "1", "5", "--seconds", "0.001", "--json", str(tmp_path / "out.json")]
     monkeypatch.setattr(sys, "argv", ["bench_products.py", *flags])
     assert bench.main() == 0
-    rows = json.loads((tmp_path / "out.json").read_text())["results"]
+    result = json.loads((tmp_path / "out.json").read_text())
+    rows = result["results"]
     assert [(row["layer"], row["rows"], row["best"]) for row in rows] == [
         ("48x32", 1, "cublas"),
         ("48x32", 5, "cublas"),
@@ -46,4 +47,7 @@ def test_a_table_and_what_is_left_out(
         ("16x64", 5, "cublas"),
     ]
     assert all(row["cublas_us"] > 0 and set(row["left_out"]) == {"wrong", "broken"} for row in rows)
-    assert "not for this GPU" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "not for this GPU" in out
+    assert result["dtype"] == "bfloat16"
+    assert "qwen3-0.6b, bfloat16" in out

@@ -46,6 +46,8 @@ def test_layers_and_experts_are_checked_and_timed(kind: str, layers: list[str], 
     )
     assert done.returncode == 0, done.stderr
     results = json.loads(file.read_text())["results"]
+    assert json.loads(file.read_text())["dtype"] == "bfloat16"
+    assert "in bfloat16" in done.stdout
     assert [(row["layer"], row["rows"]) for row in results] == [(layer, rows) for layer in layers for rows in (1, 17)]
     for row in results:
         assert 0 < row["error"] < 2**-6

@@ -49,7 +49,10 @@ def test_small_layers(
         assert row["state_kb"] == nbytes / 1e3
         assert row["decode_gb_per_s"] == pytest.approx(2 * 3 * nbytes / row["decode_us"] / 1e3)
         assert min(row["of_read"], row["chunk_us_per_token_and_head"]) > 0
-    assert "convolution" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "convolution" in out
+    assert "in bfloat16" in out
+    assert json.loads(file.read_text())["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -55,8 +55,11 @@ def test_a_run(
     times = ["--seconds", "0.2", "--rounds", "2", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["bench_shared.py", *eager, *times])
     assert bench.main() == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
     assert json.loads(file.read_text()) == result
+    assert result["dtype"] == "bfloat16"
+    assert "tiny, bfloat16" in out
     assert list(result["rows"]) == ["alone", "one busy loop", "two busy loops", "two engines"]
     assert all(row["tokens_per_second"] > 0 and row["cores"] > 0 for row in result["rows"].values())
     assert [len(found["two engines"]) for found in result["rounds"]] == [2, 2]

@@ -39,6 +39,7 @@ def test_the_stages_of_a_start_add_up_to_it(script: ModuleType, monkeypatch: pyt
         assert arguments.keys() >= {"model", "enforce_eager", "bucket_sizes"}
         assert "load_format" not in arguments
         start = script.start(script.THIS, cache_directory(), arguments)
+    assert start["dtype"] == "bfloat16"
     assert set(start["seconds"]) == set(script.STAGES)
     assert all(seconds >= 0 for seconds in start["seconds"].values())
     assert sum(start["seconds"].values()) == pytest.approx(start["total"], abs=0.01)
@@ -57,7 +58,7 @@ def test_two_checkouts_are_measured_in_turns(
         seen.append((checkout, cache))
         total = 60.0 if len(seen) <= 2 else 10.0 + len(seen)
         seconds = dict.fromkeys(script.STAGES, total / len(script.STAGES))
-        counts = {"graphs": {"a": 1.0}, "hits": 0, "misses": 1, "recompiles": 0}
+        counts = {"graphs": {"a": 1.0}, "hits": 0, "misses": 1, "recompiles": 0, "dtype": "bfloat16"}
         return {"seconds": seconds, "total": total, "cpu": 1.0, "load": 0.5, **counts}
 
     monkeypatch.setattr(script, "start", start)
@@ -66,6 +67,8 @@ def test_two_checkouts_are_measured_in_turns(
     assert run(script, monkeypatch, *arguments) == 0
     lines, result = capsys.readouterr().out.splitlines(), json.loads(result_path.read_text())
     assert json.loads(lines[-1]) == result
+    assert result["dtype"] == "bfloat16"
+    assert lines[0] == "bfloat16"
     assert [checkout for checkout, _ in seen] == [script.THIS, tmp_path] * 4
     assert len({cache for _, cache in seen}) == 2, "a warm start uses what the cold one left"
     assert (result["this"]["cold"]["total"], [start["total"] for start in result["this"]["warm"]]) == (60, [13, 15, 17])
