@@ -6,7 +6,7 @@ import math
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.streaming import Stream
 
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +49,8 @@ class ModelConfig:
             rope.check(self.head_dim)
         if not 0 <= self.rms_norm_eps < math.inf:
             raise ValueError(f"config.json: rms_norm_eps must be a number of at least 0, given {self.rms_norm_eps}")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"config.json: dtype must be one of {', '.join(_DTYPES)}, given {self.dtype!r:.100}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"config.json: dtype must be one of {', '.join(DTYPES)}, given {self.dtype!r:.100}")
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -67,8 +67,8 @@ class WindowedConfig(ModelConfig):
         super().__post_init__()
         if len(self.layer_types) != self.num_layers or not {SLIDING, FULL}.issuperset(self.layer_types):
             raise ValueError(
-                f"config.json: layer_types must be {SLIDING!r} or {FULL!r} for each of the {self.num_layers} layers, "
-                f"given {self.layer_types!r:.200}"
+                f"config.json: layer_types must be {SLIDING!r} or {FULL!r} for each of "
+                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
             )
         if SLIDING in self.layer_types:
             check_window(self.sliding_window)

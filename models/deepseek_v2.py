@@ -53,9 +53,9 @@ def take(config: DeepseekV2Config, source: Source) -> Weights:
     return llama.take(config, source, take_layer)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """One for all layers."""
-    return (read_latent_rope(config, interleaved=True),)
+    return (read_latent_rope(config.rope_parameters, config.max_position_embeddings, interleaved=True),)
 
 
 def _groups(config: Any) -> dict[str, int]:

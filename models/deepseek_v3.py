@@ -96,9 +96,10 @@ def forward(
     )  # fmt: skip
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """One for all layers."""
-    return (read_latent_rope(config, interleaved=config.get("rope_interleave", True) is not False),)
+    longest, interleaved = config.max_position_embeddings, config.rope_interleave
+    return (read_latent_rope(config.rope_parameters, longest, interleaved=interleaved),)
 
 
 DERIVED = ("head_dim", "qk_head_dim")

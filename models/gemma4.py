@@ -27,10 +27,6 @@ from compiled_llm.models.weights import Source
 from compiled_llm.ops import rms_norm, scaled_sum, soft_cap, sum_of_norms
 from compiled_llm.ops.attention.heads import turned_heads
 
-_ROPES = {
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-}
 _UNUSED = "keys and values of layers that share those of others"
 
 
@@ -360,10 +356,9 @@ def head(weights: Weights, rows: Tensor, config: Gemma4Config) -> Tensor:
     return logits if cap is None else soft_cap(logits, cap)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """That of layers without a window, and that of layers with one. Where parameters are given they are complete."""
-    given = config.get("rope_parameters") or _ROPES
-    return read_ropes_by_layer_type({**config, "rope_parameters": given}, dict.fromkeys((FULL, SLIDING)))
+    return read_ropes_by_layer_type(config.rope_parameters, (FULL, SLIDING), config.max_position_embeddings)
 
 
 def sizes(config: Any) -> dict[str, Any]:

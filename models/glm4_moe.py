@@ -133,9 +133,9 @@ def forward(
     return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """One for all layers, which turns half of each head unless the file says otherwise."""
-    return (read_partial_rope(config, default=0.5),)
+def read_ropes(config: Any) -> tuple[Rope, ...]:
+    """One for all layers, which turns a part of each head."""
+    return (read_partial_rope(config.rope_parameters, config.max_position_embeddings),)
 
 
 FAMILY = Family(

@@ -90,7 +90,7 @@ def head(weights: Weights, rows: Tensor, config: GPT2Config) -> Tensor:
     return weights.head.apply(rows)
 
 
-def no_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def no_ropes(config: Any) -> tuple[Rope, ...]:
     """Positions are learned."""
     return ()
 

@@ -44,8 +44,8 @@ class GraniteHybridConfig(GraniteConfig):
         super().__post_init__()
         if len(self.layer_types) != self.num_layers or not {LINEAR, FULL}.issuperset(self.layer_types):
             raise ValueError(
-                f"config.json: layer_types must be 'mamba' or 'attention' for each of the {self.num_layers} layers, "
-                f"given {self.layer_types!r:.200}"
+                f"config.json: layer_types must be 'mamba' or 'attention' for each of "
+                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
             )
         if self.position_embedding_type not in (None, "nope", "rope"):
             raise ValueError(

@@ -32,8 +32,8 @@ class Lfm2Config(ModelConfig):
         super().__post_init__()
         if len(self.layer_types) != self.num_layers or not {CONVOLUTION, FULL}.issuperset(self.layer_types):
             raise ValueError(
-                f"config.json: layer_types must be {CONVOLUTION!r} or {FULL!r} for each of the {self.num_layers} "
-                f"layers, given {self.layer_types!r:.200}"
+                f"config.json: layer_types must be {CONVOLUTION!r} or {FULL!r} for each of "
+                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
             )
         if not 2 <= self.conv_L_cache <= MAX_WIDTH:
             raise ValueError(f"config.json: conv_L_cache must be from 2 to {MAX_WIDTH}, given {self.conv_L_cache}")

@@ -213,7 +213,7 @@ def forward(
     )  # fmt: skip
 
 
-def no_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def no_ropes(config: Any) -> tuple[Rope, ...]:
     """Nothing is turned by its position, whatever the file says of angles."""
     return ()
 

@@ -12,10 +12,13 @@ from typing import Any
 import torch
 
 from compiled_llm.models.config import FULL, SLIDING
-from compiled_llm.models.config_sizes import MOST, check_size, eos_token_ids
+from compiled_llm.models.config_class import check_types, filled
+from compiled_llm.models.config_sizes import check_given_sizes, check_size, eos_token_ids
+from compiled_llm.models.config_values import stated_dtype
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.fallback.recording import recorded
 from compiled_llm.models.registry import SUPPORTED
+from compiled_llm.models.rope_config import checked_ropes
 
 # Fields that ask for something that lies around transformers' modelling code -> values that ask for nothing.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -43,20 +46,17 @@ def parse_transformers_config(
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[config["model_type"]]
-    for name in MOST:
-        for given in {name, config_class.attribute_map.get(name, name)} & config.keys():
-            if config[given] is not None:
-                check_size(name, config[given])
-    try:
-        full = config_class.from_dict(config)
-        longest, tied = full.max_position_embeddings, bool(full.tie_word_embeddings)
-    except Exception as error:  # a wrong type meets transformers' own validation, in whatever exception it uses
-        raise ValueError(f"config.json: {type(error).__name__}: {error!s:.500}") from error
+    check_given_sizes(config, config_class)
+    check_types(config, config_class)
+    config = checked_ropes(config)
+    full = filled(config, config_class, config.keys())
+    longest, tied = getattr(full, "max_position_embeddings", None), bool(full.tie_word_embeddings)
     check_size("max_position_embeddings", longest)
     _check_layers(full)
     _check_ropes(full)
+    stated = stated_dtype(config, "float32")
     if dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        dtype = stated
     fields = json.dumps(config, sort_keys=True)
     recording = recorded(architecture, fields, getattr(torch, dtype))
     widest = max((linear.out_features for linear in recording.module.linears), default=recording.hidden_size)
