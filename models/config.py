@@ -14,8 +14,8 @@ class ModelConfig:
     """A model's shape. Hashable, so a graph may be keyed by it.
 
     A family whose ``config.json`` has more fields that matter adds them in a subclass, under the names that they have
-    there. Lists become tuples, since everything here is hashable. A field that transformers' class lacks needs a
-    default, and keeps it.
+    there. Lists become tuples, since everything here is hashable. Defaults are those of transformers' class. A field
+    that it lacks needs one, and keeps it.
     """
 
     architecture: str
@@ -44,7 +44,10 @@ class ModelConfig:
                 f"and {self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"config.json: head_dim must be even (rotary embedding), given {self.head_dim}")
+            raise ValueError(
+                "config.json: head_dim, else hidden_size // num_attention_heads, must be even (rotary embedding), "
+                f"given {self.head_dim}"
+            )
         for rope in self.ropes:
             rope.check(self.head_dim)
         if not 0 <= self.rms_norm_eps < math.inf:
@@ -56,7 +59,7 @@ class ModelConfig:
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowedConfig(ModelConfig):
     """A model some of whose layers see a window of keys: those that ``layer_types`` calls ``SLIDING``."""
 

@@ -51,7 +51,8 @@ def filled(config: dict[str, Any], config_class: Any, others: Collection[str]) -
         others: names of fields that the class does not declare, and acts on.
 
     Raises:
-        ValueError: the class cannot make sense of the fields; the message names those that it would do without.
+        ValueError: the class cannot make sense of the fields; the message names those that it would do without,
+            or all where it is not one alone.
     """
     names = (class_parameters(config_class).keys() | set(others)) - _LEFT_OUT
     given = {name: config[name] for name in config.keys() & names}
@@ -61,7 +62,7 @@ def filled(config: dict[str, Any], config_class: Any, others: Collection[str]) -
         return _made(given, config_class)
     except Exception as error:  # whatever exception transformers' own checks use
         guilty = [name for name in sorted(given) if _is_made({**given}, config_class, without=name)]
-        shown = ", ".join(f"{name}={given[name]!r:.300}" for name in guilty) or "its fields"
+        shown = ", ".join(f"{name}={given[name]!r:.300}" for name in guilty or sorted(given))
         by_default = {name: value for name, value in _sizes(config_class).items() if name not in config}
         beside = ", ".join(f"{name}={value!r:.100}" for name, value in by_default.items())
         raise ValueError(

@@ -16,7 +16,7 @@ from compiled_llm.models.rope_config import Rope, check_by_layer_type, read_rope
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma2Config):
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -30,7 +30,7 @@ from compiled_llm.ops.attention.heads import turned_heads
 _UNUSED = "keys and values of layers that share those of others"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Config(WindowedConfig):
     """``head_dim`` and ``num_kv_heads`` are those of layers with a window. What has a default, some sizes have."""
 
@@ -361,6 +361,15 @@ def read_ropes(config: Any) -> tuple[Rope, ...]:
     return read_ropes_by_layer_type(config.rope_parameters, (FULL, SLIDING), config.max_position_embeddings)
 
 
+def check(config: dict[str, Any]) -> None:
+    """``ValueError`` for rotary embeddings as older families name them."""
+    if config.get("rope_scaling") is not None:
+        raise ValueError(
+            "config.json: rope_scaling must be left out for this architecture, which has rope_parameters, given "
+            f"{config['rope_scaling']!r:.200}"
+        )
+
+
 def sizes(config: Any) -> dict[str, Any]:
     """Heads of the two kinds of layers, which transformers keeps layer by layer."""
     varying = (config.per_layer_attributes or set()) - {"head_dim", "num_key_value_heads"}
@@ -388,6 +397,7 @@ FAMILY = Family(
         "use_bidirectional_attention": (None, "vision"),  # which says nothing of text
     },
     read_ropes=read_ropes,
+    check=check,
     old_fields=("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
     sizes=sizes,
 )

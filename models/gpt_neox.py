@@ -22,7 +22,7 @@ from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(ModelConfig):
     attention_bias: bool
     hidden_act: str

@@ -22,12 +22,12 @@ from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(LlamaConfig, WindowedConfig):
-    num_local_experts: int = 128
-    num_experts_per_tok: int = 4
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
+    num_local_experts: int
+    num_experts_per_tok: int
+    swiglu_alpha: float
+    swiglu_limit: float
 
     def __post_init__(self) -> None:
         super().__post_init__()

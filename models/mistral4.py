@@ -22,7 +22,7 @@ from compiled_llm.models.rope_config import Rope, read_latent_rope, read_query_s
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Mistral4Config(DeepseekConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,9 +81,10 @@ def read_ropes(config: Any) -> tuple[Rope, ...]:
 
 
 def check(config: dict[str, Any]) -> None:
-    """``ValueError`` for derived sizes that do not follow from the others."""
+    """As DeepSeek-V3's, whose ``head_dim`` is the turned part alone."""
     head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    deepseek_v3.check_derived(config, head_dim=head_dim, qk_head_dim=head_dim)
+    deepseek_v3.check_derived(config, head_dim=head_dim)
+    deepseek_v3.check({**config, "head_dim": None})
 
 
 FAMILY = Family(

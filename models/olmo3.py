@@ -14,7 +14,7 @@ from compiled_llm.models.olmo2 import Olmo2Config
 from compiled_llm.models.rope_config import Rope, check_by_layer_type, read_ropes_by_layer_type
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Olmo3Config(WindowedConfig, Olmo2Config):
     pass
 

@@ -138,14 +138,18 @@ def read_rope(parameters: Any, longest: int, *, of: str = "rope_parameters") -> 
     if not isinstance(parameters, dict):
         raise ValueError(f"config.json: {of} must be an object, given {parameters!r:.200}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _FIELDS:
+        raise ValueError(
+            f"config.json: rope scaling of rope_type {kind!r:.100} is not supported; allowed: {', '.join(_FIELDS)}"
+        )
     own = {name: value for name, value in parameters.items() if name not in ("rope_type", "type", "rope_theta")}
     partial = 1 if kind == "proportional" else own.pop("partial_rotary_factor", 1)
     if partial != 1:
         raise ValueError(
-            f"config.json: partial_rotary_factor must be 1 for this architecture, given {partial!r:.100}: the model is "
-            "not supported"
+            f"config.json: partial_rotary_factor must be 1 for rope_type {kind!r} of this architecture, given "
+            f"{partial!r:.100}: the model is not supported"
         )
-    theta = parameters.get("rope_theta")
+    theta: Any = parameters.get("rope_theta")
     _check_value("rope_theta", theta, of)
     scaling = _scaling(kind, own, longest)
     if kind == "yarn" and theta <= 1:
@@ -172,6 +176,7 @@ def read_latent_rope(parameters: Any, longest: int, *, interleaved: bool) -> Rop
     slope = parameters.get("mscale_all_dim")
     if not slope or not isinstance(rope.scaling, YarnRopeScaling):
         return rope
+    _check_value("factor", parameters["factor"], "rope_parameters")  # transformers' model has no other here
     return dataclasses.replace(rope, score_factor=_magnitude(rope.scaling.factor, slope) ** 2)
 
 
@@ -219,6 +224,14 @@ def read_ropes_by_layer_type(given: Any, kinds: tuple[str, ...], longest: int) -
     return tuple(ropes)
 
 
+# Parameters beside rope_parameters, whose place they have in older files -> their names there.
+_AT_TOP = {
+    "partial_rotary_factor": "partial_rotary_factor",
+    "rope_local_base_freq": "rope_theta",
+    "rope_theta": "rope_theta",
+    "rotary_emb_base": "rope_theta",
+    "rotary_pct": "partial_rotary_factor",
+}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base")
 
@@ -246,8 +259,10 @@ def checked_ropes(config: dict[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         if plain.get(name) is not None:
             plain[name] = _checked(plain[name], name)
-    if plain.get("partial_rotary_factor") is not None:
-        _check_value("partial_rotary_factor", plain["partial_rotary_factor"])
+    for name, usual in _AT_TOP.items():
+        value = plain.get(name)
+        if value is not None or (name in plain and name != usual and not plain.get("rope_parameters")):
+            _check_value(usual, value, stated_as=name)
     new, old = plain.get("rope_parameters"), plain.get("rope_scaling")
     if new and old and new != old:
         raise ValueError(
@@ -286,16 +301,13 @@ def _as_number(value: Any) -> Any:
         return value
 
 
-def _scaling(kind: Any, given: dict[str, Any], longest: int) -> RopeScaling | None:
+def _scaling(kind: str, given: dict[str, Any], longest: int) -> RopeScaling | None:
     """``given``: the parameters, without kind and base."""
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        raise ValueError(
-            f"config.json: rope scaling of rope_type {kind!r:.100} is not supported; allowed: {', '.join(_FIELDS)}"
-        )
     needed, optional = _FIELDS[kind]
-    # transformers takes null for absent, but for truncate, where it is false.
-    fields = {name: value for name, value in given.items() if value is not None or name in {*needed, "truncate"}}
-    original = fields.get("original_max_position_embeddings")
+    # What transformers takes for absent where it is null.
+    nullable = optional - {"truncate"} if kind in ("yarn", "longrope") else set()
+    fields = {name: value for name, value in given.items() if value is not None or name not in nullable}
+    original: Any = fields.get("original_max_position_embeddings")
     if kind == "yarn" and fields.get("factor") is None and _is_positive(original):
         fields["factor"] = longest / original
     if not needed <= fields.keys() <= needed | optional:
@@ -355,11 +367,11 @@ def _magnitude(factor: float, slope: float) -> float:
 
 _NUMBERS = {
     *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale"),
-    *("mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor", "rope_theta"),
+    *("llama_4_scaling_beta", "mscale_all_dim", "rope_theta"),
 }
 
 
-def _check_value(name: str, value: Any, of: str = "") -> None:
+def _check_value(name: str, value: Any, of: str = "", stated_as: str | None = None) -> None:
     """``ValueError`` for a value that the parameter ``name`` of ``of`` cannot have; those of other names may be any."""
     if name == "original_max_position_embeddings":
         allowed, is_valid = "a number above 1", _is_positive(value) and value > 1
@@ -370,9 +382,12 @@ def _check_value(name: str, value: Any, of: str = "") -> None:
     elif name in ("short_factor", "long_factor"):
         allowed, is_valid = "a list of positive numbers", isinstance(value, list) and all(map(_is_positive, value))
     else:
-        allowed, is_valid = "a positive number", name not in _NUMBERS or _is_positive(value)
+        most = 1e30 if name == "rope_theta" else 1e6
+        allowed, is_valid = "a positive number", name not in _NUMBERS or (_is_positive(value) and value <= most)
     if not is_valid:
-        raise ValueError(f"config.json: {name} must be {allowed}{of and f' (in {of})'}, given {value!r:.100}")
+        raise ValueError(
+            f"config.json: {stated_as or name} must be {allowed}{of and f' (in {of})'}, given {value!r:.100}"
+        )
 
 
 def _is_positive(value: Any) -> bool:

@@ -10,13 +10,13 @@ from compiled_llm.models.layers.attention import windowed_layers
 from compiled_llm.models.llama import LlamaConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(LlamaConfig, WindowedConfig):
     """``no_rope_layers`` and ``layer_types`` follow from the other fields where the file leaves them out."""
 
-    no_rope_layers: tuple[int, ...] = ()  # of each layer 1: with rotary embeddings, or 0: without
-    no_rope_layer_interval: int = 4
-    use_sliding_window: bool = False
+    no_rope_layers: tuple[int, ...]  # of each layer 1: with rotary embeddings, or 0: without
+    no_rope_layer_interval: int
+    use_sliding_window: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,7 +50,7 @@ def parse_transformers_config(
     check_types(config, config_class)
     config = checked_ropes(config)
     full = filled(config, config_class, config.keys())
-    longest, tied = getattr(full, "max_position_embeddings", None), bool(full.tie_word_embeddings)
+    longest: Any = getattr(full, "max_position_embeddings", None)
     check_size("max_position_embeddings", longest)
     _check_layers(full)
     _check_ropes(full)
@@ -72,7 +72,7 @@ def parse_transformers_config(
         rms_norm_eps=0.0,
         ropes=(),
         max_position_embeddings=longest,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=bool(full.tie_word_embeddings),
         dtype=dtype,
         eos_token_ids=eos_token_ids(config, generation, recording.vocab_size),
         fields=fields,
