@@ -22,7 +22,7 @@ from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
 from compiled_llm.models.quantized import plan
 from compiled_llm.models.registry import SUPPORTED, family, has_own_file
-from compiled_llm.models.rope_config import checked_ropes
+from compiled_llm.models.rope_fields import checked_ropes
 from compiled_llm.models.wrappers import is_wrapper, language_model
 
 

@@ -52,8 +52,14 @@ class Gemma4Config(WindowedConfig):
         super().__post_init__()
         sizes = {"global_head_dim": self.global_head_dim, "num_global_key_value_heads": self.num_global_kv_heads}
         if self.enable_moe_block:
+            for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+                if getattr(self, name) is None:
+                    raise ValueError(
+                        f"config.json: {name} must be from 1 to {2**16} where enable_moe_block is true, given None"
+                    )
             check_router(self, "num_experts", "top_k_experts")
-            sizes["moe_intermediate_size"] = self.moe_intermediate_size or 0
+            assert self.moe_intermediate_size is not None
+            sizes["moe_intermediate_size"] = self.moe_intermediate_size
         for name, value in sizes.items():
             if not 0 < value <= 2**16:
                 raise ValueError(f"config.json: {name} must be from 1 to {2**16}, given {value!r:.100}")

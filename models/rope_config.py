@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+from compiled_llm.models.rope_fields import check_value, is_positive
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearRopeScaling:
@@ -150,7 +152,7 @@ def read_rope(parameters: Any, longest: int, *, of: str = "rope_parameters") -> 
             f"{partial!r:.100}: the model is not supported"
         )
     theta: Any = parameters.get("rope_theta")
-    _check_value("rope_theta", theta, of)
+    check_value("rope_theta", theta, of)
     scaling = _scaling(kind, own, longest)
     if kind == "yarn" and theta <= 1:
         raise ValueError(f"config.json: rope_theta must be above 1 for rope_type 'yarn', given {theta}")
@@ -160,7 +162,7 @@ def read_rope(parameters: Any, longest: int, *, of: str = "rope_parameters") -> 
 def read_partial_rope(parameters: Any, longest: int) -> Rope:
     """The same where ``partial_rotary_factor`` says which share of a head is turned."""
     factor = parameters.get("partial_rotary_factor", 1.0)
-    _check_value("partial_rotary_factor", factor, "rope_parameters")
+    check_value("partial_rotary_factor", factor, "rope_parameters")
     whole = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
     return dataclasses.replace(read_rope(whole, longest), partial=float(factor))
 
@@ -176,14 +178,14 @@ def read_latent_rope(parameters: Any, longest: int, *, interleaved: bool) -> Rop
     slope = parameters.get("mscale_all_dim")
     if not slope or not isinstance(rope.scaling, YarnRopeScaling):
         return rope
-    _check_value("factor", parameters["factor"], "rope_parameters")  # transformers' model has no other here
+    check_value("factor", parameters["factor"], "rope_parameters")  # transformers' model has no other here
     return dataclasses.replace(rope, score_factor=_magnitude(rope.scaling.factor, slope) ** 2)
 
 
 def read_query_scale(parameters: dict[str, Any]) -> tuple[float, dict[str, Any]]:
     """``Rope.query_beta`` of transformers' ``rope_parameters``, and these without it. The kind is yarn."""
     beta, kind = parameters.get("llama_4_scaling_beta"), parameters.get("rope_type")
-    if kind != "yarn" or not _is_positive(beta):
+    if kind != "yarn" or not is_positive(beta):
         raise ValueError(
             "config.json: rope_parameters must have rope_type 'yarn' and a positive llama_4_scaling_beta for this "
             f"architecture, given {kind!r:.100} and {beta!r:.100}"
@@ -224,83 +226,6 @@ def read_ropes_by_layer_type(given: Any, kinds: tuple[str, ...], longest: int) -
     return tuple(ropes)
 
 
-# Parameters beside rope_parameters, whose place they have in older files -> their names there.
-_AT_TOP = {
-    "partial_rotary_factor": "partial_rotary_factor",
-    "rope_local_base_freq": "rope_theta",
-    "rope_theta": "rope_theta",
-    "rotary_emb_base": "rope_theta",
-    "rotary_pct": "partial_rotary_factor",
-}
-_LAYER_TYPES = ("full_attention", "sliding_attention")
-_BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base")
-
-
-def check_by_layer_type(config: dict[str, Any]) -> None:
-    """``ValueError`` for a parsed ``config.json`` whose parameters are all outside those of layer types.
-
-    transformers would look at none of them.
-    """
-    given = config.get("rope_parameters")
-    if given and not given.keys() & {*_LAYER_TYPES}:
-        raise ValueError(
-            f"config.json: rope_parameters must be an object with {' and '.join(_LAYER_TYPES)}, given {given!r:.300}"
-        )
-
-
-def checked_ropes(config: dict[str, Any]) -> dict[str, Any]:
-    """A parsed ``config.json`` with what it says of rotary embeddings checked, and bases as numbers: "1e4" is 10000.
-
-    Raises:
-        ValueError: parameters are no object, one has no value that it may have, or two fields contradict each other;
-            the message names them.
-    """
-    plain = {name: _as_number(value) if name in _BASES else value for name, value in config.items()}
-    for name in ("rope_parameters", "rope_scaling"):
-        if plain.get(name) is not None:
-            plain[name] = _checked(plain[name], name)
-    for name, usual in _AT_TOP.items():
-        value = plain.get(name)
-        if value is not None or (name in plain and name != usual and not plain.get("rope_parameters")):
-            _check_value(usual, value, stated_as=name)
-    new, old = plain.get("rope_parameters"), plain.get("rope_scaling")
-    if new and old and new != old:
-        raise ValueError(
-            f"config.json: rope_parameters and rope_scaling contradict each other: {new!r:.200} and {old!r:.200}"
-        )
-    flat = new or old or {}
-    for name in ("rope_theta", "original_max_position_embeddings"):
-        inside, outside = flat.get(name), plain.get(name)
-        if inside is not None and outside is not None and inside != outside:
-            raise ValueError(f"config.json: {name} is both {outside!r:.100} and {inside!r:.100}")
-    return plain
-
-
-def _checked(parameters: Any, of: str) -> dict[str, Any]:
-    """Also those of layer types, which are objects among them. What is null may be filled in."""
-    if not isinstance(parameters, dict):
-        raise ValueError(f"config.json: {of} must be an object, given {parameters!r:.200}")
-    plain: dict[str, Any] = {}
-    for name, value in parameters.items():
-        if name in _LAYER_TYPES and value is not None:
-            plain[name] = _checked(value, f"{of} of {name}")
-            continue
-        plain[name] = _as_number(value) if name in _BASES else value
-        if plain[name] is not None:
-            _check_value(name, plain[name], of)
-    return plain
-
-
-def _as_number(value: Any) -> Any:
-    """The number that a string holds; anything else as it is."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return float(value)
-    except ValueError:
-        return value
-
-
 def _scaling(kind: str, given: dict[str, Any], longest: int) -> RopeScaling | None:
     """``given``: the parameters, without kind and base."""
     needed, optional = _FIELDS[kind]
@@ -308,7 +233,7 @@ def _scaling(kind: str, given: dict[str, Any], longest: int) -> RopeScaling | No
     nullable = optional - {"truncate"} if kind in ("yarn", "longrope") else set()
     fields = {name: value for name, value in given.items() if value is not None or name not in nullable}
     original: Any = fields.get("original_max_position_embeddings")
-    if kind == "yarn" and fields.get("factor") is None and _is_positive(original):
+    if kind == "yarn" and fields.get("factor") is None and is_positive(original):
         fields["factor"] = longest / original
     if not needed <= fields.keys() <= needed | optional:
         raise ValueError(
@@ -317,7 +242,7 @@ def _scaling(kind: str, given: dict[str, Any], longest: int) -> RopeScaling | No
             f"{', '.join(sorted(optional))}"
         )
     for name, value in fields.items():
-        _check_value(name, value, "rope_parameters")
+        check_value(name, value, "rope_parameters")
     if kind == "linear":
         return LinearRopeScaling(float(fields["factor"]))
     if kind == "llama3":
@@ -363,32 +288,3 @@ def _attention_factor(scaling: RopeScaling | None, given: dict[str, Any], longes
 
 def _magnitude(factor: float, slope: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * slope * math.log(factor) + 1.0
-
-
-_NUMBERS = {
-    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale"),
-    *("llama_4_scaling_beta", "mscale_all_dim", "rope_theta"),
-}
-
-
-def _check_value(name: str, value: Any, of: str = "", stated_as: str | None = None) -> None:
-    """``ValueError`` for a value that the parameter ``name`` of ``of`` cannot have; those of other names may be any."""
-    if name == "original_max_position_embeddings":
-        allowed, is_valid = "a number above 1", _is_positive(value) and value > 1
-    elif name == "partial_rotary_factor":
-        allowed, is_valid = "a number above 0, at most 1", _is_positive(value) and value <= 1
-    elif name == "truncate":
-        allowed, is_valid = "true or false", isinstance(value, bool)
-    elif name in ("short_factor", "long_factor"):
-        allowed, is_valid = "a list of positive numbers", isinstance(value, list) and all(map(_is_positive, value))
-    else:
-        most = 1e30 if name == "rope_theta" else 1e6
-        allowed, is_valid = "a positive number", name not in _NUMBERS or (_is_positive(value) and value <= most)
-    if not is_valid:
-        raise ValueError(
-            f"config.json: {stated_as or name} must be {allowed}{of and f' (in {of})'}, given {value!r:.100}"
-        )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 <= value <= 1e30

@@ -642,7 +642,9 @@ def save(model: transformers.PreTrainedModel, directory: Path) -> None:
     """The model as a checkpoint."""
     model.save_pretrained(directory)
     if type(model).__name__ in STACKED_EXPERTS:
-        save_file(model.state_dict(), directory / "model.safetensors")
+        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        save_file(tensors, directory / "model.safetensors")
 
 
 def logits_of(model: transformers.PreTrainedModel, prompts: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from compiled_llm.models.config_values import stated_dtype
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.fallback.recording import recorded
 from compiled_llm.models.registry import SUPPORTED
-from compiled_llm.models.rope_config import checked_ropes
+from compiled_llm.models.rope_fields import checked_ropes
 
 # Fields that ask for something that lies around transformers' modelling code -> values that ask for nothing.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -57,7 +57,7 @@ def parse_transformers_config(
     stated = stated_dtype(config, "float32")
     if dtype == "auto":
         dtype = stated
-    fields = json.dumps(config, sort_keys=True)
+    fields = json.dumps({**config, "dtype": stated, "torch_dtype": None}, sort_keys=True)
     recording = recorded(architecture, fields, getattr(torch, dtype))
     widest = max((linear.out_features for linear in recording.module.linears), default=recording.hidden_size)
     return TransformersConfig(

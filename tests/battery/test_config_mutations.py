@@ -17,12 +17,14 @@ SERVED_ALONE = {
     "dropout": "of training: torch's module refuses what is no probability",
     "pdrop": "likewise",
     "output_hidden_states": "what transformers returns beside the logits",
+    "output_router_logits": "likewise",
     "pad_token_id": "of padding, which only transformers' embedding has a row for",
 }
 # The same of single values.
 SERVED_ALONE_AS = {
     ("head_dim", "null"): "taken for absent, as transformers' classes do that declare the field",
     ("head_dim", "left out"): "hidden_size // num_attention_heads, as in transformers' Mistral",
+    ("hidden_size_per_layer_input", "0"): "transformers' code takes a part of what is not there",
     ("rope_scaling", "null"): "how older versions wrote that there is none",
 }
 
