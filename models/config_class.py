@@ -63,11 +63,9 @@ def filled(config: dict[str, Any], config_class: Any, others: Collection[str]) -
     except Exception as error:  # whatever exception transformers' own checks use
         guilty = [name for name in sorted(given) if _is_made({**given}, config_class, without=name)]
         shown = ", ".join(f"{name}={given[name]!r:.300}" for name in guilty or sorted(given))
-        by_default = {name: value for name, value in _sizes(config_class).items() if name not in config}
-        beside = ", ".join(f"{name}={value!r:.100}" for name, value in by_default.items())
         raise ValueError(
             f"config.json: transformers' {config_class.__name__} refuses {shown:.1500}"
-            f"{beside and f', beside {beside} by default'}: {type(error).__name__}: {error!s:.500}"
+            f"{beside_defaults(config, config_class)}: {type(error).__name__}: {error!s:.500}"
         ) from error
 
 
@@ -85,11 +83,12 @@ def _made(given: dict[str, Any], config_class: Any) -> Any:
         logging.set_verbosity(told)
 
 
-def _sizes(config_class: Any) -> dict[str, Any]:
-    """Those that the class has a default for, by its names."""
+def beside_defaults(config: dict[str, Any], config_class: Any) -> str:
+    """For messages: the sizes that a parsed ``config.json`` leaves out, with the class's defaults."""
     known, names = class_parameters(config_class), config_class.attribute_map
-    of_class = {names.get(name, name) for name in MOST} & known.keys()
-    return {name: known[name] for name in sorted(of_class) if known[name] is not None}
+    absent = ({names.get(name, name) for name in MOST} & known.keys()) - config.keys()
+    told = ", ".join(f"{name}={known[name]!r:.100}" for name in sorted(absent) if known[name] is not None)
+    return told and f", beside {told} by default"
 
 
 def _is_made(given: dict[str, Any], config_class: Any, without: str) -> bool:

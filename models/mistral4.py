@@ -70,7 +70,8 @@ def take(config: Mistral4Config, source: Source) -> Weights:
 def read_ropes(config: Any) -> tuple[Rope, ...]:
     """One for all layers. Its parameters have the queries' scale, too, and say once more which elements are turned."""
     beta, rest = read_query_scale(config.rope_parameters)
-    turned, given = config.qk_rope_head_dim / config.head_dim, rest.pop("partial_rotary_factor")
+    turned = config.qk_rope_head_dim / (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    given = rest.pop("partial_rotary_factor")
     if given != turned:
         raise ValueError(
             f"config.json: partial_rotary_factor must be {turned}, by qk_rope_head_dim and qk_nope_head_dim, given "

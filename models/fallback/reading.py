@@ -12,10 +12,12 @@ from typing import Any
 import torch
 
 from compiled_llm.models.config import FULL, SLIDING
-from compiled_llm.models.config_class import check_types, filled
+from compiled_llm.models.config_class import beside_defaults, check_types, filled
 from compiled_llm.models.config_sizes import check_given_sizes, check_size, eos_token_ids
 from compiled_llm.models.config_values import stated_dtype
+from compiled_llm.models.fallback.attention import Unsupported
 from compiled_llm.models.fallback.config import TransformersConfig
+from compiled_llm.models.fallback.module import make_module
 from compiled_llm.models.fallback.recording import recorded
 from compiled_llm.models.registry import SUPPORTED
 from compiled_llm.models.rope_fields import checked_ropes
@@ -58,7 +60,10 @@ def parse_transformers_config(
     if dtype == "auto":
         dtype = stated
     fields = json.dumps({**config, "dtype": stated, "torch_dtype": None}, sort_keys=True)
-    recording = recorded(architecture, fields, getattr(torch, dtype))
+    try:
+        recording = recorded(architecture, fields, getattr(torch, dtype))
+    except ValueError as error:
+        raise ValueError(f"{error}{_told(fields, config, config_class)}") from error
     widest = max((linear.out_features for linear in recording.module.linears), default=recording.hidden_size)
     return TransformersConfig(
         architecture=architecture,
@@ -78,6 +83,26 @@ def parse_transformers_config(
         fields=fields,
         transformers_version=importlib.metadata.version("transformers"),
     )
+
+
+def _told(fields: str, config: dict[str, Any], config_class: Any) -> str:
+    """For messages, of fields that transformers' module cannot be made of: those without which it can."""
+
+    def is_made(given: dict[str, Any]) -> bool:
+        try:
+            make_module(json.dumps(given), torch.float32)
+        except Exception as error:
+            return isinstance(error, Unsupported)
+        return True
+
+    given = json.loads(fields)
+    sizes = beside_defaults(config, config_class)
+    if is_made(given):
+        return sizes
+    others = ({name: value for name, value in given.items() if name != left_out} for left_out in config)
+    guilty = [name for name, rest in zip(config, others, strict=True) if is_made(rest)]
+    shown = ", ".join(f"{name}={config[name]!r:.100}" for name in guilty)
+    return f"{shown and f'; given {shown:.500}'}{sizes}"
 
 
 def _check_fields(config: dict[str, Any], architecture: str) -> None:
