@@ -23,6 +23,7 @@ from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
+from compiled_llm.models.rope_fields import check_without_scaling
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rms_norm, scaled_sum, soft_cap, sum_of_norms
 from compiled_llm.ops.attention.heads import turned_heads
@@ -54,12 +55,9 @@ class Gemma4Config(WindowedConfig):
         if self.enable_moe_block:
             for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
                 if getattr(self, name) is None:
-                    raise ValueError(
-                        f"config.json: {name} must be from 1 to {2**16} where enable_moe_block is true, given None"
-                    )
+                    raise ValueError(f"config.json: {name} must be from 1 where enable_moe_block is true, given None")
             check_router(self, "num_experts", "top_k_experts")
-            assert self.moe_intermediate_size is not None
-            sizes["moe_intermediate_size"] = self.moe_intermediate_size
+            sizes["moe_intermediate_size"] = self.moe_intermediate_size or 0
         for name, value in sizes.items():
             if not 0 < value <= 2**16:
                 raise ValueError(f"config.json: {name} must be from 1 to {2**16}, given {value!r:.100}")
@@ -367,15 +365,6 @@ def read_ropes(config: Any) -> tuple[Rope, ...]:
     return read_ropes_by_layer_type(config.rope_parameters, (FULL, SLIDING), config.max_position_embeddings)
 
 
-def check(config: dict[str, Any]) -> None:
-    """``ValueError`` for rotary embeddings as older families name them."""
-    if config.get("rope_scaling") is not None:
-        raise ValueError(
-            "config.json: rope_scaling must be left out for this architecture, which has rope_parameters, given "
-            f"{config['rope_scaling']!r:.200}"
-        )
-
-
 def sizes(config: Any) -> dict[str, Any]:
     """Heads of the two kinds of layers, which transformers keeps layer by layer."""
     varying = (config.per_layer_attributes or set()) - {"head_dim", "num_key_value_heads"}
@@ -403,7 +392,7 @@ FAMILY = Family(
         "use_bidirectional_attention": (None, "vision"),  # which says nothing of text
     },
     read_ropes=read_ropes,
-    check=check,
+    check=check_without_scaling,
     old_fields=("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
     sizes=sizes,
 )

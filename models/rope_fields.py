@@ -31,6 +31,18 @@ def check_by_layer_type(config: dict[str, Any]) -> None:
         )
 
 
+def check_without_scaling(config: dict[str, Any]) -> None:
+    """``ValueError`` for a parsed ``config.json`` with the name that older families have for ``rope_parameters``.
+
+    transformers would put it into their place as it is.
+    """
+    if config.get("rope_scaling") is not None:
+        raise ValueError(
+            "config.json: rope_scaling must be left out for this architecture, which has rope_parameters, given "
+            f"{config['rope_scaling']!r:.200}"
+        )
+
+
 def checked_ropes(config: dict[str, Any]) -> dict[str, Any]:
     """A parsed ``config.json`` with what it says of rotary embeddings checked, and bases as numbers: "1e4" is 10000.
 

@@ -131,7 +131,7 @@ def test_a_model_type_of_no_language_model(model_type: str) -> None:
 
 
 def test_fields_without_which_transformers_class_would_do_are_named() -> None:
-    with pytest.raises(ValueError, match=r"Gemma3TextConfig refuses sliding_window_pattern=0, .*ZeroDivisionError"):
+    with pytest.raises(ValueError, match=r"Gemma3TextConfig refuses sliding_window_pattern=0: ZeroDivisionError"):
         parse_config(config_of("gemma3", sliding_window_pattern=0, layer_types=...))
     with pytest.raises(ValueError, match=r"LlamaConfig refuses hidden_size=112, beside .*num_attention_heads=32"):
         parse_config(config_of("llama", num_attention_heads=...))
