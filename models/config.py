@@ -6,7 +6,7 @@ import math
 from compiled_llm.models.rope_config import Rope
 from compiled_llm.streaming import Stream
 
-_DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +14,8 @@ class ModelConfig:
     """A model's shape. Hashable, so a graph may be keyed by it.
 
     A family whose ``config.json`` has more fields that matter adds them in a subclass, under the names that they have
-    there. Lists become tuples, since everything here is hashable. A field that transformers' class lacks needs a
-    default, and keeps it.
+    there. Lists become tuples, since everything here is hashable. Defaults are those of transformers' class. A field
+    that it lacks needs one, and keeps it.
     """
 
     architecture: str
@@ -44,19 +44,22 @@ class ModelConfig:
                 f"and {self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise ValueError(f"config.json: head_dim must be even (rotary embedding), given {self.head_dim}")
+            raise ValueError(
+                "config.json: head_dim, else hidden_size // num_attention_heads, must be even (rotary embedding), "
+                f"given {self.head_dim}"
+            )
         for rope in self.ropes:
             rope.check(self.head_dim)
         if not 0 <= self.rms_norm_eps < math.inf:
             raise ValueError(f"config.json: rms_norm_eps must be a number of at least 0, given {self.rms_norm_eps}")
-        if self.dtype not in _DTYPES:
-            raise ValueError(f"config.json: dtype must be one of {', '.join(_DTYPES)}, given {self.dtype!r:.100}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"config.json: dtype must be one of {', '.join(DTYPES)}, given {self.dtype!r:.100}")
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowedConfig(ModelConfig):
     """A model some of whose layers see a window of keys: those that ``layer_types`` calls ``SLIDING``."""
 
@@ -67,8 +70,8 @@ class WindowedConfig(ModelConfig):
         super().__post_init__()
         if len(self.layer_types) != self.num_layers or not {SLIDING, FULL}.issuperset(self.layer_types):
             raise ValueError(
-                f"config.json: layer_types must be {SLIDING!r} or {FULL!r} for each of the {self.num_layers} layers, "
-                f"given {self.layer_types!r:.200}"
+                f"config.json: layer_types must be {SLIDING!r} or {FULL!r} for each of "
+                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
             )
         if SLIDING in self.layer_types:
             check_window(self.sliding_window)

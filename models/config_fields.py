@@ -11,10 +11,10 @@ Each field is one of these, looked up in this order:
 """
 
 import dataclasses
-import inspect
 from typing import Any
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_class import class_parameters
 from compiled_llm.models.family import Family
 from compiled_llm.models.registry import SUPPORTED
 
@@ -104,12 +104,6 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "transformers_weights": (None,),
     "use_sliding_window": (False, None),
 }
-
-
-def class_parameters(config_class: type) -> dict[str, Any]:
-    """Name -> default of every field that transformers' config class takes."""
-    parameters = inspect.signature(config_class).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
 
 
 def by_own_names(config: dict[str, Any], config_class: Any) -> dict[str, Any]:

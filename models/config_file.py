@@ -6,18 +6,23 @@ transformers does is refused by name, since to ignore it in silence would mean w
 
 import dataclasses
 import json
+import math
 import warnings
 from pathlib import Path
 from typing import Any
 
+from compiled_llm.models.architecture_name import with_architecture
 from compiled_llm.models.config import ModelConfig
-from compiled_llm.models.config_fields import by_own_names, class_parameters, ignored_fields, used_names
-from compiled_llm.models.config_sizes import MOST, check_size, eos_token_ids
+from compiled_llm.models.config_class import check_types, class_parameters, filled, rope_names
+from compiled_llm.models.config_fields import by_own_names, ignored_fields
+from compiled_llm.models.config_sizes import MOST, check_given_sizes, check_size, eos_token_ids
+from compiled_llm.models.config_values import check_own_types, stated_dtype
 from compiled_llm.models.fallback.config import TransformersConfig
 from compiled_llm.models.family import Family
 from compiled_llm.models.files import read_json, read_optional_json
 from compiled_llm.models.quantized import plan
 from compiled_llm.models.registry import SUPPORTED, family, has_own_file
+from compiled_llm.models.rope_fields import checked_ropes
 from compiled_llm.models.wrappers import is_wrapper, language_model
 
 
@@ -33,7 +38,7 @@ def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") 
     Raises:
         ValueError: a file is missing or not JSON, or a field is not supported; the message names it.
     """
-    config = read_json(directory / "config.json")
+    config = with_architecture(read_json(directory / "config.json"))
     if is_wrapper(config):
         warnings.warn(
             f"{directory / 'config.json'}: of {config['architectures'][0]} the language model alone is loaded: "
@@ -42,7 +47,7 @@ def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") 
         )
     config = language_model(config)
     generation = read_optional_json(directory / "generation_config.json")
-    if not has_own_file(_architecture(config), model_impl):
+    if not has_own_file(config["architectures"][0], model_impl):
         return _through_transformers(directory, config, generation, dtype)
     made = parse_config(config, generation)
     model = family(made.architecture)
@@ -63,7 +68,7 @@ def _through_transformers(
 ) -> TransformersConfig:
     from compiled_llm.models.fallback.reading import parse_transformers_config  # only when needed
 
-    made = parse_transformers_config(config, generation, _architecture(config), dtype)
+    made = parse_transformers_config(config, generation, config["architectures"][0], dtype)
     own = "; the code that its auto_map names is not run" if "auto_map" in config else ""
     warnings.warn(
         f"{directory / 'config.json'}: {made.architecture} runs through transformers' modelling code (transformers "
@@ -75,8 +80,8 @@ def _through_transformers(
 
 def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelConfig:
     """The same from parsed JSON, without the warning. Fields that are left out take transformers' defaults."""
-    config = language_model(config)
-    architecture = _architecture(config)
+    config = language_model(with_architecture(config))
+    (architecture,) = config["architectures"]
     model = family(architecture)
     config_class = _config_class(model)
     model_type = config.get("model_type", config_class.model_type)
@@ -85,26 +90,20 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
             f"config.json: model_type must be {config_class.model_type!r} where architectures is "
             f"[{architecture!r}], given {model_type!r:.100}. {SUPPORTED}"
         )
-    config = by_own_names(config, config_class)
+    config = model.updated(checked_ropes(by_own_names(config, config_class)))
     ignored_fields(config, model, config_class)
     published = _published(config, model)
-    ropes = model.read_ropes(config)
-    used = {name: config[name] for name in config.keys() & used_names(model, config_class)}
-    for name in MOST.keys() & used.keys():
-        if used[name] is not None:
-            check_size(name, used[name])
+    check_given_sizes(config, config_class)
+    check_types(config, config_class)
     model.check({**class_parameters(config_class), **config})
-    try:
-        # transformers fills in the defaults of fields that the file leaves out.
-        full = config_class(**used)
-        sizes = model.sizes(full)
-        sizes |= {name: getattr(full, name, None) for name in (*MOST, "rms_norm_eps") if name not in sizes}
-        rms_norm_eps = float(sizes["rms_norm_eps"])
-    except Exception as error:  # a wrong type meets transformers' own validation, in whatever exception it uses
-        raise ValueError(f"config.json: {type(error).__name__}: {error!s:.500}") from error
+    full = filled(config, config_class, {*model.old_fields, *rope_names(config_class)})
+    ropes = model.read_ropes(full)
+    sizes = model.sizes(full)
+    sizes |= {name: getattr(full, name, None) for name in (*MOST, "rms_norm_eps") if name not in sizes}
     sizes["head_dim"] = sizes["head_dim"] or full.hidden_size // full.num_attention_heads
     for name in MOST:
-        check_size(name, sizes[name])
+        check_size(name, sizes[name], config_class.attribute_map.get(name, name))
+    own = _own_fields(model, full, sizes)
     return model.config(
         architecture=architecture,
         vocab_size=sizes["vocab_size"],
@@ -114,14 +113,14 @@ def parse_config(config: dict[str, Any], generation: dict[str, Any] | None = Non
         num_heads=sizes["num_attention_heads"],
         num_kv_heads=sizes["num_key_value_heads"],
         head_dim=sizes["head_dim"],
-        rms_norm_eps=rms_norm_eps,
+        rms_norm_eps=_epsilon(sizes["rms_norm_eps"], config_class),
         ropes=ropes,
         max_position_embeddings=sizes["max_position_embeddings"],
         tie_word_embeddings=bool(full.tie_word_embeddings),
-        dtype=str(config.get("dtype") or config.get("torch_dtype") or _default_dtype(model, published)),
+        dtype=stated_dtype(config, _default_dtype(model, published)),
         eos_token_ids=eos_token_ids(config, generation or {}, sizes["vocab_size"]),
         published=published,
-        **_own_fields(model, full, sizes),
+        **own,
     )
 
 
@@ -131,16 +130,17 @@ def _own_fields(model: Family, full: Any, sizes: dict[str, Any]) -> dict[str, An
     own = [field.name for field in dataclasses.fields(model.config) if field.name not in common]
     values = {name: getattr(full, name) for name in own if name not in sizes and hasattr(full, name)}
     values |= {name: sizes[name] for name in own if name in sizes}
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    check_own_types(model.config, values)
+    return values
 
 
-def _architecture(config: dict[str, Any]) -> str:
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        raise ValueError(
-            f"config.json: architectures must be a list with one name, given {architectures!r:.200}. {SUPPORTED}"
-        )
-    return architectures[0]
+def _epsilon(value: Any, config_class: type) -> float:
+    """That of norms, which families name in many ways."""
+    names = [name for name in class_parameters(config_class) if name.endswith(("_eps", "epsilon"))]
+    if isinstance(value, bool) or not 0 <= value < math.inf:
+        raise ValueError(f"config.json: {names[0]} must be a number of at least 0, given {value!r:.100}")
+    return float(value)
 
 
 def _config_class(model: Family) -> Any:

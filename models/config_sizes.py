@@ -15,10 +15,26 @@ MOST = {
 }
 
 
-def check_size(name: str, value: Any) -> None:
-    """``ValueError`` unless ``value`` is an integer from 1 to the largest that ``name`` may be."""
+def check_size(name: str, value: Any, stated_as: str | None = None) -> None:
+    """``ValueError`` unless ``value`` is an integer from 1 to the largest that ``name`` may be.
+
+    ``stated_as``: the name that the file has for it, if another.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MOST[name]:
-        raise ValueError(f"config.json: {name} must be an integer from 1 to {MOST[name]}, given {value!r:.100}")
+        raise ValueError(
+            f"config.json: {stated_as or name} must be an integer from 1 to {MOST[name]}, given {value!r:.100}"
+        )
+
+
+def check_given_sizes(config: dict[str, Any], config_class: Any) -> None:
+    """The same of each size that a parsed ``config.json`` gives, by the names of transformers' class or its usual one.
+
+    Beforehand: the class makes lists of some lengths, of which null is left to it.
+    """
+    for name in MOST:
+        for given in {name, config_class.attribute_map.get(name, name)} & config.keys():
+            if config[given] is not None:
+                check_size(name, config[given], given)
 
 
 def eos_token_ids(config: dict[str, Any], generation: dict[str, Any], vocab_size: int) -> tuple[int, ...]:

@@ -19,16 +19,16 @@ from compiled_llm.models.weights import Source
 _METHODS = ("greedy", "group_limited_greedy")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekV2Config(DeepseekConfig):
-    topk_method: str = "greedy"
+    topk_method: str
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.topk_method not in _METHODS:
             raise ValueError(
                 f"config.json: topk_method must be {' or '.join(_METHODS)}, given {self.topk_method!r:.100}"
             )
+        super().__post_init__()
         if self.mlp_bias:
             raise ValueError("config.json: mlp_bias must be false for this architecture, given true")
 
@@ -53,9 +53,9 @@ def take(config: DeepseekV2Config, source: Source) -> Weights:
     return llama.take(config, source, take_layer)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """One for all layers."""
-    return (read_latent_rope(config, interleaved=True),)
+    return (read_latent_rope(config.rope_parameters, config.max_position_embeddings, interleaved=True),)
 
 
 def _groups(config: Any) -> dict[str, int]:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models import glm4_moe, llama
+from compiled_llm.models.config_sizes import check_size
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.glm4_moe import Glm4MoeConfig
 from compiled_llm.models.inputs import KVCache, StepInput
@@ -24,15 +25,15 @@ from compiled_llm.models.rope_config import Rope, read_latent_rope
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(Glm4MoeConfig):
     """``head_dim`` is that of the part of a head that is turned."""
 
-    kv_lora_rank: int = 512
-    q_lora_rank: int | None = 1536
-    qk_nope_head_dim: int = 128
-    qk_rope_head_dim: int = 64
-    v_head_dim: int = 128
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,9 +97,10 @@ def forward(
     )  # fmt: skip
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """One for all layers."""
-    return (read_latent_rope(config, interleaved=config.get("rope_interleave", True) is not False),)
+    longest, interleaved = config.max_position_embeddings, config.rope_interleave
+    return (read_latent_rope(config.rope_parameters, longest, interleaved=interleaved),)
 
 
 DERIVED = ("head_dim", "qk_head_dim")
@@ -106,7 +108,9 @@ DERIVED = ("head_dim", "qk_head_dim")
 
 
 def check(config: dict[str, Any]) -> None:
-    """``ValueError`` for fields of ``DERIVED`` that do not follow from the others."""
+    """``ValueError`` for sizes of heads, and for fields of ``DERIVED`` that do not follow from them."""
+    for name in ("qk_nope_head_dim", "qk_rope_head_dim"):
+        check_size("head_dim", config[name], name)
     turned = config["qk_rope_head_dim"]
     check_derived(config, head_dim=turned, qk_head_dim=config["qk_nope_head_dim"] + turned)
 

@@ -26,9 +26,9 @@ Layers = tuple[AttentionSpec, ...]
 MixedLayers = tuple[Spec, ...]
 
 
-def one_rope(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """The rotary embeddings of a parsed ``config.json`` whose layers all have the same."""
-    return (read_rope(config),)
+def one_rope(config: Any) -> tuple[Rope, ...]:
+    """The rotary embeddings of transformers' ``config`` whose layers all have the same."""
+    return (read_rope(config.rope_parameters, config.max_position_embeddings),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +47,11 @@ class Family(Generic[C, W]):
         head: (weights, rows of what ``forward`` gave ``[R, D]``, config) -> logits ``[R, V]``. Pure.
         requires: field of ``config.json`` -> the values that the functions above are right for. The first is named in
             messages. Fields of ``config`` are not looked up here: it checks its own.
-        read_ropes: parsed ``config.json`` -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
-        check: parsed ``config.json`` with the class's defaults -> ``ValueError`` for what the class would stumble over.
+        read_ropes: transformers' config -> ``ModelConfig.ropes``. ``ValueError`` for what is not supported.
+        updated: parsed ``config.json`` -> the same in the words of the transformers that is installed, where its class
+            no longer knows those of older files. ``ValueError`` for what is not supported.
+        check: parsed ``config.json`` with the class's defaults -> ``ValueError`` for what the class would stumble over,
+            or not look at.
         old_fields: fields that ``hf_config`` does not declare, and that it or its model acts on where they are given;
             and those that ``sizes`` reads.
         sizes: transformers' config -> those of ``ModelConfig``'s fields that it has under other names, by their usual
@@ -64,7 +67,8 @@ class Family(Generic[C, W]):
     forward: Callable[[W, StepInput, KVCache, C, Any, int], Tensor]
     head: Callable[[W, Tensor, C], Tensor]
     requires: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
-    read_ropes: Callable[[dict[str, Any]], tuple[Rope, ...]] = one_rope
+    read_ropes: Callable[[Any], tuple[Rope, ...]] = one_rope
+    updated: Callable[[dict[str, Any]], dict[str, Any]] = lambda config: config
     check: Callable[[dict[str, Any]], None] = lambda config: None
     old_fields: tuple[str, ...] = ()
     sizes: Callable[[Any], dict[str, Any]] = lambda config: {}

@@ -22,7 +22,7 @@ from compiled_llm.models.weights import Source
 from compiled_llm.ops import soft_cap
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma2Config(WindowedConfig):
     attention_bias: bool
     query_pre_attn_scalar: float

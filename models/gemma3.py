@@ -13,10 +13,11 @@ from compiled_llm.models.gemma2 import Gemma2Config
 from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
+from compiled_llm.models.rope_fields import check_by_layer_type
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma2Config):
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,10 +39,9 @@ def take(config: Gemma2Config, source: Source) -> Weights:
     return gemma2.take(config, source, take_layer)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """That of layers without a window, and that of layers with one."""
-    thetas = {FULL: config.get("rope_theta", 1e6), SLIDING: config.get("rope_local_base_freq", 1e4)}
-    return read_ropes_by_layer_type(config, thetas)
+    return read_ropes_by_layer_type(config.rope_parameters, (FULL, SLIDING), config.max_position_embeddings)
 
 
 FAMILY = dataclasses.replace(
@@ -50,5 +50,6 @@ FAMILY = dataclasses.replace(
     config=Gemma3Config,
     take=take,
     read_ropes=read_ropes,
+    check=check_by_layer_type,
     old_fields=("rope_local_base_freq", "sliding_window_pattern"),
 )

@@ -23,18 +23,15 @@ from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.linears.fused import activated_linear, added_linear, normed_linear
 from compiled_llm.models.linears.protocol import Linear, Part
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
+from compiled_llm.models.rope_fields import check_without_scaling
 from compiled_llm.models.weights import Source
 from compiled_llm.ops import rms_norm, scaled_sum, soft_cap, sum_of_norms
 from compiled_llm.ops.attention.heads import turned_heads
 
-_ROPES = {
-    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
-    SLIDING: {"rope_type": "default", "rope_theta": 1e4},
-}
 _UNUSED = "keys and values of layers that share those of others"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gemma4Config(WindowedConfig):
     """``head_dim`` and ``num_kv_heads`` are those of layers with a window. What has a default, some sizes have."""
 
@@ -56,6 +53,9 @@ class Gemma4Config(WindowedConfig):
         super().__post_init__()
         sizes = {"global_head_dim": self.global_head_dim, "num_global_key_value_heads": self.num_global_kv_heads}
         if self.enable_moe_block:
+            for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+                if getattr(self, name) is None:
+                    raise ValueError(f"config.json: {name} must be from 1 where enable_moe_block is true, given None")
             check_router(self, "num_experts", "top_k_experts")
             sizes["moe_intermediate_size"] = self.moe_intermediate_size or 0
         for name, value in sizes.items():
@@ -360,10 +360,9 @@ def head(weights: Weights, rows: Tensor, config: Gemma4Config) -> Tensor:
     return logits if cap is None else soft_cap(logits, cap)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """That of layers without a window, and that of layers with one. Where parameters are given they are complete."""
-    given = config.get("rope_parameters") or _ROPES
-    return read_ropes_by_layer_type({**config, "rope_parameters": given}, dict.fromkeys((FULL, SLIDING)))
+    return read_ropes_by_layer_type(config.rope_parameters, (FULL, SLIDING), config.max_position_embeddings)
 
 
 def sizes(config: Any) -> dict[str, Any]:
@@ -393,6 +392,7 @@ FAMILY = Family(
         "use_bidirectional_attention": (None, "vision"),  # which says nothing of text
     },
     read_ropes=read_ropes,
+    check=check_without_scaling,
     old_fields=("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
     sizes=sizes,
 )

@@ -44,9 +44,10 @@ def take(config: LlamaConfig, source: Source) -> Weights:
     return llama.take(config, source, take_layer)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """One for all layers."""
-    return (dataclasses.replace(read_partial_rope(config, default=0.5), interleaved=True),)
+    rope = read_partial_rope(config.rope_parameters, config.max_position_embeddings)
+    return (dataclasses.replace(rope, interleaved=True),)
 
 
 FAMILY = dataclasses.replace(

@@ -28,17 +28,17 @@ from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Glm4MoeConfig(LlamaConfig):
     use_qk_norm: bool = False
-    n_routed_experts: int = 128
-    n_shared_experts: int = 1
-    num_experts_per_tok: int = 8
-    moe_intermediate_size: int = 1408
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
-    first_k_dense_replace: int = 1
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    routed_scaling_factor: float
+    n_group: int
+    topk_group: int
+    first_k_dense_replace: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,9 +133,9 @@ def forward(
     return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """One for all layers, which turns half of each head unless the file says otherwise."""
-    return (read_partial_rope(config, default=0.5),)
+def read_ropes(config: Any) -> tuple[Rope, ...]:
+    """One for all layers, which turns a part of each head."""
+    return (read_partial_rope(config.rope_parameters, config.max_position_embeddings),)
 
 
 FAMILY = Family(

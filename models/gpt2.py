@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_llm.models.config import ModelConfig
+from compiled_llm.models.config_sizes import check_size
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
@@ -18,7 +19,7 @@ from compiled_llm.models.rope_config import Rope
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GPT2Config(ModelConfig):
     n_positions: int  # of the checkpoint; max_position_embeddings may be set to fewer
     scale_attn_weights: bool
@@ -90,13 +91,19 @@ def head(weights: Weights, rows: Tensor, config: GPT2Config) -> Tensor:
     return weights.head.apply(rows)
 
 
-def no_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def no_ropes(config: Any) -> tuple[Rope, ...]:
     """Positions are learned."""
     return ()
 
 
 def sizes(config: Any) -> dict[str, Any]:
     """Every head has a key and a value of its own."""
+    if config.n_embd % config.n_head:
+        raise ValueError(
+            f"config.json: n_embd must be a multiple of n_head, given {config.n_embd!r:.100} and {config.n_head!r:.100}"
+        )
+    if config.n_inner is not None:
+        check_size("intermediate_size", config.n_inner, "n_inner")
     return {
         "rms_norm_eps": config.layer_norm_epsilon,
         "num_key_value_heads": config.n_head,

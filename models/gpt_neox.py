@@ -22,7 +22,7 @@ from compiled_llm.models.rope_config import Rope, read_partial_rope
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTNeoXConfig(ModelConfig):
     attention_bias: bool
     hidden_act: str
@@ -97,12 +97,9 @@ def head(weights: Weights, rows: Tensor, config: ModelConfig) -> Tensor:
     return weights.head.apply(rows)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """One for all layers, under this family's names of base and share."""
-    named = {name: value for name, value in config.items() if name != "rope_theta"}
-    if "rotary_emb_base" in config:
-        named["rope_theta"] = config["rotary_emb_base"]
-    return (read_partial_rope(named, default=config.get("rotary_pct", 0.25)),)
+def read_ropes(config: Any) -> tuple[Rope, ...]:
+    """One for all layers, which turns a part of each head."""
+    return (read_partial_rope(config.rope_parameters, config.max_position_embeddings),)
 
 
 def sizes(config: Any) -> dict[str, Any]:

@@ -19,26 +19,15 @@ from compiled_llm.models.layers.attention import windowed_layers
 from compiled_llm.models.layers.moe import Gate, MoeWeights, Router, check_router, experts_block
 from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.llama import LayerWeights, LlamaConfig, Weights
-from compiled_llm.models.rope_config import Rope, read_rope
 from compiled_llm.models.weights import Source
 
-# transformers' own, where a config.json has none.
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GptOssConfig(LlamaConfig, WindowedConfig):
-    num_local_experts: int = 128
-    num_experts_per_tok: int = 4
-    swiglu_alpha: float = 1.702
-    swiglu_limit: float = 7.0
+    num_local_experts: int
+    num_experts_per_tok: int
+    swiglu_alpha: float
+    swiglu_limit: float
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -99,12 +88,6 @@ def forward(
     return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """One for all layers, scaled by yarn unless the file says otherwise."""
-    has_own = config.get("rope_parameters") or config.get("rope_scaling")
-    return (read_rope(config if has_own else {**config, "rope_parameters": _YARN}, default_theta=150000.0),)
-
-
 FAMILY = Family(
     "GptOssConfig",
     GptOssConfig,
@@ -113,6 +96,5 @@ FAMILY = Family(
     forward,
     llama.head,
     requires=llama.FAMILY.requires,
-    read_ropes=read_ropes,
     quantizations=("mxfp4",),
 )

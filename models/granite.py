@@ -3,7 +3,6 @@
 """
 
 import dataclasses
-import math
 
 from torch import Tensor
 
@@ -15,19 +14,19 @@ from compiled_llm.models.layers.rope import rope_cos_sin
 from compiled_llm.models.llama import LlamaConfig, Weights
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
-    embedding_multiplier: float = 1.0
-    attention_multiplier: float = 1.0
-    residual_multiplier: float = 1.0
-    logits_scaling: float = 1.0  # logits are divided by it
+    embedding_multiplier: float
+    attention_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float  # logits are divided by it
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"):
             value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"config.json: {name} must be a positive number, given {value}")
+            if not 0 < value <= 1e6:
+                raise ValueError(f"config.json: {name} must be a positive number, at most 1e6, given {value}")
 
 
 def layers(config: GraniteConfig) -> Layers:

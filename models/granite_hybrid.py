@@ -25,27 +25,27 @@ from compiled_llm.models.weights import Source
 LINEAR = "linear_attention"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteHybridConfig(GraniteConfig):
-    layer_types: tuple[str, ...] = ()
-    position_embedding_type: str | None = None
-    num_local_experts: int = 0
-    num_experts_per_tok: int = 0
-    shared_intermediate_size: int = 1024
-    mamba_n_heads: int = 128
-    mamba_n_groups: int = 1
-    mamba_d_state: int = 256
-    mamba_d_head: int = 64
-    mamba_d_conv: int = 4
-    mamba_conv_bias: bool = True
-    mamba_proj_bias: bool = False
+    layer_types: tuple[str, ...]
+    position_embedding_type: str | None
+    num_local_experts: int
+    num_experts_per_tok: int
+    shared_intermediate_size: int
+    mamba_n_heads: int
+    mamba_n_groups: int
+    mamba_d_state: int
+    mamba_d_head: int
+    mamba_d_conv: int
+    mamba_conv_bias: bool
+    mamba_proj_bias: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.layer_types) != self.num_layers or not {LINEAR, FULL}.issuperset(self.layer_types):
             raise ValueError(
-                f"config.json: layer_types must be 'mamba' or 'attention' for each of the {self.num_layers} layers, "
-                f"given {self.layer_types!r:.200}"
+                f"config.json: layer_types must be 'mamba' or 'attention' for each of "
+                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
             )
         if self.position_embedding_type not in (None, "nope", "rope"):
             raise ValueError(
@@ -159,6 +159,19 @@ def sizes(config: Any) -> dict[str, Any]:
     return {"intermediate_size": config.intermediate_size or config.shared_intermediate_size}
 
 
+def check(config: dict[str, Any]) -> None:
+    """``ValueError`` for sizes of Mamba that transformers' class reckons with."""
+    for name in ("mamba_n_heads", "mamba_expand"):
+        if config[name] is None or not 0 < config[name] <= 2**24:
+            raise ValueError(f"config.json: {name} must be an integer of at least 1, given {config[name]!r:.100}")
+    inner, heads, size = config["mamba_expand"] * config["hidden_size"], config["mamba_n_heads"], config["mamba_d_head"]
+    if inner % heads or size not in ("auto", inner // heads):
+        raise ValueError(
+            f"config.json: mamba_n_heads * mamba_d_head must be mamba_expand * hidden_size={inner}, given {heads} and "
+            f"{size!r:.100}"
+        )
+
+
 FAMILY = Family(
     "GraniteMoeHybridConfig",
     GraniteHybridConfig,
@@ -169,4 +182,5 @@ FAMILY = Family(
     requires={**llama.FAMILY.requires, "time_step_limit": _NO_LIMITS},
     old_fields=("head_dim", "mamba_expand", "layers_block_type"),
     sizes=sizes,
+    check=check,
 )

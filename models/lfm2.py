@@ -8,6 +8,7 @@ from torch import Tensor
 
 from compiled_llm.models import llama
 from compiled_llm.models.config import FULL, ModelConfig
+from compiled_llm.models.config_sizes import check_size
 from compiled_llm.models.family import Family, MixedLayers
 from compiled_llm.models.layers.attention import AttentionSpec, AttentionWeights
 from compiled_llm.models.layers.decoder import LayerWeights
@@ -22,18 +23,18 @@ from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 CONVOLUTION = "conv"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lfm2Config(ModelConfig):
-    conv_bias: bool = False
-    conv_L_cache: int = 3  # tokens that a convolution sees
-    layer_types: tuple[str, ...] = ()
+    conv_bias: bool
+    conv_L_cache: int  # tokens that a convolution sees
+    layer_types: tuple[str, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.layer_types) != self.num_layers or not {CONVOLUTION, FULL}.issuperset(self.layer_types):
             raise ValueError(
-                f"config.json: layer_types must be {CONVOLUTION!r} or {FULL!r} for each of the {self.num_layers} "
-                f"layers, given {self.layer_types!r:.200}"
+                f"config.json: layer_types must be {CONVOLUTION!r} or {FULL!r} for each of "
+                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
             )
         if not 2 <= self.conv_L_cache <= MAX_WIDTH:
             raise ValueError(f"config.json: conv_L_cache must be from 2 to {MAX_WIDTH}, given {self.conv_L_cache}")
@@ -100,11 +101,17 @@ def layers(config: Lfm2Config) -> MixedLayers:
 def sizes(config: Any) -> dict[str, Any]:
     """The size of the MLPs, which the file may give before it is cut to two thirds and rounded up."""
     size = config.intermediate_size
+    check_size("intermediate_size", size, "intermediate_size (or block_ff_dim)")
+    check_size("intermediate_size", config.block_multiple_of, "block_multiple_of")
+    if not 0 < config.block_ffn_dim_multiplier <= 2**16:
+        raise ValueError(
+            "config.json: block_ffn_dim_multiplier must be a positive number, given "
+            f"{config.block_ffn_dim_multiplier!r:.100}"
+        )
     if config.block_auto_adjust_ff_dim:
         size = int(2 * size / 3)
-        if config.block_ffn_dim_multiplier is not None:
-            multiple = config.block_multiple_of
-            size = -(-int(config.block_ffn_dim_multiplier * size) // multiple) * multiple
+        multiple = config.block_multiple_of
+        size = -(-int(config.block_ffn_dim_multiplier * size) // multiple) * multiple
     return {"intermediate_size": size, "rms_norm_eps": config.norm_eps}
 
 

@@ -15,14 +15,14 @@ from compiled_llm.models.llama import Weights
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Lfm2MoeConfig(Lfm2Config):
-    num_dense_layers: int = 2
-    num_experts: int = 32
-    num_experts_per_tok: int = 4
-    moe_intermediate_size: int = 1792
-    use_expert_bias: bool = True
-    routed_scaling_factor: float = 1.0
+    num_dense_layers: int
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    use_expert_bias: bool
+    routed_scaling_factor: float
 
     def __post_init__(self) -> None:
         super().__post_init__()

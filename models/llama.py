@@ -23,7 +23,7 @@ from compiled_llm.models.linears.protocol import Linear
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
     attention_bias: bool = False
     mlp_bias: bool = False

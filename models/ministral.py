@@ -9,7 +9,7 @@ from compiled_llm.models.layers.attention import windowed_layers
 from compiled_llm.models.llama import LlamaConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MinistralConfig(LlamaConfig, WindowedConfig):
     """Llama's fields and the windows'."""
 

@@ -25,10 +25,10 @@ def take(config: MistralConfig, source: Source) -> Weights:
     return weights._replace(ropes=(*weights.ropes, scales))
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """One for all layers. Its parameters have the queries' scale, too, and a length that says nothing."""
-    beta, rest = read_query_scale(config)
-    return (dataclasses.replace(read_rope(rest), query_beta=beta),)
+    beta, rest = read_query_scale(config.rope_parameters)
+    return (dataclasses.replace(read_rope(rest, config.max_position_embeddings), query_beta=beta),)
 
 
 FAMILY = Family(

@@ -8,9 +8,9 @@ from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.llama import LlamaConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MistralConfig(LlamaConfig):
-    sliding_window: int | None = None  # None: queries see all keys
+    sliding_window: int | None  # None: queries see all keys
 
     def __post_init__(self) -> None:
         super().__post_init__()

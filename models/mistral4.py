@@ -22,7 +22,7 @@ from compiled_llm.models.rope_config import Rope, read_latent_rope, read_query_s
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Mistral4Config(DeepseekConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,24 +67,25 @@ def take(config: Mistral4Config, source: Source) -> Weights:
     return weights._replace(ropes=(*weights.ropes, scales))
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """One for all layers. Its parameters have the queries' scale, too, and say once more which elements are turned."""
-    beta, rest = read_query_scale(config)
-    rest["rope_parameters"].pop("partial_rotary_factor", None)  # see check()
-    rope = read_latent_rope(rest, interleaved=config.get("rope_interleave", True) is not False)
+    beta, rest = read_query_scale(config.rope_parameters)
+    turned = config.qk_rope_head_dim / (config.qk_nope_head_dim + config.qk_rope_head_dim)
+    given = rest.pop("partial_rotary_factor")
+    if given != turned:
+        raise ValueError(
+            f"config.json: partial_rotary_factor must be {turned}, by qk_rope_head_dim and qk_nope_head_dim, given "
+            f"{given!r:.100}"
+        )
+    rope = read_latent_rope(rest, config.max_position_embeddings, interleaved=config.rope_interleave)
     return (dataclasses.replace(rope, query_beta=beta),)
 
 
 def check(config: dict[str, Any]) -> None:
-    """``ValueError`` where the turned share of a head is not ``qk_rope_head_dim``."""
-    turned, head_dim = config["qk_rope_head_dim"], config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    given = (config.get("rope_parameters") or {}).get("partial_rotary_factor", turned / head_dim)
-    if given != turned / head_dim:
-        raise ValueError(
-            f"config.json: partial_rotary_factor must be {turned / head_dim}, by qk_rope_head_dim and "
-            f"qk_nope_head_dim, given {given!r:.100}"
-        )
-    deepseek_v3.check_derived(config, head_dim=head_dim, qk_head_dim=head_dim)
+    """As DeepSeek-V3's, whose ``head_dim`` is the turned part alone."""
+    head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    deepseek_v3.check_derived(config, head_dim=head_dim)
+    deepseek_v3.check({**config, "head_dim": None})
 
 
 FAMILY = Family(

@@ -15,10 +15,10 @@ from compiled_llm.models.mistral import MistralConfig
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MistralConfig):
-    num_local_experts: int = 8
-    num_experts_per_tok: int = 2
+    num_local_experts: int
+    num_experts_per_tok: int
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,6 @@ and the MLP or the experts behind it, if these come next. Positions are known by
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -39,37 +38,39 @@ MIXERS = (MAMBA, FULL)
 RELU2 = Gate("relu2", is_gated=False)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NemotronHConfig(ModelConfig):
-    layers_block_type: tuple[str, ...] = ()
-    mlp_bias: bool = False
-    use_bias: bool = False  # of Mamba's projections
-    use_conv_bias: bool = True
-    mamba_num_heads: int = 128
-    mamba_head_dim: int = 64
-    n_groups: int = 8
-    ssm_state_size: int = 128
-    conv_kernel: int = 4
-    time_step_limit: tuple[float, float] = (0.0, math.inf)
-    n_routed_experts: int = 8
-    num_experts_per_tok: int = 2
-    moe_intermediate_size: int = 7688
-    moe_shared_expert_intermediate_size: int = 7688
-    moe_latent_size: int | None = None
-    routed_scaling_factor: float = 1.0
-    n_group: int = 1
-    topk_group: int = 1
+    layers_block_type: tuple[str, ...]
+    mlp_bias: bool
+    use_bias: bool  # of Mamba's projections
+    use_conv_bias: bool
+    mamba_num_heads: int
+    mamba_head_dim: int
+    n_groups: int
+    ssm_state_size: int
+    conv_kernel: int
+    time_step_limit: tuple[float, float]
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    moe_shared_expert_intermediate_size: int
+    moe_latent_size: int | None
+    routed_scaling_factor: float
+    n_group: int
+    topk_group: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tie_word_embeddings:
             raise ValueError("config.json: tie_word_embeddings must be false, as transformers' model is, given true")
         self._check_blocks()
-        self.mamba.check(("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"))
+        names = "n_groups (or mamba_n_groups)", "ssm_state_size", "conv_kernel (or mamba_d_conv)"
+        self.mamba.check(("mamba_num_heads", "mamba_head_dim", *names))
         limits = self.time_step_limit
         if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
             raise ValueError(
-                f"config.json: time_step_limit must be the least and the largest time step, given {limits!r:.100}"
+                "config.json: time_step_limit (or mamba_dt_limit) must be the least and the largest time step, given "
+                f"{limits!r:.100}"
             )
         if EXPERTS in self.layers_block_type:
             check_grouped_router(self)
@@ -213,9 +214,16 @@ def forward(
     )  # fmt: skip
 
 
-def no_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def no_ropes(config: Any) -> tuple[Rope, ...]:
     """Nothing is turned by its position, whatever the file says of angles."""
     return ()
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    """The norms' epsilon has a name of its own; blocks are counted."""
+    if not config.layers_block_type:
+        raise ValueError("config.json: layers_block_type must have a block at least, given []")
+    return {"rms_norm_eps": config.layer_norm_epsilon}
 
 
 FAMILY = Family(
@@ -236,5 +244,5 @@ FAMILY = Family(
         "hybrid_override_pattern",
         *("mamba_n_groups", "mamba_d_conv", "mamba_dt_limit", "mamba_conv_bias"),
     ),
-    sizes=lambda config: {"rms_norm_eps": config.layer_norm_epsilon},
+    sizes=sizes,
 )

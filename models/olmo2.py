@@ -19,7 +19,7 @@ from compiled_llm.models.llama import Weights
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Olmo2Config(ModelConfig):
     attention_bias: bool
 

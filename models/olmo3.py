@@ -12,11 +12,10 @@ from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.layers.attention import windowed_layers
 from compiled_llm.models.olmo2 import Olmo2Config
 from compiled_llm.models.rope_config import Rope, read_ropes_by_layer_type
+from compiled_llm.models.rope_fields import check_by_layer_type
 
-_THETA = 5e5  # transformers' default; in older checkpoints rope_theta is that of layers without a window alone
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Olmo3Config(WindowedConfig, Olmo2Config):
     pass
 
@@ -26,9 +25,9 @@ def layers(config: Olmo3Config) -> Layers:
     return windowed_layers(config, olmo2.layers(config)[0])
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
+def read_ropes(config: Any) -> tuple[Rope, ...]:
     """That of layers without a window, and that of layers with one."""
-    return read_ropes_by_layer_type(config, {FULL: config.get("rope_theta", _THETA), SLIDING: _THETA})
+    return read_ropes_by_layer_type(config.rope_parameters, (FULL, SLIDING), config.max_position_embeddings)
 
 
 FAMILY = Family(
@@ -40,5 +39,6 @@ FAMILY = Family(
     llama.head,
     requires=olmo2.FAMILY.requires,
     read_ropes=read_ropes,
+    check=check_by_layer_type,
     old_fields=olmo2.FAMILY.old_fields,
 )

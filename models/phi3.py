@@ -51,12 +51,20 @@ def take(config: MistralConfig, source: Source) -> Weights:
     return llama.take(config, source, take_layer)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """One for all layers. Its kind is "default" or "longrope", which older files call "su" or "yarn"."""
-    config = {"original_max_position_embeddings": 4096, **config}
+def read_ropes(config: Any) -> tuple[Rope, ...]:
+    """One for all layers, which may turn a part of each head."""
+    return (read_partial_rope(config.rope_parameters, config.max_position_embeddings),)
+
+
+def updated(config: dict[str, Any]) -> dict[str, Any]:
+    """A parsed ``config.json`` whose kind of rotary embedding is "default" or "longrope", as "su" and "yarn" are now.
+
+    ``ValueError`` for another kind.
+    """
+    config = dict(config)
     for name in ("rope_parameters", "rope_scaling"):
         given = config.get(name)
-        if not isinstance(given, dict):
+        if not given:
             continue
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in ("default", "longrope", "su", "yarn"):
@@ -64,7 +72,23 @@ def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
                 f"config.json: rope_type must be 'default' or 'longrope' for this architecture, given {kind!r:.100}"
             )
         config[name] = {**given, "rope_type": "default" if kind == "default" else "longrope"}
-    return (read_partial_rope(config, default=1.0),)
+    return config
+
+
+def check(config: dict[str, Any]) -> None:
+    """``ValueError`` for divisors that are more or fewer than the frequencies."""
+    heads, share = config["num_attention_heads"], config.get("partial_rotary_factor")
+    for name in ("rope_parameters", "rope_scaling"):
+        given = config.get(name) or {}
+        share = given.get("partial_rotary_factor", 1.0 if share is None else share)
+        count = int(config["hidden_size"] // heads * share) // 2
+        for field in {"long_factor", "short_factor"} & given.keys():
+            if not isinstance(given[field], list) or len(given[field]) != count:
+                raise ValueError(
+                    f"config.json: {field} must have a number for each of the {count} frequencies of a head, by "
+                    f"hidden_size={config['hidden_size']}, num_attention_heads={heads} and partial_rotary_factor="
+                    f"{share!r:.100}, given {given[field]!r:.100}"
+                )
 
 
 FAMILY = Family(
@@ -76,5 +100,7 @@ FAMILY = Family(
     llama.head,
     requires=llama.FAMILY.requires,
     read_ropes=read_ropes,
+    updated=updated,
+    check=check,
     old_fields=("head_dim", "partial_rotary_factor"),
 )

@@ -11,12 +11,12 @@ from compiled_llm.models.llama import LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen2Config(LlamaConfig, WindowedConfig):
     """``layer_types`` follows from the fields below where the file leaves it out."""
 
-    use_sliding_window: bool = False
-    max_window_layers: int = 0  # the first layer with a window
+    use_sliding_window: bool
+    max_window_layers: int  # the first layer with a window
 
 
 def take_layer(config: LlamaConfig, source: Source, name: str) -> LayerWeights:

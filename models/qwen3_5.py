@@ -28,21 +28,21 @@ from compiled_llm.ops.recurrent.short_convolution import MAX_WIDTH
 LINEAR = "linear_attention"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen35Config(LlamaConfig):
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    layer_types: tuple[str, ...] = ()
+    linear_conv_kernel_dim: int
+    linear_key_head_dim: int
+    linear_value_head_dim: int
+    linear_num_key_heads: int
+    linear_num_value_heads: int
+    layer_types: tuple[str, ...]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.layer_types) != self.num_layers or not {LINEAR, FULL}.issuperset(self.layer_types):
             raise ValueError(
-                f"config.json: layer_types must be {LINEAR!r} or {FULL!r} for each of the {self.num_layers} layers, "
-                f"given {self.layer_types!r:.200}"
+                f"config.json: layer_types must be {LINEAR!r} or {FULL!r} for each of "
+                f"num_hidden_layers={self.num_layers} layers, given {self.layer_types!r:.200}"
             )
         width = self.linear_conv_kernel_dim
         if not 2 <= width <= MAX_WIDTH:
@@ -141,17 +141,17 @@ def forward(
     return llama.forward(weights, step, kv_cache, config, layers, max_query_len, experts, gated_attended)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """One for all layers, which turns a quarter of each head unless the file says otherwise.
+def read_ropes(config: Any) -> tuple[Rope, ...]:
+    """One for all layers, which turns a part of each head.
 
     Positions of text are the same in all three dimensions that those of pictures have, so how these share a head's
     frequencies (``mrope_section``) is of no account.
     """
-    found = dict(config)
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(config.get(name), dict):
-            found[name] = {k: v for k, v in config[name].items() if k not in ("mrope_section", "mrope_interleaved")}
-    return (read_partial_rope(found, default=0.25),)
+    section = config.rope_parameters.get("mrope_section", [1, 1, 1])
+    if not isinstance(section, list) or [type(x) for x in section] != [int] * 3:
+        raise ValueError(f"config.json: mrope_section must be a list of three integers, given {section!r:.100}")
+    own = {k: v for k, v in config.rope_parameters.items() if k not in ("mrope_section", "mrope_interleaved")}
+    return (read_partial_rope(own, config.max_position_embeddings),)
 
 
 FAMILY = Family(

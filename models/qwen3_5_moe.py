@@ -5,6 +5,7 @@ import functools
 from typing import Any
 
 from compiled_llm.models import qwen3_5, qwen3_next
+from compiled_llm.models.config_sizes import check_size
 from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.linears.protocol import Part
@@ -41,6 +42,7 @@ def take(config: Qwen3NextConfig, source: Source) -> Weights:
 
 def sizes(config: Any) -> dict[str, Any]:
     """No layer has a plain MLP: the size is that of an expert."""
+    check_size("intermediate_size", config.moe_intermediate_size, "moe_intermediate_size")
     return {"intermediate_size": config.moe_intermediate_size}
 
 

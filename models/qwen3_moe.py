@@ -15,12 +15,12 @@ from compiled_llm.models.llama import LlamaConfig, Weights
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(LlamaConfig):
-    num_experts: int = 128
-    num_experts_per_tok: int = 8
-    moe_intermediate_size: int = 768
-    norm_topk_prob: bool = False
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
 

@@ -23,10 +23,10 @@ from compiled_llm.models.qwen3_moe import Qwen3MoeConfig
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Qwen3NextConfig(Qwen35Config, Qwen3MoeConfig):
-    norm_topk_prob: bool = True
-    shared_expert_intermediate_size: int = 512
+    norm_topk_prob: bool = True  # as Qwen3.5 with experts has it, whose class lacks the field
+    shared_expert_intermediate_size: int
 
     def __post_init__(self) -> None:
         super().__post_init__()

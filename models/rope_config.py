@@ -4,6 +4,8 @@ import dataclasses
 import math
 from typing import Any
 
+from compiled_llm.models.rope_fields import check_value, is_positive
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearRopeScaling:
@@ -122,145 +124,125 @@ class Rope:
                 )
 
 
-def read_rope(config: dict[str, Any], *, default_theta: float = 10000.0) -> Rope:
-    """The rotary embeddings of a parsed ``config.json``.
+def read_rope(parameters: Any, longest: int, *, of: str = "rope_parameters") -> Rope:
+    """One rotary embedding, as transformers' config class has it: with its kind and base, old names made new.
 
-    ``rope_type: "dynamic"`` scales texts longer than ``max_position_embeddings`` alone, which the engine refuses: so it
-    is no scaling.
+    ``rope_type: "dynamic"`` scales texts longer than ``longest`` alone, which the engine refuses: so it is no scaling.
 
     Args:
-        default_theta: where the file has none.
+        parameters: ``rope_parameters`` of transformers' config, or those of one kind of layers.
+        longest: ``max_position_embeddings``.
+        of: what ``parameters`` are, for messages.
 
     Raises:
         ValueError: a kind or field is not supported; the message names it.
     """
-    parameters = _parameters(config)
+    if not isinstance(parameters, dict):
+        raise ValueError(f"config.json: {of} must be an object, given {parameters!r:.200}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    own = {name: value for name, value in parameters.items() if name not in ("rope_type", "type", "rope_theta")}
-    partial = None if kind == "proportional" else own.pop("partial_rotary_factor", None)
-    if partial not in (None, 1):
+    if not isinstance(kind, str) or kind not in _FIELDS:
         raise ValueError(
-            f"config.json: partial_rotary_factor must be 1 for this architecture, given {partial!r:.100}: the model is "
-            "not supported"
+            f"config.json: rope scaling of rope_type {kind!r:.100} is not supported; allowed: {', '.join(_FIELDS)}"
         )
-    scaling, theta = _scaling(config, kind, own), _theta(config, parameters, default_theta)
+    own = {name: value for name, value in parameters.items() if name not in ("rope_type", "type", "rope_theta")}
+    partial = 1 if kind == "proportional" else own.pop("partial_rotary_factor", 1)
+    if partial != 1:
+        raise ValueError(
+            f"config.json: partial_rotary_factor must be 1 for rope_type {kind!r} of this architecture, given "
+            f"{partial!r:.100}: the model is not supported"
+        )
+    theta: Any = parameters.get("rope_theta")
+    check_value("rope_theta", theta, of)
+    scaling = _scaling(kind, own, longest)
     if kind == "yarn" and theta <= 1:
         raise ValueError(f"config.json: rope_theta must be above 1 for rope_type 'yarn', given {theta}")
-    return Rope(theta, scaling, attention_factor=_attention_factor(config, scaling, own))
+    return Rope(float(theta), scaling, attention_factor=_attention_factor(scaling, own, longest))
 
 
-def read_partial_rope(config: dict[str, Any], default: float) -> Rope:
-    """The same where ``partial_rotary_factor`` says which share of a head is turned, ``default`` if it is left out."""
-    parameters = _parameters(config)
-    factor = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", default))
-    if not _is_positive(factor) or factor > 1:
-        raise ValueError(
-            f"config.json: partial_rotary_factor must be a number above 0, at most 1, given {factor!r:.100}"
-        )
+def read_partial_rope(parameters: Any, longest: int) -> Rope:
+    """The same where ``partial_rotary_factor`` says which share of a head is turned."""
+    factor = parameters.get("partial_rotary_factor", 1.0)
+    check_value("partial_rotary_factor", factor, "rope_parameters")
     whole = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
-    rope = read_rope({**config, "rope_parameters": whole, "rope_scaling": None})
-    return dataclasses.replace(rope, partial=float(factor))
+    return dataclasses.replace(read_rope(whole, longest), partial=float(factor))
 
 
-def read_latent_rope(config: dict[str, Any], *, interleaved: bool) -> Rope:
+def read_latent_rope(parameters: Any, longest: int, *, interleaved: bool) -> Rope:
     """The rotary embeddings of latent attention, whose turned part stands by itself; ``score_factor`` by yarn's fields.
 
     Args:
+        parameters, longest: as for ``read_rope``.
         interleaved: each element is paired with its neighbour.
     """
-    rope = dataclasses.replace(read_rope(config), interleaved=interleaved)
-    slope = _parameters(config).get("mscale_all_dim")
+    rope = dataclasses.replace(read_rope(parameters, longest), interleaved=interleaved)
+    slope = parameters.get("mscale_all_dim")
     if not slope or not isinstance(rope.scaling, YarnRopeScaling):
         return rope
+    check_value("factor", parameters["factor"], "rope_parameters")  # transformers' model has no other here
     return dataclasses.replace(rope, score_factor=_magnitude(rope.scaling.factor, slope) ** 2)
 
 
-def read_query_scale(config: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """``Rope.query_beta`` of a parsed ``config.json``, and the file without it, for ``read_rope``. The kind is yarn."""
-    parameters = _parameters(config)
-    beta, kind = parameters.get("llama_4_scaling_beta"), parameters.get("rope_type", parameters.get("type"))
-    if kind != "yarn" or not _is_positive(beta):
+def read_query_scale(parameters: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """``Rope.query_beta`` of transformers' ``rope_parameters``, and these without it. The kind is yarn."""
+    beta, kind = parameters.get("llama_4_scaling_beta"), parameters.get("rope_type")
+    if kind != "yarn" or not is_positive(beta):
         raise ValueError(
             "config.json: rope_parameters must have rope_type 'yarn' and a positive llama_4_scaling_beta for this "
             f"architecture, given {kind!r:.100} and {beta!r:.100}"
         )
     # The length beside it is that of the whole config, which nothing reads there.
     own = ("llama_4_scaling_beta", "max_position_embeddings")
-    rest = {name: value for name, value in parameters.items() if name not in own}
-    return float(parameters["llama_4_scaling_beta"]), {**config, "rope_parameters": rest, "rope_scaling": None}
+    return float(parameters["llama_4_scaling_beta"]), {k: v for k, v in parameters.items() if k not in own}
 
 
-def read_ropes_by_layer_type(config: dict[str, Any], thetas: dict[str, Any]) -> tuple[Rope, ...]:
-    """The rotary embeddings of a parsed ``config.json`` whose layers have one for each of their types.
+def read_ropes_by_layer_type(given: Any, kinds: tuple[str, ...], longest: int) -> tuple[Rope, ...]:
+    """Rotary embeddings of which each type of layers has its own.
+
+    What stands beside them, as the flat parameters of other versions, transformers does not look at; but for
+    ``truncate``, which it takes from there alone.
 
     Args:
-        thetas: layer type -> the base, where ``rope_parameters`` names none. An older checkpoint's ``rope_scaling`` is
-            that of the first type.
+        given: ``rope_parameters`` of transformers' config.
+        kinds: types of layers.
+        longest: as for ``read_rope``.
 
     Returns:
-        One for each of ``thetas``, in their order.
+        One for each of ``kinds``, in their order.
     """
-    given, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
-    if not isinstance(given, dict) or not given.keys() <= thetas.keys():
+    if not isinstance(given, dict) or not given.keys() >= {*kinds}:
         raise ValueError(
-            f"config.json: rope_parameters must be an object with {' and '.join(thetas)}, given {given!r:.300}"
+            f"config.json: rope_parameters must be an object with {' and '.join(kinds)}, given {given!r:.300}"
         )
-    if given and old:
-        raise ValueError(f"config.json: rope_scaling must be left out beside rope_parameters, given {old!r:.200}")
     ropes = []
-    for kind, theta in thetas.items():
-        parameters = given.get(kind) or old
-        if not isinstance(parameters, dict):
-            raise ValueError(f"config.json: the rope parameters of {kind} must be an object, given {parameters!r:.200}")
-        of_kind = {"rope_parameters": {"rope_theta": theta, **parameters}, "rope_scaling": None}
-        ropes.append(read_rope({**{name: config[name] for name in config.keys() - {"rope_theta"}}, **of_kind}))
-        old = {}
+    for kind in kinds:
+        rope = read_rope(given[kind], longest, of=f"rope_parameters of {kind}")
+        truncate = given.get("truncate", True)
+        if isinstance(rope.scaling, YarnRopeScaling) and rope.scaling.truncate is not truncate:
+            raise ValueError(
+                f"config.json: truncate among the rope_parameters of {kind} must be {truncate!r:.100}, as it is beside "
+                f"them, where transformers' model looks for it, given {rope.scaling.truncate}"
+            )
+        ropes.append(rope)
     return tuple(ropes)
 
 
-def _parameters(config: dict[str, Any]) -> dict[str, Any]:
-    # transformers 5 writes rope_parameters; earlier checkpoints have rope_scaling beside rope_theta.
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    rope = new or old or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"config.json: rope_parameters must be an object, given {rope!r:.200}")
-    if new and old and new != old:
-        raise ValueError(
-            f"config.json: rope_parameters and rope_scaling contradict each other: {new!r:.200} and {old!r:.200}"
-        )
-    if "rope_theta" in rope and config.get("rope_theta", rope["rope_theta"]) != rope["rope_theta"]:
-        raise ValueError(
-            f"config.json: rope_theta is both {config['rope_theta']!r:.100} and {rope['rope_theta']!r:.100}"
-        )
-    return rope
-
-
-def _theta(config: dict[str, Any], rope: dict[str, Any], default: float) -> float:
-    theta = rope.get("rope_theta", config.get("rope_theta", default))
-    if not _is_positive(theta):
-        raise ValueError(f"config.json: rope_theta must be a positive number, given {theta!r:.100}")
-    return float(theta)
-
-
-def _scaling(config: dict[str, Any], kind: Any, given: dict[str, Any]) -> RopeScaling | None:
+def _scaling(kind: str, given: dict[str, Any], longest: int) -> RopeScaling | None:
     """``given``: the parameters, without kind and base."""
-    if not isinstance(kind, str) or kind not in _FIELDS:
-        raise ValueError(
-            f"config.json: rope scaling of rope_type {kind!r:.100} is not supported; allowed: {', '.join(_FIELDS)}"
-        )
     needed, optional = _FIELDS[kind]
-    if "original_max_position_embeddings" in needed:
-        given = {**given, "original_max_position_embeddings": _original_length(config, given)}
-    fields = {name: value for name, value in given.items() if value is not None or name in needed}
-    if kind == "yarn" and fields.get("factor") is None:
-        fields["factor"] = _length_ratio(config, fields)
-    if not needed <= fields.keys() <= needed | optional or not all(map(_is_valid, fields.items())):
+    # What transformers takes for absent where it is null.
+    nullable = optional - {"truncate"} if kind in ("yarn", "longrope") else set()
+    fields = {name: value for name, value in given.items() if value is not None or name not in nullable}
+    original: Any = fields.get("original_max_position_embeddings")
+    if kind == "yarn" and fields.get("factor") is None and is_positive(original):
+        fields["factor"] = longest / original
+    if not needed <= fields.keys() <= needed | optional:
         raise ValueError(
             f"config.json: rope scaling {given!r:.300} is not supported; allowed for rope_type {kind!r}: "
             f"{', '.join(sorted(needed)) or 'no other field'}{' and maybe ' * bool(optional)}"
-            f"{', '.join(sorted(optional))}; all positive numbers and lengths above 1, but for truncate, and for "
-            "short_factor and long_factor, which are lists of numbers"
+            f"{', '.join(sorted(optional))}"
         )
+    for name, value in fields.items():
+        check_value(name, value, "rope_parameters")
     if kind == "linear":
         return LinearRopeScaling(float(fields["factor"]))
     if kind == "llama3":
@@ -278,10 +260,7 @@ def _scaling(config: dict[str, Any], kind: Any, given: dict[str, Any]) -> RopeSc
             truncate=fields.get("truncate", True),
         )
     if kind == "proportional":
-        share, factor = (float(fields.get(name, 1)) for name in ("partial_rotary_factor", "factor"))
-        if share > 1:
-            raise ValueError(f"config.json: partial_rotary_factor must be at most 1, given {share}")
-        return ProportionalRope(share, factor)
+        return ProportionalRope(*(float(fields.get(name, 1)) for name in ("partial_rotary_factor", "factor")))
     if kind == "longrope":
         return LongRopeScaling(
             short_factor=tuple(map(float, fields["short_factor"])),
@@ -291,28 +270,7 @@ def _scaling(config: dict[str, Any], kind: Any, given: dict[str, Any]) -> RopeSc
     return None
 
 
-def _original_length(config: dict[str, Any], given: dict[str, Any]) -> Any:
-    """The length that the model was first trained with. Outside of the parameters it would override theirs."""
-    outside, inside = (x.get("original_max_position_embeddings") for x in (config, given))
-    if outside is not None and inside is not None and outside != inside:
-        raise ValueError(f"config.json: original_max_position_embeddings is both {outside!r:.100} and {inside!r:.100}")
-    found = inside if outside is None else outside
-    return config.get("max_position_embeddings") if found is None else found
-
-
-def _length_ratio(config: dict[str, Any], given: dict[str, Any]) -> float:
-    longest, original = config.get("max_position_embeddings"), given.get("original_max_position_embeddings")
-    if not _is_positive(longest) or not _is_positive(original):
-        raise ValueError(
-            "config.json: max_position_embeddings and original_max_position_embeddings must be positive numbers where "
-            f"rope scaling has no factor, given {longest!r:.100} and {original!r:.100}"
-        )
-    assert longest is not None
-    assert original is not None
-    return longest / original
-
-
-def _attention_factor(config: dict[str, Any], scaling: RopeScaling | None, given: dict[str, Any]) -> float:
+def _attention_factor(scaling: RopeScaling | None, given: dict[str, Any], longest: int) -> float:
     """The one that is given, or what the papers say."""
     if not isinstance(scaling, YarnRopeScaling | LongRopeScaling):
         return 1.0
@@ -320,7 +278,7 @@ def _attention_factor(config: dict[str, Any], scaling: RopeScaling | None, given
         return float(given["attention_factor"])
     original = scaling.original_max_position_embeddings
     if isinstance(scaling, LongRopeScaling):
-        factor = given.get("factor") or _length_ratio(config, {"original_max_position_embeddings": original})
+        factor = given.get("factor") or longest / original
         return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     above, below = given.get("mscale"), given.get("mscale_all_dim")
     if above and below:
@@ -330,18 +288,3 @@ def _attention_factor(config: dict[str, Any], scaling: RopeScaling | None, given
 
 def _magnitude(factor: float, slope: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * slope * math.log(factor) + 1.0
-
-
-def _is_valid(field: tuple[str, Any]) -> bool:
-    name, value = field
-    if name == "original_max_position_embeddings":
-        return _is_positive(value) and value > 1
-    if name == "truncate":
-        return isinstance(value, bool)
-    if name in ("short_factor", "long_factor"):
-        return isinstance(value, list) and all(map(_is_positive, value))
-    return _is_positive(value)
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 <= value <= 1e30

@@ -8,16 +8,15 @@ from compiled_llm.models.config import WindowedConfig
 from compiled_llm.models.family import Family, Layers
 from compiled_llm.models.layers.attention import windowed_layers
 from compiled_llm.models.llama import LlamaConfig
-from compiled_llm.models.rope_config import Rope, read_rope
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(LlamaConfig, WindowedConfig):
     """``no_rope_layers`` and ``layer_types`` follow from the other fields where the file leaves them out."""
 
-    no_rope_layers: tuple[int, ...] = ()  # of each layer 1: with rotary embeddings, or 0: without
-    no_rope_layer_interval: int = 4
-    use_sliding_window: bool = False
+    no_rope_layers: tuple[int, ...]  # of each layer 1: with rotary embeddings, or 0: without
+    no_rope_layer_interval: int
+    use_sliding_window: bool
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,7 +31,7 @@ def _check_layers(no_rope_layers: Any, num_layers: int) -> None:
         or any(value not in (0, 1) for value in no_rope_layers)
     ):
         raise ValueError(
-            f"config.json: no_rope_layers must be 0 or 1 for each of the {num_layers} layers, given "
+            f"config.json: no_rope_layers must be 0 or 1 for each of num_hidden_layers={num_layers} layers, given "
             f"{no_rope_layers!r:.200}"
         )
 
@@ -54,11 +53,6 @@ def layers(config: SmolLM3Config) -> Layers:
     return tuple(dataclasses.replace(spec, rotary=bool(rotary)) for spec, rotary in specs)
 
 
-def read_ropes(config: dict[str, Any]) -> tuple[Rope, ...]:
-    """One for all layers that have positions."""
-    return (read_rope(config, default_theta=2000000.0),)
-
-
 FAMILY = Family(
     "SmolLM3Config",
     SmolLM3Config,
@@ -67,7 +61,6 @@ FAMILY = Family(
     llama.forward,
     llama.head,
     requires=llama.FAMILY.requires,
-    read_ropes=read_ropes,
     check=check,
     old_fields=("head_dim",),
 )

@@ -18,7 +18,7 @@ from compiled_llm.models.llama import Weights
 from compiled_llm.models.weights import Source
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Starcoder2Config(ModelConfig):
     hidden_act: str
     sliding_window: int | None  # None: queries see all keys

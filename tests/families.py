@@ -618,11 +618,7 @@ def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrained
                 parameter.normal_(std=0.2)
             elif any(part in parameter_name for part in ("norm", ".ln_", "scale")):
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
-        for module in model.modules():
-            if hasattr(module, "time_step_limit"):
-                # transformers' Nemotron-H takes time_step_min for the first of its limits, which neither the model's
-                # own code does nor a decode of transformers' (its pull request 48989).
-                module.time_step_limit = tuple(model.config.time_step_limit)
+        keep_time_steps(model)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(std=0.2)
@@ -631,11 +627,24 @@ def strengthened(model: transformers.PreTrainedModel) -> transformers.PreTrained
     return model
 
 
+def keep_time_steps(model: transformers.PreTrainedModel) -> None:
+    """Put the limits of time steps right.
+
+    transformers' Nemotron-H takes time_step_min for the first of them, which neither the model's own code does nor a
+    decode of transformers' (its pull request 48989).
+    """
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = tuple(model.config.time_step_limit)
+
+
 def save(model: transformers.PreTrainedModel, directory: Path) -> None:
     """The model as a checkpoint."""
     model.save_pretrained(directory)
     if type(model).__name__ in STACKED_EXPERTS:
-        save_file(model.state_dict(), directory / "model.safetensors")
+        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+        save_file(tensors, directory / "model.safetensors")
 
 
 def logits_of(model: transformers.PreTrainedModel, prompts: Tensor) -> Tensor:

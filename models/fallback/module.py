@@ -108,6 +108,7 @@ def make_module(fields: str, dtype: torch.dtype) -> Module:
     register()
     config = json.loads(fields)
     full = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    full.return_dict = True  # how ``Body`` and ``Head`` are given what it returns
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(full)]
     if not hasattr(sys.modules[model_class.__module__], "ALL_ATTENTION_FUNCTIONS"):
         raise Unsupported("attention of its own, which is not registered with AttentionInterface")

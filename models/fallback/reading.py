@@ -12,10 +12,15 @@ from typing import Any
 import torch
 
 from compiled_llm.models.config import FULL, SLIDING
-from compiled_llm.models.config_sizes import MOST, check_size, eos_token_ids
+from compiled_llm.models.config_class import beside_defaults, check_types, filled
+from compiled_llm.models.config_sizes import check_given_sizes, check_size, eos_token_ids
+from compiled_llm.models.config_values import stated_dtype
+from compiled_llm.models.fallback.attention import Unsupported
 from compiled_llm.models.fallback.config import TransformersConfig
+from compiled_llm.models.fallback.module import make_module
 from compiled_llm.models.fallback.recording import recorded
 from compiled_llm.models.registry import SUPPORTED
+from compiled_llm.models.rope_fields import checked_ropes
 
 # Fields that ask for something that lies around transformers' modelling code -> values that ask for nothing.
 _OFF: dict[str, tuple[Any, ...]] = {
@@ -43,22 +48,22 @@ def parse_transformers_config(
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[config["model_type"]]
-    for name in MOST:
-        for given in {name, config_class.attribute_map.get(name, name)} & config.keys():
-            if config[given] is not None:
-                check_size(name, config[given])
-    try:
-        full = config_class.from_dict(config)
-        longest, tied = full.max_position_embeddings, bool(full.tie_word_embeddings)
-    except Exception as error:  # a wrong type meets transformers' own validation, in whatever exception it uses
-        raise ValueError(f"config.json: {type(error).__name__}: {error!s:.500}") from error
+    check_given_sizes(config, config_class)
+    check_types(config, config_class)
+    config = checked_ropes(config)
+    full = filled(config, config_class, config.keys())
+    longest: Any = getattr(full, "max_position_embeddings", None)
     check_size("max_position_embeddings", longest)
     _check_layers(full)
     _check_ropes(full)
+    stated = stated_dtype(config, "float32")
     if dtype == "auto":
-        dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    fields = json.dumps(config, sort_keys=True)
-    recording = recorded(architecture, fields, getattr(torch, dtype))
+        dtype = stated
+    fields = json.dumps({**config, "dtype": stated, "torch_dtype": None}, sort_keys=True)
+    try:
+        recording = recorded(architecture, fields, getattr(torch, dtype))
+    except ValueError as error:
+        raise ValueError(f"{error}{_told(fields, config, config_class)}") from error
     widest = max((linear.out_features for linear in recording.module.linears), default=recording.hidden_size)
     return TransformersConfig(
         architecture=architecture,
@@ -72,12 +77,32 @@ def parse_transformers_config(
         rms_norm_eps=0.0,
         ropes=(),
         max_position_embeddings=longest,
-        tie_word_embeddings=tied,
+        tie_word_embeddings=bool(full.tie_word_embeddings),
         dtype=dtype,
         eos_token_ids=eos_token_ids(config, generation, recording.vocab_size),
         fields=fields,
         transformers_version=importlib.metadata.version("transformers"),
     )
+
+
+def _told(fields: str, config: dict[str, Any], config_class: Any) -> str:
+    """For messages, of fields that transformers' module cannot be made of: those without which it can."""
+
+    def is_made(given: dict[str, Any]) -> bool:
+        try:
+            make_module(json.dumps(given), torch.float32)
+        except Exception as error:
+            return isinstance(error, Unsupported)
+        return True
+
+    given = json.loads(fields)
+    sizes = beside_defaults(config, config_class)
+    if is_made(given):
+        return sizes
+    others = ({name: value for name, value in given.items() if name != left_out} for left_out in config)
+    guilty = [name for name, rest in zip(config, others, strict=True) if is_made(rest)]
+    shown = ", ".join(f"{name}={config[name]!r:.100}" for name in guilty)
+    return f"{shown and f'; given {shown:.500}'}{sizes}"
 
 
 def _check_fields(config: dict[str, Any], architecture: str) -> None:

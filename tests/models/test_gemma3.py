@@ -36,8 +36,8 @@ def test_rotary_embeddings_of_older_and_newer_checkpoints() -> None:
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be null"),
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_parameters must be an object with full_attention and"),
-        ({"rope_parameters": {"full_attention": "default"}}, "rope parameters of full_attention must be an object"),
-        ({"rope_scaling": {"rope_type": "default"}}, "rope_scaling must be left out beside rope_parameters"),
+        ({"rope_parameters": {"full_attention": "default"}}, "rope_parameters of full_attention must be an object"),
+        ({"rope_scaling": {"rope_type": "default"}}, "rope_parameters and rope_scaling contradict each other"),
     ],
 )
 def test_refused_by_name(change: dict[str, Any], words: str) -> None:

@@ -62,7 +62,7 @@ def test_an_old_checkpoints_buffers_and_bare_names_are_taken(
     [
         (GPT2, {"activation_function": "relu"}, "activation_function='relu' is not supported"),
         (GPT2, {"add_cross_attention": True}, "add_cross_attention=True is not supported"),
-        (GPT2, {"n_inner": 0}, "intermediate_size must be an integer"),
+        (GPT2, {"n_inner": 0}, "n_inner must be an integer"),
         (NEOX, {"hidden_act": "relu"}, "hidden_act must be gelu"),
         (NEOX, {"rotary_pct": 0.25, "num_attention_heads": 4}, "an even number of a head's elements"),
         (NEOX, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -33,10 +33,9 @@ def test_a_length_among_the_parameters_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
-        (None, "given None and None"),
-        ({**PARAMETERS, "rope_type": "llama3"}, "rope_type 'yarn'"),
+        ({"rope_type": "default", "rope_theta": 1e6}, "rope_type 'yarn'"),
         ({**PARAMETERS, "llama_4_scaling_beta": None}, "a positive llama_4_scaling_beta"),
-        ({**PARAMETERS, "llama_4_scaling_beta": -0.1}, "a positive llama_4_scaling_beta"),
+        ({**PARAMETERS, "llama_4_scaling_beta": -0.1}, "llama_4_scaling_beta must be a positive number"),
         ({**PARAMETERS, "slope": 1.0}, "slope"),
     ],
 )

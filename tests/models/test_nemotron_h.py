@@ -57,7 +57,7 @@ def test_an_mlp_without_what_mixes_tokens_is_refused(pattern: str) -> None:
         ("tie_word_embeddings", True, "false"),
         ("n_shared_experts", 2, "1"),
         ("residual_in_fp32", True, "False"),
-        ("n_groups", 3, "mamba_num_heads must be a multiple of n_groups, given 14 and 3"),
+        ("n_groups", 3, "mamba_num_heads must be a multiple of n_groups (or mamba_n_groups), given 14 and 3"),
         ("conv_kernel", 1, "from 2 to"),
         ("ssm_state_size", 0, "at least 1"),
         ("time_step_limit", [0.5, 0.1], "least and the largest"),

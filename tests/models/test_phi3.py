@@ -44,7 +44,10 @@ def test_the_first_length_that_is_left_out_is_transformers_default() -> None:
             "original_max_position_embeddings is both 256 and 64",
         ),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor must be a number above 0, at most 1"),
-        ({"partial_rotary_factor": 0.7}, "partial_rotary_factor must turn an even number"),
+        (
+            {"partial_rotary_factor": 0.7},
+            "short_factor must have a number for each of the 5 .*partial_rotary_factor=0.7",
+        ),
     ],
 )
 def test_refused_by_name(change: dict[str, Any], words: str) -> None:

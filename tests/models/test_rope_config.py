@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from compiled_llm.models.config_file import parse_config
-from compiled_llm.models.rope_config import YarnRopeScaling, read_rope
+from compiled_llm.models.rope_config import Rope, YarnRopeScaling
 from tests.families import CONFIGS
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], **CONFIGS["llama"][1]}
@@ -33,6 +33,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "longrope": {**LONG, "factor": 2.0, "attention_factor": 1.1},
     "proportional": {"factor": 2.0, "partial_rotary_factor": 0.5},
 }
+
+
+def rope_of(**fields: Any) -> Rope:
+    """That of Llama with other fields."""
+    (rope,) = parse_config({**LLAMA, "max_position_embeddings": 256, **fields}).ropes
+    return rope
+
+
 BAD: list[Any] = [0, -1.0, 1e300, 10**400, math.nan, math.inf, "2", [], [2.0], {}, {"factor": 2.0}, True]
 
 
@@ -43,7 +51,7 @@ def test_each_field_is_checked(kind: str, field: str) -> None:
     for value in BAD:
         if field == "truncate" and value is True:
             continue
-        with pytest.raises(ValueError, match=r"config\.json: .*(rope scaling|_factor must)"):
+        with pytest.raises(ValueError, match=rf"config\.json: .*({field} must|high_freq_factor must)"):
             parse_config({**LLAMA, "rope_parameters": {**good, field: value}})
     with pytest.raises(ValueError, match=f"config.json: rope scaling .* is not supported; allowed for .*{kind}"):
         parse_config({**LLAMA, "rope_parameters": {**good, "another": 1.0}})
@@ -51,13 +59,11 @@ def test_each_field_is_checked(kind: str, field: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fields_that_may_be_left_out_may_be_null(kind: str) -> None:
-    optional = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"} & {*KINDS[kind]}
+    optional = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"} & {*KINDS[kind]}
     given = {"rope_type": kind, **KINDS[kind]}
     without = {name: value for name, value in given.items() if name not in optional}
     null = {**given, **dict.fromkeys(optional)}
-    assert read_rope({"rope_parameters": null, "max_position_embeddings": 256}) == (
-        read_rope({"rope_parameters": without, "max_position_embeddings": 256})
-    )
+    assert rope_of(rope_parameters=null) == rope_of(rope_parameters=without)
 
 
 def test_where_the_first_length_may_stand() -> None:
@@ -67,10 +73,10 @@ def test_where_the_first_length_may_stand() -> None:
         ({"rope_parameters": rope, "original_max_position_embeddings": 32}, 32),
         ({"rope_parameters": rope, "max_position_embeddings": 128}, 128),
     ]:
-        scaling = read_rope(config).scaling
+        scaling = rope_of(**config).scaling
         assert isinstance(scaling, YarnRopeScaling)
         assert scaling.original_max_position_embeddings == length
 
 
 def test_a_kind_that_only_long_texts_know_is_no_scaling() -> None:
-    assert read_rope({"rope_scaling": {"type": "dynamic", "factor": 2.0}}) == read_rope({})
+    assert rope_of(rope_scaling={"type": "dynamic", "factor": 2.0}) == rope_of()

@@ -67,7 +67,16 @@ def read(directory: Path, architecture: str, model_type: str, model_impl: str = 
             "num_hidden_layers must be an integer from 1 to 1024",
         ),
         ("OlmoForCausalLM", "olmo", {"vocab_size": -1}, "vocab_size must be an integer from 1"),
-        ("OlmoForCausalLM", "olmo", {"hidden_act": "no-such"}, "OlmoForCausalLM cannot run through .*KeyError"),
+        ("OlmoForCausalLM", "olmo", {"num_attention_heads": None}, "num_attention_heads must be int, .* given None"),
+        ("OlmoForCausalLM", "olmo", {"rope_theta": float("nan")}, "rope_theta must be a positive number"),
+        ("OlmoForCausalLM", "olmo", {"rope_scaling": [1]}, "rope_scaling must be an object"),
+        ("OlmoForCausalLM", "olmo", {"dtype": []}, "dtype must be one of"),
+        (
+            "OlmoForCausalLM",
+            "olmo",
+            {"hidden_act": "no-such"},
+            "OlmoForCausalLM cannot run through .*KeyError.*hidden_act='no-such'",
+        ),
     ],
 )
 def test_a_config_is_refused_by_name(
@@ -88,6 +97,14 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
         UserWarning, match="OlmoForCausalLM runs through .*; the code that its auto_map names is not run"
     ):
         read_config(tmp_path)
+
+
+def test_model_type_and_torchs_name_of_a_dtype_are_enough(tmp_path: Path) -> None:
+    content = {**CONFIGS["olmo"], "torch_dtype": "torch.bfloat16", "rope_theta": "5e5"}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="OlmoForCausalLM runs through transformers' modelling code"):
+        config = read_config(tmp_path)
+    assert (config.architecture, config.dtype) == ("OlmoForCausalLM", "bfloat16")
 
 
 def test_native_takes_models_with_a_file_alone(tmp_path: Path) -> None:

@@ -44,17 +44,16 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_equal_to_transformers(kind: str, theta: float) -> None:
     parameters = {"rope_type": "default", "rope_theta": theta, **KINDS[kind]}
     parameters["rope_type"] = parameters.get("type", parameters["rope_type"])
-    config = {"rope_parameters": parameters, "max_position_embeddings": LENGTH}
-    theirs = LlamaRotaryEmbedding(
-        transformers.LlamaConfig(head_dim=HEAD_DIM, **{**config, "rope_parameters": dict(parameters)})
-    )
+    config = transformers.LlamaConfig(head_dim=HEAD_DIM, max_position_embeddings=LENGTH, rope_parameters=parameters)
+    theirs = LlamaRotaryEmbedding(config)
+    rope = read_rope(config.rope_parameters, LENGTH)
     cos, sin = theirs(torch.zeros(1), torch.arange(LENGTH)[None])
-    table = rope_table(read_rope(config), HEAD_DIM, LENGTH, CPU)
+    table = rope_table(rope, HEAD_DIM, LENGTH, CPU)
     assert table.shape == (LENGTH, HEAD_DIM)
     for own, wanted in zip(table.chunk(2, dim=-1), (cos, sin), strict=True):
         # Angles up to 2047 have steps of 1.2e-4 in float32.
         torch.testing.assert_close(own, wanted[0, :, : HEAD_DIM // 2], atol=4e-4, rtol=0)
-    own_angles = inverse_frequencies(read_rope(config), HEAD_DIM, LENGTH)
+    own_angles = inverse_frequencies(rope, HEAD_DIM, LENGTH)
     still = torch.zeros(HEAD_DIM // 2 - len(own_angles))  # of pairs that are not turned
     torch.testing.assert_close(torch.cat([own_angles, still]), theirs.inv_freq, atol=0, rtol=1e-6)
 
@@ -71,7 +70,7 @@ def test_longrope_and_a_part_of_each_head_equal_phi3s(partial: float, extra: dic
     config["original_max_position_embeddings"] = 256
     full = transformers.Phi3Config(hidden_size=4 * HEAD_DIM, num_attention_heads=4, pad_token_id=0, **config)
     cos, sin = (x[None] for x in Phi3RotaryEmbedding(full)(torch.zeros(1), torch.arange(length)[None])[:2])
-    with_parts = read_partial_rope({**config, "rope_scaling": scaling}, default=1.0)
+    with_parts = read_partial_rope(full.rope_parameters, LENGTH)
     if length > 256:
         with pytest.warns(UserWarning, match="longer than original_max_position_embeddings"):
             table = rope_table(with_parts, HEAD_DIM, length, CPU)
@@ -92,7 +91,7 @@ def test_longrope_and_a_part_of_each_head_equal_phi3s(partial: float, extra: dic
 
 
 def test_the_table_holds_the_angles_of_every_position() -> None:
-    scaled, positions = read_rope({"rope_parameters": KINDS["llama3"]}), torch.tensor([0, 1, 17, 255])
+    scaled, positions = read_rope({**KINDS["llama3"], "rope_theta": 1e4}, LENGTH), torch.tensor([0, 1, 17, 255])
     table = rope_table(scaled, HEAD_DIM, 256, CPU)
     cos, sin = rope_cos_sin(positions.int(), table).chunk(2, dim=-1)
     angles = positions[:, None].double() * inverse_frequencies(scaled, HEAD_DIM, 256).double()
