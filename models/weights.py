@@ -148,12 +148,13 @@ class Source:
         part = part._replace(role="embedding")
         return self._linears.take_table(_PartsTake(self, [part]), part)
 
-    def experts(self, experts: Sequence[Sequence[Part]], top_k: int, stacked: str) -> Experts:
+    def experts(self, experts: Sequence[Sequence[Part]], top_k: int, stacked: str | None = None) -> Experts:
         """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts.
 
-        Their weights may be one tensor ``stacked``, see ``may_be_stacked``.
+        Their weights may be one tensor ``stacked``, if it is given; see ``may_be_stacked``.
         """
-        self.may_be_stacked(stacked, experts)
+        if stacked is not None:
+            self.may_be_stacked(stacked, experts)
         return self._linears.take_experts(_PartsTake(self, list(itertools.chain(*experts))), experts, top_k)
 
     def mixture(

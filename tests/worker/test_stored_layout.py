@@ -1,5 +1,6 @@
 """Checkpoints in both layouts that transformers writes, in one file and in several: all are the same model."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.weights import tensors
 from compiled_llm.worker.checkpoint import CheckpointError
 from compiled_llm.worker.loader import load_weights
+from compiled_llm.worker.quantization import published
 from tests.families import EVERY_CONFIG, checkpoint, transformers_model
 
 CPU = torch.device("cpu")
@@ -87,3 +89,16 @@ def test_experts_that_are_there_twice_are_named(tmp_path: Path) -> None:
     save_file(stored | {name: torch.ones(72, 112)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"not part of .*model\.layers\.2\.mlp\.experts\.gate_up_proj"):
         loaded(tmp_path)
+
+
+def test_quantised_experts_in_one_tensor_are_named(tmp_path: Path) -> None:
+    """What is plain where the config says that it is quantised is not read as if it were."""
+    as_modules(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = read_config(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"experts\.gate_up_proj .* holds the weights of all experts, which config"
+    ):
+        load_weights(tmp_path, config, torch.float32, CPU, published(config, Dense))
