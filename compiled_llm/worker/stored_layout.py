@@ -24,16 +24,17 @@ def in_family_layout(stored: dict[str, StoredTensor], description: Description[A
             found[name] = found.pop(other)
     problems: list[str] = []
     for name, experts in d.stacks.items():
-        if name not in found or _weight(experts[0][0]) in found:
+        first = experts[0][0]
+        if name not in found or _weight(first) in found:
             continue
-        if _weight(experts[0][0]) not in d.stored:
+        if d.stored.get(_weight(first)) != StoredPart(((first.out_features, first.in_features),)):
             problems.append(
                 f"{name} ({found[name].path.name}) holds the weights of all experts, which config.json's "
                 "quantization_config says are quantised: those are read where each expert has tensors of its own"
             )
             continue
-        outputs, inputs = sum(part.out_features for part in experts[0]), experts[0][0].in_features
-        if wrong := difference(found[name], StoredPart(((len(experts), outputs, inputs),))):
+        outputs = sum(part.out_features for part in experts[0])
+        if wrong := difference(found[name], StoredPart(((len(experts), outputs, first.in_features),))):
             problems.append(f"mismatched: {name} ({found[name].path.name}) is {wrong}")
             continue
         found |= _taken_apart(found.pop(name), experts)
