@@ -11,7 +11,7 @@ from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.layers.attention import AttentionSpec, Spec
 from compiled_llm.models.linears.dense import Dense
-from compiled_llm.models.linears.protocol import LinearKind, Put, PutQuantized
+from compiled_llm.models.linears.protocol import LinearKind, Part, Put, PutQuantized
 from compiled_llm.models.quantized.plan import GENERAL
 from compiled_llm.models.quantized.scheme import Scheme, StoredPart, usual_dtypes
 from compiled_llm.models.reader import Stack, Wanted
@@ -80,7 +80,9 @@ class Family(Generic[C, W]):
         reader = _ShapeReader(dtype)
         source = Source(reader, linears)
         weights = self.take(config, source)
-        return Description(reader.taken, reader.stored, source.may_repeat, source.unused, weights)
+        return Description(
+            reader.taken, reader.stored, source.may_repeat, source.unused, source.other_names, source.stacks, weights
+        )
 
 
 class _ShapeReader:
@@ -141,6 +143,8 @@ class Description(Generic[W]):
         stored: the tensors of a checkpoint by their names: the same, but for those of quantised layers.
         may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
         unused: name of a tensor that some checkpoints hold and the model does not use -> what it is.
+        other_names: name that some checkpoints have for a tensor -> that in ``stored``.
+        stacks: name of a tensor that some checkpoints hold in the place of the weights of experts -> the experts.
         weights: on the device "meta".
     """
 
@@ -148,4 +152,6 @@ class Description(Generic[W]):
     stored: dict[str, StoredPart]
     may_repeat: dict[str, str]
     unused: dict[str, str]
+    other_names: dict[str, str]
+    stacks: dict[str, Sequence[Sequence[Part]]]
     weights: W

@@ -5,7 +5,6 @@ values. The last layers may read the cache of an earlier one. Each layer may hav
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -201,22 +200,14 @@ def _take_mlp(config: Gemma4Config, source: Source, name: str, layer: int) -> Ml
 def _take_moe(config: Gemma4Config, source: Source, name: str) -> MoeBesideMlp | None:
     if not config.enable_moe_block:
         return None
-    d, inner, num_experts, top_k = (
-        config.hidden_size,
-        config.moe_intermediate_size or 0,
-        config.num_experts or 0,
-        config.top_k_experts or 0,
-    )
-    stacked = functools.partial(source.stacked_experts, top_k=top_k, transposed=False, bias=False)
+    d, num_experts = config.hidden_size, config.num_experts or 0
     scale = source.tensor(f"{name}.router.per_expert_scale", (num_experts,), mean=1.0)
-    experts = MoeWeights(
-        router=source.linear(Part(f"{name}.router.proj", num_experts, d)),
-        gate_up=stacked(f"{name}.experts.gate_up_proj", num_experts, 2 * inner, d),
-        down=stacked(f"{name}.experts.down_proj", num_experts, d, inner),
-        used=source.used_experts(),
-        expert_scale=scale.float(),
-        router_norm=source.tensor(f"{name}.router.scale", (d,), mean=1.0),
-    )
+    routed = source.mixture(
+        f"{name}.router.proj", f"{name}.experts", config, num_experts, config.top_k_experts or 0,
+        config.moe_intermediate_size or 0,
+    )  # fmt: skip
+    router_norm = source.tensor(f"{name}.router.scale", (d,), mean=1.0)
+    experts = routed._replace(expert_scale=scale.float(), router_norm=router_norm)
     return MoeBesideMlp(
         norm=_norm(source, f"{name}.pre_feedforward_layernorm_2", d),
         experts=experts,

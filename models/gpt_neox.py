@@ -62,6 +62,7 @@ def take(config: GPTNeoXConfig, source: Source) -> Weights:
     embedding, head = source.embedding_and_head(
         "gpt_neox.embed_in", "embed_out", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
     )
+    source.may_be_called("embed_out.weight", "lm_head.weight")
     return Weights(
         embedding=embedding,
         layers=tuple(_take_layer(config, source, f"gpt_neox.layers.{i}") for i in range(config.num_layers)),

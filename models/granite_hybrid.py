@@ -85,6 +85,13 @@ def take_mlp(config: GraniteHybridConfig, source: Source, name: str) -> MlpWeigh
         source.stacked_experts, num_experts=config.num_local_experts, top_k=config.num_experts_per_tok,
         transposed=False, bias=False,
     )  # fmt: skip
+    others = {
+        "input_linear": "experts.gate_up_proj",
+        "output_linear": "experts.down_proj",
+        "router.layer": "router.weight",
+    }
+    for own, other in others.items():
+        source.may_be_called(f"{name}.{own}.weight", f"{name}.{other}")
     routed = MoeWeights(
         router=source.linear(Part(f"{name}.router.layer", config.num_local_experts, d)),
         gate_up=stacked(f"{name}.input_linear.weight", out_features=2 * inner, in_features=d),

@@ -1,6 +1,6 @@
 """Mistral 4: latent attention with queries scaled by their position, and a mixture of experts.
 
-As DeepSeek-V3 (arXiv:2412.19437), with another router, and experts that a checkpoint has in one tensor.
+As DeepSeek-V3 (arXiv:2412.19437), with another router.
 """
 
 import dataclasses
@@ -13,10 +13,8 @@ from compiled_llm.models.deepseek_v3 import DeepseekConfig
 from compiled_llm.models.family import Family
 from compiled_llm.models.layers.decoder import LayerWeights
 from compiled_llm.models.layers.mlp import MlpWeights
-from compiled_llm.models.layers.moe import MoeWeights
 from compiled_llm.models.layers.rope import query_scale_table
 from compiled_llm.models.linears.mixture import Router
-from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.rope_config import Rope, read_latent_rope, read_query_scale
 from compiled_llm.models.weights import Source
@@ -42,15 +40,10 @@ def take_mlp(config: Any, source: Source, name: str) -> MlpWeights | glm4_moe.Sh
     """The experts of the layer whose tensors' names begin with ``name``, or its MLP."""
     if not glm4_moe.has_experts(config, name):
         return source.mlp(f"{name}.mlp", config)
-    experts, d, inner = f"{name}.mlp.experts", config.hidden_size, config.moe_intermediate_size
-    count, top_k = config.n_routed_experts, config.num_experts_per_tok
-    plain = {"transposed": False, "bias": False}
-    routed = MoeWeights(
-        router=source.linear(Part(f"{name}.mlp.gate", count, d)),
-        gate_up=source.stacked_experts(f"{experts}.gate_up_proj", count, 2 * inner, d, top_k, **plain),
-        down=source.stacked_experts(f"{experts}.down_proj", count, d, inner, top_k, **plain),
-        used=source.used_experts(),
-    )
+    routed = source.mixture(
+        f"{name}.mlp.gate", f"{name}.mlp.experts", config, config.n_routed_experts, config.num_experts_per_tok,
+        config.moe_intermediate_size,
+    )  # fmt: skip
     return glm4_moe.beside_shared(config, source, name, routed)
 
 

@@ -27,6 +27,7 @@ class MixtralConfig(MistralConfig):
 
 def take_mlp(config: MixtralConfig, source: Source, name: str) -> MoeWeights:
     """The experts of the layer whose tensors' names begin with ``name``."""
+    source.may_be_called(f"{name}.block_sparse_moe.gate.weight", f"{name}.mlp.gate.weight")
     return source.mixture(
         f"{name}.block_sparse_moe.gate",
         f"{name}.block_sparse_moe.experts",
@@ -35,6 +36,7 @@ def take_mlp(config: MixtralConfig, source: Source, name: str) -> MoeWeights:
         config.num_experts_per_tok,
         config.intermediate_size,
         names=("w1", "w3", "w2"),
+        stacked=f"{name}.mlp.experts",
     )
 
 

@@ -149,8 +149,8 @@ def take_experts(config: NemotronHConfig, source: Source, name: str) -> MixtureW
     each = [f"{name}.experts.{e}" for e in range(count)]
     routed = MoeWeights(
         router=source.linear(Part(f"{name}.gate", count, d), dtype=torch.float32),
-        gate_up=source.experts([[Part(f"{e}.up_proj", inner, size)] for e in each], top_k),
-        down=source.experts([[Part(f"{e}.down_proj", size, inner)] for e in each], top_k),
+        gate_up=source.experts([[Part(f"{e}.up_proj", inner, size)] for e in each], top_k, f"{name}.experts.up_proj"),
+        down=source.experts([[Part(f"{e}.down_proj", size, inner)] for e in each], top_k, f"{name}.experts.down_proj"),
         used=source.used_experts(),
         choice_bias=source.tensor(f"{name}.gate.e_score_correction_bias", (count,), dtype=torch.float32),
         latent=latent,

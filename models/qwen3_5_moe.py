@@ -1,32 +1,23 @@
-"""Qwen3.5 with experts: Qwen3-Next's mixture of experts, which lie in one tensor, in Qwen3.5's layers."""
+"""Qwen3.5 with experts: Qwen3-Next's mixture of experts in Qwen3.5's layers."""
 
 import dataclasses
-import functools
 from typing import Any
 
 from compiled_llm.models import qwen3_5, qwen3_next
 from compiled_llm.models.config_sizes import check_size
 from compiled_llm.models.layers.decoder import LayerWeights
-from compiled_llm.models.layers.moe import MoeWeights
-from compiled_llm.models.linears.protocol import Part
 from compiled_llm.models.llama import Weights
 from compiled_llm.models.qwen3_next import GatedMoeWeights, Qwen3NextConfig
 from compiled_llm.models.weights import Source
 
 
 def take_mlp(config: Qwen3NextConfig, source: Source, name: str) -> GatedMoeWeights:
-    """The experts of the layer whose tensors' names begin with ``name``."""
-    d, inner, name = config.hidden_size, config.moe_intermediate_size, f"{name}.mlp"
-    stacked = functools.partial(
-        source.stacked_experts, num_experts=config.num_experts, top_k=config.num_experts_per_tok, transposed=False,
-        bias=False,
+    """The experts of the layer whose tensors' names begin with ``name``; no layer has a plain MLP."""
+    name = f"{name}.mlp"
+    routed = source.mixture(
+        f"{name}.gate", f"{name}.experts", config, config.num_experts, config.num_experts_per_tok,
+        config.moe_intermediate_size,
     )  # fmt: skip
-    routed = MoeWeights(
-        router=source.linear(Part(f"{name}.gate", config.num_experts, d)),
-        gate_up=stacked(f"{name}.experts.gate_up_proj", out_features=2 * inner, in_features=d),
-        down=stacked(f"{name}.experts.down_proj", out_features=d, in_features=inner),
-        used=source.used_experts(),
-    )
     return GatedMoeWeights(routed, qwen3_next.take_shared(config, source, name))
 
 

@@ -55,12 +55,17 @@ class Source:
     Attributes:
         may_repeat: name of a tensor that some checkpoints hold besides -> the one that it must equal.
         unused: name of a tensor that some checkpoints hold and the model does not use -> what it is.
+        other_names: name that some checkpoints have for a tensor -> the family's.
+        stacks: name of a tensor that some checkpoints hold in the place of all weights of experts -> those experts; see
+            ``may_be_stacked``.
     """
 
     def __init__(self, reader: Reader, linears: LinearKind) -> None:
         self._reader, self._linears = reader, linears
         self.may_repeat: dict[str, str] = {}
         self.unused: dict[str, str] = {}
+        self.other_names: dict[str, str] = {}
+        self.stacks: dict[str, Sequence[Sequence[Part]]] = {}
         self._used_experts: UsedExperts | None = None
 
     @property
@@ -114,6 +119,18 @@ class Source:
         """Says that checkpoints may hold a tensor that the model does not use, and what it is."""
         self.unused[name] = what
 
+    def may_be_called(self, name: str, other: str) -> None:
+        """Says that checkpoints may have the tensor ``name`` under the name ``other``."""
+        self.other_names[other] = name
+
+    def may_be_stacked(self, name: str, experts: Sequence[Sequence[Part]]) -> None:
+        """Says that checkpoints may have one tensor ``name`` in the place of the weights of ``experts``.
+
+        It is ``[num_experts, out_features, in_features]``, the rows of an expert's parts one below the other: as
+        transformers' modules keep them, and as some checkpoints are published.
+        """
+        self.stacks[name] = experts
+
     def layer_norm(self, name: str, size: int) -> LayerNorm:
         """Weight and bias, ``[size]`` each, of a layer norm."""
         return LayerNorm(self.norm(name, size), self.tensor(f"{name}.bias", (size,)))
@@ -131,8 +148,13 @@ class Source:
         part = part._replace(role="embedding")
         return self._linears.take_table(_PartsTake(self, [part]), part)
 
-    def experts(self, experts: Sequence[Sequence[Part]], top_k: int) -> Experts:
-        """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts."""
+    def experts(self, experts: Sequence[Sequence[Part]], top_k: int, stacked: str | None = None) -> Experts:
+        """The layers of a mixture's experts, of which a token uses ``top_k``; each computes all of its parts.
+
+        Their weights may be one tensor ``stacked``, if it is given; see ``may_be_stacked``.
+        """
+        if stacked is not None:
+            self.may_be_stacked(stacked, experts)
         return self._linears.take_experts(_PartsTake(self, list(itertools.chain(*experts))), experts, top_k)
 
     def mixture(
@@ -145,20 +167,24 @@ class Source:
         inner: int,
         *,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        stacked: str | None = None,
         router_dtype: torch.dtype | None = None,
     ) -> MoeWeights:
         """A mixture of gated MLPs of ``inner`` elements as most checkpoints have it, a tensor for each expert.
 
         Args:
             router, experts: beginnings of the tensors' names; after the second come the number and one of ``names``.
+            stacked: the same of ``gate_up_proj`` and ``down_proj``, which may hold those of all experts; None: as
+                ``experts``.
             router_dtype: of the router; None: the model's.
         """
-        d, each = config.hidden_size, [f"{experts}.{e}" for e in range(num_experts)]
+        d, each, stacked = config.hidden_size, [f"{experts}.{e}" for e in range(num_experts)], stacked or experts
         gate, up, down = names
+        gate_up = [[Part(f"{e}.{x}", inner, d) for x in (gate, up)] for e in each]
         return MoeWeights(
             router=self.linear(Part(router, num_experts, d), dtype=router_dtype),
-            gate_up=self.experts([[Part(f"{e}.{x}", inner, d) for x in (gate, up)] for e in each], top_k),
-            down=self.experts([[Part(f"{e}.{down}", d, inner)] for e in each], top_k),
+            gate_up=self.experts(gate_up, top_k, f"{stacked}.gate_up_proj"),
+            down=self.experts([[Part(f"{e}.{down}", d, inner)] for e in each], top_k, f"{stacked}.down_proj"),
             used=self.used_experts(),
         )
 

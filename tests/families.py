@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor
 
 _SMALL = {
@@ -594,9 +593,6 @@ HYBRID_CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 EVERY_CONFIG = {**CONFIGS, **HYBRID_CONFIGS}
 
-# Models whose published checkpoints have each layer's experts in one tensor, where transformers saves them one by one.
-STACKED_EXPERTS = ("Qwen3_5MoeForCausalLM",)
-
 # Of compiled engines of the demo model in float32. Tests that need no other sizes take these, so that each graph is
 # compiled once: the cache of compiled graphs is shared by all.
 COMPILED_SIZES: dict[str, Any] = {"bucket_sizes": (8,), "token_bucket_sizes": (32,), "max_model_len": 304}
@@ -638,15 +634,6 @@ def keep_time_steps(model: transformers.PreTrainedModel) -> None:
             module.time_step_limit = tuple(model.config.time_step_limit)
 
 
-def save(model: transformers.PreTrainedModel, directory: Path) -> None:
-    """The model as a checkpoint."""
-    model.save_pretrained(directory)
-    if type(model).__name__ in STACKED_EXPERTS:
-        tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-        tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
-        save_file(tensors, directory / "model.safetensors")
-
-
 def logits_of(model: transformers.PreTrainedModel, prompts: Tensor) -> Tensor:
     """Those of all tokens. Layers with a state go from token to token: in chunks they lose digits of float32."""
     code = sys.modules[type(model).__module__]
@@ -660,5 +647,5 @@ def logits_of(model: transformers.PreTrainedModel, prompts: Tensor) -> Tensor:
 def checkpoint(name: str) -> Path:
     """The same model saved to a directory that lives as long as the test run."""
     directory = Path(tempfile.mkdtemp(prefix="compiled-llm-test-"))
-    save(transformers_model(name), directory)
+    transformers_model(name).save_pretrained(directory)
     return directory

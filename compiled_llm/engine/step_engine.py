@@ -10,7 +10,12 @@ from compiled_llm.argument_checks import integer
 from compiled_llm.config import EngineConfig
 from compiled_llm.engine.admission import Admission, PreparedRequest
 from compiled_llm.engine.core import EngineCore
-from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
+from compiled_llm.engine.generation_config import (
+    default_sampling_params,
+    listed,
+    suggested_sampling,
+    warn_of_unserved,
+)
 from compiled_llm.engine.interrupts import Interrupts
 from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer, model_config
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
@@ -70,6 +75,7 @@ class StepEngine:
         )
         self._chat_encoder = ChatEncoder(self.tokenizer)
         self._suggested_sampling = suggested_sampling(directory)
+        warn_of_unserved(directory, self.runner.limits.max_model_len)
         self._has_shown_sampling = False
         self._ids = itertools.count()
         self._streams: dict[str, deque[RequestOutput]] = {}  # where the outputs of each stream go

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from compiled_llm.config import EngineConfig
-from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
+from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling, with_room
 from compiled_llm.engine.model_files import checkpoint_directory
 from compiled_llm.offline.flags import DEFAULT_SAMPLING
 from compiled_llm.sampling_params import SamplingParams
@@ -19,8 +19,9 @@ def run_sampling(config: EngineConfig, given: Mapping[str, Any]) -> tuple[dict[s
     suggested = suggested_sampling(checkpoint_directory(config))
     suggested = {name: value for name, value in suggested.items() if name not in given}
     default_sampling_params(suggested)  # its error message names the file
-    sampling = {**DEFAULT_SAMPLING, **suggested, **given}
+    room = with_room(suggested, int(DEFAULT_SAMPLING["max_tokens"]))
+    sampling = {**DEFAULT_SAMPLING, **room, **given}
     SamplingParams(**sampling)
-    others = {name: value for name, value in {**DEFAULT_SAMPLING, **given}.items() if name not in suggested}
+    others = {name: sampling[name] for name in {**DEFAULT_SAMPLING, **given} if name not in suggested}
     parts = [listed(others)] + [f"by generation_config.json: {listed(suggested)}"] * bool(suggested)
     return sampling, "; ".join(filter(None, parts))

@@ -7,6 +7,7 @@ parsed once, and a tensor is read from its place in the file, into memory of its
 import json
 import math
 import os
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from compiled_llm.models.files import MAX_JSON_BYTES, open_file, read_json
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 DTYPES |= {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn}
+_INDEX = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 16 << 20  # 100 times what a file of 1,000 tensors has
 _MAX_TENSORS = 100_000
 _LISTED = 8  # how many names an error message lists of each kind
@@ -96,10 +98,13 @@ def have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
 def locate(directory: Path) -> dict[str, StoredTensor]:
     """Name -> place of every tensor of a checkpoint.
 
+    A tensor that several files hold is the one that the index names. Without an index nothing says which one is meant:
+    then they must be the same. Either way a warning tells.
+
     Raises:
         ValueError: a file is missing, damaged or no safetensors file, or the index does not describe its files.
     """
-    index_path = directory / "model.safetensors.index.json"
+    index_path = directory / _INDEX
     if os.path.lexists(index_path):
         return _locate_by_index(index_path)
     # Some directories hold the same weights a second time, in another format of names.
@@ -109,12 +114,20 @@ def locate(directory: Path) -> dict[str, StoredTensor]:
     if not paths:
         raise CheckpointError(f"{directory}: no .safetensors file. Other formats can hold code and are not read.")
     found: dict[str, StoredTensor] = {}
+    repeated: list[StoredTensor] = []
     for path in paths:
         for name, stored in stored_tensors(path).items():
-            if name in found:
-                raise CheckpointError(f"tensor {name!r} is in both {found[name].path.name} and {path.name}")
-            found[name] = stored
-        _check_number(directory, len(found))
+            if found.setdefault(name, stored) is not stored:
+                repeated.append(stored)
+        _check_number(directory, len(found) + len(repeated))
+    differing = [one for one in repeated if not _are_same(one, found[one.name])]
+    if differing:
+        one = differing[0]
+        raise CheckpointError(
+            f"{directory}: {one.name!r:.200} of {found[one.name].path.name} and of {one.path.name} differ, and no "
+            f"{_INDEX} says which one is meant. Remove the file that does not belong there"
+        )
+    _warn_of_repeated(directory, found, repeated, differing)
     return found
 
 
@@ -132,18 +145,37 @@ def _locate_by_index(index_path: Path) -> dict[str, StoredTensor]:
     if missing:
         raise CheckpointError(f"{index_path}: missing files: {listed(missing)}")
     found: dict[str, StoredTensor] = {}
+    repeated: list[StoredTensor] = []
     for shard in shards:
         held = stored_tensors(directory / shard)
-        unlisted = sorted(name for name in held if weight_map.get(name) != shard)
+        unlisted = sorted(held.keys() - weight_map.keys())
         if unlisted:
             raise CheckpointError(
-                f"{directory / shard}: holds tensors that the index does not place there: {listed(unlisted)}"
+                f"{directory / shard}: holds tensors that the index does not name: {listed(unlisted)}"
             )
-        found |= held
+        found |= {name: stored for name, stored in held.items() if weight_map[name] == shard}
+        repeated += [stored for name, stored in held.items() if weight_map[name] != shard]
     lacking = [f"{name} ({shard})" for name, shard in weight_map.items() if name not in found]
     if lacking:
         raise CheckpointError(f"{index_path}: places tensors in files that do not hold them: {listed(lacking)}")
+    differing = [one for one in repeated if not _are_same(one, found[one.name])]
+    _warn_of_repeated(directory, found, repeated, differing)
     return found
+
+
+def _warn_of_repeated(
+    directory: Path, found: dict[str, StoredTensor], repeated: list[StoredTensor], differing: list[StoredTensor]
+) -> None:
+    """``repeated`` are there besides those ``found``, and ``differing`` are not the same as these."""
+    if repeated:
+        places = ((one, found[one.name].path.name, "another" if one in differing else "as") for one in repeated)
+        said = (f"{one.name} of {taken} ({how} in {one.path.name})" for one, taken, how in places)
+        warnings.warn(f"{directory}: of tensors that several files hold are taken: {listed(said)}", stacklevel=1)
+
+
+def _are_same(one: StoredTensor, other: StoredTensor) -> bool:
+    is_like = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return is_like and one.dtype in DTYPES and have_same_bytes(one, other)
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:

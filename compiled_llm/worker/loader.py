@@ -19,9 +19,10 @@ from compiled_llm.models.reader import Stack, Wanted
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
-from compiled_llm.worker.checkpoint import DTYPES, CheckpointError, StoredTensor, have_same_bytes, listed, locate
+from compiled_llm.worker.checkpoint import CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
-from compiled_llm.worker.tensor_names import by_family_names, parts_of
+from compiled_llm.worker.stored_layout import difference, in_family_layout
+from compiled_llm.worker.tensor_names import parts_of
 
 # What quantised checkpoints hold for a cache of 8 bits; kv_cache_dtype says how it is kept here.
 _CACHE_SCALES = tuple(f".{x}_{what}" for x in "qkv" for what in ("scale", "zero_point"))
@@ -45,8 +46,7 @@ def load_weights(
             NaN or infinite values.
     """
     description = family_of(config).describe(config, dtype, linears)
-    names = [*description.stored, *description.may_repeat, *description.unused]
-    stored = by_family_names(locate(directory), names)
+    stored = in_family_layout(locate(directory), description)
     _check(directory, config, description, stored)
     with CheckpointReader(stored, dtype, device, on_bytes) as reader:
         return family_of(config).take(config, Source(reader, linears))
@@ -149,9 +149,9 @@ def _check(
         problems.append(f"not part of {config.architecture}: {found}")
 
     wrong = [
-        f"{name} ({stored[name].path.name}) is {difference}"
+        f"{name} ({stored[name].path.name}) is {wrong_one}"
         for name in sorted(wanted.keys() & stored.keys())
-        if (difference := _difference(stored[name], wanted[name]))
+        if (wrong_one := difference(stored[name], wanted[name]))
     ]
     if wrong:
         problems.append(f"mismatched: {listed(wrong)}")
@@ -162,16 +162,9 @@ def _check(
         warnings.warn(f"{directory}: left, since the language model has no such parts: {named}", stacklevel=3)
 
 
-def _difference(tensor: StoredTensor, wanted: StoredPart) -> str | None:
-    if tensor.shape not in wanted.shapes:
-        return f"{tensor.shape!s:.100}, config.json implies {' or '.join(map(str, wanted.shapes))}"
-    kinds = [name for name, dtype in DTYPES.items() if dtype in wanted.dtypes]
-    return None if tensor.dtype in kinds else f"{tensor.dtype}; allowed: {', '.join(kinds)}"
-
-
 def _check_repeated(name: str, original: str, wanted: StoredPart, stored: dict[str, StoredTensor]) -> list[str]:
     # Some checkpoints hold a tied tensor a second time. It may be left out only if the two are the same.
-    if original not in stored or _difference(stored[original], wanted):
+    if original not in stored or difference(stored[original], wanted):
         return []  # which is a problem of its own
     is_like = stored[name][2:4] == stored[original][2:4]
     if is_like and have_same_bytes(stored[name], stored[original]):

@@ -1,7 +1,7 @@
 """Experts of transformers' mixtures, in whose place this engine's grouped products are recorded.
 
-transformers keeps the weights of all experts of a layer in one parameter, and published checkpoints have a tensor for
-each expert (``stored_names.py``).
+transformers keeps the weights of all experts of a layer in one parameter. Checkpoints have a tensor for each expert
+(``stored_names.py``), or that parameter as it is.
 """
 
 from typing import Any, NamedTuple
@@ -35,11 +35,14 @@ class ExpertsName(NamedTuple):
     Attributes:
         name: of transformers' parameter for all.
         parts: names of a checkpoint's tensors whose rows it has one below the other, with "*" for the expert's number.
-        out_features: of one part.
+            Empty where a checkpoint has the parameter as it is.
+        stored: the name of the parameter in such a checkpoint.
+        out_features: of one part; of all, where there are none.
     """
 
     name: str
     parts: tuple[str, ...]
+    stored: str
     num_experts: int
     out_features: int
     in_features: int
@@ -81,10 +84,14 @@ def experts_names(name: str, module: Any, stored: StoredNames) -> tuple[ExpertsN
     num_experts, hidden_size, inner = module.down_proj.shape
     if module.gate_up_proj.shape != (num_experts, 2 * inner, hidden_size):
         raise Unsupported(f"experts whose layers differ in size ({type(module).__name__})")
-    gate_up, down = (stored.of_experts(f"{name}.{of}") for of in ("gate_up_proj", "down_proj"))
-    if len(gate_up) != 2 or len(down) != 1:
-        raise Unsupported(f"experts that checkpoints do not hold one by one ({type(module).__name__})")
-    return (
-        ExpertsName(f"{name}.gate_up_proj", gate_up, num_experts, inner, hidden_size),
-        ExpertsName(f"{name}.down_proj", down, num_experts, hidden_size, inner),
-    )
+
+    def layer(of: str, num_parts: int, outputs: int, inputs: int) -> ExpertsName:
+        own = f"{name}.{of}"
+        parts = stored.of_experts(own)
+        if parts is None:
+            return ExpertsName(own, (), stored.of(own), num_experts, outputs, inputs)
+        if len(parts) != num_parts:
+            raise Unsupported(f"experts that checkpoints hold in parts of another kind ({type(module).__name__})")
+        return ExpertsName(own, parts, own, num_experts, outputs // num_parts, inputs)
+
+    return layer("gate_up_proj", 2, 2 * inner, hidden_size), layer("down_proj", 1, hidden_size, inner)

@@ -134,6 +134,9 @@ def _take(recording: Recording, groups: list[list[int]], source: Source) -> Weig
     module = recording.module
     embedding, head = _take_embedding_and_head(recording, source)
     layers = tuple(tuple(_take_linear(recording, index, source) for index in group) for group in groups)
+    for own, name in module.stored.items():
+        if own != name:
+            source.may_be_called(name, own)
     others = []
     for name in _others(recording):
         like = module.parameters[name]
@@ -153,9 +156,13 @@ def _take_linear(recording: Recording, index: int, source: Source) -> Linear | E
     name = recording.module.linears[index]
     if isinstance(name, LinearName):
         return source.linear(_part(recording, name), dtype=name.dtype)
+    if not name.parts:
+        source.may_be_called(name.stored, name.name)
+        of_all = name.num_experts, name.out_features, name.in_features, recording.top_k[index]
+        return source.stacked_experts(name.stored, *of_all, transposed=False, bias=False)
     each = [[part.replace("*", str(expert)) for part in name.parts] for expert in range(name.num_experts)]
     parts = [[Part(part, name.out_features, name.in_features) for part in one] for one in each]
-    return source.experts(parts, recording.top_k[index])
+    return source.experts(parts, recording.top_k[index], name.name)
 
 
 def _take_embedding_and_head(recording: Recording, source: Source) -> tuple[Linear, Linear]:

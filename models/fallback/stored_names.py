@@ -28,13 +28,15 @@ class StoredNames:
             parameter, _ = rule.rename_source_key(parameter)
         return parameter
 
-    def of_experts(self, parameter: str) -> tuple[str, ...]:
+    def of_experts(self, parameter: str) -> tuple[str, ...] | None:
         """Names of the parts of a parameter of all experts, without ".weight" and with "*" for an expert's number.
 
-        Empty where a checkpoint has one tensor for all.
+        None where a checkpoint has one tensor for all; empty where it has them in another way than one by one.
         """
         rule = self._converter(parameter)
-        if rule is None or [type(step).__name__ for step in rule.operations] not in _OF_EXPERTS:
+        if rule is None:
+            return None
+        if [type(step).__name__ for step in rule.operations] not in _OF_EXPERTS:
             return ()
         begin = parameter.removesuffix(rule.target_patterns[0])
         return tuple(self._renamed(f"{begin}{source}") for source in rule.source_patterns)

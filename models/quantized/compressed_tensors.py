@@ -34,7 +34,8 @@ class Groups:
 
 
 def _is_meant(module: str, target: str) -> bool:
-    return matches(target[3:], module) if target.startswith("re:") else module == target
+    names = fields.names_of(module)
+    return any(matches(target[3:], name) for name in names) if target.startswith("re:") else target in names
 
 
 def read_compressed_tensors(config: Mapping[str, Any]) -> Groups:

@@ -7,6 +7,7 @@ from typing import Any
 from compiled_llm.models.quantized.patterns import matches
 
 _MOST_NAMES = 10_000
+_REGEX = set("\\^$+{}()|")  # what makes a pattern without "re:" a regular expression
 _REMEDY = "Quantise the model in another way, or load its unquantised weights"
 
 
@@ -57,17 +58,47 @@ def known(config: Mapping[str, Any], allowed: Collection[str], method: str) -> N
         )
 
 
-def is_named(module: str, patterns: Sequence[str]) -> bool:
-    """Whether ``modules_to_not_convert`` names a module: itself, one around it, its end, or with ``*`` for anything.
-
-    A pattern that begins with ``re:`` is a regular expression of the whole name's beginning.
-    """
-    parts = module.split(".")
-    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+def check_patterns(patterns: Sequence[str]) -> None:
+    """``ValueError`` for a regular expression that is not read."""
     for pattern in patterns:
         if pattern.startswith("re:"):
-            if matches(pattern[3:], module):
+            matches(pattern[3:], "")
+        elif _REGEX & set(pattern):
+            matches(pattern, "")
+
+
+def is_named(module: str, patterns: Sequence[str]) -> bool:
+    """Whether ``modules_to_not_convert`` names a module: itself, one around it, its end, or with ``*`` for anything."""
+    parts = module.split(".")
+    around = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return any(module.endswith(pattern) or any(fnmatchcase(name, pattern) for name in around) for pattern in patterns)
+
+
+def is_within(module: str, patterns: Sequence[str]) -> bool:
+    """The same, and parts of the name that follow one another: ``self_attn`` names ``model.layers.0.self_attn.q_proj``.
+
+    So vLLM, transformers before 5 and torchao take them; transformers 5 takes such parts from the name's beginning
+    alone. A pattern that begins with ``re:`` is a regular expression of the whole name's beginning; one with other
+    signs of a regular expression than ``.`` and ``*`` is one that ends where a part does, as transformers takes it.
+    """
+    for name in names_of(module):
+        for pattern in patterns:
+            if pattern.startswith("re:"):
+                found = matches(pattern[3:], name)
+            elif _REGEX & set(pattern):
+                found = matches(f"(?:{pattern})(?:\\..*)?$", name)
+            else:
+                found = f".{pattern.strip('.')}." in f".{name}." or is_named(name, [pattern])
+            if found:
                 return True
-        elif module.endswith(pattern) or any(fnmatchcase(name, pattern) for name in around):
-            return True
     return False
+
+
+def names_of(module: str) -> tuple[str, ...]:
+    """Names of a language model's ``module``: its own, and those that it has in models with more than text."""
+    root, _, rest = module.partition(".")
+    return (
+        module,
+        f"language_model.{module}",
+        *((f"{root}.language_model.{rest}", f"{root}.text_model.{rest}") if rest else ()),
+    )

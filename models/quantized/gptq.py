@@ -114,7 +114,7 @@ def _outputs_in_order(words: Tensor) -> Tensor:
 
 
 def read_gptq(config: Mapping[str, Any]) -> tuple[Transposed, tuple[str, ...], tuple[str, ...] | None]:
-    """The scheme, patterns of modules that are not quantised, and endings of those that alone are (None: all)."""
+    """The scheme, patterns of modules that are not quantised, and parts of names of those that are (None: all)."""
     allowed = {"bits", "group_size", "desc_act", "sym", "format", "checkpoint_format", "dynamic", "pack_dtype",
                "modules_in_block_to_quantize", "lm_head", "is_marlin_format"}  # fmt: skip
     fields.known(config, allowed | _HISTORY, "quant_method 'gptq'")

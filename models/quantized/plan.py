@@ -8,7 +8,6 @@ from compiled_llm.models.quantized.compressed_tensors import read_compressed_ten
 from compiled_llm.models.quantized.fp8 import read_fp8, read_modelopt
 from compiled_llm.models.quantized.gptq import read_awq, read_gptq
 from compiled_llm.models.quantized.mxfp4 import read_mxfp4
-from compiled_llm.models.quantized.patterns import matches
 from compiled_llm.models.quantized.scheme import Scheme
 from compiled_llm.models.quantized.torchao import read_torchao
 
@@ -53,11 +52,19 @@ def _compressed_tensors(given: Mapping[str, Any]) -> Callable[[str], Scheme | No
 def _gptq(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
     scheme, skipped, only = read_gptq(given)
     within = _within_layers(scheme, skipped)
-    return lambda module: within(module) if only is None or module.endswith(only) else None
+    return lambda module: within(module) if only is None or _has_any(module, only) else None
 
 
 def _awq(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
-    return _within_layers(*read_awq(given))
+    # AutoAWQ, which writes them, and vLLM take any part of the name, also one of a word.
+    scheme, skipped = read_awq(given)
+    within = _within_layers(scheme, skipped)
+    plain = [pattern for pattern in skipped if not pattern.startswith("re:")]
+    return lambda module: None if _has_any(module, plain) else within(module)
+
+
+def _has_any(module: str, parts: Sequence[str]) -> bool:
+    return any(part in name for name in fields.names_of(module) for part in parts)
 
 
 def _fp8(given: Mapping[str, Any]) -> Callable[[str], Scheme | None]:
@@ -76,13 +83,11 @@ def _within_layers(
     scheme: Scheme, skipped: tuple[str, ...], *, routers: bool = False
 ) -> Callable[[str], Scheme | None]:
     """``routers``: whether routers are quantised where they are not among ``skipped``."""
-    for pattern in skipped:
-        if pattern.startswith("re:"):
-            matches(pattern[3:], "")  # which refuses what it does not read
+    fields.check_patterns(skipped)
     plain = _NOT_IN_LAYERS if routers else _NOT_IN_LAYERS + _ROUTERS
 
     def of(module: str) -> Scheme | None:
-        return None if module.rpartition(".")[2] in plain or fields.is_named(module, skipped) else scheme
+        return None if module.rpartition(".")[2] in plain or fields.is_within(module, skipped) else scheme
 
     return of
 

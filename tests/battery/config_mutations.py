@@ -26,7 +26,7 @@ from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.registry import family
 from compiled_llm.models.weights import ModelWeights
 from compiled_llm.worker import loader
-from tests.families import EVERY_CONFIG, keep_time_steps, logits_of, save, strengthened
+from tests.families import EVERY_CONFIG, keep_time_steps, logits_of, strengthened
 from tests.models.test_forward import empty_cache, step_input
 
 NUM_TOKENS = 21  # more than the windows of these models
@@ -173,7 +173,7 @@ def _theirs(model: str, content: dict[str, Any]) -> "Theirs | Exception":
         torch.manual_seed(0)
         other = strengthened(model_class._from_config(config, dtype=torch.float32).eval())
         logits, directory = _logits(other), Path(tempfile.mkdtemp(prefix="compiled-llm-test-"))
-        save(other, directory)
+        other.save_pretrained(directory)
         return Theirs(count, logits, directory)
     except Exception as error:
         return error
@@ -193,7 +193,7 @@ def _base(model: str) -> _Base:
     torch.manual_seed(0)
     made = strengthened(model_class(config_class.from_dict(copy.deepcopy(content))).eval())
     directory = Path(tempfile.mkdtemp(prefix="compiled-llm-test-"))
-    save(made, directory)
+    made.save_pretrained(directory)
     return _Base(made.config.tie_word_embeddings, made.state_dict(), directory)
 
 

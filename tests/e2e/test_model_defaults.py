@@ -113,6 +113,19 @@ def test_chat_follows_the_checkpoint_unless_it_is_told(suggesting: Path, capfd: 
         assert "generation_config" not in capfd.readouterr().err, "shown again, or for what did not follow it"
 
 
+def test_what_a_checkpoint_suggests_beyond_that_is_named_at_the_start(tmp_path: Path) -> None:
+    directory = shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    fields = {"stop_strings": ["\n"], "min_new_tokens": 2, "num_beams": 4, "typical_p": 1.0, "eos_token_id": 0}
+    (directory / "generation_config.json").write_text(json.dumps(fields))
+    with pytest.warns(UserWarning, match=r"generation_config\.json: fields .* are ignored: num_beams=4$") as warned:
+        engine = CompiledEngine(str(directory), **EAGER)
+    assert len(warned) == 1
+    with engine:
+        (output,) = engine.chat(CHAT, use_tqdm=False)
+        assert engine.get_default_sampling_params() == SamplingParams(stop=["\n"], min_tokens=2)
+        assert "\n" not in output.outputs[0].text
+
+
 def test_a_checkpoint_that_suggests_nothing_changes_nothing(
     engine: CompiledEngine, capfd: pytest.CaptureFixture[str]
 ) -> None:

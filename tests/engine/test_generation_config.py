@@ -1,12 +1,24 @@
 """What a checkpoint suggests for sampling is read as data, and checked like what a user gives."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
-from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
+from compiled_llm.config import EngineConfig
+from compiled_llm.engine.generation_config import (
+    _NO_EFFECT,
+    _OFF,
+    _PARAMETERS,
+    default_sampling_params,
+    listed,
+    suggested_sampling,
+    warn_of_unserved,
+)
+from compiled_llm.offline.run_sampling import run_sampling
 from compiled_llm.sampling_params import SamplingParams
 
 
@@ -38,6 +50,11 @@ def test_a_published_file(tmp_path: Path) -> None:
     [
         ({}, {}),
         ({"eos_token_id": 2, "max_length": 4096, "num_beams": 4}, {}),
+        ({"min_new_tokens": 3, "stop_strings": ["a", "b"]}, {"min_tokens": 3, "stop": ["a", "b"]}),
+        ({"min_new_tokens": 0, "stop_strings": [], "num_return_sequences": 1, "sequence_bias": []}, {}),
+        ({"stop_strings": "a", "num_return_sequences": 3}, {"stop": "a", "n": 3}),
+        ({"do_sample": False, "num_return_sequences": 3, "num_beams": 3}, {"temperature": 0}),
+        ({"sequence_bias": [[[5], -2.5], [[6], 100]]}, {"logit_bias": {5: -2.5, 6: 100}}),
         ({"temperature": None, "top_p": None}, {}),
         ({"do_sample": False, "temperature": 0.9}, {"temperature": 0}),
         ({"max_new_tokens": 512, "repetition_penalty": 1.1, "min_p": 0.1}, None),
@@ -47,6 +64,81 @@ def test_fields(tmp_path: Path, fields: dict[str, Any], expected: dict[str, Any]
     wanted = {"max_tokens": 512, "repetition_penalty": 1.1, "min_p": 0.1} if expected is None else expected
     assert suggested(tmp_path, fields) == wanted
     assert default_sampling_params(wanted) == SamplingParams(**wanted)
+
+
+def test_min_new_tokens_alone_leaves_room_for_as_many(tmp_path: Path) -> None:
+    assert default_sampling_params(suggested(tmp_path, {"min_new_tokens": 50})).max_tokens == 50
+    assert default_sampling_params(suggested(tmp_path, {"min_new_tokens": 5})) == SamplingParams(min_tokens=5)
+    arguments, text = run_sampling(EngineConfig(model=str(tmp_path)), {"temperature": 0})
+    assert arguments == {"max_tokens": 64, "temperature": 0, "min_tokens": 5}
+    assert text == "max_tokens=64, temperature=0; by generation_config.json: min_tokens=5"
+
+
+# -- What is not served
+
+
+def left(directory: Path, fields: Any, max_model_len: int = 1024) -> str:
+    """What is named of the file; empty if nothing is."""
+    (directory / "generation_config.json").write_text(json.dumps(fields))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_unserved(directory, max_model_len)
+    assert len(caught) <= 1
+    if not caught:
+        return ""
+    before, _, named = str(caught[0].message).partition(" are ignored: ")
+    assert before == f"{directory / 'generation_config.json'}: fields for which there is no sampling parameter"
+    return named
+
+
+UNSERVED = {
+    "bad_words_ids": [[5, 6]],
+    "begin_suppress_tokens": [220],
+    "encoder_no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.2,
+    "epsilon_cutoff": 3e-4,
+    "eta_cutoff": 3e-4,
+    "exponential_decay_length_penalty": [5, 1.1],
+    "forced_bos_token_id": 0,
+    "forced_eos_token_id": 2,
+    "guidance_scale": 1.5,
+    "max_length": 512,
+    "max_time": 2.5,
+    "min_length": 5,
+    "no_repeat_ngram_size": 3,
+    "num_beams": 4,
+    "penalty_alpha": 0.6,
+    "sequence_bias": [[[5, 6], -2.5]],
+    "suppress_tokens": [1, 2],
+    "token_healing": True,
+    "top_h": 0.4,
+    "typical_p": 0.9,
+    "watermarking_config": {"bias": 2.0},
+    "chat_format": "chatml",  # that transformers does not know
+}
+
+
+def test_what_is_not_served_is_named_in_one_line(tmp_path: Path) -> None:
+    for name, value in UNSERVED.items():
+        assert left(tmp_path, {name: value, "temperature": 0.5, "use_cache": True}) == f"{name}={value!r}"
+    assert left(tmp_path, UNSERVED) == listed(UNSERVED)
+    assert left(tmp_path, {"max_length": 512}, max_model_len=512) == "", "no text is longer"
+    assert left(tmp_path, {"sequence_bias": [[[5], 101]]}) == "sequence_bias=[[[5], 101]]"
+
+
+def test_what_asks_for_nothing_is_not_named(tmp_path: Path) -> None:
+    assert left(tmp_path, dict.fromkeys(UNSERVED)) == ""
+    assert left(tmp_path, GenerationConfig._get_default_generation_params()) == ""
+    assert left(tmp_path, {"num_return_sequences": 3, "stop_strings": "a", "sequence_bias": [[[5], 2]]}) == ""
+
+
+def test_every_field_of_transformers_is_known() -> None:
+    """A field of a later transformers is decided upon here."""
+    assert GenerationConfig().__dict__.keys() == _PARAMETERS.keys() | _NO_EFFECT | {
+        *(UNSERVED.keys() - {"chat_format"}),
+        *("constraints", "dola_layers", "force_words_ids"),  # not served, either
+    }
+    assert not _NO_EFFECT & (_PARAMETERS.keys() | _OFF.keys())
 
 
 def test_no_file_suggests_nothing(tmp_path: Path) -> None:

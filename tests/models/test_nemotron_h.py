@@ -15,7 +15,7 @@ from compiled_llm.models.layers.state import StateSpec
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.nemotron_h import NemotronHConfig
 from compiled_llm.worker import loader
-from tests.families import HYBRID_CONFIGS, save, strengthened
+from tests.families import HYBRID_CONFIGS, strengthened
 from tests.models.published_nemotron import NEMOTRON
 from tests.models.test_forward import empty_cache, step_input
 
@@ -93,7 +93,8 @@ def test_time_steps_within_limits(tmp_path: Path) -> None:
     fields = {**HYBRID_CONFIGS["nemotron-h"][1], "time_step_limit": [0.6, 0.75]}
     config = transformers.NemotronHConfig(**fields)
     torch.manual_seed(0)
-    save(model := strengthened(transformers.NemotronHForCausalLM(config).eval()), tmp_path)
+    model = strengthened(transformers.NemotronHForCausalLM(config).eval())
+    model.save_pretrained(tmp_path)
     prompt = torch.randint(3, 300, (1, 40))
     with torch.no_grad():
         expected = model(prompt).logits[0]

@@ -28,7 +28,7 @@ from compiled_llm.models.wrappers import language_model
 from compiled_llm.worker import loader
 from compiled_llm.worker.quantization import published
 from tests import mxfp4
-from tests.families import logits_of, save, strengthened
+from tests.families import logits_of, strengthened
 from tests.models.published_configs import SUPPORTED
 from tests.models.published_dense import DENSE, WRAPPED_DENSE
 from tests.models.published_further import FURTHER
@@ -80,6 +80,8 @@ WEIGHTS = {
     "LFM2-1.2B": 1.17,
     "LFM2-350M": 0.354,
 }
+# Models whose published checkpoints have each layer's experts in one tensor, where transformers saves them one by one.
+STACKED_EXPERTS = ("Qwen3_5MoeForCausalLM",)
 NUM_TOKENS = 300
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 SHARED_BLOCKS = 50  # of a request that finds its beginning in the cache
@@ -159,7 +161,7 @@ def checkpoint_of(content: dict[str, Any], directory: Path) -> tuple[list[int], 
         return prompt_and_logits(model)
     made = getattr(transformers, language_model(content)["architectures"][0])  # not all are known to AutoModel
     model = strengthened(made._from_config(config, dtype=torch.float32).eval())
-    save(model, directory)
+    model.save_pretrained(directory, save_original_format=type(model).__name__ not in STACKED_EXPERTS)
     (directory / "config.json").write_text(json.dumps(content))
     if "text_config" in content:
         put_inside_another_model(directory / "model.safetensors", config)

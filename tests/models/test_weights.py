@@ -15,6 +15,7 @@ from compiled_llm.models.registry import family
 from compiled_llm.models.weights import Source, bytes_to_read, linears, tensors
 from compiled_llm.worker.checkpoint import locate
 from compiled_llm.worker.loader import RandomReader, load_weights
+from compiled_llm.worker.stored_layout import in_family_layout
 from tests.families import EVERY_CONFIG, checkpoint
 
 CPU = torch.device("cpu")
@@ -27,7 +28,7 @@ def test_a_description_has_the_shapes_of_what_is_loaded(name: str, kind: LinearK
     description = family(config.architecture).describe(config, torch.bfloat16, kind)
     described = description.weights
     loaded = load_weights(checkpoint(name), config, torch.bfloat16, CPU, kind)
-    stored = locate(checkpoint(name))
+    stored = in_family_layout(locate(checkpoint(name)), description)
     assert {name: StoredPart((tensor.shape,)) for name, tensor in stored.items()} == description.stored
     assert [t.shape for t in tensors(described)] == [t.shape for t in tensors(loaded)]
     assert all(t.is_meta for t in tensors(described))

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -164,8 +165,34 @@ def test_a_tensor_that_the_index_leaves_out_is_named(directory: Path) -> None:
     names = [name for name in load_file(directory / "model.safetensors") if "q_norm" not in name]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index does not place there: .*q_norm"):
+    with pytest.raises(CheckpointError, match=r"index does not name: .*q_norm"):
         load(directory)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_tensor_in_two_shards_is_the_one_that_the_index_names(directory: Path, place: str, differs: bool) -> None:
+    expected = load(directory).layers[0].mlp_norm
+    tensors, name = load_file(directory / "model.safetensors"), "model.layers.0.post_attention_layernorm.weight"
+    shards = {"first": "model-00001-of-00002.safetensors", "last": "model-00002-of-00002.safetensors"}
+    (other,) = shards.keys() - {place}
+    (directory / "model.safetensors").unlink()
+    save_file(tensors, directory / shards[place])
+    unused = "rotary_emb.inv_freq"  # so that the index names both files
+    save_file({name: tensors[name] + differs, unused: torch.ones(1)}, directory / shards[other])
+    index = {"weight_map": dict.fromkeys(tensors, shards[place]) | {unused: shards[other]}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = f"{name} of {shards[place]} ({'another' if differs else 'as'} in {shards[other]})"
+    with pytest.warns(UserWarning, match=f"several files hold are taken: {re.escape(said)}$") as warned:
+        assert torch.equal(load(directory).layers[0].mlp_norm, expected)
+    assert len(warned) == 1
+    (directory / "model.safetensors.index.json").unlink()
+    if differs:
+        with pytest.raises(CheckpointError, match=r"of .*00001-of-.* and of .*00002-of-.* differ, and no .*index"):
+            load(directory)
+    else:
+        with pytest.warns(UserWarning, match="several files hold are taken"):
+            assert torch.equal(load(directory).layers[0].mlp_norm, expected)
 
 
 def test_missing_shard_and_missing_checkpoint(directory: Path) -> None:

@@ -66,6 +66,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 24},
     "glm4_moe_lite": {**_MLA, **_GROUPS},
     "gpt_bigcode": {"n_embd": 112, "n_head": 4, "n_layer": 4, "n_positions": 512, "n_inner": 96, "multi_query": True},
+    "granitemoe": {"num_local_experts": 7, "num_experts_per_tok": 3, "attention_multiplier": 0.2},
     "granite_swa": {**_ALTERNATING, "attention_multiplier": 0.2, "residual_multiplier": 0.6},
     "helium": {"head_dim": 28},
     "hyperclovax": {},

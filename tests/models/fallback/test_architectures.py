@@ -17,6 +17,7 @@ from compiled_llm.models.inputs import KVCache, LayerCache
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.packed import Packed
 from compiled_llm.models.registry import ARCHITECTURES, family_of
+from compiled_llm.models.weights import tensors
 from compiled_llm.worker import loader
 from tests.families import strengthened
 from tests.models.fallback.architectures import CONFIGS
@@ -37,13 +38,13 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def save(model_type: str, directory: Path) -> transformers.PreTrainedModel:
-    """A model with random weights, saved with its config as transformers writes it."""
+def save(model_type: str, directory: Path, **how: Any) -> transformers.PreTrainedModel:
+    """A model with random weights, saved with its config as transformers writes it; ``how`` is for its function."""
     fields: dict[str, Any] = dict(CONFIGS[model_type])
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[fields.pop("model_type")](**fields)
     model = strengthened(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, **how)
     return model
 
 
@@ -91,6 +92,20 @@ def test_every_position_of_300_tokens(model_type: str, tmp_path: Path) -> None:
         wanted, is_clear = expected[-len(found) :], clear[-len(found) :]
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4, msg=lambda text, way=way: f"{way}: {text}")
         assert torch.equal(found.argmax(-1)[is_clear], wanted.argmax(-1)[is_clear])
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(n, marks=() if n in ("granitemoe", "minimax_m2") else pytest.mark.battery) for n in CONFIGS],
+)
+def test_both_layouts_of_transformers_are_the_same_model(model_type: str, tmp_path: Path) -> None:
+    """Parameters under the names of published checkpoints, and as transformers' modules have them."""
+    found = []
+    for is_published in (True, False):
+        save(model_type, tmp_path / str(is_published), save_original_format=is_published)
+        config = read_config(tmp_path / str(is_published), "transformers")
+        found.append(tensors(loader.load_weights(tmp_path / str(is_published), config, torch.float32, CPU, Dense)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

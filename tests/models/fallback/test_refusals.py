@@ -42,7 +42,6 @@ def read(directory: Path, architecture: str, model_type: str, model_impl: str = 
         ("DogeForCausalLM", "doge", {}, r"code that computes with its mask \(dtype\) \(modeling_doge\.py"),
         ("MambaForCausalLM", "mamba", {}, r"layer_types=\['linear_attention'\] are not supported"),
         ("Llama4ForCausalLM", "llama4_text", {}, r"layer_types=\[.*chunked_attention.*\] are not supported"),
-        ("GraniteMoeForCausalLM", "granitemoe", {}, "experts that checkpoints do not hold one by one"),
         ("GptOssForCausalLM", "gpt_oss", {"model_impl": "transformers"}, "experts of another kind than gated MLPs"),
         ("BertLMHeadModel", "bert", {"is_decoder": True}, "a tied head with a bias"),
         (

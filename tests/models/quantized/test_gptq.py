@@ -118,7 +118,7 @@ def test_modules() -> None:
     only = {**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj", "self_attn.k_proj"], ["mlp.up_proj"]]}
     assert kept(only, "model.layers.3.self_attn.q_proj")
     assert not kept(only, "model.layers.3.mlp.down_proj")
-    assert not kept({**AWQ, "modules_to_not_convert": ["self_attn.v_proj"]}, "model.layers.3.self_attn.v_proj")
+    assert kept({**GPTQ, "modules_in_block_to_quantize": ["self_attn"]}, "model.layers.3.self_attn.k_proj")
 
 
 @pytest.mark.parametrize(
