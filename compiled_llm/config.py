@@ -29,6 +29,8 @@ class EngineConfig:
         revision: branch, tag or commit of the hub's ``model``. None: its main branch.
         tokenizer: directory or hub id, if not the model's own.
         tokenizer_revision: branch, tag or commit of the hub's ``tokenizer``. None: its main branch.
+        split_special_tokens: take special tokens that a prompt's text spells, such as ``<|im_end|>``, for text, where
+            the sampling parameter of that name does not say otherwise. For texts of strangers.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
         load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.
@@ -115,6 +117,7 @@ class EngineConfig:
     revision: str | None = None
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
+    split_special_tokens: bool = False
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"
