@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 # Each alone, after each other one, and beside special tokens.
 _PIECES = (
     *("x", " x", "  x", "   x y", "Hello, world!", "don't I'LL", "12345", " 3.14%", "x_1", "naïve café"),
-    *("\n", "\n\n", "\t", " \n ", "\r\n", "\n    return x = 1\n", ":\n\t\tpass"),
+    *("\n", "\n\n", "\t", " \n ", "\r\n", "x =\n    1", "\n    return x\n", ":\n\t\tpass"),
     *(
         "你好，世界",
         "cafe\u0301 A\u030a",
