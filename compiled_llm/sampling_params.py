@@ -73,9 +73,8 @@ class SamplingParams:
         truncate_prompt_tokens: serve only this many tokens at the end of a longer prompt; -1: as many as leave room for
             one of output. Special tokens are tokens like others: the begin-of-text token, or a chat's system
             message, may be cut off.
-        split_special_tokens: True: special tokens that a prompt's text spells, such as ``<|im_end|>``, are text like
-            any other; False: they are special tokens; None: as the engine's argument of this name says. In the
-            messages of a chat they are always text.
+        split_special_tokens: True: special tokens that a prompt's text spells are text like any other; False: they are
+            special tokens; None: as the engine's argument of this name says. In a chat's messages they are always text.
         skip_special_tokens: leave special tokens out of the text. A stop string that has one in it stops all the same.
         detokenize: False leaves the text empty, also that of tokens with log-probabilities, and saves the time.
         output_kind: what each output of ``stream``, ``step`` and the async engine holds: "cumulative", all so far;
