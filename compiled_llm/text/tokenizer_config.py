@@ -66,8 +66,12 @@ def _named(fields: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(fields.get(name), dict):
             found |= fields[name]
     standard = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+    def is_token(value: Any) -> bool:
+        return isinstance(value, str) or (isinstance(value, dict) and "content" in value)
+
     # Fields of other kinds may end alike, such as a switch.
-    return {name: value for name, value in found.items() if name in standard or isinstance(value, str | dict)}
+    return {name: value for name, value in found.items() if name in standard or is_token(value)}
 
 
 def _token(name: str, value: Any, special: bool) -> AddedToken:

@@ -63,8 +63,8 @@ def read_tokenizer(directory: Path) -> Any:
     """
     from transformers import AutoTokenizer  # a second: only when needed
 
-    config = _stand_in_config(directory)
     try:
+        config = _stand_in_config(directory)
         tokenizer = AutoTokenizer.from_pretrained(
             str(directory), config=config, trust_remote_code=False, local_files_only=True
         )

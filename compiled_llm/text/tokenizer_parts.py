@@ -88,6 +88,8 @@ def users_tokenizer(directory: Path, parts: TokenizerParts) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=Backend.from_str(parts.backend),
         name_or_path=str(directory),
+        is_local=True,  # else the class asks the hub about a path that looks like a name of the hub
+        local_files_only=True,
         chat_template=templates["default"] if templates.keys() == {"default"} else templates or None,
         **parts.named_tokens,
         **kept,
