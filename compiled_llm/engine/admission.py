@@ -251,12 +251,12 @@ class Admission:
                 f"bad_words may have {_MAX_BAD_WORD_CHARACTERS} characters at most, all words together, given {length}"
             )
         texts = [text for word in words for text in (word, " " + word.lstrip())]
-        found = []
-        for split in (True,) if split_special_tokens else (True, False):
-            found += [tuple(token_ids) for token_ids in self._tokenizer.encode_pieces(texts, split)]
+        found = [tuple(token_ids) for token_ids in self._tokenizer.encode_pieces(texts, True)]
         if () in found:
-            word = texts[found.index(()) % len(texts)]
-            raise ValueError(f"bad_words must be strings that have tokens, given {shown(word)}")
+            raise ValueError(f"bad_words must be strings that have tokens, given {shown(texts[found.index(())])}")
+        special = [] if split_special_tokens else list(filter(self._tokenizer.special_tokens_within, texts))
+        if special:
+            found += [tuple(token_ids) for token_ids in self._tokenizer.encode_pieces(special)]
         return list(dict.fromkeys(found))
 
 
