@@ -21,7 +21,7 @@ _PIECES = (
         "\u00a0\u3000\u200b",
     ),
 )
-_MAX_SPECIAL = 12
+_MAX_SPECIAL, _MAX_CHARACTERS = 12, 100  # special tokens that are tried
 _MAX_SHOWN = 12  # tokens of an example
 
 
@@ -44,7 +44,8 @@ class Difference(NamedTuple):
 def probe_texts(special_tokens: Iterable[str]) -> list[str]:
     """Code, spaces, line breaks, scripts, signs in several parts, and ``special_tokens`` with text around them."""
     texts = [*_PIECES, *("".join(pair) for pair in itertools.product(_PIECES, repeat=2))]
-    for token in itertools.islice(special_tokens, _MAX_SPECIAL):
+    short = (token for token in special_tokens if len(token) <= _MAX_CHARACTERS)
+    for token in itertools.islice(short, _MAX_SPECIAL):
         texts += [token, f"x{token}x", f" {token} x", f"x {token}\n  x", f"{token}{token}", f"{token}你好 12"]
     return texts
 
