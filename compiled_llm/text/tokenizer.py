@@ -64,7 +64,10 @@ class Tokenizer:
     @functools.cached_property
     def prefix_ids(self) -> list[int]:
         """The token ids that are put before a text."""
-        return affixes(self._backend)[0]
+        try:
+            return affixes(self._backend)[0]
+        except BaseException as error:
+            raise library_error("encode a short text", error) from error
 
     @property
     def eos_token_id(self) -> int | None:

@@ -311,6 +311,7 @@ def test_what_the_tokenizers_library_panics_at_is_refused(
 
     admission = make_admission(tokenizer)
     monkeypatch.setattr(tokenizer, "_backend", Panicking())
+    monkeypatch.setattr(tokenizer, "_plain_backend", Panicking())
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text: PanicException: retry-limit"):
         make(admission, "x")
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text"):
