@@ -29,6 +29,7 @@ class EngineConfig:
         revision: branch, tag or commit of the hub's ``model``. None: its main branch.
         tokenizer: directory or hub id, if not the model's own.
         tokenizer_revision: branch, tag or commit of the hub's ``tokenizer``. None: its main branch.
+        split_special_tokens: what the sampling parameter of that name is where a request does not give it.
         dtype: "auto" (the checkpoint's), "float32", "bfloat16" or "float16".
         device: "auto" (CUDA if there is one, else the CPU), "cpu", "cuda" or "cuda:<index>".
         load_format: "auto" or "safetensors"; "dummy" makes seeded random weights from config.json alone.
@@ -73,8 +74,7 @@ class EngineConfig:
             rounded up to whole blocks (StreamingLLM). Positions are those in the cache, and an eighth of the window
             leaves it at once. Needs ``enable_prefix_caching=False`` and no swap space.
         swap_space_bytes: host memory for the KV blocks of preempted requests; 0: they are computed again.
-        preemption_mode: "recompute", "swap" (recompute where the swap space is full), or "auto": whichever costs less
-            by measurements made at start.
+        preemption_mode: "recompute", "swap" (recompute where that space is full), or "auto": what was faster at start.
         scheduling_policy: "fcfs", first come first served, or "priority": lower numbers first, then by arrival; a
             waiting request may preempt running ones of a higher number.
         target_itl_ms: time between two tokens of a request to aim at. While requests decode, prompts are computed in
@@ -92,8 +92,7 @@ class EngineConfig:
             if the model is deep enough that it pays; 0: the engine's own process compiles everything.
         num_threads: threads that compute on a CPU, at most one for each core that this process may use. None: torch's
             number (``torch.set_num_threads``, OMP_NUM_THREADS, or one for each core of the affinity), but no more than
-            the cores that a container's quota grants. An engine sets its own number before each step, for the thread
-            that calls it; so several engines in a process may have different ones.
+            the cores that a container's quota grants. Each engine of a process sets its own number before each step.
         max_logprobs: most likely tokens whose log-probabilities a request may ask for.
         max_queued_requests: most unfinished requests, waiting or running; beyond, a request is refused.
         max_request_id_length: most characters of a ``request_id``.
@@ -115,6 +114,7 @@ class EngineConfig:
     revision: str | None = None
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
+    split_special_tokens: bool = False
     dtype: str = "auto"
     device: str = "auto"
     load_format: str = "auto"

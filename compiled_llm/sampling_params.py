@@ -73,7 +73,9 @@ class SamplingParams:
         truncate_prompt_tokens: serve only this many tokens at the end of a longer prompt; -1: as many as leave room for
             one of output. Special tokens are tokens like others: the begin-of-text token, or a chat's system
             message, may be cut off.
-        skip_special_tokens: leave special tokens out of the text.
+        split_special_tokens: True: special tokens that a prompt's text spells are text like any other; False: they are
+            special tokens; None: as the engine's argument of this name says. In a chat's messages they are always text.
+        skip_special_tokens: leave special tokens out of the text. A stop string that has one in it stops all the same.
         detokenize: False leaves the text empty, also that of tokens with log-probabilities, and saves the time.
         output_kind: what each output of ``stream``, ``step`` and the async engine holds: "cumulative", all so far;
             "delta", the text, tokens and log-probabilities since the last output alone, so that joined they are the
@@ -104,6 +106,7 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     logits_transforms: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
+    split_special_tokens: bool | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     output_kind: Literal["cumulative", "delta", "final"] = "cumulative"
@@ -113,6 +116,10 @@ class SamplingParams:
         if self.max_tokens is not None:
             integer("max_tokens", self.max_tokens, 1, _MOST)
         integer("min_tokens", self.min_tokens, 0, _MOST if self.max_tokens is None else self.max_tokens)
+        if self.split_special_tokens is not None and not isinstance(self.split_special_tokens, bool):
+            raise ValueError(
+                f"split_special_tokens must be True, False or None, given {shown(self.split_special_tokens)}"
+            )
         if self.top_p == 0:
             raise ValueError("top_p must be above 0 (1 is off; temperature=0 is greedy), given 0")
         object.__setattr__(self, "stop", _strings("stop", self.stop, _MAX_STOPS))

@@ -34,8 +34,9 @@ _SAMPLING = """# Sampling parameters
 The arguments of `SamplingParams(...)`, all given by name. They are checked when it is made: one that is out of range
 raises a `ValueError` that says what is allowed. [sampling.md](sampling.md) says in which order they apply.
 
-On the command line each is a flag of the same name with dashes, such as `--top-p 0.9`; `--sampling-seed` and
-`--sampling-logits-transforms` are those of the request, since the engine has arguments of the same names.
+On the command line each is a flag of the same name with dashes, such as `--top-p 0.9`; `--sampling-seed`,
+`--sampling-split-special-tokens` and `--sampling-logits-transforms` are those of the request, since the engine has
+arguments of the same names.
 """
 
 

@@ -51,6 +51,7 @@ REFUSED: dict[str, list[Any]] = {
     "structured_outputs": ["[a-z]", 5, [], {}, {"regexp": "a"}, {"regex": "a", "choice": ("a",)}, {5: "a"}],
     "logits_transforms": [[], ["x"], "x", 5, {5: 1}, {None: 1}, {f"t{n}": 1 for n in range(65)}],
     "truncate_prompt_tokens": [0, -2, 1.0, True, 2**31, "16"],
+    "split_special_tokens": [1, "no"],
     "skip_special_tokens": [1, None],
     "detokenize": [0, None],
     "output_kind": ["", "DELTA", "final_only", 1, True, None, ["delta"]],
@@ -112,6 +113,7 @@ ACCEPTED: dict[str, list[Any]] = {
     "logit_bias": [None, {}, {0: -100, 5: 100.0}, dict.fromkeys(range(300), 0.0)],
     "logits_transforms": [None, {}, {"mine": None, "yours": [1, {"a": 2}]}],
     "truncate_prompt_tokens": [None, -1, 1, 2**31 - 1],
+    "split_special_tokens": [None, True, False],
     "skip_special_tokens": [True, False],
     "detokenize": [True, False],
 }
@@ -162,6 +164,7 @@ def test_defaults() -> None:
         "structured_outputs": None,
         "logits_transforms": None,
         "truncate_prompt_tokens": None,
+        "split_special_tokens": None,
         "skip_special_tokens": True,
         "detokenize": True,
         "output_kind": "cumulative",

@@ -106,7 +106,8 @@ class Admission:
             raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
         if isinstance(prompt, ScoredPrompt):
             return self._prepare_score(prompt, params)
-        encoded = encode_prompt(prompt, self._tokenizer, self._capacity, params.truncate_prompt_tokens)
+        split, keep = self._splits_special_tokens(params), params.truncate_prompt_tokens
+        encoded = encode_prompt(prompt, self._tokenizer, self._capacity, keep, split)
         check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
         self._check(params)
         stop_token_ids = frozenset(params.stop_token_ids or ())
@@ -128,10 +129,15 @@ class Admission:
     def _prepare_score(self, scored: ScoredPrompt, params: SamplingParams) -> PreparedRequest:
         """The last token is not computed, since nothing follows it; all before it are the request's prompt."""
         assert params.prompt_logprobs is not None
-        encoded, start = encode_scored(scored, self._tokenizer, self._capacity)
+        split = self._splits_special_tokens(params)
+        encoded, start = encode_scored(scored, self._tokenizer, self._capacity, split)
         check_token_ids("prompt_token_ids", encoded.token_ids, self._model_config.vocab_size)
         self._check(params)
         return PreparedRequest(encoded, params, frozenset(), len(encoded.token_ids) - 1, [None], [None], start)
+
+    def _splits_special_tokens(self, params: SamplingParams) -> bool:
+        own = params.split_special_tokens
+        return self._config.split_special_tokens if own is None else own
 
     def admit(self, request_id: str, prepared: PreparedRequest, priority: int, order: int) -> UserRequest:
         """The request with all its completions.
@@ -201,7 +207,7 @@ class Admission:
         mask = TokenMask(
             vocab_size,
             allowed_token_ids=params.allowed_token_ids,
-            bad_words=self._bad_words(params.bad_words or ()),
+            bad_words=self._bad_words(params.bad_words or (), self._splits_special_tokens(params)),
             min_tokens=params.min_tokens,
             stop_token_ids=stop_token_ids,
             grammar=grammar,
@@ -231,8 +237,11 @@ class Admission:
                 )
         return self._grammars.start(params.structured_outputs)
 
-    def _token_sequences(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """How each word is spelled in tokens at the start of a text, and after a space where that is another way."""
+    def _token_sequences(self, words: tuple[str, ...], split_special_tokens: bool) -> list[tuple[int, ...]]:
+        """How each word is spelled in tokens at the start of a text, and after a space where that is another way.
+
+        Special tokens in it are text, and special tokens too unless ``split_special_tokens``.
+        """
         if not words:
             return []
         assert self._tokenizer is not None
@@ -242,9 +251,12 @@ class Admission:
                 f"bad_words may have {_MAX_BAD_WORD_CHARACTERS} characters at most, all words together, given {length}"
             )
         texts = [text for word in words for text in (word, " " + word.lstrip())]
-        found = [tuple(token_ids) for token_ids in self._tokenizer.encode_pieces(texts)]
+        found = [tuple(token_ids) for token_ids in self._tokenizer.encode_pieces(texts, True)]
         if () in found:
             raise ValueError(f"bad_words must be strings that have tokens, given {shown(texts[found.index(())])}")
+        special = [] if split_special_tokens else list(filter(self._tokenizer.special_tokens_within, texts))
+        if special:
+            found += [tuple(token_ids) for token_ids in self._tokenizer.encode_pieces(special)]
         return list(dict.fromkeys(found))
 
 

@@ -161,6 +161,7 @@ class AsyncCompiledEngine:
         continuation: str | Sequence[int] | None = None,
         *,
         top_logprobs: int = 0,
+        split_special_tokens: bool | None = None,
         request_id: str | None = None,
         priority: int = 0,
     ) -> ScoreOutput:
@@ -176,7 +177,9 @@ class AsyncCompiledEngine:
         kind = "long" if sum(map(len, texts)) > _LONG_PROMPT else "text"
 
         def prepare(engine: CompiledEngine) -> PreparedRequest:
-            return engine.prepare(scored, scoring_params(top_logprobs, engine.config.max_logprobs))
+            return engine.prepare(
+                scored, scoring_params(top_logprobs, engine.config.max_logprobs, split_special_tokens)
+            )
 
         outputs = [output async for output in self._outputs(prepare, kind, scored, None, request_id, priority)]
         return score_output(outputs[-1], has_top_logprobs=top_logprobs != 0)

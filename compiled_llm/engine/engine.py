@@ -75,7 +75,8 @@ class CompiledEngine(StepEngine):
 
         Args:
             prompts: a str, a list of token ids, ``{"prompt": str}`` or ``{"prompt_token_ids": [...]}``, or a list of
-                these.
+                these. Special tokens that a str spells, as a rendered chat does, become such, unless
+                ``split_special_tokens`` of the parameters or the engine says otherwise.
             sampling_params: one for all, or one for each prompt.
             use_tqdm: show a progress bar.
             priority: one for each prompt, lower is served first; for ``scheduling_policy="priority"``.
@@ -147,6 +148,7 @@ class CompiledEngine(StepEngine):
         continuations: str | Sequence[int] | Sequence[str | Sequence[int]] | None = None,
         *,
         top_logprobs: int = 0,
+        split_special_tokens: bool | None = None,
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
         raise_on_error: bool = False,
@@ -161,6 +163,7 @@ class CompiledEngine(StepEngine):
             prompts: as those of ``generate``.
             continuations: texts or lists of token ids, one for each prompt; a single prompt may have any number.
             top_logprobs: give so many of the most likely tokens too; -1: as many as the engine's ``max_logprobs``.
+            split_special_tokens: as that of ``SamplingParams``, for texts.
             use_tqdm, priority: as in ``generate``.
             raise_on_error: as in ``generate``; otherwise the output of a bad prompt has the reason in ``error``.
 
@@ -171,7 +174,7 @@ class CompiledEngine(StepEngine):
             ValueError: the arguments do not pair up, or ``raise_on_error`` and a prompt is bad.
             RuntimeError: requests of ``add_request`` are unfinished; their outputs would be lost.
         """
-        params = scoring_params(top_logprobs, self.config.max_logprobs)
+        params = scoring_params(top_logprobs, self.config.max_logprobs, split_special_tokens)
         items = scored_prompts(prompts, continuations)
         outputs = self._serve("score", items, params, use_tqdm, priority, raise_on_error)
         return [score_output(output, has_top_logprobs=top_logprobs != 0) for output in outputs]
@@ -251,6 +254,7 @@ class CompiledEngine(StepEngine):
         length_penalty: float = 1.0,
         *,
         ignore_eos: bool = False,
+        split_special_tokens: bool | None = None,
         raise_on_error: bool = False,
     ) -> list[RequestOutput]:
         """The likeliest continuations of every prompt, as transformers' ``generate(num_beams=beam_width)`` finds them.
@@ -262,6 +266,7 @@ class CompiledEngine(StepEngine):
             max_tokens: most tokens to generate; None: as many as fit in ``max_model_len``.
             length_penalty: score = (sum of log-probabilities) / (number of tokens) ** length_penalty.
             ignore_eos: go on after an end-of-text token.
+            split_special_tokens: as that of ``SamplingParams``.
             raise_on_error: as in ``generate``.
 
         Returns:
@@ -277,7 +282,7 @@ class CompiledEngine(StepEngine):
             raise ValueError(f"ignore_eos must be True or False, given {shown(ignore_eos)}")
         eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
         check_beam_search(beam_width, max_tokens, length_penalty, eos_token_ids, self.config.max_logprobs)
-        params = SamplingParams(max_tokens=max_tokens)
+        params = SamplingParams(max_tokens=max_tokens, split_special_tokens=split_special_tokens)
         groups: dict[str, BeamGroup] = {}
 
         def prepare(request_id: str, prompt: Any) -> None:

@@ -1,5 +1,6 @@
 """The files that the arguments of an engine name: those of the model, and the tokenizer."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -8,7 +9,8 @@ from compiled_llm.engine.kept_values import kept
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import read_config
 from compiled_llm.text.tokenizer import Tokenizer
-from compiled_llm.text.tokenizer_files import files_of, read_parts
+from compiled_llm.text.tokenizer_files import files_of
+from compiled_llm.text.tokenizer_parts import read_parts
 from compiled_llm.worker.hub import model_directory
 
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
@@ -41,3 +43,15 @@ def load_tokenizer(config: EngineConfig, directory: Path) -> Tokenizer | None:
     if config.tokenizer is not None:
         directory = model_directory(config.tokenizer, config.tokenizer_revision, "tokenizer")
     return Tokenizer(directory, kept("tokenizer", files_of(directory), lambda: read_parts(directory)))
+
+
+def with_end_of_text(config: ModelConfig, tokenizer: Tokenizer) -> tuple[ModelConfig, list[str]]:
+    """``config`` with the tokenizer's end-of-text token if it has none itself, and lines that say so."""
+    token_id = tokenizer.eos_token_id
+    if config.eos_token_ids or token_id is None or token_id >= config.vocab_size:
+        return config, []
+    name = tokenizer.named_tokens["eos_token"]
+    line = (
+        f"config.json and generation_config.json name no end-of-text token: the tokenizer's, {name!r}, ends an output"
+    )
+    return dataclasses.replace(config, eos_token_ids=(token_id,)), [line]

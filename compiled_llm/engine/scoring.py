@@ -5,15 +5,21 @@ from compiled_llm.outputs import RequestOutput, ScoreOutput
 from compiled_llm.sampling_params import SamplingParams
 
 
-def scoring_params(top_logprobs: int, most: int) -> SamplingParams:
+def scoring_params(top_logprobs: int, most: int, split_special_tokens: bool | None = None) -> SamplingParams:
     """The parameters of a request that is scored. Without ``top_logprobs`` nobody sees the text of a token.
 
     Raises:
-        ValueError: ``top_logprobs`` is not from -1 to ``most``, the engine's ``max_logprobs``.
+        ValueError: ``top_logprobs`` is not from -1 to ``most``, the engine's ``max_logprobs``, or the other no bool.
     """
     integer("top_logprobs", top_logprobs, -1, most)
     has_text = top_logprobs != 0
-    return SamplingParams(prompt_logprobs=top_logprobs, detokenize=has_text, temperature=0, output_kind="final")
+    return SamplingParams(
+        prompt_logprobs=top_logprobs,
+        detokenize=has_text,
+        temperature=0,
+        output_kind="final",
+        split_special_tokens=split_special_tokens,
+    )
 
 
 def score_output(output: RequestOutput, has_top_logprobs: bool) -> ScoreOutput:

@@ -17,7 +17,7 @@ from compiled_llm.engine.generation_config import (
     warn_of_unserved,
 )
 from compiled_llm.engine.interrupts import Interrupts
-from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer, model_config
+from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer, model_config, with_end_of_text
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.error_texts import shown
 from compiled_llm.models.registry import with_stream
@@ -60,6 +60,10 @@ class StepEngine:
         self.tokenizer = load_tokenizer(config, directory)
         if self.tokenizer is None:
             progress.line(f"{directory} has no tokenizer: it serves prompt_token_ids only, and outputs have no text")
+        else:
+            self.model_config, note = with_end_of_text(self.model_config, self.tokenizer)
+            for line in (*self.tokenizer.notes, *note):
+                progress.line(line)
         self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, drafter)
         self._closed = False
@@ -231,11 +235,10 @@ class StepEngine:
     # -- What the model brings
 
     def get_tokenizer(self) -> "PreTrainedTokenizerFast":
-        """transformers' tokenizer of the model: a new one, which may be changed without changing the engine.
+        """The model's tokenizer as one of transformers: a new one, which may be changed without changing the engine.
 
-        Two things differ. The engine takes special tokens that a prompt spells for text; this one makes special tokens
-        of them, unless ``split_special_tokens=True``. And ``apply_chat_template`` runs the template without the
-        bounds of ``chat``.
+        It gives a text the tokens that the engine gives it, but for a second begin-of-text token, which the engine
+        leaves out. Its ``apply_chat_template`` runs the template without the bounds of ``chat``.
 
         Raises:
             ValueError: the model has none.

@@ -22,7 +22,7 @@ _SAMPLING = {
         *("max_tokens", "temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty"),
         *("logit_bias", "top_k", "min_p", "repetition_penalty", "stop_token_ids", "ignore_eos", "min_tokens"),
         *("skip_special_tokens", "include_stop_str_in_output", "bad_words", "allowed_token_ids", "prompt_logprobs"),
-        *("truncate_prompt_tokens", "structured_outputs", "logits_transforms"),
+        *("truncate_prompt_tokens", "split_special_tokens", "structured_outputs", "logits_transforms"),
     )
 }
 # They change nothing in a batch: names of users, of the account's plan, and the like.

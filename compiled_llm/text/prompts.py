@@ -95,7 +95,11 @@ def _no_continuation(given: Any) -> ValueError:
 
 
 def encode_prompt(
-    prompt: Prompt, tokenizer: Tokenizer | None, capacity: Capacity, truncate_prompt_tokens: int | None = None
+    prompt: Prompt,
+    tokenizer: Tokenizer | None,
+    capacity: Capacity,
+    truncate_prompt_tokens: int | None = None,
+    split_special_tokens: bool = False,
 ) -> EncodedPrompt:
     """A prompt in any of its forms -> its text and token ids; the text is None when ids were given.
 
@@ -106,6 +110,7 @@ def encode_prompt(
         capacity: of a prompt that is longer, some multiple of it is looked at and no more.
         truncate_prompt_tokens: keep so many token ids at the end of a longer prompt; -1: as many as leave room for one
             more.
+        split_special_tokens: special tokens that a text spells are text like any other.
 
     Raises:
         ValueError: it has no such form, is empty, has more tokens than ``capacity`` allows, or is text for a model
@@ -124,11 +129,13 @@ def encode_prompt(
         return EncodedPrompt(prompt.text, _token_list(prompt.token_ids, capacity, keep), prompt.cache_salt)
     prompt, cache_salt = _unpacked(prompt)
     if isinstance(prompt, str):
-        return EncodedPrompt(prompt, _encode(prompt, tokenizer, capacity, keep), cache_salt)
+        return EncodedPrompt(prompt, _encode(prompt, tokenizer, capacity, keep, split_special_tokens), cache_salt)
     return EncodedPrompt(None, _token_list(prompt, capacity, keep), cache_salt)
 
 
-def encode_scored(scored: ScoredPrompt, tokenizer: Tokenizer | None, capacity: Capacity) -> tuple[EncodedPrompt, int]:
+def encode_scored(
+    scored: ScoredPrompt, tokenizer: Tokenizer | None, capacity: Capacity, split_special_tokens: bool = False
+) -> tuple[EncodedPrompt, int]:
     """A prompt and its continuation -> both as one prompt, and the index of its first token that is scored.
 
     Token ids follow those of the prompt. A text is joined to the prompt's and encoded with it, as it would be if it
@@ -142,22 +149,22 @@ def encode_scored(scored: ScoredPrompt, tokenizer: Tokenizer | None, capacity: C
     prompt, continuation = scored
     capacity = capacity._replace(is_scored=True)
     if continuation is None:
-        encoded = encode_prompt(prompt, tokenizer, capacity)
+        encoded = encode_prompt(prompt, tokenizer, capacity, None, split_special_tokens)
         if len(encoded.token_ids) < 2:
             raise ValueError("prompt must have at least two tokens to be scored without a continuation, given one")
         return encoded, 1
     if isinstance(continuation, bytes) or not isinstance(continuation, str | Sequence) or not continuation:
         raise _no_continuation(continuation)
     if not isinstance(continuation, str):
-        encoded = encode_prompt(prompt, tokenizer, capacity)
+        encoded = encode_prompt(prompt, tokenizer, capacity, None, split_special_tokens)
         token_ids = encoded.token_ids + _token_list(continuation, capacity, None)
         return encoded._replace(token_ids=_token_list(token_ids, capacity, None)), len(encoded.token_ids)
     prompt, cache_salt = (prompt, "") if isinstance(prompt, EncodedPrompt) else _unpacked(prompt)
     if not isinstance(prompt, str):
         raise ValueError("continuation must be a list of token ids where the prompt is one, or a chat, given a str")
-    context = _encode(prompt, tokenizer, capacity, None)
+    context = _encode(prompt, tokenizer, capacity, None, split_special_tokens)
     check_unicode("continuation", continuation)
-    token_ids = _encode(prompt + continuation, tokenizer, capacity, None)
+    token_ids = _encode(prompt + continuation, tokenizer, capacity, None, split_special_tokens)
     start = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(context, token_ids, strict=False)))
     if start == len(token_ids):
         raise ValueError(f"continuation must have at least one token after the prompt, given {shown(continuation)}")
@@ -187,7 +194,9 @@ def _unpacked(prompt: Any) -> tuple[Any, str]:
     return prompt[key], cache_salt
 
 
-def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity, keep: int | None) -> list[int]:
+def _encode(
+    prompt: str, tokenizer: Tokenizer | None, capacity: Capacity, keep: int | None, split_special_tokens: bool
+) -> list[int]:
     if not prompt:
         raise ValueError("prompt must not be empty, given ''")
     if tokenizer is None:
@@ -196,12 +205,21 @@ def _encode(prompt: str, tokenizer: Tokenizer | None, capacity: Capacity, keep: 
     most = capacity.num_tokens
     if keep is not None:
         end = prompt[-MAX_CHARACTERS_PER_TOKEN * most :]  # it holds at least as many tokens
-        return _token_list(tokenizer.encode_end(end, keep), capacity, keep)
+        return _token_list(
+            _begun_once(tokenizer, tokenizer.encode_end(end, keep, split_special_tokens)), capacity, keep
+        )
     if len(prompt) > MAX_CHARACTERS_PER_TOKEN * most:
         raise ValueError(f"prompt is too long: {len(prompt)} characters cannot be less than {most} tokens")
-    if excess := tokenizer.excess(prompt, most):
+    if excess := tokenizer.excess(prompt, most, split_special_tokens):
         raise capacity.error(f"{excess[0]} in its first {excess[1]} characters alone")
-    return _token_list(tokenizer.encode(prompt), capacity, keep)
+    return _token_list(_begun_once(tokenizer, tokenizer.encode(prompt, split_special_tokens)), capacity, keep)
+
+
+def _begun_once(tokenizer: Tokenizer, token_ids: list[int]) -> list[int]:
+    """Without a second begin-of-text token, where a text has one already, as a rendered chat may."""
+    prefix = tokenizer.prefix_ids
+    has_two = bool(prefix) and token_ids[: 2 * len(prefix)] == 2 * prefix
+    return token_ids[len(prefix) :] if has_two else token_ids
 
 
 def _token_list(token_ids: Any, capacity: Capacity, keep: int | None) -> list[int]:

@@ -1,5 +1,6 @@
-"""Text to token ids and back, over transformers' tokenizers; incremental decoding with stop strings."""
+"""Text to token ids and back, by a tokenizer.json; incremental decoding with stop strings."""
 
+import functools
 import itertools
 import re
 import secrets
@@ -11,7 +12,9 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from compiled_llm.sampling_params import SamplingParams
-from compiled_llm.text.tokenizer_files import TokenizerParts, read_parts, read_tokenizer
+from compiled_llm.text.stop_strings import StoppableText
+from compiled_llm.text.tokenizer_files import library_error
+from compiled_llm.text.tokenizer_parts import TokenizerParts, affixes, read_parts, users_tokenizer
 
 # The text of a token may depend on those before it: on this many at most, which includes a character of four bytes.
 _CONTEXT_TOKENS = 6
@@ -33,47 +36,66 @@ class SpecialToken(NamedTuple):
 class Tokenizer:
     """The tokenizer of a model directory, from its ``tokenizer.json``. Never runs code of the directory.
 
+    Special tokens that a text spells become such, unless it is encoded with ``split_special_tokens``.
+
     Attributes:
         chat_templates: the directory's own by name; one without a name is ``"default"``.
         named_tokens: tokens that chat templates use by name, such as ``bos_token``, as text.
         special_tokens: all of them by their text.
+        notes: what its user should know of how it was read, a line each.
     """
 
     def __init__(self, directory: Path, parts: TokenizerParts | None = None) -> None:
         """``parts``: what ``read_parts(directory)`` returned, where that is known."""
         self._directory = directory
-        parts = read_parts(directory) if parts is None else parts
-        self._backend = _parsed(parts.backend, directory)
+        self._parts = read_parts(directory) if parts is None else parts
+        self._backend = _parsed(self._parts.backend, directory)
         # A file may ask for either; a prompt is never cut or filled up here.
         self._backend.no_truncation()
         self._backend.no_padding()
-        # Text of a user that spells a special token is text, not that token.
-        self._backend.encode_special_tokens = True
-
-        self.chat_templates, self.named_tokens = parts.chat_templates, parts.named_tokens
-        self._chat_backend: Backend | None = None
+        self.chat_templates, self.named_tokens = self._parts.chat_templates, self._parts.named_tokens
+        self.notes = self._parts.notes
+        self._plain_backend: Backend | None = None  # for text in which no special token is looked for
         self._stand_ins: set[int | None] = set()  # their ids there
         # What a text that the vocabulary lacks becomes, so that this is no sign of a special token in it.
-        unknown = getattr(self._backend.model, "unk_token", None)
-        self._prepare_chat({parts.unknown_id, unknown and self._backend.token_to_id(unknown)})
+        names = (getattr(self._backend.model, "unk_token", None), self.named_tokens.get("unk_token"))
+        self._prepare_chat({self._backend.token_to_id(name) for name in names if name})
+
+    @functools.cached_property
+    def prefix_ids(self) -> list[int]:
+        """The token ids that are put before a text."""
+        try:
+            return affixes(self._backend)[0]
+        except BaseException as error:
+            raise library_error("encode a short text", error) from error
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-text token that the tokenizer's files name."""
+        name = self.named_tokens.get("eos_token")
+        return None if name is None else self._backend.token_to_id(name)
 
     def for_users(self) -> Any:
-        """transformers' own, as the files have it; a new one for each call. ``ValueError`` if they cannot be read."""
-        return read_tokenizer(self._directory)
+        """The same tokenizer as one of transformers; a new one for each call."""
+        return users_tokenizer(self._directory, self._parts)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, with the tokens that belong around a prompt, such as a begin-of-text token."""
-        return _encode(self._backend, [text], True)[0]
+    def encode(self, text: str, split_special_tokens: bool = False) -> list[int]:
+        """Token ids of ``text``, with the tokens that belong around a prompt, such as a begin-of-text token.
 
-    def encode_piece(self, text: str) -> list[int]:
+        Args:
+            split_special_tokens: special tokens that it spells are text like any other.
+        """
+        return _encode(self._backend_for(split_special_tokens), [text], True)[0]
+
+    def encode_piece(self, text: str, split_special_tokens: bool = False) -> list[int]:
         """Token ids of a piece of text by itself."""
-        return self.encode_pieces([text])[0]
+        return self.encode_pieces([text], split_special_tokens)[0]
 
-    def encode_pieces(self, texts: list[str]) -> list[list[int]]:
+    def encode_pieces(self, texts: list[str], split_special_tokens: bool = False) -> list[list[int]]:
         """Token ids of pieces of text, each by itself."""
-        return _encode(self._backend, texts, False)
+        return _encode(self._backend_for(split_special_tokens), texts, False)
 
-    def excess(self, text: str, most: int) -> tuple[int, int] | None:
+    def excess(self, text: str, most: int, split_special_tokens: bool = False) -> tuple[int, int] | None:
         """For a ``text`` of far more than ``most`` tokens: the number of tokens of its first characters, and how many
         characters those are. Encodes some multiple of ``most`` at most.
 
@@ -84,21 +106,22 @@ class Tokenizer:
             return None
         found = 0
         for start in range(0, len(text), size):
-            found += max(0, len(self.encode_piece(text[start : start + size])) - _TOKENS_OF_A_CUT)
+            piece = text[start : start + size]
+            found += max(0, len(self.encode_piece(piece, split_special_tokens)) - _TOKENS_OF_A_CUT)
             if found > most:
                 return found, min(start + size, len(text))
         return None
 
-    def encode_end(self, text: str, count: int) -> list[int]:
+    def encode_end(self, text: str, count: int, split_special_tokens: bool = False) -> list[int]:
         """Token ids of ``text``, or of an end of it that has more than ``count``: no more is encoded than it takes."""
         needed = count + _TOKENS_OF_A_CUT  # those at the cut may differ from those of the whole text
         size = max(_LONG, 8 * needed)
         while size < len(text):
-            token_ids = self.encode(text[-size:])
+            token_ids = self.encode(text[-size:], split_special_tokens)
             if len(token_ids) > needed:
                 return token_ids
             size *= 4
-        return self.encode(text)
+        return self.encode(text, split_special_tokens)
 
     def encode_chat(self, text: str, mark: str) -> list[int]:
         """Token ids of a rendered chat, with nothing put around it. Special tokens that it spells become such.
@@ -115,9 +138,7 @@ class Tokenizer:
             special_ids.append(token.token_id)
             end = stop
         pieces.append(text[end:].replace(mark, ""))
-        if self._chat_backend is None:
-            self._chat_backend = self._with_stand_ins()
-        token_ids = _encode(self._chat_backend, ["".join(pieces)], False)[0]
+        token_ids = _encode(self._backend_for(True), ["".join(pieces)], False)[0]
         for token_id in self._never_text.intersection(token_ids):
             name = self._backend.id_to_token(token_id)
             raise ValueError(
@@ -133,13 +154,13 @@ class Tokenizer:
         try:
             return self._backend.to_str(), set(self._backend.get_vocab(with_added_tokens=True).values())
         except BaseException as error:
-            raise _library_error("write its vocabulary", error) from error
+            raise library_error("write its vocabulary", error) from error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         try:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
-            raise _library_error("decode these tokens", error) from error
+            raise library_error("decode these tokens", error) from error
 
     def byte_value(self, token_id: int) -> int | None:
         """The byte that a token is, if it is one of ``<0x00>`` to ``<0xFF>`` and its decoder reads it as a byte."""
@@ -148,11 +169,25 @@ class Tokenizer:
             return None
         return int(token[3:5], 16)
 
+    def special_tokens_within(self, text: str) -> dict[int, str]:
+        """Texts of the special tokens that are anywhere in ``text``, by id."""
+        starts = [match.start() for match in self._firsts.finditer(text)]
+        parts = (text[start : start + length] for start in starts for length in self._lengths)
+        return {self.special_tokens[part].token_id: part for part in parts if part in self.special_tokens}
+
+    def _backend_for(self, split_special_tokens: bool) -> Backend:
+        if not split_special_tokens:
+            return self._backend
+        if self._plain_backend is None:
+            self._plain_backend = self._with_stand_ins()
+        return self._plain_backend
+
     def _prepare_chat(self, unknown_ids: set[int | None]) -> None:
         """Give the special tokens of a chat stand-ins, which no text can spell.
 
-        They are added tokens of a second tokenizer, made for the first chat. So the tokenizer itself cuts the text at
-        them, and strips the spaces beside those that ask for it; and no model can generate one.
+        They are added tokens of a second tokenizer, made for the first chat, in which no other special token is looked
+        for. So the tokenizer itself cuts the text at them, and strips the spaces beside those that ask for it; and no
+        model can generate one.
         """
         # One for each way to strip spaces at its sides. Noncharacters around it keep it from joining other text.
         stand_in = f"\ufdd0{secrets.token_hex(16)}{{:d}}{{:d}}\ufdd0".format
@@ -172,7 +207,9 @@ class Tokenizer:
 
     def _with_stand_ins(self) -> Backend:
         backend = _parsed(self._backend.to_str(), self._directory)
-        backend.encode_special_tokens = True  # no part of what is written
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True  # those that a text spells stay text
         backend.add_tokens(self._stand_in_tokens)
         self._stand_ins = {backend.token_to_id(token.content) for token in self._stand_in_tokens}
         return backend
@@ -202,7 +239,7 @@ def _parsed(content: str, directory: Path) -> Backend:
     try:
         return Backend.from_str(content)
     except BaseException as error:
-        raise _library_error(f"be made of {directory / 'tokenizer.json'}", error) from error
+        raise library_error(f"be made of {directory / 'tokenizer.json'}", error) from error
 
 
 def _encode(backend: Backend, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
@@ -212,14 +249,7 @@ def _encode(backend: Backend, texts: list[str], add_special_tokens: bool) -> lis
             return [backend.encode(texts[0], add_special_tokens=add_special_tokens).ids]
         return [found.ids for found in backend.encode_batch(texts, add_special_tokens=add_special_tokens)]
     except BaseException as error:
-        raise _library_error("encode this text", error) from error
-
-
-def _library_error(what: str, error: BaseException) -> BaseException:
-    """What to raise for an error of the library: its panics are no ``Exception``."""
-    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
-        return error
-    return ValueError(f"the tokenizer cannot {what}: {type(error).__name__}: {str(error)[:200]}")
+        raise library_error("encode this text", error) from error
 
 
 class OutputText:
@@ -231,15 +261,19 @@ class OutputText:
     has it. So does a tokenizer's own decoder, but for one with tokens ``<0x00>`` to ``<0xFF>``: it gives up every
     character beside such a byte, also characters that were shown long ago.
 
-    The stop string that is complete first ends the text, before or after it as the parameters ask; the longest,
-    where several are complete at once. How the text is cut into tokens changes none of that.
+    A stop string ends the text (``StoppableText``). A special token that the text does not show counts there as its
+    text, if a stop string has the whole of it. How the text is cut into tokens changes none of that.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: list[int], params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
-        self._stops: tuple[str, ...] = tuple(params.stop or ())
-        self._text = ""  # that is not taken yet: no stop string starts in what is
+        stops = tuple(params.stop or ())
+        self._hidden: dict[int, str] = {}  # special tokens that stop strings have in them and the text does not show
+        if params.skip_special_tokens:
+            for stop in stops:
+                self._hidden |= tokenizer.special_tokens_within(stop)
+        self._text = StoppableText(stops, params.include_stop_str_in_output)
         # Decoding goes over the last tokens that show. Of what they decode to, ``num_read`` characters are in the text
         # already, or the prompt's.
         nearest = (token_id for token_id in reversed(prompt_token_ids[-_CONTEXT_SEARCH:]) if self._shows(token_id))
@@ -254,6 +288,8 @@ class OutputText:
         Args:
             may_stop: False: a stop string that this token completes is text like any other.
         """
+        if token_id in self._hidden:
+            return self._text.add_hidden(self._hidden[token_id], may_stop)
         if len(self._ids) >= 2 * _CONTEXT_TOKENS:
             num_unread = len(self._decoded) - self._num_read
             del self._ids[:-_CONTEXT_TOKENS]
@@ -278,34 +314,13 @@ class OutputText:
 
     def take(self, finished: bool) -> str:
         """The text since the last call. While the request runs, an end that may become a stop string is held back."""
-        end = len(self._text)
-        if not finished:
-            end = min(map(self._start_of_stop, self._stops), default=end)
-        taken, self._text = self._text[:end], self._text[end:]
-        return taken
-
-    def _start_of_stop(self, stop: str) -> int:
-        """Where the longest end of the text starts that ``stop`` starts with; the text's end if there is none."""
-        start = self._text.find(stop[0], max(0, len(self._text) - len(stop) + 1))
-        while start >= 0 and not stop.startswith(self._text[start:]):
-            start = self._text.find(stop[0], start + 1)
-        return start if start >= 0 else len(self._text)
+        return self._text.take(finished)
 
     def _read(self, end: int, may_stop: bool) -> str | None:
         """The characters up to ``end`` of what is decoded are text."""
-        num_searched = len(self._text)
-        self._text += self._decoded[self._num_read : end]
+        piece = self._decoded[self._num_read : end]
         self._num_read = max(end, self._num_read)
-        if not may_stop:
-            return None
-        # A stop string may start in the text before the new piece.
-        found = [(self._text.find(stop, max(0, num_searched - len(stop) + 1)), stop) for stop in self._stops]
-        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
-        if not ends:
-            return None
-        end, start, stop = min(ends)
-        self._text = self._text[: end if self._params.include_stop_str_in_output else start]
-        return stop
+        return self._text.add(piece, may_stop)
 
     def _shows(self, token_id: int) -> bool:
         """Whether a token has text. Twice, since a single space may be cut off at the start of a text."""

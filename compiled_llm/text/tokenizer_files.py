@@ -1,7 +1,7 @@
-"""transformers' tokenizer from a model directory: from its files alone, which are data from anywhere."""
+"""Tokenizers of the libraries from a model directory: from its files alone, which are data from anywhere."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
@@ -23,31 +23,6 @@ _FILE_PREFIXES = (
 _OBJECTS = ("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json")
 
 
-class TokenizerParts(NamedTuple):
-    """What the engine takes of transformers' tokenizer: plain values.
-
-    Attributes:
-        backend: the tokenizers library's own, as JSON.
-        chat_templates: by name; one without a name is ``"default"``.
-        named_tokens: as text.
-        unknown_id: what a text that the vocabulary lacks becomes.
-    """
-
-    backend: str
-    chat_templates: dict[str, str]
-    named_tokens: dict[str, str]
-    unknown_id: int | None
-
-
-def read_parts(directory: Path) -> TokenizerParts:
-    """The parts of ``read_tokenizer(directory)``."""
-    tokenizer = read_tokenizer(directory)
-    template = tokenizer.chat_template or {}
-    templates = template if isinstance(template, dict) else {"default": template}
-    named = {name: text for name, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
-    return TokenizerParts(tokenizer.backend_tokenizer.to_str(), templates, named, tokenizer.unk_token_id)
-
-
 def files_of(directory: Path) -> list[Path]:
     """The files of a directory that transformers may read its tokenizer from."""
     if not directory.is_dir():
@@ -56,42 +31,65 @@ def files_of(directory: Path) -> list[Path]:
     return [*paths, *directory.glob("additional_chat_templates/*")]
 
 
-def read_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a directory that has a ``tokenizer.json``. Never runs code of the directory.
-
-    Raises:
-        ValueError: there is none, or it or a file beside it cannot be read.
-    """
-    from transformers import AutoTokenizer  # a second: only when needed
-
-    _check_files(directory)
-    config = _stand_in_config(directory)
-    try:
-        if (directory / "tokenizer.json").exists():
-            Backend.from_file(str(directory / "tokenizer.json"))  # fails much faster than transformers
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(directory), config=config, trust_remote_code=False, local_files_only=True
-        )
-    except BaseException as error:  # transformers raises whatever the first unreadable file leads to
-        # A panic of the tokenizers library is no Exception, and cannot be imported by name.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(
-            f"{directory}: tokenizer.json, or a file beside it, is no readable tokenizer: "
-            f"{type(error).__name__}: {error!s:.500}"
-        ) from error
-    if not getattr(tokenizer, "is_fast", False):
-        raise ValueError(f"{directory}: the tokenizer needs a tokenizer.json; save it again with transformers")
-    return tokenizer
-
-
-def _check_files(directory: Path) -> None:
+def check_files(directory: Path) -> None:
     """``ValueError`` unless all files that a tokenizer may be read from are regular ones, not too large, and JSON."""
     for path in files_of(directory):
         if path.name in _OBJECTS:
             read_json(path, MAX_JSON_BYTES)
         else:
             open_file(path, MAX_TOKENIZER_BYTES if path.name == "tokenizer.json" else MAX_JSON_BYTES).close()
+
+
+def read_backend(directory: Path) -> Backend:
+    """The tokenizer of ``tokenizer.json``, as the tokenizers library reads it; it never cuts or fills up a text.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        backend = Backend.from_file(str(directory / "tokenizer.json"))
+    except BaseException as error:
+        raise _unreadable(directory, error) from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def read_tokenizer(directory: Path) -> Any:
+    """What transformers makes of the files of a directory, which are checked. Never runs code of the directory.
+
+    Raises:
+        ValueError: it cannot read them, or the tokenizers library has no part in what it makes.
+    """
+    from transformers import AutoTokenizer  # a second: only when needed
+
+    try:
+        config = _stand_in_config(directory)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), config=config, trust_remote_code=False, local_files_only=True
+        )
+    except BaseException as error:  # transformers raises whatever the first unreadable file leads to
+        raise _unreadable(directory, error) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"{directory}: the tokenizer needs a tokenizer.json; save it again with transformers")
+    return tokenizer
+
+
+def library_error(what: str, error: BaseException) -> BaseException:
+    """What to raise for an error of the tokenizers library: its panics are no ``Exception``."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+        return error
+    return ValueError(f"the tokenizer cannot {what}: {type(error).__name__}: {str(error)[:200]}")
+
+
+def _unreadable(directory: Path, error: BaseException) -> BaseException:
+    # A panic of the tokenizers library is no Exception, and cannot be imported by name.
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    return ValueError(
+        f"{directory}: tokenizer.json, or a file beside it, is no readable tokenizer: "
+        f"{type(error).__name__}: {error!s:.500}"
+    )
 
 
 def _stand_in_config(directory: Path) -> Any:

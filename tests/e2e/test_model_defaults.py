@@ -67,7 +67,7 @@ def test_a_conversation_of_the_demo_model_goes_on(engine: CompiledEngine) -> Non
 # -- The tokenizer
 
 
-def test_the_tokenizer_is_transformers_own_and_apart(engine: CompiledEngine) -> None:
+def test_the_tokenizer_for_users_is_apart(engine: CompiledEngine) -> None:
     tokenizer = engine.get_tokenizer()
     assert isinstance(tokenizer, transformers.PreTrainedTokenizerFast)
     assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True).endswith("\ndef")
@@ -76,7 +76,8 @@ def test_the_tokenizer_is_transformers_own_and_apart(engine: CompiledEngine) -> 
     assert tokenizer(text).input_ids[-1] == tokenizer.eos_token_id
     assert engine.tokenizer is not None
     before = engine.tokenizer.encode(text)
-    assert tokenizer.eos_token_id not in before
+    assert before == tokenizer(text).input_ids
+    assert engine.tokenizer.encode(text, True) == tokenizer(text, split_special_tokens=True).input_ids != before
     tokenizer(text, truncation=True, max_length=2)  # which changes it for good
     tokenizer.add_tokens(["def f"])
     assert engine.tokenizer.encode(text) == before

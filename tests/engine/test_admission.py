@@ -211,7 +211,7 @@ def test_bad_words_are_encoded_once_a_request(
     words = [f"word {number}" for number in range(50)]
     encoded: list[list[str]] = []
     encode = tokenizer.encode_pieces
-    monkeypatch.setattr(tokenizer, "encode_pieces", lambda texts: encoded.append(texts) or encode(texts))
+    monkeypatch.setattr(tokenizer, "encode_pieces", lambda texts, split: encoded.append(texts) or encode(texts, split))
     entry = make(admission, n=16, bad_words=words)
     assert len(encoded) == 1
     masks = [completion.mask for completion in entry.completions]
@@ -281,7 +281,12 @@ def test_a_prompt_is_encoded_no_further_than_it_takes_to_refuse_it(
     admission = Admission(EngineConfig(), MODEL, tokenizer, [], 1000, 1000, 32)
     lengths: list[int] = []
     encode = tokenizer.encode_pieces
-    monkeypatch.setattr(tokenizer, "encode_pieces", lambda texts: lengths.append(sum(map(len, texts))) or encode(texts))
+
+    def counting(texts: list[str], split: bool) -> list[list[int]]:
+        lengths.append(sum(map(len, texts)))
+        return encode(texts, split)
+
+    monkeypatch.setattr(tokenizer, "encode_pieces", counting)
     with pytest.raises(ValueError, match=r"shorter than 1000 tokens .*given \d{4} in its first 8000 characters alone"):
         make(admission, "a b c d " * 30_000)
     assert lengths == [8000]
@@ -306,6 +311,7 @@ def test_what_the_tokenizers_library_panics_at_is_refused(
 
     admission = make_admission(tokenizer)
     monkeypatch.setattr(tokenizer, "_backend", Panicking())
+    monkeypatch.setattr(tokenizer, "_plain_backend", Panicking())
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text: PanicException: retry-limit"):
         make(admission, "x")
     with pytest.raises(ValueError, match="the tokenizer cannot encode this text"):

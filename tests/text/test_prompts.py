@@ -1,5 +1,7 @@
 """Prompts and their continuations: what is scored of a text, and how long both may be together."""
 
+from pathlib import Path
+
 import pytest
 
 from compiled_llm.engine.engine import DEMO_MODEL
@@ -12,6 +14,7 @@ from compiled_llm.text.prompts import (
     scored_prompts,
 )
 from compiled_llm.text.tokenizer import Tokenizer
+from tests.tokenizer_pairs import BOS, END, write_pair
 
 CAPACITY = Capacity(64, "max_model_len")
 
@@ -109,3 +112,31 @@ def test_pairs() -> None:
     for prompts, continuations in [(["a", "b"], ["c"]), (["a", "b"], "c"), (["a"], []), ([], ["a"])]:
         with pytest.raises(ValueError, match="continuations must be as many as the prompts"):
             scored_prompts(prompts, continuations)
+
+
+@pytest.mark.parametrize("kind", ["smollm2", "llama2"])  # of which the first puts <s> before a text
+def test_a_prompt_that_begins_with_the_begin_of_text_token_gets_no_second_one(kind: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_pair(tmp_path, kind, add_bos_token=True))
+    bos = tokenizer.special_tokens[BOS].token_id
+    assert tokenizer.prefix_ids == [bos]
+    for text in (f"{BOS}x =", f"{BOS}{END}\n", f"{BOS}"):
+        ids = encode_prompt(text, tokenizer, CAPACITY).token_ids
+        assert ids == tokenizer.encode_piece(text)
+        assert [bos, *ids] == tokenizer.encode(text), "as the library has it"
+        assert encode_prompt(text, tokenizer, CAPACITY, 20).token_ids == ids
+    assert encode_prompt(f"x{BOS}", tokenizer, CAPACITY).token_ids == tokenizer.encode(f"x{BOS}")
+    assert encode_prompt(f"{BOS}{BOS}x", tokenizer, CAPACITY).token_ids[:3].count(bos) == 2
+    split = encode_prompt(f"{BOS}x", tokenizer, CAPACITY, None, True).token_ids
+    assert split == tokenizer.encode(f"{BOS}x", True)
+    assert split.count(bos) == 1
+    encoded, start = encode_scored(ScoredPrompt(f"{BOS}x =", " 1"), tokenizer, CAPACITY)
+    assert encoded.token_ids.count(bos) == 1
+    assert start == len(tokenizer.encode_piece(f"{BOS}x ="))
+
+
+def test_special_tokens_of_a_prompt_are_such_unless_it_is_split(tokenizer: Tokenizer) -> None:
+    for split in (False, True):
+        token_ids = encode_prompt("a<|endoftext|>b", tokenizer, CAPACITY, None, split).token_ids
+        assert (0 in token_ids) == (not split)
+        scored = encode_scored(ScoredPrompt("a", "<|endoftext|>b"), tokenizer, CAPACITY, split)[0].token_ids
+        assert scored == token_ids

@@ -6,6 +6,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from compiled_llm.engine.model_files import DEMO_MODEL
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
-from compiled_llm.text.tokenizer_files import read_parts
+from compiled_llm.text.tokenizer_parts import read_parts
 
 TEXT = "naïve café 🚀🌍 สวัสดีชาวโลก 你好，世界 Ελληνικά\n\tdef f(x):  return x\n"
 
@@ -52,10 +53,15 @@ def feed(text: OutputText, ids: list[int]) -> tuple[list[str], str | None]:
     return [*seen, seen[-1] + text.take(finished=True)], stop
 
 
-def test_round_trip_and_special_tokens_are_only_text(tokenizer: Tokenizer) -> None:
+def test_round_trip_and_special_tokens_are_text_where_that_is_asked_for(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    ids = tokenizer.encode("a<|end|>b")
+    assert tokenizer.encode(TEXT, split_special_tokens=True) == tokenizer.encode(TEXT)
+    (a,), (b,) = tokenizer.encode("a"), tokenizer.encode("b")
+    assert tokenizer.encode("a<|end|>b") == tokenizer.encode_piece("a<|end|>b") == [a, 0, b]
+    ids = tokenizer.encode("a<|end|>b", split_special_tokens=True)
     assert 0 not in ids
+    assert len(ids) > 3
+    assert ids == tokenizer.encode_piece("a<|end|>b", split_special_tokens=True)
     assert tokenizer.decode(ids) == "a<|end|>b"
 
 
@@ -139,6 +145,16 @@ def demo() -> Tokenizer:
     return Tokenizer(Path(__file__).parents[2] / "compiled_llm" / "demo_model")
 
 
+def test_a_text_full_of_special_tokens_is_as_long_as_it_is(demo: Tokenizer) -> None:
+    """Whether it is too long is asked of its pieces, in the same way as it is encoded."""
+    text = "<|endoftext|>" * 5000
+    assert demo.excess(text, 5000) is None
+    assert demo.excess(text, 400) is not None
+    assert demo.excess(text, 5000, split_special_tokens=True) is not None
+    assert demo.encode_end(text, 100)[-100:] == [0] * 100
+    assert 0 not in demo.encode_end(text, 100, split_special_tokens=True)
+
+
 def test_long_texts_become_the_same_tokens_by_the_call_that_others_need_not_wait_for(demo: Tokenizer) -> None:
     for text in ("def f(x):\n    return x\n" * 1000, " " * 10_000, TEXT * 100):
         assert len(text) > 4096
@@ -183,21 +199,31 @@ def edited(directory: Path, target: Path, **changes) -> Path:
     return target
 
 
-def test_a_panic_of_the_library_is_an_error_that_names_the_file(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reader", ["transformers.AutoTokenizer.from_pretrained", "tokenizers.Tokenizer.from_file"])
+def test_what_a_library_fails_with(
+    reader: str, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """transformers is not needed where there is a tokenizer.json; a panic of the other library names the file."""
+
     class PanicException(BaseException):
         """The library's own cannot be imported."""
 
     def end_in(error: BaseException) -> None:
-        def from_pretrained(*args: object, **kwargs: object) -> None:
+        def read(*args: object, **kwargs: object) -> None:
             raise error
 
-        monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", from_pretrained)
+        target = "compiled_llm.text.tokenizer_files.Backend" if "from_file" in reader else reader
+        monkeypatch.setattr(target, SimpleNamespace(from_file=read) if "from_file" in reader else read)
 
+    expected = Tokenizer(directory).encode(TEXT)
     end_in(PanicException("index out of bounds"))
-    with pytest.raises(ValueError, match=r"tokenizer\.json.*PanicException: index out of bounds"):
-        Tokenizer(directory)
+    if "from_file" in reader:
+        with pytest.raises(ValueError, match=r"tokenizer\.json.*PanicException: index out of bounds"):
+            Tokenizer(directory)
+    else:
+        tokenizer = Tokenizer(directory)
+        assert tokenizer.encode(TEXT) == expected
+        assert "transformers' class cannot read this tokenizer (PanicException: index out" in tokenizer.notes[0]
     end_in(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         Tokenizer(directory)
@@ -229,7 +255,7 @@ def test_the_end_of_a_long_text_has_the_tokens_that_the_whole_text_ends_in(
     tokenizer = Tokenizer(DEMO_MODEL)
     text = "".join(f"def function_{n}(a, b):\n    return a + {n} * b\n\n\n" for n in range(3000))
     whole, encode, lengths = tokenizer.encode(text), tokenizer.encode, []
-    monkeypatch.setattr(tokenizer, "encode", lambda piece: lengths.append(len(piece)) or encode(piece))
+    monkeypatch.setattr(tokenizer, "encode", lambda piece, split: lengths.append(len(piece)) or encode(piece, split))
     assert tokenizer.encode_end(text, count)[-count:] == whole[-count:]
     assert sum(lengths) < len(text) / 4
     assert tokenizer.encode_end(text, len(whole)) == whole
