@@ -111,7 +111,7 @@ def test_a_call_without_a_function_around_it_is_decoded_too(encoder: ChatEncoder
 
 
 def test_other_values_than_objects_are_decoded_for_templates_that_write_them(encoder: ChatEncoder) -> None:
-    assert text_of(encoder, call_of("[1, 2]"), QWEN) == '<tool_call>{"name": "weather", "arguments": [1, 2]}</tool_call>'
+    assert '"arguments": [1, 2]}</tool_call>' in text_of(encoder, call_of("[1, 2]"), QWEN)
     with pytest.raises(ValueError, match="the chat template failed"):
         text_of(encoder, call_of("[1, 2]"), LLAMA)
 
@@ -134,10 +134,11 @@ def test_special_tokens_in_decoded_arguments_stay_text(encoder: ChatEncoder) -> 
         ("get me the weather", "Expecting value"),
     ],
 )
-def test_a_string_that_is_not_json_is_refused_by_its_place(encoder: ChatEncoder, arguments: str, words: str) -> None:
+def test_a_string_that_is_not_json_is_refused(encoder: ChatEncoder, arguments: str, words: str) -> None:
     chat = [{"role": "user", "content": "hello"}, *call_of(arguments)]
-    with pytest.raises(ValueError, match=r"messages\[1\]: tool_calls\[0\]\.function\.arguments must be a dict") as error:
+    with pytest.raises(ValueError, match="arguments must be a dict") as error:
         text_of(encoder, chat, QWEN)
+    assert str(error.value).startswith("messages[1]: tool_calls[0].function.arguments must be a dict")
     assert words in str(error.value)
     assert len(str(error.value)) < 500
 
