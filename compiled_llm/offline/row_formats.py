@@ -8,12 +8,11 @@ from compiled_llm.argument_checks import integer
 from compiled_llm.error_texts import shown
 from compiled_llm.names import name_hint
 from compiled_llm.offline.openai_batch import OPENAI_KEYS, openai_fields
-from compiled_llm.offline.row_checks import check_custom_id, check_messages, checked_sampling
+from compiled_llm.offline.row_checks import CHAT_OPTIONS, chat_options, check_custom_id, check_messages, checked_sampling
 from compiled_llm.offline.rows import Row
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
-_CHAT_OPTIONS = ("tools", "documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_OWN_KEYS = (*_PROMPTS, *_CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params")
+_OWN_KEYS = (*_PROMPTS, *CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params")
 ROW_KEYS = frozenset((*_OWN_KEYS, *OPENAI_KEYS))  # of both formats
 _ELSEWHERE = {
     **dict.fromkeys(
@@ -70,12 +69,12 @@ def _own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         fields["priority"] = priority
     if values.get("sampling_params") is not None:
         fields["sampling"] = checked_sampling(values["sampling_params"])
-    options = {key: values[key] for key in _CHAT_OPTIONS if values.get(key) is not None}
+    options = [key for key in CHAT_OPTIONS if values.get(key) is not None]
     salt = {} if values.get("cache_salt") is None else {"cache_salt": values["cache_salt"]}
     if given[0] == "messages":
         if salt:
             raise ValueError("cache_salt goes with prompt and prompt_token_ids, given with messages")
-        return {**fields, "messages": check_messages(values["messages"]), "chat_options": options}
+        return {**fields, "messages": check_messages(values["messages"]), "chat_options": chat_options(values)}
     if options:
         raise ValueError(f"{', '.join(options)} must go with messages, given with {given[0]}")
     return {**fields, "prompt": {given[0]: values[given[0]], **salt}}
