@@ -166,7 +166,7 @@ def refuse_unknown_names(kind: str, elsewhere: Mapping[str, str]) -> Callable[[t
         init = cls.__init__
 
         @functools.wraps(init)
-        def checked_init(self: Any, *args: Any, **arguments: Any) -> None:
+        def checked_init(self: Any, /, *args: Any, **arguments: Any) -> None:
             for name in arguments:
                 if name not in known:
                     hint = name_hint(name, known, elsewhere)

@@ -10,6 +10,7 @@ from typing import Any
 
 from compiled_llm.argument_checks import integer
 from compiled_llm.error_texts import shown
+from compiled_llm.offline.json_values import check_json
 from compiled_llm.offline.row_checks import CHAT_OPTIONS, chat_options, check_messages, checked_sampling
 
 OPENAI_KEYS = {"body", "url", "method"}  # any of them tells the format
@@ -46,6 +47,7 @@ def openai_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     unknown = values.keys() - OPENAI_KEYS - {"custom_id"}
     if unknown:
         raise ValueError(f"unknown key: {sorted(unknown)[0]:.100}; known are custom_id, method, url, body")
+    check_json("", values)
     if values.get("custom_id") is None:
         raise ValueError("custom_id must be given beside body, given none")
     if values.get("method", "POST") != "POST":

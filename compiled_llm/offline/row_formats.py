@@ -7,6 +7,7 @@ from typing import Any
 from compiled_llm.argument_checks import integer
 from compiled_llm.error_texts import shown
 from compiled_llm.names import name_hint
+from compiled_llm.offline.json_values import check_json
 from compiled_llm.offline.openai_batch import OPENAI_KEYS, openai_fields
 from compiled_llm.offline.row_checks import CHAT_OPTIONS, chat_options, check_custom_id, check_messages, checked_sampling
 from compiled_llm.offline.rows import Row
@@ -46,7 +47,8 @@ def row_of_object(index: int, name: str, values: Any) -> Row:
             raise ValueError(f"must be a JSON object, given {shown(values)}")
         custom_id = check_custom_id(values.get("custom_id"))
         if values.keys() & OPENAI_KEYS:
-            row_format = "chat" if "messages" in (values.get("body") or {}) else "completion"
+            body = values.get("body")
+            row_format = "chat" if isinstance(body, dict) and "messages" in body else "completion"
             return Row(index, name, custom_id=custom_id, **openai_fields(values))
         return Row(index, name, custom_id=custom_id, **_own_fields(values))
     except ValueError as error:
@@ -59,6 +61,7 @@ def _own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _OWN_KEYS:
             hint = name_hint(key, _OWN_KEYS, _ELSEWHERE)
             raise ValueError(f"unknown key: {key:.100}{hint and f' ({hint})'}; known are {', '.join(_OWN_KEYS)}")
+    check_json("", values)
     given = [key for key in _PROMPTS if values.get(key) is not None]
     if len(given) != 1:
         raise ValueError(f"must have exactly one of {', '.join(_PROMPTS)}, given {', '.join(given) or 'none'}")
