@@ -173,7 +173,7 @@ def refuse_unknown_names(kind: str, elsewhere: Mapping[str, str]) -> Callable[[t
                     raise ValueError(f"unknown {kind} {name!r}{hint and ': ' + hint}; allowed: {', '.join(known)}")
             init(self, *args, **arguments)
 
-        cls.__init__ = checked_init  # type: ignore[method-assign]
+        cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
         return cls
 
     return decorate

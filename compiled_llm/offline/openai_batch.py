@@ -98,8 +98,8 @@ def _chat_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str,
     if "max_completion_tokens" in body:
         if body.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
             raise ValueError(
-                "body: max_completion_tokens and max_tokens, its older name, must be the same, or one be left out, given "
-                f"{shown(body['max_completion_tokens'])} and {shown(body['max_tokens'])}"
+                "body: max_completion_tokens and max_tokens, its older name, must be the same, or one be left out, "
+                f"given {shown(body['max_completion_tokens'])} and {shown(body['max_tokens'])}"
             )
         sampling["max_tokens"] = body["max_completion_tokens"]
     wanted, most = body.get("logprobs", False), body.get("top_logprobs", 0)

@@ -9,7 +9,13 @@ from compiled_llm.error_texts import shown
 from compiled_llm.names import name_hint
 from compiled_llm.offline.json_values import check_json
 from compiled_llm.offline.openai_batch import OPENAI_KEYS, openai_fields
-from compiled_llm.offline.row_checks import CHAT_OPTIONS, chat_options, check_custom_id, check_messages, checked_sampling
+from compiled_llm.offline.row_checks import (
+    CHAT_OPTIONS,
+    chat_options,
+    check_custom_id,
+    check_messages,
+    checked_sampling,
+)
 from compiled_llm.offline.rows import Row
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")

@@ -161,7 +161,7 @@ def test_a_manifest_without_its_output_is_replaced(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "a"}\n')
     arguments = [*FAST, "--input", str(prompts), "--output", str(output)]
     for options in ([], ["--resume"]):
-        manifest_path(output).write_text("{")
+        manifest_path(output).write_text('{"format": 0, "inputs": [], "engine": {}, "sampling": {}}')
         output.unlink(missing_ok=True)
         assert run(*arguments, *options) == 0
         assert run(*arguments, "--resume") == 0, "no row is left"
@@ -171,7 +171,7 @@ def test_a_run_that_was_killed_before_its_manifest_was_written_goes_on(tmp_path:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     output.write_bytes(b"")
-    manifest_path(output).with_name(f"{manifest_path(output).name}.new").write_text("{")
+    manifest_path(output).with_name(f"{manifest_path(output).name}.{'0f' * 8}.new").write_text("{")
     arguments = [*FAST, "--input", str(prompts), "--output", str(output)]
     assert run(*arguments) == 2, "an existing file is no target"
     assert run(*arguments, "--resume") == 0

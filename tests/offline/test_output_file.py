@@ -255,7 +255,7 @@ def test_errors_that_cannot_be_removed_stay(path: Path, monkeypatch: pytest.Monk
 
     with OutputFile(path, resume=True) as file, monkeypatch.context() as failing:
         failing.setattr(output_file.os, function, fail)
-        with pytest.raises(OSError, match=r"--output .*out\.jsonl\.kept: Input/output error"):
+        with pytest.raises(OSError, match=r"--output .*out\.jsonl: Input/output error"):
             file.remove_errors()
         failing.undo()
         assert (rows_of(file), file.num_failed) == ({1, 3}, 1)

@@ -34,8 +34,14 @@ def error_of(values: Any) -> str:
         ('{"prompt": "a", "priority": true}', "priority must be an integer"),
         ('{"prompt": "a", "priority": NaN}', "priority must be a finite number, given nan"),
         ('{"prompt": "a", "priority": 1.0}', "priority must be an integer"),
-        ('{"messages": [{"role": "user", "content": "a", "x": {"y": [1, NaN]}}]}', "messages[0].x.y[1] must be a finite"),
-        ('{"messages": [{"role": "user", "content": 1e999}]}', "messages[0].content must be a finite number, given inf"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "x": {"y": [1, NaN]}}]}',
+            "messages[0].x.y[1] must be",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": 1e999}]}',
+            "messages[0].content must be a finite",
+        ),
         ('{"prompt": "a", "sampling_params": ' + '{"a":' * 99 + "[1]" + "}" * 99 + "}", "100 lists and objects deep"),
         ('{"prompt": "a", "sampling_params": {"self": 1}}', "unknown sampling parameter 'self'"),
         (json.dumps({"x" * 10**6: 1}), "unknown key"),
@@ -210,7 +216,10 @@ def test_a_completion_of_a_batch(prompt: Any, key: str) -> None:
         (batch({"messages": CHAT, "tool_choice": "required"}), "tool_choice must be 'auto' or 'none'"),
         (batch({"messages": CHAT, "top_logprobs": 2}), "top_logprobs needs logprobs"),
         (batch({"messages": CHAT, "logprobs": 2}), "logprobs must be true or false"),
-        (batch({"messages": CHAT, "max_tokens": 2, "max_completion_tokens": 1}), "must be the same, or one be left out"),
+        (
+            batch({"messages": CHAT, "max_tokens": 2, "max_completion_tokens": 1}),
+            "must be the same, or one",
+        ),
         (batch({"messages": CHAT, "reasoning_effort": 3}), "reasoning_effort must be a str"),
         (batch({"prompt": "a", "reasoning_effort": "low"}), "body: reasoning_effort is not served"),
         (

@@ -272,8 +272,10 @@ def test_parts_are_neighbours_of_about_one_size() -> None:
 
 @pytest.mark.parametrize(
     ("given", "threads"),
-    [("", 4), ("2", 2), (" 3 ", 3), ("8", 4), ("1,1", 1), ("2, 1", 2), ("8,2,1", 4), ("0", 4), ("-1", 4), ("x", 4)]
-    + [(",", 4), ("2,", 4), ("2,x", 4), ("2.5", 4), ("\u00b2", 4)],
+    [
+        *[("2", 2), (" 3 ", 3), ("8", 4), ("1,1", 1), ("2, 1", 2), ("8,2,1", 4)],
+        *[(other, 4) for other in ("", "0", "-1", "x", ",", "2,", "2,x", "2.5", "\u00b2")],
+    ],
 )
 def test_threads_of_a_worker_are_those_that_openmp_reads(given: str, threads: int) -> None:
     assert threads_of(given, 4) == threads
