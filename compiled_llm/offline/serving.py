@@ -10,6 +10,7 @@ from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.answers import answer_line, error_line
 from compiled_llm.offline.progress import RowResult
 from compiled_llm.offline.rows import Row
+from compiled_llm.offline.token_texts import TokenTexts
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.prompts import Prompt
@@ -70,6 +71,7 @@ class RowServer:
         self._engine = engine
         self._sampling = {**sampling, "output_kind": "final"}
         self._params = SamplingParams(**self._sampling)
+        self._texts = TokenTexts(engine.tokenizer, self._params.skip_special_tokens)
         self._queued: dict[str, Row] = {}
         self.faults: Counter[str] = Counter()
         self._failures = engine.stats().failures
@@ -142,7 +144,7 @@ class RowServer:
         counts = len(output.prompt_token_ids), output.num_cached_tokens, num_output
         failure = failure_of(output)
         if failure is None:
-            return RowResult(row.index, row.name, answer_line(row, output), None, *counts)
+            return RowResult(row.index, row.name, answer_line(row, output, self._texts), None, *counts)
         failures = self._engine.stats().failures
         self.faults.update(kind for kind, count in failures.items() if count > self._failures[kind])
         self._failures = failures
