@@ -80,9 +80,14 @@ def _own_answer(row: Row, output: RequestOutput) -> dict[str, Any]:
     answer = {"index": row.index, **names, "prompt": output.prompt, **_fields_of(output.outputs[0])}
     if len(output.outputs) > 1:
         answer["outputs"] = [_fields_of(completion) for completion in output.outputs]
-    if output.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = [logprobs and _readable(logprobs) for logprobs in output.prompt_logprobs]
-    return answer
+    return answer | _of_prompt(output)
+
+
+def _of_prompt(output: RequestOutput) -> dict[str, Any]:
+    """The log-probabilities of the prompt's tokens, by name, where they were asked for."""
+    if output.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": [logprobs and _readable(logprobs) for logprobs in output.prompt_logprobs]}
 
 
 def _fields_of(completion: CompletionOutput) -> dict[str, Any]:
@@ -103,6 +108,7 @@ def _readable(logprobs: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
 
 
 # -- OpenAI's batches: https://platform.openai.com/docs/api-reference/batch/request-output
+# Log-probabilities of a prompt stand where vLLM's server has them: in the body of a chat, in a completion's choices.
 
 
 def _batch_line(row: Row, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +133,7 @@ def _chat_body(row: Row, output: RequestOutput, texts: TokenTexts) -> dict[str, 
                 "finish_reason": completion.finish_reason,
             }
         )
-    return _body(row, output, "chatcmpl", "chat.completion", choices)
+    return _body(row, output, "chatcmpl", "chat.completion", choices) | _of_prompt(output)
 
 
 def _chat_logprob(row: Row, token_id: int, found: Mapping[int, Logprob], texts: TokenTexts) -> dict[str, Any]:
@@ -154,6 +160,7 @@ def _completion_body(row: Row, output: RequestOutput, texts: TokenTexts) -> dict
             "text": completion.text,
             "logprobs": _completion_logprobs(row, output, completion, texts),
             "finish_reason": completion.finish_reason,
+            **_of_prompt(output),
         }
         for completion in output.outputs
     ]

@@ -1,6 +1,8 @@
 """Answers: one line a row in the format of the row, from which its number and kind are read again."""
 
+import dataclasses
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,15 @@ def test_an_answer_of_a_completion(texts: TokenTexts) -> None:
         },
         "finish_reason": "stop",
     }
+
+
+def test_log_probabilities_of_the_prompt_are_in_each_format(texts: TokenTexts) -> None:
+    output = dataclasses.replace(output_of(), prompt_logprobs=[None, LOGPROBS[1]])
+    expected = [None, {"8": {"logprob": -1.0, "rank": 1, "decoded_token": "é"}}]
+    own, chat, completion = (json.loads(answer_line(row(kind), output, texts)) for kind in typing.get_args(RowFormat))
+    assert own["prompt_logprobs"] == expected
+    assert chat["response"]["body"]["prompt_logprobs"] == expected
+    assert completion["response"]["body"]["choices"][0]["prompt_logprobs"] == expected
 
 
 @pytest.mark.parametrize("is_users", [False, True])
