@@ -166,14 +166,14 @@ def refuse_unknown_names(kind: str, elsewhere: Mapping[str, str]) -> Callable[[t
         init = cls.__init__
 
         @functools.wraps(init)
-        def checked_init(self: Any, *args: Any, **arguments: Any) -> None:
+        def checked_init(self: Any, /, *args: Any, **arguments: Any) -> None:
             for name in arguments:
                 if name not in known:
                     hint = name_hint(name, known, elsewhere)
                     raise ValueError(f"unknown {kind} {name!r}{hint and ': ' + hint}; allowed: {', '.join(known)}")
             init(self, *args, **arguments)
 
-        cls.__init__ = checked_init  # type: ignore[method-assign]
+        cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
         return cls
 
     return decorate

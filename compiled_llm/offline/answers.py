@@ -8,20 +8,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from compiled_llm.offline.rows import Row
+from compiled_llm.offline.token_texts import TokenTexts
 from compiled_llm.outputs import CompletionOutput, Logprob, RequestOutput
 
 # How a line begins, so that its row is known without reading all of it.
 _LINE_START = re.compile(rb'\{"index": (\d{1,18})[,}]|\{"id": "batch_req_(\d{1,18})",')
 LONGEST_START = 40  # bytes that ``index_of`` needs
 _ERROR = b'"error": {"message": '
+_PART = "bytes:"  # of a completion's token that is no whole characters, as OpenAI's completions write it
 _ENCODER = json.JSONEncoder(ensure_ascii=False)
 
 
-def answer_line(row: Row, output: RequestOutput) -> bytes:
-    """The line of a result, with its newline."""
+def answer_line(row: Row, output: RequestOutput, texts: TokenTexts) -> bytes:
+    """The line of a result, with its newline.
+
+    Args:
+        texts: of the engine that made ``output``.
+    """
     if row.format == "row":
         return _line(_own_answer(row, output))
-    body = _completion_body(row, output) if row.format == "completion" else _chat_body(row, output)
+    body = _completion_body(row, output, texts) if row.format == "completion" else _chat_body(row, output, texts)
     return _line(_batch_line(row, 200, body))
 
 
@@ -74,9 +80,14 @@ def _own_answer(row: Row, output: RequestOutput) -> dict[str, Any]:
     answer = {"index": row.index, **names, "prompt": output.prompt, **_fields_of(output.outputs[0])}
     if len(output.outputs) > 1:
         answer["outputs"] = [_fields_of(completion) for completion in output.outputs]
-    if output.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = [logprobs and _readable(logprobs) for logprobs in output.prompt_logprobs]
-    return answer
+    return answer | _of_prompt(output)
+
+
+def _of_prompt(output: RequestOutput) -> dict[str, Any]:
+    """The log-probabilities of the prompt's tokens, by name, where they were asked for."""
+    if output.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": [logprobs and _readable(logprobs) for logprobs in output.prompt_logprobs]}
 
 
 def _fields_of(completion: CompletionOutput) -> dict[str, Any]:
@@ -97,6 +108,7 @@ def _readable(logprobs: Mapping[int, Logprob]) -> dict[int, dict[str, Any]]:
 
 
 # -- OpenAI's batches: https://platform.openai.com/docs/api-reference/batch/request-output
+# Log-probabilities of a prompt stand where vLLM's server has them: in the body of a chat, in a completion's choices.
 
 
 def _batch_line(row: Row, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,13 +116,14 @@ def _batch_line(row: Row, status: int, body: Mapping[str, Any]) -> dict[str, Any
     return {"id": f"batch_req_{row.index}", "custom_id": row.custom_id, "response": response, "error": None}
 
 
-def _chat_body(row: Row, output: RequestOutput) -> dict[str, Any]:
+def _chat_body(row: Row, output: RequestOutput, texts: TokenTexts) -> dict[str, Any]:
     choices = []
     for completion in output.outputs:
         logprobs = None
         if completion.logprobs is not None:
             pairs = zip(completion.token_ids, completion.logprobs, strict=True)
-            logprobs = {"content": [_chat_logprob(row, token_id, found) for token_id, found in pairs], "refusal": None}
+            content = [_chat_logprob(row, token_id, found, texts) for token_id, found in pairs]
+            logprobs = {"content": content, "refusal": None}
         message = {"role": "assistant", "content": completion.text, "refusal": None}
         choices.append(
             {
@@ -120,52 +133,64 @@ def _chat_body(row: Row, output: RequestOutput) -> dict[str, Any]:
                 "finish_reason": completion.finish_reason,
             }
         )
-    return _body(row, output, "chatcmpl", "chat.completion", choices)
+    return _body(row, output, "chatcmpl", "chat.completion", choices) | _of_prompt(output)
 
 
-def _chat_logprob(row: Row, token_id: int, found: Mapping[int, Logprob]) -> dict[str, Any]:
+def _chat_logprob(row: Row, token_id: int, found: Mapping[int, Logprob], texts: TokenTexts) -> dict[str, Any]:
     """The token that was chosen, and as many of the most likely ones as the row asks for, most likely first."""
     most = row.sampling.get("logprobs", 0)
-    most_likely = sorted((other for other in found.values() if other.rank <= most), key=_rank)
-    return {**_token(found[token_id]), "top_logprobs": [_token(other) for other in most_likely]}
+    most_likely = sorted((other for other in found if found[other].rank <= most), key=lambda other: found[other].rank)
+    top = [_token(other, found[other], texts) for other in most_likely]
+    return {**_token(token_id, found[token_id], texts), "top_logprobs": top}
 
 
-def _rank(logprob: Logprob) -> int:
-    return logprob.rank
+def _token(token_id: int, logprob: Logprob, texts: TokenTexts) -> dict[str, Any]:
+    data = texts.bytes_of(token_id)
+    return {
+        "token": texts.text_of(token_id),
+        "logprob": logprob.logprob,
+        "bytes": None if data is None else list(data),
+    }
 
 
-def _token(logprob: Logprob) -> dict[str, Any]:
-    text = logprob.decoded_token or ""
-    return {"token": text, "logprob": logprob.logprob, "bytes": list(text.encode("utf-8", "replace"))}
-
-
-def _completion_body(row: Row, output: RequestOutput) -> dict[str, Any]:
+def _completion_body(row: Row, output: RequestOutput, texts: TokenTexts) -> dict[str, Any]:
     choices = [
         {
             "index": completion.index,
             "text": completion.text,
-            "logprobs": None if completion.logprobs is None else _completion_logprobs(completion),
+            "logprobs": _completion_logprobs(row, output, completion, texts),
             "finish_reason": completion.finish_reason,
+            **_of_prompt(output),
         }
         for completion in output.outputs
     ]
     return _body(row, output, "cmpl", "text_completion", choices)
 
 
-def _completion_logprobs(completion: CompletionOutput) -> dict[str, Any]:
-    assert completion.logprobs is not None
-    chosen = [found[token_id] for token_id, found in zip(completion.token_ids, completion.logprobs, strict=True)]
-    tokens, offsets = [logprob.decoded_token or "" for logprob in chosen], [0]
-    for token in tokens[:-1]:
-        offsets.append(offsets[-1] + len(token))
+def _completion_logprobs(
+    row: Row, output: RequestOutput, completion: CompletionOutput, texts: TokenTexts
+) -> dict[str, Any] | None:
+    if completion.logprobs is None:
+        return None
+    token_ids = completion.token_ids
+    chosen = [found[token_id] for token_id, found in zip(token_ids, completion.logprobs, strict=True)]
+    skips = row.sampling.get("skip_special_tokens")
+    offsets = texts.offsets_of(output.prompt_token_ids, token_ids, skips)
     return {
-        "tokens": tokens,
+        "tokens": [texts.text_of(token_id, _PART) for token_id in token_ids],
         "token_logprobs": [logprob.logprob for logprob in chosen],
-        "top_logprobs": [
-            {other.decoded_token or "": other.logprob for other in found.values()} for found in completion.logprobs
-        ],
-        "text_offset": offsets[: len(tokens)],
+        "top_logprobs": [_by_text(found, texts) for found in completion.logprobs],
+        "text_offset": [min(offset, len(completion.text)) for offset in offsets],  # a stop string is cut off
     }
+
+
+def _by_text(found: Mapping[int, Logprob], texts: TokenTexts) -> dict[str, float]:
+    """Log-probabilities by the texts of tokens. The chosen one comes first; a later one of equal text has a name."""
+    named: dict[str, float] = {}
+    for token_id, logprob in found.items():
+        text = texts.text_of(token_id, _PART)
+        named[texts.name_of(token_id) if text in named else text] = logprob.logprob
+    return named
 
 
 def _body(row: Row, output: RequestOutput, prefix: str, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:

@@ -58,6 +58,18 @@ def visible_gpus(device: str) -> list[str]:
     return names
 
 
+def threads_of(given: str, most: int) -> int:
+    """Threads for a process that is to have ``most`` at most.
+
+    Args:
+        given: OMP_NUM_THREADS: a number, or a list with a number for each level of nested parallel regions. Anything
+            else is as if it were not set, as OpenMP takes it.
+    """
+    levels = given.split(",")
+    is_valid = all(level.strip().isascii() and level.strip().isdigit() and int(level) > 0 for level in levels)
+    return min(most, int(levels[0])) if is_valid else most
+
+
 class LocalProcesses:
     """Worker processes on this machine, as ``workers.WorkerProcesses``.
 
@@ -76,7 +88,7 @@ class LocalProcesses:
         environment = with_package(os.environ)
         cpus = self._cpus[number]
         if cpus is not None:
-            environment["OMP_NUM_THREADS"] = str(min(len(cpus), int(environment.get("OMP_NUM_THREADS", len(cpus)))))
+            environment["OMP_NUM_THREADS"] = str(threads_of(environment.get("OMP_NUM_THREADS", ""), len(cpus)))
         if self._gpus:
             environment["CUDA_VISIBLE_DEVICES"] = self._gpus[number]
         own, theirs = socket.socketpair()

@@ -19,6 +19,7 @@ from compiled_llm.models.files import MAX_JSON_BYTES, read_json
 from compiled_llm.offline.output_file import sync_directory
 from compiled_llm.offline.process import naming
 from compiled_llm.offline.reading import STDIN, InputFile
+from compiled_llm.offline.side_files import create_beside
 
 FORMAT = 1
 # Engine arguments that decide which tokens a row has. The model and the tokenizer are known by their digests.
@@ -27,6 +28,7 @@ DECIDING = (
     *("quantization", "quantization_group_size", "quantization_skip", "quantization_head", "quantization_embedding"),
     *("sliding_window", "attention_sink_tokens", "logits_transforms", "exact", "seed", "split_special_tokens"),
 )
+_KEYS = {"format", "inputs", "engine", "sampling"}  # of a manifest, of whatever format
 _PACKAGES = ("compiled-llm", "torch", "transformers")
 _NAMED_INPUTS = 3  # of those that differ
 
@@ -101,16 +103,41 @@ def check_manifest(path: Path, manifest: Mapping[str, Any]) -> list[str]:
     return _other_versions(earlier, manifest)
 
 
+def check_replaceable(path: Path) -> None:
+    """That nothing is lost when a manifest is written there: there is nothing, or the manifest of an earlier output.
+
+    Raises:
+        ValueError: there is a file of somebody else.
+        OSError: it cannot be read.
+    """
+    if not os.path.lexists(path):
+        return
+    with naming(f"the manifest {path}"):
+        is_small = path.is_file() and path.stat().st_size <= MAX_JSON_BYTES
+        content = path.read_bytes() if is_small else b""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or _KEYS - found.keys():
+        raise ValueError(
+            f"the manifest of --output must be a new file, or that of an earlier run, and {path} is none: move it "
+            "away, or give another --output"
+        )
+
+
 def write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     """Whole or not at all, also if the machine goes down.
 
     Raises:
+        ValueError: what is there is no manifest.
         OSError: it cannot be written.
     """
-    new = path.with_name(f"{path.name}.new")
+    check_replaceable(path)
     with naming(f"the manifest {path}"):
+        descriptor, new = create_beside(path, "new", 0o666)
         try:
-            with open(new, "w") as file:
+            with open(descriptor, "w") as file:
                 json.dump(manifest, file, indent=1)
                 file.write("\n")
                 file.flush()

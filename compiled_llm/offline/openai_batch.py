@@ -10,7 +10,8 @@ from typing import Any
 
 from compiled_llm.argument_checks import integer
 from compiled_llm.error_texts import shown
-from compiled_llm.offline.row_checks import check_messages, checked_sampling
+from compiled_llm.offline.json_values import check_json
+from compiled_llm.offline.row_checks import CHAT_OPTIONS, chat_options, check_messages, checked_sampling
 
 OPENAI_KEYS = {"body", "url", "method"}  # any of them tells the format
 _URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -39,7 +40,6 @@ _ONLY = {
     "modalities": (["text"],),
     "tool_choice": ("auto", "none"),
 }
-_CHAT_OPTIONS = ("tools", "documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 
 
 def openai_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,6 +47,7 @@ def openai_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     unknown = values.keys() - OPENAI_KEYS - {"custom_id"}
     if unknown:
         raise ValueError(f"unknown key: {sorted(unknown)[0]:.100}; known are custom_id, method, url, body")
+    check_json("", values)
     if values.get("custom_id") is None:
         raise ValueError("custom_id must be given beside body, given none")
     if values.get("method", "POST") != "POST":
@@ -62,7 +63,7 @@ def openai_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"format": kind, "model": _model(body)}
     sampling = {ours: body[name] for name, ours in _SAMPLING.items() if name in body}
     if kind == "chat":
-        used |= {"messages", "max_completion_tokens", "top_logprobs", "response_format", *_CHAT_OPTIONS}
+        used |= {"messages", "max_completion_tokens", "top_logprobs", "response_format", *CHAT_OPTIONS}
         fields |= _chat_fields(body, sampling)
     else:
         used |= {"prompt", "cache_salt"}
@@ -95,8 +96,11 @@ def _chat_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str,
     if "messages" not in body:
         raise ValueError("body: messages must be given, given none")
     if "max_completion_tokens" in body:
-        if "max_tokens" in body:
-            raise ValueError("body: give max_completion_tokens or max_tokens, not both")
+        if body.get("max_tokens", body["max_completion_tokens"]) != body["max_completion_tokens"]:
+            raise ValueError(
+                "body: max_completion_tokens and max_tokens, its older name, must be the same, or one be left out, "
+                f"given {shown(body['max_completion_tokens'])} and {shown(body['max_tokens'])}"
+            )
         sampling["max_tokens"] = body["max_completion_tokens"]
     wanted, most = body.get("logprobs", False), body.get("top_logprobs", 0)
     if not isinstance(wanted, bool):
@@ -111,7 +115,7 @@ def _chat_fields(body: Mapping[str, Any], sampling: dict[str, Any]) -> dict[str,
         if structured is not None and "structured_outputs" in sampling:
             raise ValueError("body: give response_format or structured_outputs, not both")
         sampling |= {} if structured is None else {"structured_outputs": structured}
-    options = {name: body[name] for name in _CHAT_OPTIONS if name in body}
+    options = chat_options(body)
     if body.get("tool_choice") == "none":
         options.pop("tools", None)
     return {"messages": check_messages(body["messages"]), "chat_options": options}

@@ -18,6 +18,7 @@ from compiled_llm.offline.answers import LONGEST_START, index_of, is_error
 from compiled_llm.offline.in_order import lines_in_order
 from compiled_llm.offline.process import naming
 from compiled_llm.offline.row_set import RowSet
+from compiled_llm.offline.side_files import create_beside
 
 SYNC_SECONDS = 5.0
 _STARTS = (b'{"index": ', b'{"id": "batch_req_')  # of all lines that a run writes
@@ -74,7 +75,8 @@ class OutputFile:
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         if kind is not None and self.is_new and not self.done:
             with contextlib.suppress(OSError):
-                self.path.unlink()  # before the lock is free, so that it is not the file of another run
+                if self._has_name():  # else it is the file of somebody else
+                    self.path.unlink()  # before the lock is free, so that no other run has begun with it
             os.close(self._descriptor)
             return
         if kind is not None and kind is not SystemExit and self.done:
@@ -207,15 +209,12 @@ class OutputFile:
     def _replace(self, lines: Iterable[bytes]) -> None:
         """Go on with a file that has these lines.
 
-        They are written to NAME.kept, which takes the place of the file when it is whole on disk. So at any moment one
-        of the two has the name, and for a while the disk holds both.
+        They are written to a file beside it, which takes its place when it is whole on disk. So at any moment one of
+        the two has the name, and for a while the disk holds both.
         """
         target = self._target()
-        kept = target.with_name(f"{target.name}.kept")
-        with naming(f"--output {kept}"):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(kept)  # of a run that was killed here
-            descriptor = os.open(kept, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o600)
+        with naming(f"--output {target}"):
+            descriptor, kept = create_beside(target, "kept", 0o600)
             try:
                 _take_lock(descriptor, kept)
                 _write_lines(descriptor, lines)

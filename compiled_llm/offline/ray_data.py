@@ -14,11 +14,11 @@ from compiled_llm.config import EngineConfig
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.error_texts import shown
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
-from compiled_llm.offline.reading import without_nulls
 from compiled_llm.offline.row_formats import ROW_KEYS, row_of_object
 from compiled_llm.offline.rows import Row
 from compiled_llm.offline.run_sampling import run_sampling
 from compiled_llm.offline.serving import RowIterator, RowServer, check_faults
+from compiled_llm.offline.table_rows import table_rows
 
 _INDEX = "index"
 _ADDED = ("answer", "error")
@@ -94,5 +94,9 @@ def _check_table(batch: Any) -> None:
 
 def _rows_of(batch: pyarrow.Table) -> Iterator[Row]:
     keys = [name for name in batch.column_names if name in ROW_KEYS]
-    for index, values in zip(batch.column(_INDEX).to_pylist(), batch.select(keys).to_pylist(), strict=True):
-        yield row_of_object(index, f"row {index}", without_nulls(values))
+    for index, values in zip(batch.column(_INDEX).to_pylist(), table_rows(batch.select(keys)), strict=True):
+        name = f"row {index}"
+        if isinstance(values, ValueError):
+            yield Row(index, name, error=str(values))
+        else:
+            yield row_of_object(index, name, values)

@@ -4,6 +4,7 @@ At most one line, or one batch of a Parquet file, is in memory at once, whatever
 """
 
 import codecs
+import contextlib
 import dataclasses
 import importlib
 import os
@@ -16,6 +17,7 @@ from compiled_llm.offline.compressed import COMPRESSIONS, decompressed
 from compiled_llm.offline.process import naming
 from compiled_llm.offline.row_formats import row_of_object, row_of_text
 from compiled_llm.offline.rows import Row
+from compiled_llm.offline.table_rows import table_rows
 
 MOST_LINE_BYTES = 2**26
 _BUFFER_BYTES = 2**20
@@ -69,6 +71,11 @@ class InputFile:
                 raise ValueError(f"--input must be a regular file, given {name}")
             with open(path, "rb"):
                 pass
+        if status.st_size == 0 and (compression or kind == ".parquet"):
+            raise ValueError(
+                f"--input {name} has 0 bytes, and no {compression or kind} file has, also one without rows: it was not "
+                "written to its end, so make it again"
+            )
         return cls(name, kind, compression, status.st_size, status.st_mtime_ns)
 
     def has_changed(self) -> bool:
@@ -132,6 +139,22 @@ class RowReader:
             return None, True
         return max(self.num_rows, round(self.num_rows * num_bytes / read)), True
 
+    def has_row(self, index: int) -> bool:
+        """Whether there is a row of this number. Reads the files from their start, so far as that takes.
+
+        ``OSError`` where a file cannot be read.
+        """
+        left = index + 1
+        for file in self.files:
+            if file.kind == ".parquet":
+                left -= _num_table_rows(file)
+                continue
+            for _, line in self._lines(file):
+                left -= _is_row(line)
+                if left <= 0:
+                    return True
+        return left <= 0
+
     def check_unchanged(self) -> None:
         """``OSError`` if a file was changed since it was opened."""
         for file in self.files:
@@ -174,17 +197,41 @@ class RowReader:
     # -- Parquet
 
     def _parquet_rows(self, file: InputFile) -> Iterator[Row]:
-        parquet, pyarrow = importlib.import_module("pyarrow.parquet"), importlib.import_module("pyarrow")
         short_name, number = Path(file.name).name, 0
-        try:
-            with parquet.ParquetFile(file.name) as content:
-                for batch in content.iter_batches(batch_size=_PARQUET_ROWS):
-                    for values in batch.to_pylist():
-                        number += 1
-                        name = f"row {self.num_rows} ({short_name}, row {number})"
-                        yield row_of_object(self.num_rows, name, without_nulls(values))
-        except (OSError, pyarrow.ArrowException) as error:
-            raise OSError(f"--input {file.name}: {error}") from error
+        with _open_table(file) as content:
+            for batch in content.iter_batches(batch_size=_PARQUET_ROWS):
+                for values in table_rows(batch):
+                    number += 1
+                    name = f"row {self.num_rows} ({short_name}, row {number})"
+                    if isinstance(values, ValueError):
+                        yield Row(self.num_rows, name, error=str(values))
+                    else:
+                        yield row_of_object(self.num_rows, name, values)
+
+
+@contextlib.contextmanager
+def _open_table(file: InputFile) -> Iterator[Any]:
+    """A ``pyarrow.parquet.ParquetFile``. ``OSError`` if it cannot be read, also later."""
+    parquet, pyarrow = importlib.import_module("pyarrow.parquet"), importlib.import_module("pyarrow")
+    try:
+        with parquet.ParquetFile(file.name) as content:
+            yield content
+    except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:  # the last one: a name of a column
+        raise OSError(f"--input {file.name}: {error}") from error
+
+
+def _num_table_rows(file: InputFile) -> int:
+    with _open_table(file) as content:
+        return content.metadata.num_rows
+
+
+def _is_row(line: bytes | None) -> bool:
+    """Whether ``_row_of_line`` makes a row of it."""
+    try:
+        text = "too long" if line is None else line.decode()
+    except UnicodeDecodeError:
+        return True
+    return bool(text) and not text.isspace()
 
 
 def _row_of_line(index: int, name: str, line: bytes | None, kind: str) -> Row | None:
@@ -206,10 +253,3 @@ def _skip_line(stream: BinaryIO) -> None:
     """Pass over the rest of a line."""
     while (rest := stream.readline(_BUFFER_BYTES)) and not rest.endswith(b"\n"):
         pass
-
-
-def without_nulls(value: Any) -> Any:
-    """Objects without the keys whose value is null: columns that a row has no value of."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value

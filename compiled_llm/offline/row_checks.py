@@ -8,6 +8,12 @@ from compiled_llm.sampling_params import SamplingParams
 
 _MOST_ID_CHARACTERS = 512
 _OF_THE_RUN = {"output_kind": "an offline run writes whole results"}
+# A variable of templates that OpenAI's API has as a field of its own.
+_EFFORT = "reasoning_effort"
+CHAT_OPTIONS = (
+    *("tools", "documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    _EFFORT,
+)
 _MEDIA = {
     **dict.fromkeys(("image", "image_url", "input_image"), "images"),
     **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio"),
@@ -26,14 +32,46 @@ def check_custom_id(value: Any) -> str | None:
 
 
 def checked_sampling(values: Any) -> dict[str, Any]:
-    """Sampling parameters of a row. ``ValueError`` as ``SamplingParams`` raises it."""
+    """Sampling parameters of a row. ``ValueError`` as ``SamplingParams`` raises it.
+
+    Whether they go together with those of the run is known where the row is served. Empty stop strings, with which
+    clients say that there is none, are left out.
+    """
     if not isinstance(values, Mapping):
         raise ValueError(f"sampling_params must be a JSON object, given {shown(values)}")
     for name, reason in _OF_THE_RUN.items():
         if name in values:
             raise ValueError(f"{name} must be left out of a row: {reason}")
-    SamplingParams(**values)
-    return dict(values)
+    sampling, stop = dict(values), values.get("stop")
+    if stop == "":
+        sampling["stop"] = None
+    elif isinstance(stop, list):
+        sampling["stop"] = [text for text in stop if text != ""]
+    SamplingParams(**{"max_tokens": None, **sampling})  # min_tokens is for the run's max_tokens to allow
+    return sampling
+
+
+def chat_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of ``CompiledEngine.encode_chat`` among ``values``, whose nulls are as no key.
+
+    Raises:
+        ValueError: two of them contradict each other.
+    """
+    options = {key: values[key] for key in CHAT_OPTIONS if key != _EFFORT and values.get(key) is not None}
+    effort = values.get(_EFFORT)
+    if effort is None:
+        return options
+    if not isinstance(effort, str):
+        raise ValueError(f"{_EFFORT} must be a str, such as 'low', given {shown(effort)}")
+    variables = options.get("chat_template_kwargs", {})
+    if not isinstance(variables, Mapping):
+        return options  # the chat template's code says what is wrong with them
+    if variables.get(_EFFORT, effort) != effort:
+        raise ValueError(
+            f"{_EFFORT} must be the same in chat_template_kwargs, or be given once, given {shown(effort)} and "
+            f"{shown(variables[_EFFORT])}"
+        )
+    return {**options, "chat_template_kwargs": {**variables, _EFFORT: effort}}
 
 
 def check_messages(messages: Any) -> list[Any]:

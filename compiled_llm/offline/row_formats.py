@@ -7,13 +7,19 @@ from typing import Any
 from compiled_llm.argument_checks import integer
 from compiled_llm.error_texts import shown
 from compiled_llm.names import name_hint
+from compiled_llm.offline.json_values import check_json
 from compiled_llm.offline.openai_batch import OPENAI_KEYS, openai_fields
-from compiled_llm.offline.row_checks import check_custom_id, check_messages, checked_sampling
+from compiled_llm.offline.row_checks import (
+    CHAT_OPTIONS,
+    chat_options,
+    check_custom_id,
+    check_messages,
+    checked_sampling,
+)
 from compiled_llm.offline.rows import Row
 
 _PROMPTS = ("prompt", "prompt_token_ids", "messages")
-_CHAT_OPTIONS = ("tools", "documents", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_OWN_KEYS = (*_PROMPTS, *_CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params")
+_OWN_KEYS = (*_PROMPTS, *CHAT_OPTIONS, "cache_salt", "priority", "custom_id", "sampling_params")
 ROW_KEYS = frozenset((*_OWN_KEYS, *OPENAI_KEYS))  # of both formats
 _ELSEWHERE = {
     **dict.fromkeys(
@@ -47,7 +53,8 @@ def row_of_object(index: int, name: str, values: Any) -> Row:
             raise ValueError(f"must be a JSON object, given {shown(values)}")
         custom_id = check_custom_id(values.get("custom_id"))
         if values.keys() & OPENAI_KEYS:
-            row_format = "chat" if "messages" in (values.get("body") or {}) else "completion"
+            body = values.get("body")
+            row_format = "chat" if isinstance(body, dict) and "messages" in body else "completion"
             return Row(index, name, custom_id=custom_id, **openai_fields(values))
         return Row(index, name, custom_id=custom_id, **_own_fields(values))
     except ValueError as error:
@@ -60,6 +67,7 @@ def _own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         if key not in _OWN_KEYS:
             hint = name_hint(key, _OWN_KEYS, _ELSEWHERE)
             raise ValueError(f"unknown key: {key:.100}{hint and f' ({hint})'}; known are {', '.join(_OWN_KEYS)}")
+    check_json("", values)
     given = [key for key in _PROMPTS if values.get(key) is not None]
     if len(given) != 1:
         raise ValueError(f"must have exactly one of {', '.join(_PROMPTS)}, given {', '.join(given) or 'none'}")
@@ -70,12 +78,12 @@ def _own_fields(values: Mapping[str, Any]) -> dict[str, Any]:
         fields["priority"] = priority
     if values.get("sampling_params") is not None:
         fields["sampling"] = checked_sampling(values["sampling_params"])
-    options = {key: values[key] for key in _CHAT_OPTIONS if values.get(key) is not None}
+    options = [key for key in CHAT_OPTIONS if values.get(key) is not None]
     salt = {} if values.get("cache_salt") is None else {"cache_salt": values["cache_salt"]}
     if given[0] == "messages":
         if salt:
             raise ValueError("cache_salt goes with prompt and prompt_token_ids, given with messages")
-        return {**fields, "messages": check_messages(values["messages"]), "chat_options": options}
+        return {**fields, "messages": check_messages(values["messages"]), "chat_options": chat_options(values)}
     if options:
         raise ValueError(f"{', '.join(options)} must go with messages, given with {given[0]}")
     return {**fields, "prompt": {given[0]: values[given[0]], **salt}}

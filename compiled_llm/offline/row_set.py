@@ -29,3 +29,11 @@ class RowSet:
         chunk[place] |= bit
         self._count += 1
         return True
+
+    @property
+    def highest(self) -> int | None:
+        """The largest number; None of an empty set."""
+        if not self._chunks:
+            return None
+        last = max(self._chunks)
+        return (last << _CHUNK_BITS) + int.from_bytes(self._chunks[last], "little").bit_length() - 1

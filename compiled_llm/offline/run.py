@@ -17,7 +17,13 @@ from compiled_llm.offline.file_checks import check_writable
 from compiled_llm.offline.flags import CHECKED_ROWS
 from compiled_llm.offline.local_engine import LocalEngine
 from compiled_llm.offline.local_workers import LocalProcesses, local_settings, visible_gpus
-from compiled_llm.offline.manifest import check_manifest, make_manifest, manifest_path, write_manifest
+from compiled_llm.offline.manifest import (
+    check_manifest,
+    check_replaceable,
+    make_manifest,
+    manifest_path,
+    write_manifest,
+)
 from compiled_llm.offline.model_digest import digests_of
 from compiled_llm.offline.order import OrderGain, ordered_for_speed
 from compiled_llm.offline.output_file import OutputFile
@@ -156,8 +162,15 @@ def new_manifest(
     manifest = make_manifest(reader.files, config, sampling, device=device, digests=digests)
     if not output.done:
         check_writable("the manifest of --output", manifest_path(args.output))
+        check_replaceable(manifest_path(args.output))
         return manifest
     others = check_manifest(manifest_path(args.output), manifest)
+    highest = output.done.highest
+    if highest is not None and not reader.has_row(highest):
+        raise ValueError(
+            f"--resume: --output {args.output} has a line of row {highest}, and the input has no such row: the file "
+            "was changed, or is of another input. It is left as it is: give another --output"
+        )
     if others:
         print(f"Other versions than before, so rows may differ from those of one run: {'; '.join(others)}")
     if args.retry_errors:

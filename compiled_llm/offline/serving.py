@@ -10,6 +10,7 @@ from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.answers import answer_line, error_line
 from compiled_llm.offline.progress import RowResult
 from compiled_llm.offline.rows import Row
+from compiled_llm.offline.token_texts import TokenTexts
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.prompts import Prompt
@@ -70,6 +71,7 @@ class RowServer:
         self._engine = engine
         self._sampling = {**sampling, "output_kind": "final"}
         self._params = SamplingParams(**self._sampling)
+        self._texts = TokenTexts(engine.tokenizer, self._params.skip_special_tokens)
         self._queued: dict[str, Row] = {}
         self.faults: Counter[str] = Counter()
         self._failures = engine.stats().failures
@@ -86,9 +88,9 @@ class RowServer:
                 row = source.take(wait=not self._queued)
                 if row is None:
                     break
-                error = row.error or self._add(row)
-                if error is not None:
-                    yield RowResult(row.index, row.name, error_line(row, error, is_users=True), error)
+                refused = self._add(row)
+                if refused is not None:
+                    yield refused
             if source.stopped:
                 for request_id in self._engine.abort_waiting():
                     del self._queued[request_id]
@@ -107,13 +109,17 @@ class RowServer:
             self.faults["error outside the device"] += 1
             return self._engine.step()
 
-    def _add(self, row: Row) -> str | None:
-        """Queue a row; returns why it cannot be."""
+    def _add(self, row: Row) -> RowResult | None:
+        """Queue a row; or its error, if it cannot be."""
+        if row.error is not None:
+            return _refused(row, row.error, is_users=True)
         request_id = str(row.index)
         try:
             self._engine.add_request(request_id, self._prompt_of(row), self._params_of(row), row.priority)
         except ValueError as error:
-            return str(error)
+            return _refused(row, str(error), is_users=True)
+        except Exception as error:  # a fault of ours, or of a helper process: it must not cost the other rows
+            return _refused(row, f"the row could not be taken in: {type(error).__name__}: {error}", is_users=False)
         self._queued[request_id] = row
         return None
 
@@ -138,11 +144,15 @@ class RowServer:
         counts = len(output.prompt_token_ids), output.num_cached_tokens, num_output
         failure = failure_of(output)
         if failure is None:
-            return RowResult(row.index, row.name, answer_line(row, output), None, *counts)
+            return RowResult(row.index, row.name, answer_line(row, output, self._texts), None, *counts)
         failures = self._engine.stats().failures
         self.faults.update(kind for kind, count in failures.items() if count > self._failures[kind])
         self._failures = failures
         return RowResult(row.index, row.name, error_line(row, failure, is_users=False), failure, *counts)
+
+
+def _refused(row: Row, error: str, *, is_users: bool) -> RowResult:
+    return RowResult(row.index, row.name, error_line(row, error, is_users=is_users), error)
 
 
 def failure_of(output: RequestOutput) -> str | None:

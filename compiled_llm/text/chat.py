@@ -15,6 +15,7 @@ from compiled_llm.text.chat_template import ChatTemplate
 from compiled_llm.text.prompts import MAX_CHARACTERS_PER_TOKEN, check_unicode
 from compiled_llm.text.template_process import TemplateProcess
 from compiled_llm.text.tokenizer import Tokenizer
+from compiled_llm.text.tool_calls import with_decoded_arguments
 
 _MAX_DEPTH = 32  # of lists and dicts in a message or a tool
 _MAX_TEMPLATES = 8  # that are kept compiled
@@ -57,8 +58,9 @@ class ChatEncoder:
 
         Args:
             messages: dicts with ``role``, a str, and ``content``: a str or a list of ``{"type": "text", "text": str}``,
-                whose texts are joined for a template without such lists. It may be None together with ``tool_calls``.
-                What else a message has is passed to the template.
+                whose texts are joined for a template without such lists. It may be None together with ``tool_calls``,
+                whose ``arguments`` may be JSON in a str: templates get what it spells. What else a message has is
+                passed to the template.
             max_tokens: a chat of more text than these could hold is refused. How many tokens come out is for the caller
                 to check.
             others: as in ``CompiledEngine.chat``.
@@ -234,7 +236,11 @@ def _check_message(name: str, message: Any) -> dict[str, Any]:
             f"{name}: role must be 1 to 64 letters, digits, spaces or any of _.:/-, such as 'user', given {shown(role)}"
         )
     if tool_calls is not None:
-        _check_dicts(f"{name}: tool_calls", tool_calls)
+        calls = f"{name}: tool_calls"
+        tool_calls = with_decoded_arguments(calls, _check_dicts(calls, tool_calls) or [])
+        plain["tool_calls"] = _plain(calls, tool_calls)  # what was JSON in a text may be nested deep
+    if not tool_calls:
+        plain.pop("tool_calls", None)  # templates ask whether there is such a key
     if content is None and not tool_calls:
         raise ValueError(f"{name}: content must be a str or a list of text parts; None only beside tool_calls")
     if isinstance(content, list):

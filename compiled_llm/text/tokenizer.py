@@ -162,6 +162,10 @@ class Tokenizer:
         except BaseException as error:
             raise library_error("decode these tokens", error) from error
 
+    def token(self, token_id: int) -> str | None:
+        """As the vocabulary spells it; None if it has no such id."""
+        return self._backend.id_to_token(token_id)
+
     def byte_value(self, token_id: int) -> int | None:
         """The byte that a token is, if it is one of ``<0x00>`` to ``<0xFF>`` and its decoder reads it as a byte."""
         token = self._backend.id_to_token(token_id)

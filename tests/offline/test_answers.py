@@ -1,6 +1,9 @@
 """Answers: one line a row in the format of the row, from which its number and kind are read again."""
 
+import dataclasses
 import json
+import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +11,19 @@ import pytest
 from compiled_llm import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_llm.offline.answers import answer_line, error_line, index_of, is_error
 from compiled_llm.offline.rows import Row, RowFormat
+from compiled_llm.offline.token_texts import TokenTexts
+from tests.tokenizers import byte_level
 
 LOGPROBS = [
     {7: Logprob(-0.5, 2, " a"), 9: Logprob(-0.25, 1, "b")},
     {8: Logprob(-1.0, 1, "é")},
 ]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> TokenTexts:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    return TokenTexts(byte_level(directory, ["0", "1", "2", "3", "4", "p", "\u010a", "\u0120a", "\u00c3\u00a9", "b"]))
 
 
 def output_of(*, n: int = 1, text: str = " aé", logprobs: Any = None) -> RequestOutput:
@@ -27,8 +38,8 @@ def row(row_format: RowFormat = "row", **fields: Any) -> Row:
     return Row(5, "row 5", {"prompt": "prompt\n"}, format=row_format, **fields)
 
 
-def test_our_own_answer() -> None:
-    line = answer_line(row(custom_id="me"), output_of(n=2, text="line\u2028\nfeed", logprobs=LOGPROBS))
+def test_our_own_answer(texts: TokenTexts) -> None:
+    line = answer_line(row(custom_id="me"), output_of(n=2, text="line\u2028\nfeed", logprobs=LOGPROBS), texts)
     assert line.endswith(b"\n")
     assert line.count(b"\n") == 1
     answer = json.loads(line)
@@ -49,9 +60,11 @@ def test_our_own_answer() -> None:
     assert answer == {"index": 5, "custom_id": "me", "prompt": "prompt\n", **fields, "outputs": [fields, fields]}
 
 
-def test_an_answer_of_a_chat() -> None:
+def test_an_answer_of_a_chat(texts: TokenTexts) -> None:
     answer = json.loads(
-        answer_line(row("chat", custom_id="me", model="m", sampling={"logprobs": 1}), output_of(logprobs=LOGPROBS))
+        answer_line(
+            row("chat", custom_id="me", model="m", sampling={"logprobs": 1}), output_of(logprobs=LOGPROBS), texts
+        )
     )
     body = answer["response"].pop("body")
     assert answer == {
@@ -92,18 +105,18 @@ def test_an_answer_of_a_chat() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "likely"), [(0, []), (1, ["b"]), (2, ["b", " a"])])
-def test_a_chat_gets_as_many_likely_tokens_as_it_asked_for(wanted: int, likely: list[str]) -> None:
+def test_a_chat_gets_as_many_likely_tokens_as_it_asked_for(wanted: int, likely: list[str], texts: TokenTexts) -> None:
     """The chosen one, which the engine gives besides, is among them only if it is that likely."""
-    line = answer_line(row("chat", sampling={"logprobs": wanted}), output_of(logprobs=LOGPROBS))
+    line = answer_line(row("chat", sampling={"logprobs": wanted}), output_of(logprobs=LOGPROBS), texts)
     token = json.loads(line)["response"]["body"]["choices"][0]["logprobs"]["content"][0]
     assert token["token"] == " a"
     assert [other["token"] for other in token["top_logprobs"]] == likely
 
 
-def test_an_answer_of_a_completion() -> None:
-    body = json.loads(answer_line(row("completion", custom_id="me"), output_of(n=2, logprobs=LOGPROBS)))["response"][
-        "body"
-    ]
+def test_an_answer_of_a_completion(texts: TokenTexts) -> None:
+    body = json.loads(answer_line(row("completion", custom_id="me"), output_of(n=2, logprobs=LOGPROBS), texts))[
+        "response"
+    ]["body"]
     assert (body["object"], body["id"], body["usage"]["completion_tokens"]) == ("text_completion", "cmpl-5", 4)
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
     assert body["choices"][0] == {
@@ -119,6 +132,15 @@ def test_an_answer_of_a_completion() -> None:
     }
 
 
+def test_log_probabilities_of_the_prompt_are_in_each_format(texts: TokenTexts) -> None:
+    output = dataclasses.replace(output_of(), prompt_logprobs=[None, LOGPROBS[1]])
+    expected = [None, {"8": {"logprob": -1.0, "rank": 1, "decoded_token": "é"}}]
+    own, chat, completion = (json.loads(answer_line(row(kind), output, texts)) for kind in typing.get_args(RowFormat))
+    assert own["prompt_logprobs"] == expected
+    assert chat["response"]["body"]["prompt_logprobs"] == expected
+    assert completion["response"]["body"]["choices"][0]["prompt_logprobs"] == expected
+
+
 @pytest.mark.parametrize("is_users", [False, True])
 def test_errors(is_users: bool) -> None:
     kind = "invalid_request_error" if is_users else "server_error"
@@ -131,9 +153,12 @@ def test_errors(is_users: bool) -> None:
 
 
 @pytest.mark.parametrize("row_format", ["row", "chat", "completion"])
-def test_a_line_tells_its_row_and_whether_it_is_an_error(row_format: RowFormat) -> None:
+def test_a_line_tells_its_row_and_whether_it_is_an_error(row_format: RowFormat, texts: TokenTexts) -> None:
     text = '"error": {"message": ' * 2 + '{"index": 3,'
-    good, bad = answer_line(row(row_format), output_of(text=text)), error_line(row(row_format), text, is_users=True)
+    good, bad = (
+        answer_line(row(row_format), output_of(text=text), texts),
+        error_line(row(row_format), text, is_users=True),
+    )
     assert [index_of(line) for line in (good, bad)] == [5, 5]
     assert [is_error(line) for line in (good, bad)] == [False, True]
 
@@ -144,6 +169,6 @@ def test_other_lines_have_no_row(line: bytes) -> None:
         index_of(line)
 
 
-def test_half_a_surrogate_pair_is_written_as_json_spells_it() -> None:
-    line = answer_line(row(), output_of(text="a\ud800b"))
+def test_half_a_surrogate_pair_is_written_as_json_spells_it(texts: TokenTexts) -> None:
+    line = answer_line(row(), output_of(text="a\ud800b"), texts)
     assert json.loads(line)["text"] == "a\ud800b"

@@ -151,9 +151,27 @@ def test_a_resume_that_is_refused_leaves_the_files_as_they_are(
     assert output.read_bytes() == written
     manifest_path(output).write_bytes(manifest)
     prompts.write_text('{"prompt": ""}\n{"prompt": ""}\n')
+    output.write_bytes(beyond := written.replace(b'{"index": 1,', b'{"index": 2,'))
+    assert run(*again) == 2
+    assert "out.jsonl has a line of row 2, and the input has no such row" in capsys.readouterr().err
+    assert output.read_bytes() == beyond
+    output.write_bytes(written)
     assert run(*again, "--bucket-sizes", "1,2") == 1, "sizes of buckets change no token"
     assert output.read_bytes() == written
     assert manifest_path(output).read_bytes() == manifest, "of the first run"
+
+
+@pytest.mark.usefixtures("no_start")
+def test_a_manifest_of_somebody_else_is_refused_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "a"}\n')
+    manifest_path(output).write_text("{}")
+    assert run(*FAST, "--input", str(prompts), "--output", str(output)) == 2
+    assert "move it away, or give another --output" in capsys.readouterr().err
+    assert manifest_path(output).read_text() == "{}"
+    assert not output.exists()
 
 
 def test_a_manifest_without_its_output_is_replaced(tmp_path: Path) -> None:
@@ -161,7 +179,7 @@ def test_a_manifest_without_its_output_is_replaced(tmp_path: Path) -> None:
     prompts.write_text('{"prompt": "a"}\n')
     arguments = [*FAST, "--input", str(prompts), "--output", str(output)]
     for options in ([], ["--resume"]):
-        manifest_path(output).write_text("{")
+        manifest_path(output).write_text('{"format": 0, "inputs": [], "engine": {}, "sampling": {}}')
         output.unlink(missing_ok=True)
         assert run(*arguments, *options) == 0
         assert run(*arguments, "--resume") == 0, "no row is left"
@@ -171,7 +189,7 @@ def test_a_run_that_was_killed_before_its_manifest_was_written_goes_on(tmp_path:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     output.write_bytes(b"")
-    manifest_path(output).with_name(f"{manifest_path(output).name}.new").write_text("{")
+    manifest_path(output).with_name(f"{manifest_path(output).name}.{'0f' * 8}.new").write_text("{")
     arguments = [*FAST, "--input", str(prompts), "--output", str(output)]
     assert run(*arguments) == 2, "an existing file is no target"
     assert run(*arguments, "--resume") == 0

@@ -61,7 +61,7 @@ def test_a_disk_without_room_for_both_files_keeps_the_first(tmp_path: Path, monk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         full.setattr(output_file.os, "write", fill)
-        with pytest.raises(OSError, match=r"--output .*out\.jsonl\.kept: No space left"):
+        with pytest.raises(OSError, match=r"--output .*out\.jsonl: No space left"):
             file.put_in_order()
     assert path.read_bytes() == content
     assert os.listdir(tmp_path) == ["out.jsonl"]

@@ -13,7 +13,14 @@ import pytest
 
 from compiled_llm.config import EngineConfig
 from compiled_llm.offline import manifest as manifest_module
-from compiled_llm.offline.manifest import DECIDING, check_manifest, make_manifest, manifest_path, write_manifest
+from compiled_llm.offline.manifest import (
+    DECIDING,
+    check_manifest,
+    check_replaceable,
+    make_manifest,
+    manifest_path,
+    write_manifest,
+)
 from compiled_llm.offline.reading import InputFile
 
 # Engine arguments that change no token. Those of the model and the tokenizer are compared by their files.
@@ -180,3 +187,36 @@ def test_it_is_there_whole_or_not_at_all(
 
 def test_standard_input_has_no_digest() -> None:
     assert made(["-"])["inputs"][0]["sha256"] is None
+
+
+# -- Files of others
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"notes\n", b'{"format": 1}', b"\xff", b"[" * 10**5])
+def test_a_file_of_somebody_else_is_not_replaced(path: Path, inputs: list[str], content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"must be a new file, or that of an earlier run, and .* is none: move it"):
+        write_manifest(path, made(inputs))
+    assert path.read_bytes() == content
+
+
+def test_an_earlier_manifest_is_replaced(path: Path, inputs: list[str]) -> None:
+    check_replaceable(path)
+    write_manifest(path, made(inputs, seed=1))
+    check_replaceable(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
+    write_manifest(path, made(inputs))
+    assert check_manifest(path, made(inputs)) == []
+
+
+def test_files_beside_a_manifest_are_left_alone_but_for_those_of_killed_runs(path: Path, inputs: list[str]) -> None:
+    others = [
+        path.with_name(f"{path.name}{end}") for end in (".new", ".0123.new", f".{'0' * 16}.new~", f"x.{'0' * 16}.new")
+    ]
+    left = path.with_name(f"{path.name}.{'0' * 16}.new")
+    for file in (*others, left):
+        file.write_text("x")
+    write_manifest(path, made(inputs))
+    assert all(other.read_text() == "x" for other in others)
+    assert not left.exists()
+    assert len(os.listdir(path.parent)) == len(inputs) + len(others) + 1

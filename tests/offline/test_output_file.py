@@ -245,6 +245,28 @@ def test_errors_are_removed_from_the_file_that_a_link_names(tmp_path: Path) -> N
     assert target.read_bytes() == line_of(1) + line_of(3)
 
 
+def test_files_beside_the_output_are_left_alone_but_for_those_of_killed_runs(path: Path) -> None:
+    """A copy of an output, say, that somebody called NAME.kept."""
+    path.write_bytes(error_of(3) + line_of(1))
+    copy, left = path.with_name("out.jsonl.kept"), path.with_name("out.jsonl.0123456789abcdef.kept")
+    for other in (copy, left):
+        other.write_bytes(line_of(1))
+    with OutputFile(path, resume=True) as file:
+        file.remove_errors()
+    assert path.read_bytes() == line_of(1)
+    assert sorted(os.listdir(path.parent)) == ["out.jsonl", "out.jsonl.kept"]
+    assert copy.read_bytes() == line_of(1)
+
+
+def test_a_file_that_took_the_place_of_a_new_output_is_not_removed_with_it(path: Path) -> None:
+    file = OutputFile(path, resume=False)
+    path.unlink()
+    path.write_text("of somebody else")
+    with pytest.raises(KeyboardInterrupt), file:
+        raise KeyboardInterrupt
+    assert path.read_text() == "of somebody else"
+
+
 @pytest.mark.parametrize("function", ["replace", "fsync", "fchmod", "write"])
 def test_errors_that_cannot_be_removed_stay(path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     content = error_of(3) + line_of(1)
@@ -255,7 +277,7 @@ def test_errors_that_cannot_be_removed_stay(path: Path, monkeypatch: pytest.Monk
 
     with OutputFile(path, resume=True) as file, monkeypatch.context() as failing:
         failing.setattr(output_file.os, function, fail)
-        with pytest.raises(OSError, match=r"--output .*out\.jsonl\.kept: Input/output error"):
+        with pytest.raises(OSError, match=r"--output .*out\.jsonl: Input/output error"):
             file.remove_errors()
         failing.undo()
         assert (rows_of(file), file.num_failed) == ({1, 3}, 1)

@@ -1,5 +1,7 @@
 """Reading: every row has its place, a bad one its reason; compressed and columnar files give the same rows."""
 
+import datetime
+import decimal
 import gzip
 import io
 import json
@@ -111,6 +113,7 @@ def test_any_bytes_are_rows_and_the_same_when_compressed(
         rows = list(reader)
         assert [row.index for row in rows] == list(range(reader.num_rows))
         assert reader.total_rows() == (len(rows), False)
+        assert [reader.has_row(index) for index in range(len(rows) + 2)] == [True] * len(rows) + [False] * 2
         found.append([(row.prompt, row.error) for row in rows])
     assert found[0] == found[1] == found[2]
 
@@ -134,6 +137,20 @@ def test_what_is_not_compressed_is_named(tmp_path: Path, suffix: str) -> None:
     path.write_bytes(b"plain text")
     with pytest.raises(OSError, match=rf"--input .*p\.txt{suffix}"):
         read(path)
+
+
+@pytest.mark.parametrize("name", ["p.txt.gz", "p.jsonl.zst", "p.parquet"])
+def test_a_file_of_a_kind_that_is_never_empty_is_refused_when_it_is(tmp_path: Path, name: str) -> None:
+    """As a full disk or a program that was killed leaves it: its rows are not none, they are lost."""
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"--input .*{name} has 0 bytes, .* make it again"):
+        RowReader([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_nothing_that_was_compressed_has_no_rows(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"p.txt{suffix}").write_bytes(compressed(b"", suffix))
+    assert read(tmp_path / f"p.txt{suffix}") == []
 
 
 OBJECTS: list[dict[str, Any]] = [
@@ -246,3 +263,48 @@ def test_rows_survive_the_way_through_json(tmp_path: Path, values: dict) -> None
     (tmp_path / "p.jsonl").write_text(json.dumps(values))
     (row,) = read(tmp_path / "p.jsonl")
     assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
+
+
+SECOND = datetime.timedelta(seconds=1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "of", "words"),
+    [
+        (datetime.datetime(2024, 1, 1), pyarrow.timestamp("us"), "value of JSON (a string, "),
+        (10**14, pyarrow.timestamp("s"), "cannot be read as one: "),
+        (b"a\xff", pyarrow.binary(), "given bytes: b'a\\xff'"),
+        (decimal.Decimal("1.5"), pyarrow.decimal128(9, 2), "given Decimal: Decimal('1.50')"),
+        (SECOND, pyarrow.duration("ms"), "given timedelta: "),
+        (float("nan"), pyarrow.float64(), "must be a finite number, given nan"),
+        ([("a", 1)], pyarrow.map_(pyarrow.string(), pyarrow.int64()), "given tuple: ('a', 1)"),
+    ],
+    ids=["time", "time that Python has not", "bytes", "decimal", "duration", "NaN", "map"],
+)
+def test_a_cell_that_is_no_value_of_json_costs_its_row_alone(tmp_path: Path, bad: Any, of: Any, words: str) -> None:
+    """Also deep inside a chat, where nothing but the template would look at it."""
+    message = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("at", of)])
+    chats = [[{"role": "user", "content": "a", "at": at}] for at in (None, bad, None)]
+    table = pyarrow.table({"messages": pyarrow.array(chats, pyarrow.list_(message))})
+    pyarrow.parquet.write_table(table, tmp_path / "p.parquet")
+    found = read(tmp_path / "p.parquet")
+    assert [row.error is None for row in found] == [True, False, True]
+    assert found[0].messages == found[2].messages == [{"role": "user", "content": "a"}]
+    assert words in str(found[1].error)
+    assert str(found[1].error).startswith("messages")
+    assert found[1].name == "row 1 (p.parquet, row 2)"
+
+
+def test_the_rows_of_tables_count_among_those_of_all_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a\n\nb\n")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"] * 300}), tmp_path / "b.parquet")
+    reader = RowReader([str(tmp_path / "a.txt"), str(tmp_path / "b.parquet"), str(tmp_path / "a.txt")])
+    assert len(list(reader)) == 304
+    assert [index for index in (0, 1, 2, 301, 302, 303, 304, 10**18) if reader.has_row(index)] == [
+        0,
+        1,
+        2,
+        301,
+        302,
+        303,
+    ]

@@ -32,7 +32,18 @@ def error_of(values: Any) -> str:
         ("{}", "exactly one of prompt, prompt_token_ids, messages, given none"),
         ('{"prompt": "a", "prompt_token_ids": [1]}', "exactly one of"),
         ('{"prompt": "a", "priority": true}', "priority must be an integer"),
-        ('{"prompt": "a", "priority": NaN}', "priority must be an integer"),
+        ('{"prompt": "a", "priority": NaN}', "priority must be a finite number, given nan"),
+        ('{"prompt": "a", "priority": 1.0}', "priority must be an integer"),
+        (
+            '{"messages": [{"role": "user", "content": "a", "x": {"y": [1, NaN]}}]}',
+            "messages[0].x.y[1] must be",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": 1e999}]}',
+            "messages[0].content must be a finite",
+        ),
+        ('{"prompt": "a", "sampling_params": ' + '{"a":' * 99 + "[1]" + "}" * 99 + "}", "100 lists and objects deep"),
+        ('{"prompt": "a", "sampling_params": {"self": 1}}', "unknown sampling parameter 'self'"),
         (json.dumps({"x" * 10**6: 1}), "unknown key"),
         ('{"prompt": "a", "max_tokens": 3}', 'put it into "sampling_params"'),
         ('{"prompt": "a", "image": "x"}', "images, audio and video are not served"),
@@ -43,6 +54,8 @@ def error_of(values: Any) -> str:
         ('{"prompt": "a", "sampling_params": {"temperature": -1}}', "temperature must be a number"),
         ('{"prompt": "a", "sampling_params": {"output_kind": "delta"}}', "output_kind must be left out of a row"),
         ('{"prompt": "a", "tools": []}', "tools must go with messages"),
+        ('{"prompt": "a", "reasoning_effort": "low"}', "reasoning_effort must go with messages"),
+        ('{"prompt": "a", "sampling_params": {"min_tokens": 9, "max_tokens": 8}}', "min_tokens must be an integer"),
         ('{"messages": "a"}', "messages must be a list"),
         ('{"messages": []}', "messages must be a list"),
         ('{"messages": [{"role": "user", "content": "a"}], "cache_salt": "x"}', "cache_salt goes with prompt"),
@@ -66,6 +79,40 @@ def test_our_own_rows() -> None:
         sampling={"n": 2, "seed": None},
         custom_id="x",
     )
+
+
+@pytest.mark.parametrize(("given", "kept"), [("", ()), ([""], ()), (["", "a"], ("a",)), (None, ()), ("a", ("a",))])
+def test_an_empty_stop_string_is_none(given: Any, kept: tuple[str, ...]) -> None:
+    """As clients of OpenAI's send it; ``SamplingParams`` refuses it, as vLLM's does."""
+    for values in ({"prompt": "a", "sampling_params": {"stop": given}}, batch({"prompt": "a", "stop": given})):
+        row = row_of_object(0, "row 0", values)
+        assert row.error is None
+        assert SamplingParams(**row.sampling).stop == kept
+    with pytest.raises(ValueError, match="stop must be a non-empty string"):
+        SamplingParams(stop="")
+
+
+def test_min_tokens_may_be_more_than_max_tokens_is_by_default() -> None:
+    """The run has another ``max_tokens``, and the engine checks the two together."""
+    for values in (
+        {"prompt": "a", "sampling_params": {"min_tokens": 60}},
+        batch({"messages": CHAT, "min_tokens": 60}),
+    ):
+        row = row_of_object(0, "row 0", values)
+        assert (row.error, row.sampling) == (None, {"min_tokens": 60})
+
+
+def test_the_two_names_of_max_tokens_may_agree() -> None:
+    row = row_of_object(0, "row 0", batch({"messages": CHAT, "max_tokens": 5, "max_completion_tokens": 5}))
+    assert (row.error, row.sampling) == (None, {"max_tokens": 5})
+
+
+@pytest.mark.parametrize("beside", [{}, {"a": 1}, {"reasoning_effort": "high"}])
+def test_the_effort_of_reasoning_is_a_variable_of_the_template(beside: dict[str, Any]) -> None:
+    values: dict[str, Any] = {"messages": CHAT, "reasoning_effort": "high", "chat_template_kwargs": beside or None}
+    for row in (row_of_object(0, "row 0", values), row_of_object(0, "row 0", batch(values))):
+        assert row.error is None
+        assert row.chat_options == {"chat_template_kwargs": {**beside, "reasoning_effort": "high"}}
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "video_url"])
@@ -156,6 +203,8 @@ def test_a_completion_of_a_batch(prompt: Any, key: str) -> None:
         (batch({"prompt": "a"}, url=["x"]), "url must be one of"),
         (batch({"prompt": "a"}, more=1), "unknown key: more"),
         ({**batch({"prompt": "a"}), "body": "text"}, "body must be a JSON object"),
+        ({**batch({"prompt": "a"}), "body": 5}, "body must be a JSON object"),
+        (batch({"messages": [*CHAT, {"x": float("nan")}]}), "body.messages[1].x must be a finite number, given nan"),
         (batch({}), "prompt must be a str or a list of token ids"),
         (batch({"prompt": ["a", "b"]}), "given a list of prompts"),
         (batch({"prompt": "a", "messages": CHAT}), "body: prompt is not served"),
@@ -167,7 +216,16 @@ def test_a_completion_of_a_batch(prompt: Any, key: str) -> None:
         (batch({"messages": CHAT, "tool_choice": "required"}), "tool_choice must be 'auto' or 'none'"),
         (batch({"messages": CHAT, "top_logprobs": 2}), "top_logprobs needs logprobs"),
         (batch({"messages": CHAT, "logprobs": 2}), "logprobs must be true or false"),
-        (batch({"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 1}), "not both"),
+        (
+            batch({"messages": CHAT, "max_tokens": 2, "max_completion_tokens": 1}),
+            "must be the same, or one",
+        ),
+        (batch({"messages": CHAT, "reasoning_effort": 3}), "reasoning_effort must be a str"),
+        (batch({"prompt": "a", "reasoning_effort": "low"}), "body: reasoning_effort is not served"),
+        (
+            batch({"messages": CHAT, "reasoning_effort": "a", "chat_template_kwargs": {"reasoning_effort": "b"}}),
+            "reasoning_effort must be the same in chat_template_kwargs",
+        ),
         (batch({"messages": CHAT, "response_format": {"type": "xml"}}), "response_format must be an object of type"),
         (batch({"messages": CHAT, "temperature": 3000}), "temperature must be a number"),
         (batch({"messages": CHAT, "modalities": ["audio"]}), "modalities must be ['text']"),

@@ -36,3 +36,11 @@ def test_large_numbers_take_no_more_memory_than_small_ones() -> None:
     assert 10**12 in rows
     assert 10**12 + 1 not in rows
     assert num_bytes(rows) < 30_000
+
+
+def test_the_highest_number() -> None:
+    for numbers in ([], [0], [7, 3], [65_535], [65_536, 5], [10**18, 12]):
+        rows = RowSet()
+        for number in numbers:
+            rows.add(number)
+        assert rows.highest == max(numbers, default=None)
