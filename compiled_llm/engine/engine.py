@@ -48,6 +48,9 @@ class CompiledEngine(StepEngine):
     An interrupt (Ctrl-C, or another signal whose handler raises) is taken between two steps. What it ends is what was
     called: ``generate`` and ``beam_search`` abort their requests, ``step`` and ``stream`` keep theirs.
 
+    An engine serves in the process that made it. In a fork of that one, whatever would run steps raises a
+    ``RuntimeError``: make an engine there, or start the process by "spawn".
+
     Raises:
         ValueError: an argument, the model directory or the memory does not allow it; the message says what would.
     """
@@ -186,8 +189,7 @@ class CompiledEngine(StepEngine):
             ValueError: the conversation or the template does not allow it.
             RuntimeError: the engine is closed.
         """
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self._check_open()
         text, token_ids = self._chat_encoder.encode(messages, self.scheduler.request_capacity, **options)
         return EncodedPrompt(text, token_ids)
 
@@ -201,6 +203,7 @@ class CompiledEngine(StepEngine):
         raise_on_error: bool,
     ) -> list[RequestOutput]:
         """Serve prompts until all have ended. An item may also be the ``ValueError`` of a prompt that is refused."""
+        self._own_process.check()
         self._check_room(len(items))
         params = pair_sampling_params(sampling_params, len(items))
         priorities = pair_priorities(priority, len(items))
@@ -271,8 +274,7 @@ class CompiledEngine(StepEngine):
             ValueError: an argument, with what is allowed; with ``raise_on_error`` also a bad prompt.
             RuntimeError: the engine is closed.
         """
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self._check_open()
         if not isinstance(ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, given {shown(ignore_eos)}")
         eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
@@ -328,6 +330,7 @@ class CompiledEngine(StepEngine):
             ValueError: an argument or a prompt does not allow it.
             RuntimeError: requests are unfinished.
         """
+        self._own_process.check()
         if self.has_unfinished_requests():
             raise RuntimeError("check() while requests are unfinished: finish or abort them first")
         return check(self, self.generate, checkpoint_directory(self.config), prompts, max_tokens)
@@ -366,8 +369,11 @@ class CompiledEngine(StepEngine):
                 run came to more than 110% of what was measured.
 
         Raises:
-            RuntimeError: they are to be measured and too little memory is free for that.
+            RuntimeError: they are to be measured and too little memory is free for that, or this process is a fork of
+                the engine's.
         """
+        if measure_limits:
+            self._own_process.check()
         runner = self.runner
         return make_report(
             self._core.log,

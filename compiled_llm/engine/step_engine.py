@@ -13,6 +13,7 @@ from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
 from compiled_llm.engine.interrupts import Interrupts
 from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer, model_config
+from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.error_texts import shown
 from compiled_llm.models.registry import with_stream
@@ -58,6 +59,7 @@ class StepEngine:
         self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, drafter)
         self._closed = False
+        self._own_process = OwnProcess()
         self._interrupts = Interrupts()
         self._admission = Admission(
             config,
@@ -90,11 +92,14 @@ class StepEngine:
         self.close()
 
     def close(self) -> None:
-        """End all requests and free the weights and the KV cache. The engine serves nothing afterwards."""
+        """End all requests and free the weights and the KV cache. The engine serves nothing afterwards.
+
+        In a fork of the process that made it, nothing happens to that one's engine.
+        """
         with self._interrupts:
-            if self._closed:
+            was_closed, self._closed = self._closed, True
+            if was_closed or not self._own_process.is_this_one:
                 return
-            self._closed = True
             try:
                 self.abort(list(self._core.entries))
                 self._core.drain()
@@ -120,14 +125,13 @@ class StepEngine:
         Raises:
             ValueError: the id is in use, the prompt or its parameters cannot be served, or as many requests as may be
                 are unfinished; nothing is queued then.
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, or this process is a fork of the one that made it.
         """
         self._add(request_id, prompt, sampling_params, priority)
 
     def check_request(self, request_id: str, priority: int, preparing: Collection[str] = ()) -> None:
         """Raise what ``add_request`` raises whatever the prompt is. ``preparing``: ids that will be added before it."""
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self._check_open()
         longest = self.config.max_request_id_length
         is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
         if not is_name or request_id in self._core.entries or request_id in preparing:
@@ -149,7 +153,9 @@ class StepEngine:
 
         Raises:
             ValueError: the prompt or its parameters cannot be served.
+            RuntimeError: this process is a fork of the engine's.
         """
+        self._own_process.check()
         return self._admission.prepare(prompt, sampling_params)
 
     def has_unfinished_requests(self) -> bool:
@@ -161,6 +167,9 @@ class StepEngine:
         """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out.
 
         After an interrupt in a step, the next call returns that step's outputs with its own.
+
+        Raises:
+            RuntimeError: this process is a fork of the engine's.
         """
         with self._interrupts:
             self._undelivered += self._advance()
@@ -259,6 +268,12 @@ class StepEngine:
 
     # -- Inside
 
+    def _check_open(self) -> None:
+        """``RuntimeError`` for an engine that is closed, or of another process."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        self._own_process.check()
+
     def _add(
         self,
         request_id: str,
@@ -286,6 +301,7 @@ class StepEngine:
 
     def _advance(self) -> list[RequestOutput]:
         """Run one step; outputs of streams go to them, the others are returned."""
+        self._own_process.check()
         self._abort_dropped_streams()
         self._core.log.enter(device_is_busy=bool(self._core.launched))
         self._core.advance()
