@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from compiled_llm.child_process import OUT_OF_MEMORY, Channel, ChildProcess, decoded, described_end, encoded
+from compiled_llm.unservable import UnservableError
 
 # Messages that may be on their way to one process: more could fill the buffers of both directions.
 _MOST_UNANSWERED = 32
@@ -246,7 +247,10 @@ class GrammarProcesses:
             raise ValueError(f"structured outputs: no process for the grammar: {error}") from error
 
     def _forked(self, source: GrammarSource) -> "_Process":
-        parent = self._parent.channel()
+        try:
+            parent = self._parent.channel()
+        except ValueError as error:  # the library cannot read the tokenizer
+            raise UnservableError(str(error)) from error
         if self._parent_pid != self._parent.pid:
             self._parent_pid, self._num_forked = self._parent.pid, 0
         ours, theirs = socket.socketpair()

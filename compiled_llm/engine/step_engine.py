@@ -3,12 +3,13 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from compiled_llm.argument_checks import integer
 from compiled_llm.config import EngineConfig
 from compiled_llm.engine.admission import Admission, PreparedRequest
+from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.generation_config import default_sampling_params, listed, suggested_sampling
 from compiled_llm.engine.interrupts import Interrupts
@@ -17,6 +18,7 @@ from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.error_texts import shown
 from compiled_llm.models.registry import with_stream
+from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
@@ -24,6 +26,7 @@ from compiled_llm.scheduling.drafter import Drafter, draft_length
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
+from compiled_llm.unservable import UnservableError
 from compiled_llm.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ class StepEngine:
         engine._start(config, drafter)
         return engine
 
+    @own_settings()
     def _start(self, config: EngineConfig, drafter: Drafter | None) -> None:
         self.config = config
         num_draft_tokens = draft_length(drafter)
@@ -125,6 +129,7 @@ class StepEngine:
         Raises:
             ValueError: the id is in use, the prompt or its parameters cannot be served, or as many requests as may be
                 are unfinished; nothing is queued then.
+            ImportError: a package is missing that the parameters need.
             RuntimeError: the engine is closed, or this process is a fork of the one that made it.
         """
         self._add(request_id, prompt, sampling_params, priority)
@@ -140,6 +145,9 @@ class StepEngine:
                 f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
             )
         self._check_room(1, len(preparing))
+        self._check_priority(priority)
+
+    def _check_priority(self, priority: int) -> None:
         integer("priority", priority, -(2**31), 2**31 - 1)
         if priority != 0 and self.config.scheduling_policy != "priority":
             raise ValueError(
@@ -153,6 +161,7 @@ class StepEngine:
 
         Raises:
             ValueError: the prompt or its parameters cannot be served.
+            ImportError: a package is missing that the parameters need.
             RuntimeError: this process is a fork of the engine's.
         """
         self._own_process.check()
@@ -289,6 +298,23 @@ class StepEngine:
         entry.output_kind = output_kind or prepared.params.output_kind
         with self._interrupts:
             self._core.add(entry)
+
+    def _for_each(
+        self, prompts: Iterable[tuple[str, Any]], function: Callable[[str, Any], None], raise_on_error: bool
+    ) -> dict[str, RequestOutput]:
+        """Call ``function`` with each (request id, prompt). Returns the outputs of those that it refuses, by id."""
+        refused = {}
+        for request_id, prompt in prompts:
+            self._interrupts.take()
+            try:
+                if isinstance(prompt, ValueError):
+                    raise prompt
+                function(request_id, prompt)
+            except ValueError as error:
+                if raise_on_error or isinstance(error, UnservableError):
+                    raise
+                refused[request_id] = unserved_output(request_id, prompt, "error", str(error))
+        return refused
 
     def _check_room(self, count: int, num_preparing: int = 0) -> None:
         """``ValueError`` if ``count`` more requests were too many."""

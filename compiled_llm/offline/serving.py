@@ -112,7 +112,7 @@ class RowServer:
         request_id = str(row.index)
         try:
             self._engine.add_request(request_id, self._prompt_of(row), self._params_of(row), row.priority)
-        except ValueError as error:
+        except (ValueError, ImportError) as error:  # a package is missing that this row needs: others may not
             return str(error)
         self._queued[request_id] = row
         return None
