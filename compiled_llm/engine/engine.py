@@ -49,7 +49,7 @@ class CompiledEngine(StepEngine):
     called: ``generate`` and ``beam_search`` abort their requests, ``step`` and ``stream`` keep theirs.
 
     An engine serves in the process that made it. In a fork of that one, whatever would run steps raises a
-    ``RuntimeError``: make an engine there, or start the process by "spawn".
+    ``RuntimeError``: start the process by "spawn", and make an engine there.
 
     Raises:
         ValueError: an argument, the model directory or the memory does not allow it; the message says what would.

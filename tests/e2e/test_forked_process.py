@@ -16,7 +16,7 @@ EAGER: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "bucket_size
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 MESSAGES = [{"role": "user", "content": "def f"}]
 CHOICE = SamplingParams(temperature=0, structured_outputs={"choice": ["x = 1", "y"]})
-REFUSED = "a fork of it, .* make an engine in this process, or start it by another method, .*'spawn'"
+REFUSED = r"a fork of it, .*: start the process by multiprocessing.get_context\('spawn'\) and make the engine there"
 
 
 @pytest.fixture(scope="module")

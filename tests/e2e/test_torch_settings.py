@@ -1,5 +1,6 @@
 """What a program sets in torch changes neither a start nor a request, and is as the program left it afterwards."""
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -7,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 
-from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm import AsyncCompiledEngine, CompiledEngine, RequestsFailedWarning, SamplingParams
 from tests.families import COMPILED_SIZES
 
 EAGER: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "bucket_sizes": (1, 4), "max_model_len": 128}
@@ -149,3 +151,34 @@ def test_a_start_with_all_of_them_gives_the_same_engine(kind: str, expected: dic
     )
     together = [setting for name, setting in SETTINGS.items() if name not in alone]
     assert started_and_served(kind, together) == expected[kind]
+
+
+def test_an_async_engine_gives_the_same(expected: dict[str, list[Any]]) -> None:
+    """What belongs to the process reaches the engine's thread; the rest does not."""
+
+    async def main() -> tuple[Any, ...]:
+        async with AsyncCompiledEngine(**EAGER) as engine:
+            outputs = [output async for output in engine.generate(PROMPTS[0], GREEDY)]
+            await engine.score(PROMPTS[0])
+        completion = outputs[-1].outputs[0]
+        return completion.token_ids, completion.logprobs, completion.cumulative_logprob
+
+    with contextlib.ExitStack() as stack:
+        for setting in SETTINGS.values():
+            stack.enter_context(setting())
+        before = state()
+        assert [asyncio.run(main())] == expected["eager"][0]
+        assert state() == before
+
+
+def test_after_a_step_that_fails(eager: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> None:
+        raise MemoryError("no memory")
+
+    with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        before = state()
+        with monkeypatch.context() as patch:
+            patch.setattr(eager.runner, "_launch", broken)
+            with pytest.warns(RequestsFailedWarning, match="no memory"):
+                eager.generate(PROMPTS[0], GREEDY, use_tqdm=False)
+        assert state() == before
