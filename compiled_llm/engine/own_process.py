@@ -18,6 +18,6 @@ class OwnProcess:
         if not self.is_this_one:
             raise RuntimeError(
                 f"the engine was made in process {self._pid}, and this is process {os.getpid()}, a fork of it, which "
-                "has none of its threads: start the process by multiprocessing.get_context('spawn') and make the engine "
-                "there, or fork before torch has computed anything, and make the engine in the fork"
+                "has none of its threads: start the process by multiprocessing.get_context('spawn') and make the "
+                "engine there, or fork before torch has computed anything, and make the engine in the fork"
             )
