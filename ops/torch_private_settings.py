@@ -30,6 +30,11 @@ def put_back_function_modes(state: Any) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
+def set_grad(enabled: bool) -> None:
+    """``torch.set_grad_enabled`` without making an object, which takes three times as long."""
+    torch._C._set_grad_enabled(enabled)
+
+
 def is_autocast_on() -> bool:
     """For any kind of device, in this thread."""
     return torch._C._is_any_autocast_enabled()

@@ -21,6 +21,7 @@ from compiled_llm.ops.torch_private_settings import (
     put_back_function_modes,
     set_deterministic_algorithms,
     set_float32_products,
+    set_grad,
     take_function_modes,
 )
 
@@ -47,7 +48,7 @@ def own_settings(num_threads: int | None = None) -> Iterator[None]:
         if inference is not None:
             inference.__enter__()
         if torch.is_grad_enabled():
-            torch.set_grad_enabled(False)
+            set_grad(False)
         for name in autocast:
             torch.set_autocast_enabled(name, False)
         yield
@@ -57,7 +58,7 @@ def own_settings(num_threads: int | None = None) -> Iterator[None]:
         if inference is not None:
             inference.__exit__(None, None, None)
         if torch.is_grad_enabled() != grad:
-            torch.set_grad_enabled(grad)
+            set_grad(grad)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         _process.leave()
