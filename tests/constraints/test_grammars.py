@@ -567,7 +567,7 @@ def test_what_the_model_lacks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="cannot use this tokenizer"):
         broken.start(StructuredOutputsParams(regex="a"))
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ValueError, match=re.escape("pip install 'compiled-llm[structured]'")):
+    with pytest.raises(ImportError, match=re.escape("pip install 'compiled-llm[structured]'")):
         GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
 
 

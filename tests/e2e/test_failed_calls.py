@@ -66,7 +66,6 @@ WRONG: dict[str, tuple[Call, str]] = {
     "continuations": (lambda e: e.score("a", 5), "continuations must be a continuation .* given int"),
     "no messages": (lambda e: e.chat(None), "messages must be a list of dicts .* given NoneType"),
     "a text for messages": (lambda e: e.chat("Hello"), "messages must be a list of dicts .* given str"),
-    "no chat template": (lambda e: e.chat(CHAT), "the model has no chat template: give one"),
     "a broken chat template": (lambda e: e.chat(CHAT, chat_template="{{"), "chat template cannot be compiled"),
     "a chat template that is none": (lambda e: e.chat(CHAT, chat_template=5), "chat_template must be a str, given int"),
     "a flag that is none": (
@@ -86,6 +85,13 @@ def test_what_no_other_prompt_would_mend_is_raised(engine: CompiledEngine, name:
     with pytest.raises(ValueError, match=words):
         call(engine)
     assert not engine.has_unfinished_requests()
+
+
+def test_a_chat_without_a_template_is_raised(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.tokenizer is not None
+    monkeypatch.setattr(engine.tokenizer, "chat_templates", {})
+    with pytest.raises(ValueError, match="the model has no chat template: give one"):
+        engine.chat([CHAT, CHAT], use_tqdm=False)
 
 
 def test_text_without_a_tokenizer_is_raised(engine: CompiledEngine, monkeypatch: pytest.MonkeyPatch) -> None:
