@@ -87,7 +87,8 @@ class ChildProcess:
     """A process that runs ``main()`` of a module; it is started when it is first needed, and again when it has ended.
 
     It has no files of this process, almost nothing of its environment, and another session, so that an interrupt from a
-    terminal does not reach it. It ends with ``end``, when this object is collected, and when the interpreter ends.
+    terminal does not reach it. It ends with ``end``, when this object is collected, and when the interpreter ends. A
+    fork of this process has none: what is called there leaves this one's alone.
 
     Args:
         name: for messages.
@@ -98,7 +99,7 @@ class ChildProcess:
     def __init__(self, name: str, module: str, packages: tuple[str, ...], settings: Any) -> None:
         self._name, self._module, self._packages = name, module, packages
         self._settings = encoded(settings)
-        self._parts = types.SimpleNamespace(socket=None, process=None)
+        self._parts = types.SimpleNamespace(socket=None, process=None, owner=0)
         weakref.finalize(self, _end, self._parts)
 
     def channel(self) -> Channel:
@@ -117,18 +118,19 @@ class ChildProcess:
     def pid(self) -> int | None:
         """None: it does not run."""
         process = self._parts.process
-        return None if process is None or process.poll() is not None else process.pid
+        if process is None or self._parts.owner != os.getpid() or process.poll() is not None:
+            return None
+        return process.pid
 
-    def status(self) -> int:
-        """How it ended, when it has closed its end of the channel: as ``subprocess.Popen.returncode``."""
+    def status(self) -> int | None:
+        """How it ended, now that its end of the channel is closed: ``subprocess.Popen.returncode``. None: it runs."""
         try:
             return self._parts.process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            return 0
+            return None
 
     def how_it_ended(self) -> str:
-        status = self.status()
-        return f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        return described_end(self.status())
 
     def end(self) -> None:
         _end(self._parts)
@@ -139,6 +141,7 @@ class ChildProcess:
         arguments = json.dumps([self._module, [str(Path(__file__).parents[1]), *sorted(directories)]])
         self._parts.socket, theirs = socket.socketpair()
         with theirs:
+            self._parts.owner = os.getpid()
             self._parts.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _MAIN, arguments],
                 stdin=theirs.fileno(),
@@ -163,10 +166,24 @@ class ChildProcess:
             raise ValueError(refusal.decode())
 
 
+def described_end(status: int | None) -> str:
+    """``status``: as ``subprocess.Popen.returncode``. None: nobody knows."""
+    if status is None:
+        return "nothing says how"
+    if status >= 0:
+        return f"exit status {status}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"signal {names.get(-status, -status)}"
+
+
 def _end(parts: types.SimpleNamespace) -> None:
+    """End the process, and close what leads to it. A fork of the process that started it only closes its own copies."""
     if parts.process is not None:
-        parts.process.kill()
-        parts.process.wait()
+        if parts.owner == os.getpid():
+            parts.process.kill()
+            parts.process.wait()
+        else:
+            parts.process.poll()  # notes that it is no child of this process
         parts.process.stderr.close()
         parts.process = None
     if parts.socket is not None:

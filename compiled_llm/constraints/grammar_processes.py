@@ -1,31 +1,39 @@
 """Grammars in processes of their own, so that one that needs too much time or memory ends alone.
 
 ``GrammarProcesses`` starts a process that reads the vocabulary (grammar_worker.py), and that one forks a process for
-each grammar. Only the last ``most`` of them are kept: a generation whose process was closed goes over its tokens again
-in a new one. No torch here.
+each grammar. Only the last ``most`` of them are kept: a generation whose process was closed or killed goes over its
+tokens again in a new one. A generation fails if its process reached a limit, or if two ended while it was their turn.
+No torch here.
 """
 
 import dataclasses
 import functools
 import itertools
+import os
+import signal
 import socket
 import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from compiled_llm.child_process import Channel, ChildProcess, encoded
+from compiled_llm.child_process import OUT_OF_MEMORY, Channel, ChildProcess, decoded, described_end, encoded
+from compiled_llm.unservable import UnservableError
 
 # Messages that may be on their way to one process: more could fill the buffers of both directions.
 _MOST_UNANSWERED = 32
 # Seconds to wait for each second that a process may compute: the machine may be busy.
 _PATIENCE = 10.0
 _OPEN, _FINISHED, _ERROR = b"\0", b"\1", b"\2"  # the first byte of a reply
+FORK, STATUS = b"f", b"s"  # what the first process is asked: for a process, and how one has ended
+_STATUS_SECONDS = 10.0  # to wait for the answer to the latter
+# Processes that end with a generation's tokens unanswered, one after the other, before the generation is to blame.
+_MOST_ENDS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +128,7 @@ class GrammarState:
         self._process: _Process | None = None  # that has all its tokens, or had until it was closed
         self._name = -1
         self.reply: bytes | None = None  # of the process, to its last token
+        self.num_ends = 0  # of processes, since the last reply, in its turn
 
     def allow(self, words: np.ndarray) -> None:
         """Write which tokens may follow. Eos tokens may if the text is complete, and no others if nothing can follow.
@@ -185,6 +194,8 @@ class GrammarProcesses:
         packages = "numpy", "llguidance"
         self._parent = ChildProcess("the process that compiles grammars", module, packages, vocabulary.settings)
         self._kept: OrderedDict[GrammarSource, _Process] = OrderedDict()
+        self._parent_pid: int | None = None  # of which ``_num_forked`` processes were asked for
+        self._num_forked = 0
         self._closed = False
         weakref.finalize(self, _close_all, self._kept)
 
@@ -227,13 +238,46 @@ class GrammarProcesses:
 
     def _fork(self, source: GrammarSource) -> "_Process":
         try:
-            parent = self._parent.channel()
-            ours, theirs = socket.socketpair()
-            with theirs:
-                socket.send_fds(parent.socket, [b"f"], [theirs.fileno()])
-            return _Process(Channel(ours), source)
+            try:
+                return self._forked(source)
+            except OSError:  # the first process was killed a moment ago
+                self._parent.end()
+                return self._forked(source)
         except (OSError, RuntimeError) as error:
             raise ValueError(f"structured outputs: no process for the grammar: {error}") from error
+
+    def _forked(self, source: GrammarSource) -> "_Process":
+        try:
+            parent = self._parent.channel()
+        except ValueError as error:  # the library cannot read the tokenizer
+            raise UnservableError(str(error)) from error
+        if self._parent_pid != self._parent.pid:
+            self._parent_pid, self._num_forked = self._parent.pid, 0
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(parent.socket, [FORK], [theirs.fileno()])
+        status = functools.partial(self._status, self._parent_pid, self._num_forked)
+        self._num_forked += 1
+        return _Process(Channel(ours), source, status)
+
+    def _status(self, parent_pid: int | None, number: int) -> int | None:
+        """How the parent's ``number``-th process has ended, as ``ChildProcess.status``. None: the parent has, too."""
+        with self._lock:
+            if self._closed or parent_pid is None or self._parent.pid != parent_pid:
+                return None
+            channel, deadline = self._parent.channel(), time.monotonic() + _STATUS_SECONDS
+            try:
+                channel.socket.sendall(STATUS)
+                channel.send(encoded(number), deadline)
+                status = decoded(channel.receive(deadline))
+            except (OSError, EOFError):
+                self._parent.end()
+                return None
+            except BaseException:  # an interrupt: the answer must not be taken for another one
+                self._parent.end()
+                raise
+            assert status is None or isinstance(status, int)
+            return status
 
 
 def _close_all(kept: "OrderedDict[GrammarSource, _Process]") -> None:
@@ -242,20 +286,22 @@ def _close_all(kept: "OrderedDict[GrammarSource, _Process]") -> None:
 
 
 class _Process:
-    """The process of one grammar, which ends itself when it uses more than it may."""
+    """The process of one grammar, which ends itself when it uses more than it may.
 
-    def __init__(self, channel: Channel, source: GrammarSource) -> None:
-        self._channel = channel
+    Args:
+        status: how it has ended, as ``ChildProcess.status``.
+    """
+
+    def __init__(self, channel: Channel, source: GrammarSource, status: Callable[[], int | None]) -> None:
+        self._channel, self._source, self._status = channel, source, status
         weakref.finalize(self, channel.socket.close)
+        self._owner = os.getpid()
         self._lock = threading.RLock()  # several threads may start generations of one grammar
         self._names = itertools.count()
         self._dropped: deque[int] = deque()  # by the garbage collector, at any moment
         self._unanswered: deque[weakref.ref[GrammarState]] = deque()
+        self._has_answered = False
         self._patience = _PATIENCE * (1.0 + source.seconds)
-        self._reason = (
-            f"structured outputs: the grammar needs more than {source.seconds:g} s to compile or "
-            f"{source.num_bytes >> 20} MiB of memory, or too much time for its tokens: simplify it"
-        )
         self.is_open = True
         channel.send(encoded(dataclasses.astuple(source)), self._deadline())
 
@@ -265,7 +311,7 @@ class _Process:
         return name
 
     def ask(self, state: GrammarState, name: int, token_ids: list[int]) -> None:
-        """Send tokens of a generation; it gets the reply in some ``wait_for``."""
+        """Send tokens of a generation; it gets the reply in some ``wait_for``, unless the process ends before."""
         with self._lock:
             if len(self._unanswered) >= _MOST_UNANSWERED:
                 self._receive()
@@ -273,8 +319,13 @@ class _Process:
             self._unanswered.append(weakref.ref(state))
             try:
                 self._channel.send(encoded([dropped, name, token_ids]), self._deadline())
+            except TimeoutError:
+                self._fail(timed_out=True)
             except OSError:
-                self._fail()
+                if self._has_answered:  # it ended before, so by nothing that it is asked now
+                    self._unanswered.pop()
+                while self.is_open:  # what it has answered can still be read
+                    self._receive()
             except BaseException:
                 self.close()
                 raise
@@ -288,8 +339,9 @@ class _Process:
     def close(self) -> None:
         """Of any thread, also while another waits for an answer: it ends the waiting."""
         self.is_open = False
-        with suppress(OSError):
-            self._channel.socket.shutdown(socket.SHUT_RDWR)
+        if os.getpid() == self._owner:  # not in a fork of this process, whose sockets are the same
+            with suppress(OSError):
+                self._channel.socket.shutdown(socket.SHUT_RDWR)
 
     def _deadline(self) -> float:
         return time.monotonic() + self._patience
@@ -297,17 +349,39 @@ class _Process:
     def _receive(self) -> None:
         try:
             reply = self._channel.receive(self._deadline())
+        except TimeoutError:
+            self._fail(timed_out=True)
         except (EOFError, OSError):
             self._fail()
         except BaseException:  # an interrupt may come in the middle of a reply
             self.close()
             raise
         else:
+            self._has_answered = True
             if state := self._unanswered.popleft()():
-                state.reply = reply
+                state.reply, state.num_ends = reply, 0
 
-    def _fail(self) -> None:
-        """It has ended, by what it was asked first and has not answered; the others go on in another process."""
+    def _fail(self, timed_out: bool = False) -> None:
+        """It has ended, perhaps by the first of what it has not answered; the others go on in another process."""
         if self.is_open and self._unanswered and (state := self._unanswered[0]()):
-            state.reply = encode_reply(error=self._reason)
+            state.num_ends += 1
+            reason = f"gave no answer within {self._patience:g} s" if timed_out else self._reason(state.num_ends)
+            if reason is not None:
+                state.reply = encode_reply(error=f"structured outputs: the grammar {reason}")
         self.close()
+
+    def _reason(self, num_ends: int) -> str | None:
+        """Why a generation has failed in whose turn this process has ended. None: another process may do it."""
+        source, status = self._source, self._status()
+        if status == -signal.SIGPROF and self._has_answered:
+            most = f"at most {source.seconds_at_once:g} s at once and {source.seconds_a_token:g} s a token"
+            return f"took too much processor time for its tokens ({most}): simplify it"
+        if status == -signal.SIGPROF:
+            compiling = f"more than {source.seconds:g} s of processor time to compile"
+            return f"took {compiling}, or too much for its first tokens: simplify it"
+        memory = f"{source.num_bytes >> 20} MiB of memory"
+        if status == OUT_OF_MEMORY:
+            return f"needs more than {memory}: simplify it"
+        if num_ends < _MOST_ENDS:
+            return None
+        return f"ended {num_ends} processes, each of which had {memory} (the last one: {described_end(status)})"

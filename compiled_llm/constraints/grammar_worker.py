@@ -7,18 +7,32 @@ no more memory than it may have. No torch here, and no thread before a fork.
 
 import os
 import resource
-import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from compiled_llm.child_process import Channel, ProcessorTime, decoded, limit_memory, own_channel
-from compiled_llm.constraints.grammar_processes import GrammarSource, Vocabulary, brief_reason, encode_reply
+from compiled_llm.child_process import (
+    OUT_OF_MEMORY,
+    Channel,
+    ProcessorTime,
+    decoded,
+    encoded,
+    limit_memory,
+    own_channel,
+)
+from compiled_llm.constraints.grammar_processes import (
+    STATUS,
+    GrammarSource,
+    Vocabulary,
+    brief_reason,
+    encode_reply,
+)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -27,12 +41,13 @@ _TOKENS_BETWEEN_RESTARTS = 256  # of a generation's matcher
 # The library compiles by recursion, and would kill the process at the stack's end. The deepest texts of
 # structured_outputs._MAX_CHARACTERS that we could make take less than 32 MiB.
 _STACK_BYTES = 256 * 2**20
+_MOST_STATUSES = 1024  # that are kept of processes that have ended
+_SECONDS_TO_END = 5.0  # of a process that has closed its socket
 
 
 def main() -> None:
     """Read a vocabulary, then fork a process for each socket that comes, until the other side is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that ended processes leave no zombies
-    channel = own_channel()
+    channel, children = own_channel(), _Children()
     vocabulary = Vocabulary.of_settings(decoded(channel.receive()))
     try:
         import llguidance
@@ -46,11 +61,49 @@ def main() -> None:
         data, descriptors, _, _ = socket.recv_fds(channel.socket, 1, 1)
         if not data:
             return
-        if os.fork() == 0:
+        if data == STATUS:
+            channel.send(encoded(children.status(decoded(channel.receive()))))
+            continue
+        pid = os.fork()
+        if pid == 0:
             channel.socket.close()
             _follow(Channel(socket.socket(fileno=descriptors[0])), tokenizer, vocabulary)
             os._exit(0)
         os.close(descriptors[0])
+        children.add(pid)
+
+
+class _Children:
+    """How the forked processes have ended, by their numbers in the order of the forks."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._running: dict[int, int] = {}  # process id -> number
+        self._ended: dict[int, int] = {}  # number -> as ``subprocess.Popen.returncode``
+
+    def add(self, pid: int) -> None:
+        self._running[pid] = self._count
+        self._count += 1
+        self._reap()
+
+    def status(self, number: int) -> int | None:
+        """None: it still runs, or ended long ago."""
+        deadline = time.monotonic() + _SECONDS_TO_END
+        self._reap()
+        while number in self._running.values() and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self._reap()
+        return self._ended.get(number)
+
+    def _reap(self) -> None:
+        """Note who has ended, so that none stays as a zombie."""
+        while self._running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            self._ended[self._running.pop(pid)] = os.waitstatus_to_exitcode(status)
+            if len(self._ended) > _MOST_STATUSES:
+                del self._ended[next(iter(self._ended))]
 
 
 def _follow(channel: Channel, tokenizer: "LLTokenizer", vocabulary: Vocabulary) -> None:
@@ -64,6 +117,8 @@ def _follow(channel: Channel, tokenizer: "LLTokenizer", vocabulary: Vocabulary) 
             grammar = _Grammar(tokenizer, source)
     except EOFError:
         return
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
     except BaseException as error:  # a panic of the library is no Exception
         failure = f"structured outputs: does not compile: {brief_reason(error)}"
     states: dict[int, _State] = {}
@@ -85,6 +140,8 @@ def _follow(channel: Channel, tokenizer: "LLTokenizer", vocabulary: Vocabulary) 
                 reply = encode_reply(*states[name].accept(token_ids))
         except ValueError as error:
             reply = encode_reply(error=str(error))
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
         except BaseException as error:  # a panic of the library is no Exception
             reply = encode_reply(error=f"structured outputs: {type(error).__name__}: {brief_reason(error)}")
         channel.send(reply)

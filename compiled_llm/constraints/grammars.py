@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from compiled_llm.constraints.grammar_processes import GrammarProcesses, GrammarSource, GrammarState, Vocabulary, bits
 from compiled_llm.structured_outputs import StructuredOutputsParams
+from compiled_llm.unservable import UnservableError
 
 if TYPE_CHECKING:
     from compiled_llm.text.tokenizer import Tokenizer
@@ -45,7 +46,8 @@ class GrammarCompiler:
         most: compiled grammars that are kept.
 
     Raises:
-        ValueError: llguidance is not installed; no eos.
+        ImportError: llguidance is not installed.
+        UnservableError: no eos.
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class GrammarCompiler:
         most: int = 32,
     ) -> None:
         if importlib.util.find_spec("llguidance") is None:
-            raise ValueError("structured outputs need llguidance: pip install 'compiled-llm[structured]'")
+            raise ImportError("structured outputs need llguidance: pip install 'compiled-llm[structured]'")
         if not eos_token_ids:
-            raise ValueError("structured outputs need a model with an end-of-text token; its config.json names none")
+            raise UnservableError(
+                "structured outputs need a model with an end-of-text token; its config.json names none"
+            )
         text, token_ids = tokenizer.vocabulary()
         # The library needs room for each token of the tokenizer, even if the model has fewer.
         size = max(vocab_size, max(token_ids) + 1)

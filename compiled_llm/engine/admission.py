@@ -27,6 +27,7 @@ from compiled_llm.text.prompts import (
     encode_scored,
 )
 from compiled_llm.text.tokenizer import OutputText, Tokenizer
+from compiled_llm.unservable import UnservableError
 
 _MAX_BAD_WORD_CHARACTERS = 65_536  # of all words of a request together
 _MIN_GRAMMARS = 32  # that are kept compiled
@@ -96,6 +97,7 @@ class Admission:
 
         Raises:
             ValueError: it could not be served, or has been.
+            ImportError: a package is missing that the parameters need.
         """
         if isinstance(prompt, PreparedRequest):
             if prompt.is_used or params not in (None, prompt.params):
@@ -182,7 +184,7 @@ class Admission:
                 ("structured_outputs", "allowed_token_ids"),
             ):
                 if getattr(params, name):
-                    raise ValueError(f"{name} needs a tokenizer, and the model has none: use {instead}")
+                    raise UnservableError(f"{name} needs a tokenizer, and the model has none: use {instead}")
         for name in ("logprobs", "prompt_logprobs"):
             wanted, most = getattr(params, name), self._config.max_logprobs
             if wanted is not None and wanted > most:

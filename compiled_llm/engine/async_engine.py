@@ -34,7 +34,8 @@ class AsyncCompiledEngine:
     the engine is made in its thread, and ``async with``, or ``ready``, waits for that, as every other method does.
 
     Any number of threads and event loops may use one engine. Without ``close`` it ends when it is garbage collected,
-    or with the interpreter. On a GPU, have torch compile nothing else meanwhile: each step forbids it in all threads.
+    or with the interpreter. In a fork of the process that made it, all but ``close`` raise a ``RuntimeError``. On a
+    GPU, have torch compile nothing else meanwhile: each step forbids it in all threads.
 
     Raises:
         ValueError: an argument is not allowed. What else stops the engine's start is raised by ``ready``.
@@ -86,12 +87,17 @@ class AsyncCompiledEngine:
 
     async def ready(self) -> None:
         """Wait until the engine serves: every bucket is compiled. Raises what ``CompiledEngine(...)`` raises."""
+        self._thread.own_process.check()
         await asyncio.wrap_future(self._thread.started)  # what it returns is not for the user
 
     async def close(self) -> None:
-        """End all requests, with ``finish_reason="abort"``, and free the device memory. A second time does nothing."""
-        self._thread.stop()
-        await asyncio.wrap_future(self._thread.ended)
+        """End all requests, with ``finish_reason="abort"``, and free the device memory. A second time does nothing.
+
+        Nor does it in a fork of the process that made the engine.
+        """
+        if self._thread.own_process.is_this_one:
+            self._thread.stop()
+            await asyncio.wrap_future(self._thread.ended)
 
     def generate(
         self,

@@ -1,6 +1,6 @@
 """CompiledEngine: prompts in, outputs out."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -10,7 +10,6 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineConfig
 from compiled_llm.engine.beam_search import BeamGroup, check_beam_search
 from compiled_llm.engine.check import CheckReport, check
-from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.failures import warn_if_all_failed
 from compiled_llm.engine.model_files import DEMO_MODEL as DEMO_MODEL
 from compiled_llm.engine.model_files import checkpoint_directory
@@ -18,6 +17,7 @@ from compiled_llm.engine.scoring import score_output, scoring_params
 from compiled_llm.engine.step_engine import StepEngine
 from compiled_llm.error_texts import shown
 from compiled_llm.models.registry import code_of
+from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.outputs import EngineStats, RequestOutput, ScoreOutput
 from compiled_llm.report.report import RunReport, make_report, make_trace
 from compiled_llm.report.roofline import ModelWork, windows_of
@@ -47,6 +47,9 @@ class CompiledEngine(StepEngine):
 
     An interrupt (Ctrl-C, or another signal whose handler raises) is taken between two steps. What it ends is what was
     called: ``generate`` and ``beam_search`` abort their requests, ``step`` and ``stream`` keep theirs.
+
+    An engine serves in the process that made it. In a fork of that one, whatever would run steps raises a
+    ``RuntimeError``: start the process by "spawn", and make an engine there.
 
     Raises:
         ValueError: an argument, the model directory or the memory does not allow it; the message says what would.
@@ -80,12 +83,16 @@ class CompiledEngine(StepEngine):
             sampling_params: one for all, or one for each prompt.
             use_tqdm: show a progress bar.
             priority: one for each prompt, lower is served first; for ``scheduling_policy="priority"``.
-            raise_on_error: raise for a bad prompt; otherwise its output has ``finish_reason="error"`` and the reason
-                in ``stop_reason``, and the other prompts are served. If there are no others, a
-                ``RequestsFailedWarning`` says so.
+            raise_on_error: raise for a bad prompt too.
+
+        What no other prompt would mend is raised: an argument of a wrong type or length, a tokenizer or a package that
+        is missing. What is wrong with one prompt or its parameters is said in that one's output, which has
+        ``finish_reason="error"`` and the reason in ``stop_reason``, and the others are served; a
+        ``RequestsFailedWarning`` if there are none. All methods that take several prompts keep to this.
 
         Raises:
-            ValueError: the arguments do not pair up, or ``raise_on_error`` and a prompt is bad.
+            ValueError: an argument, or text for a model without a tokenizer; a bad prompt with ``raise_on_error``.
+            ImportError: a package is missing: structured outputs need llguidance.
             RuntimeError: requests of ``add_request`` are unfinished; their outputs would be lost.
         """
         return self._serve("generate", prompt_list(prompts), sampling_params, use_tqdm, priority, raise_on_error)
@@ -189,8 +196,7 @@ class CompiledEngine(StepEngine):
             ValueError: the conversation or the template does not allow it.
             RuntimeError: the engine is closed.
         """
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self._check_open()
         text, token_ids = self._chat_encoder.encode(messages, self.scheduler.request_capacity, **options)
         return EncodedPrompt(text, token_ids)
 
@@ -204,9 +210,12 @@ class CompiledEngine(StepEngine):
         raise_on_error: bool,
     ) -> list[RequestOutput]:
         """Serve prompts until all have ended. An item may also be the ``ValueError`` of a prompt that is refused."""
+        self._own_process.check()
         self._check_room(len(items))
         params = pair_sampling_params(sampling_params, len(items))
         priorities = pair_priorities(priority, len(items))
+        for value in priorities:
+            self._check_priority(value)
         if self._core.entries.keys() - self._streams.keys():
             raise RuntimeError(f"{kind}() while requests of add_request() are unfinished: finish or abort them first")
         with self._interrupts:
@@ -228,23 +237,6 @@ class CompiledEngine(StepEngine):
                 self.abort(request_ids)
         warn_if_all_failed(list(outputs.values()), stacklevel=3)
         return [outputs[request_id] for request_id in request_ids]
-
-    def _for_each(
-        self, prompts: Iterable[tuple[str, Any]], function: Callable[[str, Any], None], raise_on_error: bool
-    ) -> dict[str, RequestOutput]:
-        """Call ``function`` with each (request id, prompt). Returns the outputs of those that it refuses, by id."""
-        refused = {}
-        for request_id, prompt in prompts:
-            self._interrupts.take()
-            try:
-                if isinstance(prompt, ValueError):
-                    raise prompt
-                function(request_id, prompt)
-            except ValueError as error:
-                if raise_on_error:
-                    raise
-                refused[request_id] = unserved_output(request_id, prompt, "error", str(error))
-        return refused
 
     def beam_search(
         self,
@@ -276,8 +268,7 @@ class CompiledEngine(StepEngine):
             ValueError: an argument, with what is allowed; with ``raise_on_error`` also a bad prompt.
             RuntimeError: the engine is closed.
         """
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self._check_open()
         if not isinstance(ignore_eos, bool):
             raise ValueError(f"ignore_eos must be True or False, given {shown(ignore_eos)}")
         eos_token_ids = () if ignore_eos else self.model_config.eos_token_ids
@@ -333,9 +324,11 @@ class CompiledEngine(StepEngine):
             ValueError: an argument or a prompt does not allow it.
             RuntimeError: requests are unfinished.
         """
+        self._own_process.check()
         if self.has_unfinished_requests():
             raise RuntimeError("check() while requests are unfinished: finish or abort them first")
-        return check(self, self.generate, checkpoint_directory(self.config), prompts, max_tokens)
+        with own_settings(self.runner.num_threads):
+            return check(self, self.generate, checkpoint_directory(self.config), prompts, max_tokens)
 
     def stats(self) -> EngineStats:
         """Counts since the engine was made, and its state now."""
@@ -371,23 +364,27 @@ class CompiledEngine(StepEngine):
                 run came to more than 110% of what was measured.
 
         Raises:
-            RuntimeError: they are to be measured and too little memory is free for that.
+            RuntimeError: they are to be measured and too little memory is free for that, or this process is a fork of
+                the engine's.
         """
+        if measure_limits:
+            self._own_process.check()
         runner = self.runner
-        return make_report(
-            self._core.log,
-            self.stats().since(self._stats_before),
-            trace=self.trace(),
-            work=self._work,
-            compile_report=self.compile_report(),
-            memory=self.memory_report(),
-            profiler=runner.profiler,
-            device=runner.device,
-            dtype=runner.dtype,
-            exact=runner.exact,
-            model_code=code_of(self.model_config),
-            measure_limits=measure_limits,
-        )
+        with own_settings(runner.num_threads):
+            return make_report(
+                self._core.log,
+                self.stats().since(self._stats_before),
+                trace=self.trace(),
+                work=self._work,
+                compile_report=self.compile_report(),
+                memory=self.memory_report(),
+                profiler=runner.profiler,
+                device=runner.device,
+                dtype=runner.dtype,
+                exact=runner.exact,
+                model_code=code_of(self.model_config),
+                measure_limits=measure_limits,
+            )
 
     def trace(self) -> dict[str, Any]:
         """The shapes of all steps since the start or ``reset_report``, as ``scripts/tune_buckets.py`` reads them."""

@@ -14,6 +14,7 @@ from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.output_reader import OutputReader, hand_out
+from compiled_llm.engine.own_process import OwnProcess
 
 # What the end of the interpreter waits for the step, or the start, that the engine is in the middle of.
 _EXIT_SECONDS = 10.0
@@ -36,9 +37,11 @@ class EngineThread:
     Attributes:
         started: the engine when it serves, or the error of its start.
         ended: done when the thread is about to end, or with the error of closing the engine.
+        own_process: in which the thread is; a fork of that one has no such thread.
     """
 
     def __init__(self, make_engine: Callable[[], CompiledEngine]) -> None:
+        self.own_process = OwnProcess()
         self.started: Future[CompiledEngine] = Future()
         self.ended: Future[None] = Future()
         for future in (self.started, self.ended):
@@ -58,7 +61,12 @@ class EngineThread:
     # -- For other threads
 
     def call(self, function: Callable[[CompiledEngine], Result]) -> "Future[Result]":
-        """Call ``function`` between two steps, unless the future is cancelled before."""
+        """Call ``function`` between two steps, unless the future is cancelled before.
+
+        Raises:
+            RuntimeError: this process is a fork of the thread's.
+        """
+        self.own_process.check()
         future: Future[Result] = Future()
         self._send((function, future))
         return future
@@ -114,8 +122,9 @@ class EngineThread:
             self._refuse_commands()
 
     def _stop_at_exit(self) -> None:
-        self.stop()
-        self._thread.join(_EXIT_SECONDS)
+        if self.own_process.is_this_one:
+            self.stop()
+            self._thread.join(_EXIT_SECONDS)
 
     # -- Commands, called in the thread itself
 

@@ -3,12 +3,13 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from compiled_llm.argument_checks import integer
 from compiled_llm.config import EngineConfig
 from compiled_llm.engine.admission import Admission, PreparedRequest
+from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.core import EngineCore
 from compiled_llm.engine.generation_config import (
     default_sampling_params,
@@ -18,9 +19,11 @@ from compiled_llm.engine.generation_config import (
 )
 from compiled_llm.engine.interrupts import Interrupts
 from compiled_llm.engine.model_files import checkpoint_directory, load_tokenizer, model_config, with_end_of_text
+from compiled_llm.engine.own_process import OwnProcess
 from compiled_llm.engine.request_stream import RequestStream, StreamReference
 from compiled_llm.error_texts import shown
 from compiled_llm.models.registry import with_stream
+from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.outputs import RequestOutput
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
@@ -28,6 +31,7 @@ from compiled_llm.scheduling.drafter import Drafter, draft_length
 from compiled_llm.scheduling.scheduler import Scheduler
 from compiled_llm.text.chat import ChatEncoder
 from compiled_llm.text.prompts import Prompt
+from compiled_llm.unservable import UnservableError
 from compiled_llm.worker.runner import ModelRunner
 
 if TYPE_CHECKING:
@@ -46,6 +50,7 @@ class StepEngine:
         engine._start(config, drafter)
         return engine
 
+    @own_settings()
     def _start(self, config: EngineConfig, drafter: Drafter | None) -> None:
         self.config = config
         num_draft_tokens = draft_length(drafter)
@@ -67,6 +72,7 @@ class StepEngine:
         self.runner = ModelRunner(config, self.model_config, directory, progress, num_draft_tokens)
         self._core = EngineCore(config, self.model_config, self.tokenizer, self.runner, drafter)
         self._closed = False
+        self._own_process = OwnProcess()
         self._interrupts = Interrupts()
         self._admission = Admission(
             config,
@@ -100,11 +106,14 @@ class StepEngine:
         self.close()
 
     def close(self) -> None:
-        """End all requests and free the weights and the KV cache. The engine serves nothing afterwards."""
+        """End all requests and free the weights and the KV cache. The engine serves nothing afterwards.
+
+        In a fork of the process that made it, nothing happens to that one's engine.
+        """
         with self._interrupts:
-            if self._closed:
+            was_closed, self._closed = self._closed, True
+            if was_closed or not self._own_process.is_this_one:
                 return
-            self._closed = True
             try:
                 self.abort(list(self._core.entries))
                 self._core.drain()
@@ -130,14 +139,14 @@ class StepEngine:
         Raises:
             ValueError: the id is in use, the prompt or its parameters cannot be served, or as many requests as may be
                 are unfinished; nothing is queued then.
-            RuntimeError: the engine is closed.
+            ImportError: a package is missing that the parameters need.
+            RuntimeError: the engine is closed, or this process is a fork of the one that made it.
         """
         self._add(request_id, prompt, sampling_params, priority)
 
     def check_request(self, request_id: str, priority: int, preparing: Collection[str] = ()) -> None:
         """Raise what ``add_request`` raises whatever the prompt is. ``preparing``: ids that will be added before it."""
-        if self._closed:
-            raise RuntimeError("the engine is closed")
+        self._check_open()
         longest = self.config.max_request_id_length
         is_name = isinstance(request_id, str) and 0 < len(request_id) <= longest and "\0" not in request_id
         if not is_name or request_id in self._core.entries or request_id in preparing:
@@ -146,6 +155,9 @@ class StepEngine:
                 f"max_request_id_length), that no unfinished request has, given {shown(request_id)}"
             )
         self._check_room(1, len(preparing))
+        self._check_priority(priority)
+
+    def _check_priority(self, priority: int) -> None:
         integer("priority", priority, -(2**31), 2**31 - 1)
         if priority != 0 and self.config.scheduling_policy != "priority":
             raise ValueError(
@@ -159,7 +171,10 @@ class StepEngine:
 
         Raises:
             ValueError: the prompt or its parameters cannot be served.
+            ImportError: a package is missing that the parameters need.
+            RuntimeError: this process is a fork of the engine's.
         """
+        self._own_process.check()
         return self._admission.prepare(prompt, sampling_params)
 
     def has_unfinished_requests(self) -> bool:
@@ -171,6 +186,9 @@ class StepEngine:
         """Run one step; returns the outputs of the requests that got a token, those of ``stream`` left out.
 
         After an interrupt in a step, the next call returns that step's outputs with its own.
+
+        Raises:
+            RuntimeError: this process is a fork of the engine's.
         """
         with self._interrupts:
             self._undelivered += self._advance()
@@ -268,6 +286,12 @@ class StepEngine:
 
     # -- Inside
 
+    def _check_open(self) -> None:
+        """``RuntimeError`` for an engine that is closed, or of another process."""
+        if self._closed:
+            raise RuntimeError("the engine is closed")
+        self._own_process.check()
+
     def _add(
         self,
         request_id: str,
@@ -284,6 +308,23 @@ class StepEngine:
         with self._interrupts:
             self._core.add(entry)
 
+    def _for_each(
+        self, prompts: Iterable[tuple[str, Any]], function: Callable[[str, Any], None], raise_on_error: bool
+    ) -> dict[str, RequestOutput]:
+        """Call ``function`` with each (request id, prompt). Returns the outputs of those that it refuses, by id."""
+        refused = {}
+        for request_id, prompt in prompts:
+            self._interrupts.take()
+            try:
+                if isinstance(prompt, ValueError):
+                    raise prompt
+                function(request_id, prompt)
+            except ValueError as error:
+                if raise_on_error or isinstance(error, UnservableError):
+                    raise
+                refused[request_id] = unserved_output(request_id, prompt, "error", str(error))
+        return refused
+
     def _check_room(self, count: int, num_preparing: int = 0) -> None:
         """``ValueError`` if ``count`` more requests were too many."""
         unfinished, most = len(self._core.entries) + num_preparing, self.config.max_queued_requests
@@ -295,6 +336,7 @@ class StepEngine:
 
     def _advance(self) -> list[RequestOutput]:
         """Run one step; outputs of streams go to them, the others are returned."""
+        self._own_process.check()
         self._abort_dropped_streams()
         self._core.log.enter(device_is_busy=bool(self._core.launched))
         self._core.advance()

@@ -116,7 +116,7 @@ class RowServer:
         request_id = str(row.index)
         try:
             self._engine.add_request(request_id, self._prompt_of(row), self._params_of(row), row.priority)
-        except ValueError as error:
+        except (ValueError, ImportError) as error:  # a package is missing that this row needs: others may not
             return _refused(row, str(error), is_users=True)
         except Exception as error:  # a fault of ours, or of a helper process: it must not cost the other rows
             return _refused(row, f"the row could not be taken in: {type(error).__name__}: {error}", is_users=False)

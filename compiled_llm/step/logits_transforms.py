@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_llm.error_texts import shown
+from compiled_llm.ops.torch_settings import own_settings
 
 
 class Field(NamedTuple):
@@ -91,11 +92,12 @@ def field_rows(transform: LogitsTransform, argument: Any, vocab_size: int) -> di
         ValueError: the transform refuses the argument, or its rows do not fit its fields.
     """
     try:
-        values = dict(transform.row(argument, vocab_size))
-        rows = {
-            name: torch.as_tensor(values.pop(name, torch.full(field.shape, field.default)), dtype=field.dtype)
-            for name, field in transform.fields.items()
-        }
+        with own_settings():
+            values = dict(transform.row(argument, vocab_size))
+            rows = {
+                name: torch.as_tensor(values.pop(name, torch.full(field.shape, field.default)), dtype=field.dtype)
+                for name, field in transform.fields.items()
+            }
     except Exception as error:  # whatever a user's code raises, this request alone is refused
         raise ValueError(f"logits_transforms: {transform.name!r} refuses {shown(argument)}: {error}") from error
     if values:

@@ -16,6 +16,7 @@ from compiled_llm.text.prompts import MAX_CHARACTERS_PER_TOKEN, check_unicode
 from compiled_llm.text.template_process import TemplateProcess
 from compiled_llm.text.tokenizer import Tokenizer
 from compiled_llm.text.tool_calls import with_decoded_arguments
+from compiled_llm.unservable import UnservableError
 
 _MAX_DEPTH = 32  # of lists and dicts in a message or a tool
 _MAX_TEMPLATES = 8  # that are kept compiled
@@ -28,8 +29,15 @@ _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 def messages_list(messages: Any) -> list[Any]:
-    """One conversation or a list of them -> a list. An empty list is one conversation, without messages."""
-    if isinstance(messages, list | tuple) and any(isinstance(item, list | tuple) for item in messages):
+    """One conversation or a list of them -> a list. An empty list is one conversation, without messages.
+
+    Raises:
+        ValueError: it is no list.
+    """
+    if not isinstance(messages, list | tuple):
+        given = type(messages).__name__
+        raise ValueError(f"messages must be a list of dicts with 'role' and 'content', or of such lists, given {given}")
+    if any(isinstance(item, list | tuple) for item in messages):
         return list(messages)
     return [messages]
 
@@ -66,25 +74,25 @@ class ChatEncoder:
             others: as in ``CompiledEngine.chat``.
 
         Raises:
-            ValueError: the model has no tokenizer or no template, an argument has another form or means nothing to the
-                template, or the template fails or refuses the messages. Also if the text spells a special token and the
-                tokenizer cannot read it as text.
+            UnservableError: the model has no tokenizer or no template, the template does not compile, or another
+                argument than ``messages`` has another form or means nothing to the template.
+            ValueError: the messages have another form, or the template fails or refuses them. Also if the text spells a
+                special token and the tokenizer cannot read it as text.
         """
         if self._tokenizer is None:
-            raise ValueError("the model has no tokenizer, and chat needs one: give the tokenizer argument")
-        _check_flags(add_generation_prompt, continue_final_message)
+            raise UnservableError("the model has no tokenizer, and chat needs one: give the tokenizer argument")
+        try:
+            _check_flags(add_generation_prompt, continue_final_message)
+            variables = {
+                **_check_kwargs(chat_template_kwargs),
+                "tools": _check_dicts("tools", tools),
+                "documents": _check_dicts("documents", documents),
+            }
+            template, marker = self._compile(chat_template, bool(tools))
+            _check_use(template, variables)
+        except ValueError as error:  # the same for any messages
+            raise UnservableError(str(error)) from error
         chat = _check_messages(messages)
-        variables = {
-            **_check_kwargs(chat_template_kwargs),
-            "tools": _check_dicts("tools", tools),
-            "documents": _check_dicts("documents", documents),
-        }
-        template, marker = self._compile(chat_template, bool(tools))
-        for name, value in variables.items():
-            if name not in template.names and (value or name not in ("tools", "documents")):
-                raise ValueError(
-                    f"the chat template has no use for {shown(name)}: leave it out, or give another template"
-                )
         if not self._takes_lists(template, chat):
             chat = [_with_joined_text(message) for message in chat]
 
@@ -216,6 +224,12 @@ def _check_flags(add_generation_prompt: Any, continue_final_message: Any) -> Non
             raise ValueError(f"{name} must be True or False, given {shown(flag)}")
     if all(flags.values()):
         raise ValueError("continue_final_message=True needs add_generation_prompt=False: a chat has one end")
+
+
+def _check_use(template: ChatTemplate, variables: Mapping[str, Any]) -> None:
+    for name, value in variables.items():
+        if name not in template.names and (value or name not in ("tools", "documents")):
+            raise ValueError(f"the chat template has no use for {shown(name)}: leave it out, or give another template")
 
 
 def _check_messages(messages: Any) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from compiled_llm.error_texts import shown
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.text.tokenizer import Tokenizer
+from compiled_llm.unservable import UnservableError
 
 
 class EncodedPrompt(NamedTuple):
@@ -59,10 +60,16 @@ MAX_CHARACTERS_PER_TOKEN = 256
 _MAX_SALT_CHARACTERS = 1024
 
 
-def prompt_list(prompts: Any) -> list[Any]:
-    """One prompt or a list of them -> a list. A list of integers is one prompt."""
-    if isinstance(prompts, str | bytes | Mapping | EncodedPrompt | ScoredPrompt) or not isinstance(prompts, Sequence):
+def prompt_list(prompts: Any, name: str = "prompts", one: str = "prompt (str, list of token ids or dict)") -> list[Any]:
+    """One prompt or a list of them -> a list. A list of integers is one prompt.
+
+    Raises:
+        ValueError: it is neither. What is in a list is not looked at: a prompt of another type is that one's fault.
+    """
+    if isinstance(prompts, str | Mapping | EncodedPrompt | ScoredPrompt):
         return [prompts]
+    if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
+        raise ValueError(f"{name} must be a {one} or a list of these, given {type(prompts).__name__}")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]
     return list(prompts)
@@ -76,7 +83,7 @@ def scored_prompts(prompts: Any, continuations: Any) -> list[ScoredPrompt | Valu
     items = prompt_list(prompts)
     if continuations is None:
         return [ScoredPrompt(item) for item in items]
-    parts = prompt_list(continuations)
+    parts = prompt_list(continuations, "continuations", "continuation (str or list of token ids)")
     if len(items) == 1 and len(parts) > 1:
         items *= len(parts)
     if len(items) != len(parts):
@@ -200,7 +207,7 @@ def _encode(
     if not prompt:
         raise ValueError("prompt must not be empty, given ''")
     if tokenizer is None:
-        raise ValueError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
+        raise UnservableError("the model has no tokenizer: give prompt_token_ids, or the tokenizer argument")
     check_unicode("prompt", prompt)
     most = capacity.num_tokens
     if keep is not None:
@@ -262,6 +269,9 @@ def pair_sampling_params(sampling_params: Any, count: int) -> list[Any]:
     if len(sampling_params) != count:
         given = len(sampling_params)
         raise ValueError(f"sampling_params must be one or as many as the prompts, {count}, given {given}")
+    for params in sampling_params:
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params must be a SamplingParams, given {type(params).__name__}")
     return list(sampling_params)
 
 

@@ -1,6 +1,7 @@
 """TemplateProcess: chat templates run in a process of their own (template_worker.py), which is kept for the next ones.
 
-So a rendering costs a fraction of a millisecond more than it would here. A process that reaches a limit is ended.
+So a rendering costs a fraction of a millisecond more than it would here. A process that reaches a limit is ended. One
+that ends without having reached any may have been killed: then the template is rendered once more, in a new one.
 """
 
 import signal
@@ -44,34 +45,49 @@ class TemplateProcess:
             try:
                 if self._owes_answer:  # which must not be taken for that to this request
                     self._child.end()
-                channel = self._child.channel()
-                self._owes_answer = True
-                deadline = time.monotonic() + _WAITS * self._seconds
-                try:
-                    channel.send(content, deadline)
-                    answer = channel.receive(deadline, most_bytes)
-                except TimeoutError as error:
-                    waited = f"{_WAITS * self._seconds:g} s"
-                    raise ValueError(f"the chat template gave no answer within {waited}") from error
-                except (EOFError, ConnectionError) as error:
-                    raise ValueError(f"the chat template {self._reason()}") from error
-                except ValueError as error:
-                    raise ValueError(f"the chat template makes {error}") from error
-                self._owes_answer = False
+                answer = self._answer(content, most_bytes)
+                if answer is None:
+                    answer = self._answer(content, most_bytes)
+                if answer is None:
+                    raise ValueError(
+                        f"the chat template ended the process in which it ran, and a new one too: "
+                        f"{self._child.how_it_ended()}"
+                    )
             except BaseException:  # an interrupt too
                 self._child.end()
                 raise
         return decoded(answer)
+
+    def _answer(self, content: bytes, most_bytes: int) -> bytes | None:
+        """None: the process has ended, and no limit is the reason."""
+        channel = self._child.channel()
+        self._owes_answer = True
+        deadline = time.monotonic() + _WAITS * self._seconds
+        try:
+            channel.send(content, deadline)
+            answer = channel.receive(deadline, most_bytes)
+        except TimeoutError as error:
+            waited = f"{_WAITS * self._seconds:g} s"
+            raise ValueError(f"the chat template gave no answer within {waited}") from error
+        except (EOFError, ConnectionError) as error:
+            if limit := self._limit():
+                raise ValueError(f"the chat template {limit}") from error
+            return None
+        except ValueError as error:
+            raise ValueError(f"the chat template makes {error}") from error
+        self._owes_answer = False
+        return answer
 
     def close(self) -> None:
         """End the process, after the request under way. A later request would start another."""
         with self._lock:
             self._child.end()
 
-    def _reason(self) -> str:
+    def _limit(self) -> str | None:
+        """Which limit the process that has ended had reached."""
         status = self._child.status()
         if status == -signal.SIGPROF:
             return f"took longer than {self._seconds:g} s of processor time"
         if status == OUT_OF_MEMORY:
             return f"needed more than {self._memory_bytes >> 20} MiB of memory"
-        return f"ended the process in which it ran: {self._child.how_it_ended()}"
+        return None

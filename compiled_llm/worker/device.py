@@ -1,6 +1,8 @@
 """The device that an engine runs on, found and checked."""
 
+import contextlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -49,6 +51,11 @@ def say_cost_of_dtype(progress: StartProgress, device: torch.device, dtype: torc
         )
 
 
+def device_context(device: torch.device) -> AbstractContextManager[object]:
+    """Within it a GPU is torch's current device. Nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def choose_threads(num_threads: int | None) -> int:
     """Threads that compute on a CPU, as the engine argument ``num_threads`` asks for.
 
@@ -67,7 +74,7 @@ def choose_threads(num_threads: int | None) -> int:
 
 
 def use_threads(count: int) -> int:
-    """Have ops that this thread calls from now on run on ``count`` threads: torch's number is each thread's own."""
+    """Have ops that this thread calls from now on run on ``count`` threads, until ``own_settings`` ends."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
     return count

@@ -25,6 +25,7 @@ from compiled_llm.models.registry import code_of, family_of
 from compiled_llm.models.weights import experts, linears, tensors
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import mark_static_address
+from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.progress import StartProgress
 from compiled_llm.scheduling.bucket import Bucket, choose_bucket
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
@@ -38,7 +39,14 @@ from compiled_llm.worker.block_copies import SwapSpace
 from compiled_llm.worker.calibration import worker_facts
 from compiled_llm.worker.compiled_steps import CompiledSteps
 from compiled_llm.worker.cpu_kernels import KernelBuild, ops_of
-from compiled_llm.worker.device import choose_threads, resolve_device, say_cost_of_dtype, use_device, use_threads
+from compiled_llm.worker.device import (
+    choose_threads,
+    device_context,
+    resolve_device,
+    say_cost_of_dtype,
+    use_device,
+    use_threads,
+)
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
@@ -104,7 +112,7 @@ class ModelRunner(Worker):
         ValueError: an argument, the checkpoint or the memory does not allow it; the message says what would.
     """
 
-    @torch.inference_mode(False)  # tensors made under inference mode could not be written outside of it
+    @own_settings()  # tensors made under inference mode, for example, could not be written outside of it
     def __init__(
         self,
         config: EngineConfig,
@@ -143,8 +151,8 @@ class ModelRunner(Worker):
         weights = self._load_weights(config, directory, progress)
         memory.check()
         self.transforms = load_transforms(config.logits_transforms, model_config.vocab_size, self.device)
-        windows = len(self.pool_sizes.windows)
-        self.rows = RequestRows(self.limits, model_config.vocab_size, self.transforms, num_windows=windows)
+        num_windows = len(self.pool_sizes.windows)
+        self.rows = RequestRows(self.limits, model_config.vocab_size, self.transforms, num_windows=num_windows)
         self.steps = CompiledSteps(
             config,
             model_config,
@@ -173,8 +181,7 @@ class ModelRunner(Worker):
 
         One step may be launched while another is uncollected; its inputs may be tokens that the other samples.
         """
-        use_threads(self.num_threads)
-        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+        with own_settings(self.num_threads), device_context(self.device):
             return self._launch(output)
 
     def _launch(self, output: SchedulerOutput) -> LaunchedStep:
@@ -269,7 +276,7 @@ class ModelRunner(Worker):
         """Steps run uncompiled meanwhile, on the same weights and KV cache. No request may be unfinished."""
         compiled = self.steps
         try:
-            with torch.inference_mode(False):
+            with own_settings(self.num_threads):
                 self.steps = compiled.uncompiled(self.cache_dtypes)
             yield
         finally:

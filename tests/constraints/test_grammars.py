@@ -490,7 +490,7 @@ def test_a_grammar_that_needs_too_much_ends_alone(
     compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS], max_seconds=0.3)
     state = compiler.start(StructuredOutputsParams(regex="[ab]{4}"))
     state.accept(tokenizer.encode("a")[0])
-    with pytest.raises(ValueError, match=r"needs more than 0.3 s to compile or 512 MiB of memory.*: simplify it"):
+    with pytest.raises(ValueError, match=r"took more than 0.3 s of processor time to compile.*: simplify it"):
         compiler.start(StructuredOutputsParams(**params))
     walk(state, texts, random.Random(0), 0)
     assert allowed(compiler.start(StructuredOutputsParams(regex="a")))
@@ -517,9 +517,9 @@ def test_tokens_that_need_too_much_end_their_generation_alone(
     a = tokenizer.encode("a")[0]
     for other in others:
         other.accept(a)
-    with pytest.raises(ValueError, match="too much time for its tokens"):
+    with pytest.raises(ValueError, match=r"too much processor time for its tokens \(at most 0.05 s at once"):
         list(map(doomed.accept, [a] * 300))
-    with pytest.raises(ValueError, match="too much time for its tokens"):
+    with pytest.raises(ValueError, match=r"too much processor time for its tokens \(at most 0.05 s at once"):
         _ = doomed.finished
     for other in others:  # of the same grammar
         other.accept(a)
@@ -567,7 +567,7 @@ def test_what_the_model_lacks(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="cannot use this tokenizer"):
         broken.start(StructuredOutputsParams(regex="a"))
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(ValueError, match=re.escape("pip install 'compiled-llm[structured]'")):
+    with pytest.raises(ImportError, match=re.escape("pip install 'compiled-llm[structured]'")):
         GrammarCompiler(tokenizer, VOCAB_SIZE, [EOS])
 
 

@@ -424,5 +424,7 @@ def test_one_conversation_or_a_list_of_them() -> None:
     assert messages_list(one) == [one]
     assert messages_list([one, one]) == [one, one]
     assert messages_list((one, "bad")) == [one, "bad"]
-    for bad in ([], "text", {"role": "user"}, None):
-        assert messages_list(bad) == [bad]
+    assert messages_list([]) == [[]]
+    for bad in ("text", {"role": "user"}, None, 5):
+        with pytest.raises(ValueError, match=f"messages must be a list of dicts .* given {type(bad).__name__}"):
+            messages_list(bad)

@@ -1,5 +1,6 @@
 """Templates in a process of their own: whatever one does, it ends soon, in bounded memory, and harms no other."""
 
+import contextlib
 import gc
 import itertools
 import linecache
@@ -11,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 from types import FrameType
 from typing import Any
 
@@ -21,6 +22,7 @@ from compiled_llm import child_process
 from compiled_llm.text import template_process
 from compiled_llm.text.chat_template import MAX_TEMPLATE_CHARACTERS, ChatTemplate
 from compiled_llm.text.template_process import TemplateProcess
+from tests.forked import in_fork
 
 # Lists that hold themselves' predecessors twice, 60 times over: few objects, and 2**60 to walk through.
 BOMB = "{% set ns = namespace(a=[1], b=[1]) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}"
@@ -285,6 +287,60 @@ def test_a_process_that_was_killed_is_started_again(process: TemplateProcess) ->
     assert render("y", process) == "y"
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_process_that_is_killed_at_work_is_replaced_once_and_the_second_end_is_told(times: int) -> None:
+    process = TemplateProcess(seconds=30)
+    render("x", process)
+    killed: list[int] = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while len(killed) < times and time.monotonic() < deadline:
+            pid = process._child.pid
+            if pid is not None and pid not in killed and seconds_used(pid) > 0.4:  # it began with less
+                killed.append(pid)
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+
+    killer = Thread(target=kill)
+    killer.start()
+    source = "{% for i in range(turns) %}{% for j in range(99999) %}{% endfor %}{% endfor %}x"
+    if times == 1:
+        assert render(source, process, turns=300) == "x"
+    else:
+        with pytest.raises(ValueError, match=r"in which it ran, and a new one too: signal SIGKILL$"):
+            render(source, process, turns=99999)
+    killer.join()
+    assert len(killed) == times
+    process.close()
+
+
+def seconds_used(pid: int) -> float:
+    """Of processor time."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def test_a_fork_of_this_process_ends_it_neither_by_close_nor_by_collecting_it(process: TemplateProcess) -> None:
+    assert render("x", process) == "x"
+    pid = pid_of(process)
+
+    def collect() -> None:
+        parts = process._child._parts
+        process._child = None  # type: ignore[assignment]
+        gc.collect()
+        assert parts.process is None, "its finalizer was called"
+
+    for work in (process.close, collect):
+        assert in_fork(work) == 0
+        assert render("y", process) == "y"
+        assert pid_of(process) == pid
+    assert in_fork(lambda: render("z", process)) == 0, "a fork has a process of its own"
+    assert pid_of(process) == pid
+
+
 def test_a_process_that_does_not_answer_is_not_waited_for() -> None:
     process = TemplateProcess(seconds=0.02)
     assert render("x", process) == "x"
@@ -301,7 +357,7 @@ def test_a_crash_and_an_answer_that_is_too_long_are_errors_of_the_template(proce
     with pytest.raises(ValueError, match="the chat template makes 912 bytes, and 100 are allowed"):
         process.ask(request, 100)
     assert len(process.ask(request, 1000)["text"]) == 900
-    with pytest.raises(ValueError, match=r"the chat template ended the process in which it ran: exit status"):
+    with pytest.raises(ValueError, match=r"ended the process in which it ran, and a new one too: exit status"):
         process.ask({}, 1000)  # without a source
     assert len(process.ask(request, 1000)["text"]) == 900
 
@@ -339,6 +395,7 @@ def test_the_process_ends_when_the_interpreter_does(end: str) -> None:
 import os
 from compiled_llm.text.chat_template import ChatTemplate
 from compiled_llm.text.template_process import TemplateProcess
+from tests.forked import in_fork
 process = TemplateProcess()
 ChatTemplate("x", process)
 print(process._child.pid, flush=True)
