@@ -6,7 +6,6 @@ transformers does is refused by name, since to ignore it in silence would mean w
 
 import dataclasses
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from compiled_llm.models.files import read_json, read_optional_json
 from compiled_llm.models.quantized import plan
 from compiled_llm.models.registry import SUPPORTED, family, has_own_file
 from compiled_llm.models.wrappers import is_wrapper, language_model
+from compiled_llm.ops.user_warnings import warn
 
 
 def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") -> ModelConfig:
@@ -35,10 +35,9 @@ def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") 
     """
     config = read_json(directory / "config.json")
     if is_wrapper(config):
-        warnings.warn(
+        warn(
             f"{directory / 'config.json'}: of {config['architectures'][0]} the language model alone is loaded: "
             "prompts are text",
-            stacklevel=2,
         )
     config = language_model(config)
     generation = read_optional_json(directory / "generation_config.json")
@@ -50,10 +49,9 @@ def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") 
     ignored = ignored_fields(by_own_names(config, config_class), model, config_class)
     if ignored:
         shown = f"{', '.join(ignored):.1000}"
-        warnings.warn(
+        warn(
             f"{directory / 'config.json'}: fields that transformers ignores for {made.architecture} are ignored "
             f"here too: {shown}",
-            stacklevel=2,
         )
     return made
 
@@ -65,10 +63,9 @@ def _through_transformers(
 
     made = parse_transformers_config(config, generation, _architecture(config), dtype)
     own = "; the code that its auto_map names is not run" if "auto_map" in config else ""
-    warnings.warn(
+    warn(
         f"{directory / 'config.json'}: {made.architecture} runs through transformers' modelling code (transformers "
         f"{made.transformers_version}), recorded as one graph without breaks{own}",
-        stacklevel=3,
     )
     return made
 

@@ -14,6 +14,7 @@ from compiled_llm.engine.admission import PreparedRequest
 from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.output_reader import OutputReader, hand_out
+from compiled_llm.ops.user_warnings import at_callers_line
 
 # What the end of the interpreter waits for the step, or the start, that the engine is in the middle of.
 _EXIT_SECONDS = 10.0
@@ -51,7 +52,9 @@ class EngineThread:
         self._reason: tuple[str, BaseException | None] | None = None  # why it has ended
         self._pools = {kind: ThreadPoolExecutor(count, f"compiled_llm {kind}") for kind, count in _THREADS.items()}
         # A daemon, since the interpreter waits for other threads before it calls ``_stop_at_exit``.
-        self._thread = Thread(target=self._run, args=(make_engine,), name="compiled_llm engine", daemon=True)
+        self._thread = Thread(
+            target=at_callers_line(self._run), args=(make_engine,), name="compiled_llm engine", daemon=True
+        )
         atexit.register(self._stop_at_exit)
         self._thread.start()
 
