@@ -5,10 +5,11 @@ may mean something else here (bytes, not GiB); the refusal names what to give.
 """
 
 import dataclasses
-import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from compiled_llm.nearest import nearest
 
 Class = TypeVar("Class")
 
@@ -143,8 +144,13 @@ def name_hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> 
     """
     if name in elsewhere:
         return f"a name of other libraries; {elsewhere[name]}"
-    nearest = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {nearest[0]!r}?" if nearest else ""
+    return did_you_mean(name, known)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'a' or 'b'?``, the nearest first; empty where nothing is near."""
+    found = [repr(one) for one in nearest(name, known)]
+    return f"did you mean {' or '.join(found)}?" if found else ""
 
 
 def value_hint(name: str, value: Any) -> str:

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from compiled_llm.command_line import FlagParser, add_engine_arguments, add_sampling_arguments, sampling_arguments
+from compiled_llm.command_line import (
+    FlagParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_arguments,
+    sampling_params,
+)
 from compiled_llm.offline.modes import MODES, as_flags, faster_but_rounded, mode_arguments
 
 DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
@@ -56,6 +63,9 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
         given = getattr(args, name)
         if given is not None and not least <= given <= most:
             parser.error(f"--{name.replace('_', '-')} must be from {least} to {most}, given {given}")
+    with parser.ending_errors():
+        engine_config(args)
+        sampling_params(args, **DEFAULT_SAMPLING)
     return args
 
 
