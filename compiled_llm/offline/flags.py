@@ -137,6 +137,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(mode_text=None)
     add("--quiet", action="store_true", help="print the summary only")
+    add("--details", action="store_true", help="print also what was compiled, what takes memory, and a long summary")
     add("--report", type=Path, metavar="DIR", help="write a report of the run there, as HTML and JSON")
     profiled = "for the report, run N steps of each bucket a second time under torch's profiler (default: 4)"
     add("--report-profile-steps", type=int, metavar="N", help=profiled)

@@ -68,7 +68,7 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             files.callback(engine.close)
         with errors_end(program, (RuntimeError,), status=1):
             engine.prepare_report()
-        if not args.quiet:
+        if args.details and not args.quiet:
             print(engine.describe_start(), flush=True)
         if stdout.failure is not None and output is None:
             return 1  # no output is possible; main() prints the reason
@@ -77,13 +77,17 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         gain = OrderGain()
         rows = ordered_for_speed(itertools.chain([first], rows), args.order_window, sampling["max_tokens"], gain)
         results = Results(output, not args.quiet, progress)
-        serve(engine, reader, rows, results, signals, args)
+        try:
+            serve(engine, reader, rows, results, signals, args)
+        finally:
+            results.end()
         reader.check_unchanged()
         if signals.number is None:
             put_in_order(program, args, output)
 
         engine_rows, is_written = engine.finish()
-    print_summary({**run_rows(progress, sampling_text), "order": str(gain), **engine_rows})
+    order = {"order": str(gain)} if args.details or gain.is_worth_saying else {}
+    print_summary({**run_rows(progress, sampling_text), **order, **engine_rows})
     print_failures(progress, output)
     if signals.number is not None:
         if output is not None:
