@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from compiled_llm.nearest import nearest
+from compiled_llm.readable import readable_repr
 
 Class = TypeVar("Class")
 
@@ -160,7 +161,8 @@ def value_hint(name: str, value: Any) -> str:
 
 
 def refuse_unknown_names(kind: str, elsewhere: Mapping[str, str]) -> Callable[[type[Class]], type[Class]]:
-    """For a dataclass: its constructor refuses a name that is no field with a ``ValueError`` that names what to give.
+    """For a dataclass of arguments: its constructor refuses a name that is no field, with a ``ValueError`` that names
+    what to give; and its ``repr`` shows the arguments that are not as by default.
 
     Args:
         kind: what a field of the class is, such as "engine argument".
@@ -180,6 +182,7 @@ def refuse_unknown_names(kind: str, elsewhere: Mapping[str, str]) -> Callable[[t
             init(self, *args, **arguments)
 
         cls.__init__ = checked_init  # type: ignore[method-assign]
+        cls.__repr__ = readable_repr  # type: ignore[method-assign]
         return cls
 
     return decorate

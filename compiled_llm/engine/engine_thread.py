@@ -60,6 +60,13 @@ class EngineThread:
 
     # -- For other threads
 
+    def state(self) -> str:
+        """The engine as text, or why there is none. Waits for nothing."""
+        if not self.started.done():
+            return "starting"
+        error = self.started.exception()
+        return f"{self.started.result()!r}" if error is None else f"not started, {type(error).__name__}: {error}"
+
     def call(self, function: Callable[[CompiledEngine], Result]) -> "Future[Result]":
         """Call ``function`` between two steps, unless the future is cancelled before."""
         future: Future[Result] = Future()

@@ -35,7 +35,7 @@ def _print(line: bytes | None) -> None:
         return
     row = json.loads(line)
     if "index" not in row:
-        print(line.decode(), end="")
+        print(line.decode(), end="", flush=True)
         return
     on_terminal = sys.stdout.isatty()
     completions = row.get("outputs", [row])
@@ -51,7 +51,7 @@ def _print(line: bytes | None) -> None:
         if on_terminal:
             heading, text = f"{_DIM}{heading}{_PLAIN}", text.translate(_CONTROLS)
             text = f"{_BOLD}{text}{_PLAIN}" if is_continuation else text
-        print(f"{heading}\n{text}")
+        print(f"{heading}\n{text}", flush=True)
 
 
 def _length_of(completion: dict[str, Any]) -> str:

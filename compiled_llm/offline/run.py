@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from compiled_llm.command_line import engine_config, errors_end, sampling_arguments
@@ -70,17 +70,21 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             engine.prepare_report()
         if args.details and not args.quiet:
             print(engine.describe_start(), flush=True)
-        if stdout.failure is not None and output is None:
-            return 1  # no output is possible; main() prints the reason
         if manifest is not None:
             write_manifest(manifest_path(args.output), manifest)
         gain = OrderGain()
         rows = ordered_for_speed(itertools.chain([first], rows), args.order_window, sampling["max_tokens"], gain)
         results = Results(output, not args.quiet, progress)
+
+        def is_stopped() -> bool:
+            return signals.number is not None or (stdout.failure is not None and output is None)
+
         try:
-            serve(engine, reader, rows, results, signals, args)
+            serve(engine, reader, rows, results, signals, is_stopped, args)
         finally:
             results.end()
+        if stdout.failure is not None and output is None:
+            return 1  # no output is possible; main() prints the reason
         reader.check_unchanged()
         if signals.number is None:
             put_in_order(program, args, output)
@@ -120,9 +124,10 @@ def serve(
     rows: Iterator[Row],
     results: Results,
     signals: StopSignals,
+    is_stopped: Callable[[], bool],
     args: argparse.Namespace,
 ) -> None:
-    """Serve ``rows`` until they end, or until a signal comes and those that run have ended.
+    """Serve ``rows`` until they end, or until it is stopped, as by a signal, and those that run have ended.
 
     Raises:
         EngineFaultsError: faults of a kind ended more rows than ``--max-faults`` allows.
@@ -130,7 +135,7 @@ def serve(
     """
     progress, started, observed = results.progress, time.monotonic(), 0.0
     with signals.gracefully(), Display(sys.stderr, shown=args.progress != "off") as display:
-        for result in engine.serve(rows, lambda: signals.number is not None):
+        for result in engine.serve(rows, is_stopped):
             if result is not None:
                 results.add(result)
             if result is not None and result.error is not None:
@@ -139,7 +144,7 @@ def serve(
             if now - observed >= _OBSERVE_SECONDS:
                 observed = now
                 results.sync_if_due()
-                progress.seconds, progress.stopping = now - started, signals.number is not None
+                progress.seconds, progress.stopping = now - started, is_stopped()
                 progress.total, progress.total_is_estimate = reader.total_rows()
                 engine.observe(progress)
                 display.update(progress)

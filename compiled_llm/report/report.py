@@ -27,6 +27,7 @@ from compiled_llm.config import EngineLimits
 from compiled_llm.ops.linear import product_choices
 from compiled_llm.outputs import EngineStats
 from compiled_llm.report import machine_limits
+from compiled_llm.report.glance import glance, steps_line
 from compiled_llm.report.machine_limits import MachineLimits
 from compiled_llm.report.page import page
 from compiled_llm.report.roofline import ModelWork
@@ -68,6 +69,9 @@ class StepsReport:
     peak_share: float | None
     device_shares: Shares | None
 
+    def __repr__(self) -> str:
+        return f"StepsReport of {self.name}: {steps_line(self)}"
+
     @property
     def bytes_per_second(self) -> float:
         return self.bytes / self.seconds if self.seconds else 0.0
@@ -85,6 +89,8 @@ class StepsReport:
 @dataclasses.dataclass(frozen=True)
 class RunReport:
     """What was served since the engine was created, or since ``engine.reset_report()``. Times in seconds.
+
+    ``str()`` of it is a dozen lines, ``to_dict()`` and ``write()`` give all.
 
     Attributes:
         seconds: from the first arrival to the end of the last step.
@@ -127,6 +133,9 @@ class RunReport:
     memory: MemoryLedger
     trace: dict[str, Any]
     machine: dict[str, Any]
+
+    def __repr__(self) -> str:
+        return glance(self)
 
     def phase(self, name: str) -> StepsReport | None:
         """The phase of that name, "decode" or "prefill"; None if no such step ran."""

@@ -278,7 +278,7 @@ def test_rows_may_bring_a_salt_and_a_priority_and_nothing_unknown(
     assert run(*arguments, "--scheduling-policy", "priority") == 1
     captured = capsys.readouterr()
     assert "row 2 (prompts.jsonl, line 3) failed: unknown key: colour;" in captured.err
-    assert "prefix cache 0 of" in captured.out, "another salt finds nothing"
+    assert " 0 of them found in the prefix cache" in captured.out, "another salt finds nothing"
     assert [index for index, row in rows(output).items() if "error" not in row] == [1, 0], "the more urgent one first"
     assert rows(output)[0]["token_ids"] != []
 
