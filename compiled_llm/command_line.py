@@ -40,6 +40,10 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._given = list(sys.argv[1:] if args is None else args)
+        flags = [word for word in itertools.takewhile("--".__ne__, self._given) if re.match(r"--[^\s=]+(=|$)", word)]
+        unknown = [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
+        if unknown and "--help" not in flags:  # before argparse says what is missing, as where one is misspelt
+            self._refuse(unknown)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)

@@ -175,6 +175,25 @@ def test_an_error_is_three_lines_what_where_and_what_to_do(
     ]
 
 
+def test_a_misspelt_flag_is_told_before_the_one_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = FlagParser(prog="it")
+    parser.add_argument("--input", required=True)
+    parser.add_argument("rest", nargs="*")
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--inptu=a b", "c"])
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "it: error: unknown flag --inptu: did you mean '--input'?",
+        "  given: '--inptu=a b' c",
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([])
+    assert "the following arguments are required: --input" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args(["--inptu", "--help"])
+    assert parser.parse_args(["--input", "a", "--", "--inptu"]).rest == ["--inptu"], "flags of another program"
+    assert parser.parse_args(["--input", "-- a"]).input == "-- a", "a text"
+
+
 def test_engine_arguments_are_checked_without_a_check_of_the_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
