@@ -35,7 +35,7 @@ class Results:
         if self._output is not None:
             self._output.sync_if_due()
 
-    def end(self) -> None:
+    def close(self) -> None:
         """No more will come: print what waits for rows that have none."""
         if self._printed is not None:
             self._printed.end()

@@ -6,7 +6,7 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from compiled_llm.command_line import engine_config, errors_end, sampling_arguments
@@ -75,14 +75,7 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
         gain = OrderGain()
         rows = ordered_for_speed(itertools.chain([first], rows), args.order_window, sampling["max_tokens"], gain)
         results = Results(output, not args.quiet, progress)
-
-        def is_stopped() -> bool:
-            return signals.number is not None or (stdout.failure is not None and output is None)
-
-        try:
-            serve(engine, reader, rows, results, signals, is_stopped, args)
-        finally:
-            results.end()
+        serve(engine, reader, rows, results, signals, stdout, args)
         if stdout.failure is not None and output is None:
             return 1  # no output is possible; main() prints the reason
         reader.check_unchanged()
@@ -124,17 +117,24 @@ def serve(
     rows: Iterator[Row],
     results: Results,
     signals: StopSignals,
-    is_stopped: Callable[[], bool],
+    stdout: GuardedStream,
     args: argparse.Namespace,
 ) -> None:
-    """Serve ``rows`` until they end, or until it is stopped, as by a signal, and those that run have ended.
+    """Serve ``rows`` until they end, or until a signal comes and those that run have ended.
+
+    Without an output file a failure of ``stdout``, where the results go then, does the same.
 
     Raises:
         EngineFaultsError: faults of a kind ended more rows than ``--max-faults`` allows.
         OSError: the input cannot be read any further, or the output not be written.
     """
     progress, started, observed = results.progress, time.monotonic(), 0.0
-    with signals.gracefully(), Display(sys.stderr, shown=args.progress != "off") as display:
+
+    def is_stopped() -> bool:
+        return signals.number is not None or (args.output is None and stdout.failure is not None)
+
+    display = Display(sys.stderr, shown=args.progress != "off")
+    with signals.gracefully(), contextlib.closing(results), display:
         for result in engine.serve(rows, is_stopped):
             if result is not None:
                 results.add(result)

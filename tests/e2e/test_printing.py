@@ -63,7 +63,7 @@ def test_a_report_is_a_dozen_lines_that_say_where_the_rest_is(engine: CompiledEn
     assert 8 <= len(lines) <= 15
     assert max(map(len, lines)) <= 120
     assert lines[0] == "RunReport of the bundled model"
-    assert lines[-1] == '  report.write("DIR") writes all of it: HTML, JSON, a trace'
+    assert lines[-1] == '  write("DIR") writes all of it: HTML, JSON, a trace'
     for words in (
         "requests      2 ended in ",
         "tokens        4 of prompts, 8 generated",
