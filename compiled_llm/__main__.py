@@ -4,8 +4,12 @@ Commands:
     batch: serve files of rows, as ``scripts/serve_offline.py``.
 """
 
+import shlex
 import sys
 from collections.abc import Sequence
+
+from compiled_llm.error_texts import shown
+from compiled_llm.names import did_you_mean
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,11 +19,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from compiled_llm.offline.command import main as batch
 
         return batch("compiled-llm batch", given[1:])
-    usage = "usage: compiled-llm batch [--help] [FLAG ...]"
     if given in (["-h"], ["--help"]):
-        print(f"{usage}\n\nbatch: serve files of rows, and write a result for each")
+        print("usage: compiled-llm batch [--help] [FLAG ...]")
+        print("\nbatch: serve files of rows, and write a result for each")
         return 0
-    print(f"{usage}\ncompiled-llm: error: the command must be batch, given {given[:1]}", file=sys.stderr)
+    from compiled_llm.command_line import print_argument_error
+
+    hint = did_you_mean(given[0], ["batch"]) if given else ""
+    said = f"{shown(given[0])}{hint and ': ' + hint}" if given else "none"
+    print_argument_error("compiled-llm", f"the command must be batch, given {said}", shlex.join(given)[:200])
     return 2
 
 

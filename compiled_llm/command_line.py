@@ -1,27 +1,32 @@
 """Command-line flags for the fields of EngineConfig and SamplingParams: same names with dashes, same defaults.
 
-``FlagParser`` is the parser of all scripts: flags are written out, and an unknown one is refused with the nearest.
+``FlagParser`` is the parser of all programs: flags are written out, and a bad argument ends in three lines.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import json
 import re
+import shlex
 import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from compiled_llm.config import EngineConfig
-from compiled_llm.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, name_hint
+from compiled_llm.names import ENGINE_ARGUMENTS, SAMPLING_PARAMETERS, did_you_mean, name_hint
 from compiled_llm.sampling_params import SamplingParams
+
+_MAX_SHOWN = 200  # characters of the command line in an error
 
 
 class FlagParser(argparse.ArgumentParser):
-    """An ``ArgumentParser`` that takes no abbreviations, and says of an unknown flag what was meant.
+    """An ``ArgumentParser`` that takes no abbreviations, and whose errors are three lines: what, where, what to do.
 
     Attributes:
         elsewhere: flags of other libraries, as the names of arguments -> what to do here.
@@ -30,8 +35,15 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
         self.elsewhere: dict[str, str] = {}
+        self._has_engine_arguments = False
+        self._given: list[str] = []  # the arguments that are parsed
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = list(sys.argv[1:] if args is None else args)
+        flags = [word for word in itertools.takewhile("--".__ne__, self._given) if re.match(r"--[^\s=]+(=|$)", word)]
+        unknown = [word for word in flags if word.partition("=")[0] not in self._option_string_actions]
+        if unknown and "--help" not in flags:  # before argparse says what is missing, as where one is misspelt
+            self._refuse(unknown)
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
@@ -45,22 +57,67 @@ class FlagParser(argparse.ArgumentParser):
             least: smallest value of the arguments of these names, and of each value in a list; None is no value.
         """
         args = self.parse_args()
-        try:
+        with self.ending_errors():
             check_least(args, **least)
             if check is not None:
                 check(args)
-        except ValueError as error:
-            self.error(str(error))
+            if self._has_engine_arguments:
+                engine_config(args)
         return args
 
+    @contextlib.contextmanager
+    def ending_errors(self) -> Iterator[None]:
+        """A ``ValueError`` in it is one of the arguments, and ends the program as ``error`` does."""
+        try:
+            yield
+        except ValueError as error:
+            self.error(str(error))
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with status 2 and three lines on stderr."""
+        print_argument_error(self.prog, message, self._words_of(message))
+        self.exit(2)
+
+    def _words_of(self, message: str) -> str:
+        """The part of the command line that ``message`` names, by a flag or by the name of an argument; else all."""
+        words = self._given
+        for name in re.findall(r"--?[\w-]+|\w+", message):
+            flag = name if name.startswith("-") else f"--{name.replace('_', '-')}"
+            for place, word in enumerate(words):
+                if word.partition("=")[0] in (flag, flag.replace("--", "--no-", 1)):
+                    values = itertools.takewhile(lambda text: not text.startswith("--"), words[place + 1 :])
+                    return _cut(shlex.join([word, *values]))
+        return _cut(shlex.join(words))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse does it, with the nearest of the allowed values."""
+        if action.choices is not None and value not in action.choices:
+            hint = did_you_mean(str(value), map(str, action.choices))
+            allowed = ", ".join(map(str, action.choices))
+            text = f"must be one of {allowed}, given {value!r:.200}{hint and ': ' + hint}"
+            raise argparse.ArgumentError(action, text)
+
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
-        flag = next((text.partition("=")[0] for text in unknown if text.startswith("--")), None)
+        flag = next((text.partition("=")[0] for text in unknown if text.startswith("-")), None)
         if flag is None:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            example = ", as in --input FILE" if "--input" in self._option_string_actions else ""
+            self.error(f"{_cut(shlex.join(unknown))} belongs to no flag: give each value after its flag{example}")
         known = [option for option in self._option_string_actions if option.startswith("--")]
         elsewhere = {"--" + name.replace("_", "-"): hint for name, hint in self.elsewhere.items()}
-        hint = name_hint(flag, known, elsewhere) or "--help lists all there are"
-        self.error(f"unknown flag {flag}: {hint}")
+        hint = name_hint(flag, known, elsewhere)
+        self.error(f"unknown flag {flag}{hint and ': ' + hint}")
+
+
+def print_argument_error(program: str, message: str, given: str) -> None:
+    """What is wrong, where, and what to do, a line each on stderr. ``given``: the words that are wrong."""
+    script = Path(sys.argv[0])
+    is_script = script.suffix == ".py" and script.stem == Path(program).stem
+    command = f"python {sys.argv[0]}" if is_script else program
+    print(f"{program}: error: {message}\n  given: {given or 'nothing'}\n  see:   {command} --help", file=sys.stderr)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def check_least(args: argparse.Namespace, **least: float) -> None:
@@ -86,6 +143,8 @@ def errors_end(
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """A flag for every engine argument."""
     _add(parser, "engine", EngineConfig, ENGINE_ARGUMENTS)
+    if isinstance(parser, FlagParser):
+        parser._has_engine_arguments = True
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, **defaults: Any) -> None:

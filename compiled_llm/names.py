@@ -5,10 +5,12 @@ may mean something else here (bytes, not GiB); the refusal names what to give.
 """
 
 import dataclasses
-import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+from compiled_llm.nearest import nearest
+from compiled_llm.readable import readable_repr
 
 Class = TypeVar("Class")
 
@@ -143,8 +145,13 @@ def name_hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> 
     """
     if name in elsewhere:
         return f"a name of other libraries; {elsewhere[name]}"
-    nearest = difflib.get_close_matches(name, known, 1)
-    return f"did you mean {nearest[0]!r}?" if nearest else ""
+    return did_you_mean(name, known)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """``did you mean 'a' or 'b'?``, the nearest first; empty where nothing is near."""
+    found = [repr(one) for one in nearest(name, known)]
+    return f"did you mean {' or '.join(found)}?" if found else ""
 
 
 def value_hint(name: str, value: Any) -> str:
@@ -154,7 +161,8 @@ def value_hint(name: str, value: Any) -> str:
 
 
 def refuse_unknown_names(kind: str, elsewhere: Mapping[str, str]) -> Callable[[type[Class]], type[Class]]:
-    """For a dataclass: its constructor refuses a name that is no field with a ``ValueError`` that names what to give.
+    """For a dataclass of arguments: its constructor refuses a name that is no field, with a ``ValueError`` that names
+    what to give; and its ``repr`` shows the arguments that are not as by default.
 
     Args:
         kind: what a field of the class is, such as "engine argument".
@@ -174,6 +182,7 @@ def refuse_unknown_names(kind: str, elsewhere: Mapping[str, str]) -> Callable[[t
             init(self, *args, **arguments)
 
         cls.__init__ = checked_init  # type: ignore[method-assign, assignment]
+        cls.__repr__ = readable_repr  # type: ignore[method-assign]
         return cls
 
     return decorate

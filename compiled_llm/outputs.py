@@ -4,6 +4,8 @@ import dataclasses
 import functools
 import operator
 
+from compiled_llm.readable import readable_repr, table
+
 
 @dataclasses.dataclass(frozen=True)
 class RequestMetrics:
@@ -22,6 +24,8 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     num_swapped_tokens: int = 0
+
+    __repr__ = readable_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +65,8 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
+    __repr__ = readable_repr
+
 
 @dataclasses.dataclass(frozen=True)
 class RequestOutput:
@@ -81,6 +87,8 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+
+    __repr__ = readable_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +119,8 @@ class ScoreOutput:
     num_cached_tokens: int = 0
     error: str | None = None
 
+    __repr__ = readable_repr
+
     @property
     def cumulative_logprob(self) -> float | None:
         """The sum of ``logprobs``, one after the other, as that of a ``CompletionOutput``; None after an error."""
@@ -124,7 +134,7 @@ class ScoreOutput:
 
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
-    """Counts since the engine was made, and its state now. Times in seconds.
+    """Counts since the engine was made, and its state now. Times in seconds. ``str()`` of it is a table.
 
     Attributes:
         num_padding_tokens: rows of the buckets that held no token, over all steps.
@@ -190,6 +200,39 @@ class EngineStats:
     launch_seconds: float
     execute_seconds: float
     output_seconds: float
+
+    def __repr__(self) -> str:
+        return table("EngineStats", self.rows())
+
+    def rows(self) -> dict[str, str]:
+        """What is worth a look, by name. Counts that are 0 in most runs are there only if they are not."""
+        padding = self.num_padding_tokens / max(1, self.num_padding_tokens + self.num_computed_tokens)
+        failed = ", ".join(f"{count} {kind}" for kind, count in self.failures.items() if count)
+        rows = {
+            "requests": f"{self.num_requests:,}: {self.num_finished:,} finished, {self.num_running:,} running, "
+            f"{self.num_waiting:,} waiting",
+            "tokens": f"{self.num_prompt_tokens:,} of prompts, {self.num_output_tokens:,} generated",
+            "steps": f"{self.num_steps:,}, {padding:.1%} of their rows padding",
+            "prefix cache": f"{self.prefix_hit_tokens:,} of {self.prefix_queried_tokens:,} tokens found, "
+            f"{self.num_evictions:,} blocks evicted",
+            "KV blocks": f"{self.used_blocks:,} of {self.num_kv_blocks:,} in use, at most {self.peak_used_blocks:,} so "
+            f"far; {self.cached_blocks:,} free ones cached",
+            "seconds": f"{self.execute_seconds:.2f} in steps, {self.host_seconds:.2f} on the host around them",
+        }
+        if self.num_preemptions:
+            rows["preemptions"] = (
+                f"{self.num_preemptions:,}: {self.num_recomputed_tokens:,} tokens computed again, "
+                f"{self.num_swapped_in_tokens:,} copied back"
+            )
+        if self.num_draft_tokens:
+            rows["drafts"] = f"{self.num_accepted_draft_tokens:,} of {self.num_draft_tokens:,} tokens accepted"
+        if self.num_state_slots:
+            rows["state slots"] = (
+                f"{self.used_slots:,} of {self.num_state_slots:,} in use, {self.cached_slots:,} cached"
+            )
+        if failed or self.num_unexplained_faults:
+            rows["failures"] = f"{failed or 'none'}; {self.num_unexplained_faults} faults without a known cause"
+        return rows
 
     def since(self, earlier: "EngineStats") -> "EngineStats":
         """Counts and times since ``earlier``; what is a state, or a peak, stays that of now."""

@@ -7,7 +7,6 @@ transformers does is refused by name, since to ignore it in silence would mean w
 import dataclasses
 import json
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from compiled_llm.models.quantized import plan
 from compiled_llm.models.registry import SUPPORTED, family, has_own_file
 from compiled_llm.models.rope_fields import checked_ropes
 from compiled_llm.models.wrappers import is_wrapper, language_model
+from compiled_llm.ops.user_warnings import warn
 
 
 def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") -> ModelConfig:
@@ -40,10 +40,9 @@ def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") 
     """
     config = with_architecture(read_json(directory / "config.json"))
     if is_wrapper(config):
-        warnings.warn(
+        warn(
             f"{directory / 'config.json'}: of {config['architectures'][0]} the language model alone is loaded: "
             "prompts are text",
-            stacklevel=2,
         )
     config = language_model(config)
     generation = read_optional_json(directory / "generation_config.json")
@@ -55,10 +54,9 @@ def read_config(directory: Path, model_impl: str = "auto", dtype: str = "auto") 
     ignored = ignored_fields(by_own_names(config, config_class), model, config_class)
     if ignored:
         shown = f"{', '.join(ignored):.1000}"
-        warnings.warn(
+        warn(
             f"{directory / 'config.json'}: fields that transformers ignores for {made.architecture} are ignored "
             f"here too: {shown}",
-            stacklevel=2,
         )
     return made
 
@@ -70,10 +68,9 @@ def _through_transformers(
 
     made = parse_transformers_config(config, generation, config["architectures"][0], dtype)
     own = "; the code that its auto_map names is not run" if "auto_map" in config else ""
-    warnings.warn(
+    warn(
         f"{directory / 'config.json'}: {made.architecture} runs through transformers' modelling code (transformers "
         f"{made.transformers_version}), recorded as one graph without breaks{own}",
-        stacklevel=3,
     )
     return made
 

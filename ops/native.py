@@ -12,7 +12,6 @@ import math
 import mmap
 import os
 import shutil
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from compiled_llm.ops.kernel_build import (
 )
 from compiled_llm.ops.shared_library import is_whole
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
+from compiled_llm.ops.user_warnings import warn
 
 _HUGE_PAGE = 2 << 20
 _SHIPPED = ROOT / "libraries"  # in a wheel
@@ -83,7 +83,7 @@ def open_library(library: Library) -> ctypes.CDLL | None:
                 raise OSError("it is cut off")
             return ctypes.CDLL(str(directory / name))
         except OSError as error:  # a file that does not load is built again
-            warnings.warn(f"{name} does not load, so it is built again: {error}", stacklevel=2)
+            warn(f"{name} does not load, so it is built again: {error}")
     return ctypes.CDLL(str(library.build(found, directory, name)))
 
 
@@ -117,7 +117,7 @@ def _open_shipped(path: Path) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
-        warnings.warn(f"{path} came with the package and does not load here: {error}", stacklevel=2)
+        warn(f"{path} came with the package and does not load here: {error}")
         return None
 
 
@@ -172,11 +172,10 @@ def load(op: str) -> Kernels | None:
 
 def warn_of_missing_compiler(cost: str) -> None:
     """``cost``: what runs otherwise now, and how."""
-    warnings.warn(
+    warn(
         f"no C++ compiler found (looked for {os.environ.get('CXX', 'g++')!r}): {cost}. Install one (Debian, Ubuntu: "
         "apt install g++) or point CXX at it.",
         MissingCompilerWarning,
-        stacklevel=4,
     )
 
 

@@ -15,7 +15,6 @@ import random
 import shlex
 import sys
 import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_llm.ops.shared_library import is_whole
+from compiled_llm.ops.user_warnings import warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SETTINGS = ("torch._inductor.config", "torch._functorch.config", "torch.compiler.config")
@@ -383,7 +383,7 @@ def whole_libraries() -> Iterator[None]:
         with FileLock(lock, timeout=cache.LOCK_TIMEOUT):
             for path in [Path(one.get_target_file_path()) for one in builders]:
                 if path.suffix in (".so", ".o") and path.exists() and not is_whole(path):
-                    warnings.warn(f"{path} is cut off, so it is built again", stacklevel=2)
+                    warn(f"{path} is cut off, so it is built again")
                     path.unlink()
         before[1](lock, builders)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from compiled_llm import EngineConfig, SamplingParams
+from compiled_llm.__main__ import main
 from compiled_llm.command_line import (
     FlagParser,
     add_engine_arguments,
@@ -123,6 +124,110 @@ def test_defaults_hold_for_the_flags_that_are_not_given() -> None:
     assert sampling_arguments(args) == {"temperature": 1.0, "top_k": 0}
     params = sampling_params(args, temperature=0.5, top_k=20, top_p=0.9)
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (1.0, 0, 0.9, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "given"),
+    [
+        (["--seed", "1", "--modle", "DIR"], "unknown flag --modle: did you mean '--model'?", "--modle DIR"),
+        (["--modle=DIR"], "unknown flag --modle: did you mean '--model'?", "--modle=DIR"),
+        (["--seed", "x", "--n", "2"], "argument --seed: invalid int value: 'x'", "--seed x"),
+        (["--n"], "argument --n: expected one argument", "--n"),
+        (
+            ["--cuda-graphs", "manul"],
+            "argument --cuda-graphs: must be one of auto, manual, programmatic, trees, given 'manul': "
+            "did you mean 'manual'?",
+            "--cuda-graphs manul",
+        ),
+        (["a b.txt", "c"], "'a b.txt' c belongs to no flag: give each value after its flag", "'a b.txt' c"),
+        (
+            ["--seed", "1", "--max-num-seqs", "0"],
+            "max_num_seqs must be an integer from 1 to 281474976710656, given 0",
+            "--max-num-seqs 0",
+        ),
+        (
+            ["--target-itl-ms", "2", "--no-enable-chunked-prefill"],
+            "target_itl_ms must be None without chunked prefill (a prompt is one step then), given 2.0",
+            "--target-itl-ms 2",
+        ),
+        (["--n", "2"], "what my check says", "--n 2"),
+        ([], "what my check says", "nothing"),
+    ],
+)
+def test_an_error_is_three_lines_what_where_and_what_to_do(
+    arguments: list[str], error: str, given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = FlagParser(prog="bench_it.py")
+    add_engine_arguments(parser)
+    add_sampling_arguments(parser)
+    monkeypatch.setattr(sys, "argv", ["scripts/bench_it.py", *arguments])
+
+    def check(args: argparse.Namespace) -> None:
+        engine_config(args)
+        raise ValueError("what my check says")
+
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_checked(check)
+    assert capsys.readouterr().err.splitlines() == [
+        f"bench_it.py: error: {error}",
+        f"  given: {given}",
+        "  see:   python scripts/bench_it.py --help",
+    ]
+
+
+def test_a_misspelt_flag_is_told_before_the_one_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = FlagParser(prog="it")
+    parser.add_argument("--input", required=True)
+    parser.add_argument("rest", nargs="*")
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["--inptu=a b", "c"])
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "it: error: unknown flag --inptu: did you mean '--input'?",
+        "  given: '--inptu=a b' c",
+    ]
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([])
+    assert "the following arguments are required: --input" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="0"):
+        parser.parse_args(["--inptu", "--help"])
+    assert parser.parse_args(["--input", "a", "--", "--inptu"]).rest == ["--inptu"], "flags of another program"
+    assert parser.parse_args(["--input", "-- a"]).input == "-- a", "a text"
+
+
+def test_engine_arguments_are_checked_without_a_check_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = FlagParser(prog="it")
+    add_engine_arguments(parser)
+    monkeypatch.setattr(sys, "argv", ["it", "--dtype", "int3"])
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_checked()
+    assert capsys.readouterr().err.splitlines()[1:] == ["  given: --dtype int3", "  see:   it --help"]
+
+
+def test_a_long_command_line_is_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        parse("--qqq", "x" * 10**6)
+    assert len(capsys.readouterr().err) < 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said", "given"),
+    [
+        (["btach", "--model", "D"], "'btach': did you mean 'batch'?", "btach --model D"),
+        (["serve"], "'serve'", "serve"),
+        ([], "none", "nothing"),
+    ],
+)
+def test_a_wrong_command_is_answered_alike(
+    arguments: list[str], said: str, given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"compiled-llm: error: the command must be batch, given {said}",
+        f"  given: {given}",
+        "  see:   compiled-llm --help",
+    ]
 
 
 def test_no_flag_may_be_abbreviated() -> None:

@@ -109,6 +109,12 @@ def test_flags_of_all_scripts_are_written_out() -> None:
     assert {"flags.py", "tune_buckets.py", "workloads.py"} < set(parsers)
 
 
+def test_warnings_are_given_in_one_file() -> None:
+    """Which finds the user's line. A number of frames, ``stacklevel``, is right for one way to the call alone."""
+    callers = {path.name for path in FILES if re.search(r"warnings\.warn(_explicit)?\(|stacklevel", path.read_text())}
+    assert callers == {"user_warnings.py"}
+
+
 def test_torch_compile_is_called_in_one_file() -> None:
     package = [path for path in FILES if "scripts" not in path.parts]
     assert {path.name for path in package if "torch.compile(" in path.read_text()} == {"compiler.py"}

@@ -17,7 +17,6 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -31,6 +30,7 @@ from compiled_llm.hardware import hardware
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops import native
 from compiled_llm.ops.torch_private import compiler_settings
+from compiled_llm.ops.user_warnings import warn
 
 _PACKAGE = Path(__file__).parents[1]
 # Files whose text decides what is traced: after a change of any of them no entry is found.
@@ -110,7 +110,7 @@ class CompileCache:
             write_whole(path, hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
         except OSError as error:
             self._unwritten[path] = Entry(**json.loads(line), payload=payload)
-            warnings.warn(f"{key['function']} is not kept, the next start compiles it again: {error}", stacklevel=2)
+            warn(f"{key['function']} is not kept, the next start compiles it again: {error}")
             return
         self._note(path)
 

@@ -2,12 +2,12 @@
 
 import os
 import tempfile
-import warnings
 from pathlib import Path
 
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.ops.torch_private import cache_dir, default_cache_dir
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
+from compiled_llm.ops.user_warnings import warn
 
 
 def use_own_cache_directory() -> None:
@@ -25,7 +25,7 @@ def use_own_cache_directory() -> None:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own / "inductor")
         else:
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled_llm_")
-            warnings.warn(f"{own} may not be written to: compiled code goes to a temporary directory", stacklevel=3)
+            warn(f"{own} may not be written to: compiled code goes to a temporary directory")
     inductor = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     make_directory(inductor)
     if own not in inductor.parents:

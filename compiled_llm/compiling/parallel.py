@@ -5,13 +5,13 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from compiled_llm.child_process import with_package
 from compiled_llm.compiling.cache import CompileCache, Fields, code_settings
 from compiled_llm.compiling.messages import Built, Job, receive, send
+from compiled_llm.ops.user_warnings import at_callers_line, warn
 from compiled_llm.progress import StartProgress
 from compiled_llm.resources import granted_cores
 
@@ -56,7 +56,7 @@ def build_missing(
         if thread.process.poll() is not None:
             del thread.process  # another one takes the next job
         if built.error:
-            warnings.warn(f"{job.name} could not be compiled beside others: {built.error}", stacklevel=2)
+            warn(f"{job.name} could not be compiled beside others: {built.error}")
         else:
             cache.store(key, built.payload, built.facts)
             cache.built[job.name] = (reason, time.perf_counter() - started)
@@ -67,7 +67,7 @@ def build_missing(
     shown = progress.stage(title, left, seconds=seconds, found=len(jobs) - len(missing))
     try:
         with shown as stage, ThreadPoolExecutor(workers) as pool:
-            list(pool.map(build, missing))
+            list(pool.map(at_callers_line(build), missing))
     finally:
         for process in processes:
             process.kill()

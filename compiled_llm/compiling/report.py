@@ -56,6 +56,9 @@ class CompileReport:
         """How many functions have ``outcome`` as their ``cache``."""
         return sum(report.cache == outcome for report in self.reports)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         titles = ("graph", "graphs", "breaks", "recompiles", "seconds", "of which C++", "cache", "CUDA graph MiB")
         table = [titles, *map(_cells, self.reports)]

@@ -54,6 +54,9 @@ class PreparedRequest:
     score_start: int | None = None
     is_used: bool = False
 
+    def __repr__(self) -> str:
+        return f"<PreparedRequest: {len(self.prompt.token_ids)} prompt tokens, {self.params}>"
+
 
 class Admission:
     """Makes requests for one model, in two parts. Any thread may ``prepare``, which may take long; the rest is quick.

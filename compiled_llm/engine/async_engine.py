@@ -74,6 +74,9 @@ class AsyncCompiledEngine:
         self._thread = EngineThread(make_engine)
         weakref.finalize(self, self._thread.stop).atexit = False  # at exit the thread sees to itself
 
+    def __repr__(self) -> str:
+        return f"<AsyncCompiledEngine: {self._thread.state()}>"
+
     async def __aenter__(self) -> "AsyncCompiledEngine":
         try:
             await self.ready()

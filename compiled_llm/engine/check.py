@@ -105,6 +105,9 @@ class CheckReport:
     rows: tuple[PromptCheck, ...]
     without: str | None
 
+    def __repr__(self) -> str:
+        return str(self)
+
     @property
     def agrees(self) -> bool:
         """Whether all that ran agrees."""

@@ -235,7 +235,7 @@ class CompiledEngine(StepEngine):
                             bar.update()
             finally:
                 self.abort(request_ids)
-        warn_if_all_failed(list(outputs.values()), stacklevel=3)
+        warn_if_all_failed(list(outputs.values()))
         return [outputs[request_id] for request_id in request_ids]
 
     def beam_search(
@@ -285,7 +285,7 @@ class CompiledEngine(StepEngine):
         request_ids = [self._unused_id("beam_search") for _ in items]
         outputs = self._for_each(zip(request_ids, items, strict=True), prepare, raise_on_error)
         self._run_beams(groups, outputs)
-        warn_if_all_failed(list(outputs.values()), stacklevel=2)
+        warn_if_all_failed(list(outputs.values()))
         return [outputs[request_id] for request_id in request_ids]
 
     def _run_beams(self, groups: dict[str, BeamGroup], outputs: dict[str, RequestOutput]) -> None:

@@ -15,6 +15,7 @@ from compiled_llm.engine.completions import unserved_output
 from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.engine.output_reader import OutputReader, hand_out
 from compiled_llm.engine.own_process import OwnProcess
+from compiled_llm.ops.user_warnings import at_callers_line
 
 # What the end of the interpreter waits for the step, or the start, that the engine is in the middle of.
 _EXIT_SECONDS = 10.0
@@ -54,11 +55,20 @@ class EngineThread:
         self._reason: tuple[str, BaseException | None] | None = None  # why it has ended
         self._pools = {kind: ThreadPoolExecutor(count, f"compiled_llm {kind}") for kind, count in _THREADS.items()}
         # A daemon, since the interpreter waits for other threads before it calls ``_stop_at_exit``.
-        self._thread = Thread(target=self._run, args=(make_engine,), name="compiled_llm engine", daemon=True)
+        self._thread = Thread(
+            target=at_callers_line(self._run), args=(make_engine,), name="compiled_llm engine", daemon=True
+        )
         atexit.register(self._stop_at_exit)
         self._thread.start()
 
     # -- For other threads
+
+    def state(self) -> str:
+        """The engine as text, or why there is none. Waits for nothing."""
+        if not self.started.done():
+            return "starting"
+        error = self.started.exception()
+        return f"{self.started.result()!r}" if error is None else f"not started, {type(error).__name__}: {error}"
 
     def call(self, function: Callable[[CompiledEngine], Result]) -> "Future[Result]":
         """Call ``function`` between two steps, unless the future is cancelled before.

@@ -1,8 +1,8 @@
 """A warning for calls whose requests all failed, since a program that prints the texts would print nothing."""
 
-import warnings
 from collections.abc import Sequence
 
+from compiled_llm.ops.user_warnings import warn
 from compiled_llm.outputs import RequestOutput
 
 _MAX_REASONS = 3
@@ -13,8 +13,8 @@ class RequestsFailedWarning(UserWarning):
     """All requests of one call ended with ``finish_reason="error"``; says why, and what to do."""
 
 
-def warn_if_all_failed(outputs: Sequence[RequestOutput], stacklevel: int) -> None:
-    """One warning for the whole call if each of ``outputs`` is an error; ``stacklevel`` as in ``warnings.warn``."""
+def warn_if_all_failed(outputs: Sequence[RequestOutput]) -> None:
+    """One warning for the whole call if each of ``outputs`` is an error."""
     completions = [completion for output in outputs for completion in output.outputs]
     if not completions or any(completion.finish_reason != "error" for completion in completions):
         return
@@ -22,6 +22,4 @@ def warn_if_all_failed(outputs: Sequence[RequestOutput], stacklevel: int) -> Non
     whole = "the request" if len(outputs) == 1 else f"all {len(outputs)} requests"
     if len(reasons) > _MAX_REASONS:
         reasons[_MAX_REASONS:] = [f"and {len(reasons) - _MAX_REASONS} other reasons"]
-    warnings.warn(
-        f"{whole} of this call failed: {'; '.join(reasons)}", RequestsFailedWarning, stacklevel=stacklevel + 1
-    )
+    warn(f"{whole} of this call failed: {'; '.join(reasons)}", RequestsFailedWarning)

@@ -8,11 +8,11 @@ Each field of the file is one of these:
     not served   all others, also those that transformers does not know: the start names them (``warn_of_unserved``)
 """
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 from compiled_llm.models.files import read_optional_json
+from compiled_llm.ops.user_warnings import warn
 from compiled_llm.sampling_params import SamplingParams
 
 # Field of the file -> sampling parameter. Its end-of-text ids are the model's (models/config_sizes.py).
@@ -107,10 +107,9 @@ def warn_of_unserved(directory: Path, max_model_len: int) -> None:
     if isinstance(longest, int) and longest >= max_model_len:
         del left["max_length"]  # no text is longer
     if left:
-        warnings.warn(
+        warn(
             f"{directory / 'generation_config.json'}: fields for which there is no sampling parameter are ignored: "
-            f"{listed(left):.1000}",
-            stacklevel=2,
+            f"{listed(left):.1000}"
         )
 
 

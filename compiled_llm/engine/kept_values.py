@@ -20,6 +20,7 @@ from compiled_llm.compiling.cache import write_whole
 from compiled_llm.models.files import MAX_TOKENIZER_BYTES, open_file
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.ops.trusted_paths import check_trusted, make_directory
+from compiled_llm.ops.user_warnings import warn
 
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("models/*.py", "models/fallback/*.py", "text/*.py")  # what reads the files
@@ -51,7 +52,7 @@ def kept(name: str, files: Iterable[Path], make: Callable[[], Value]) -> Value:
         _write(path, pickle.dumps(found))
     value, given = found
     for message, category in given:
-        warnings.warn(message, category, stacklevel=3)
+        warn(message, category)
     return value
 
 

@@ -15,6 +15,9 @@ class RequestStream(Iterator[RequestOutput]):
         self._advance = advance
         self._end: Callable[[], None] | None = end
 
+    def __repr__(self) -> str:
+        return f"<RequestStream: {'ended' if self._end is None else 'running'}, {len(self.outputs)} outputs not read>"
+
     def __next__(self) -> RequestOutput:
         while not self.outputs:
             if self._end is None:

@@ -99,6 +99,18 @@ class StepEngine:
         """The scheduler at work. A fault in it is survived with a new one."""
         return self._core.scheduler
 
+    def __repr__(self) -> str:
+        """One line. An engine that failed to start has it too, for whoever debugs that."""
+        model = self.config.model or "the bundled model" if hasattr(self, "config") else "without a model"
+        if not hasattr(self, "_ids"):
+            return f"<{type(self).__name__} {model}: not started>"
+        runner = self.runner
+        sizes = ", ".join(map(str, runner.limits.decode_bucket_sizes))
+        kv_cache = f"{self.scheduler.pool.num_blocks:,} KV blocks of {runner.limits.block_size} tokens"
+        where = f"{str(runner.dtype).removeprefix('torch.')} on {runner.device}"
+        state = "closed" if self._closed else "open"
+        return f"<{type(self).__name__} {model}: {where}, buckets {sizes}, {kv_cache}, {state}>"
+
     def __enter__(self) -> Self:
         return self
 

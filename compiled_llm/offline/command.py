@@ -24,9 +24,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from compiled_llm.command_line import engine_config, errors_end, sampling_params
+from compiled_llm.command_line import errors_end
 from compiled_llm.offline.file_checks import check_files, check_writable
-from compiled_llm.offline.flags import DEFAULT_SAMPLING, parse_arguments
+from compiled_llm.offline.flags import parse_arguments
 from compiled_llm.offline.manifest import manifest_path
 from compiled_llm.offline.process import GuardedStream, StopSignals
 
@@ -43,8 +43,6 @@ def main(program: str, arguments: Sequence[str] | None = None) -> int:
                 if args.mode_text is not None and not args.quiet:
                     print(args.mode_text)
                 with errors_end(program):
-                    engine_config(args)
-                    sampling_params(args, **DEFAULT_SAMPLING)
                     manifest = None if args.output is None else manifest_path(args.output)
                     written = {"--output": args.output, "the manifest of --output": manifest, "--trace": args.trace}
                     check_files(args.input or (), written, args.report)

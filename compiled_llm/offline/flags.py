@@ -6,8 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from compiled_llm.command_line import FlagParser, add_engine_arguments, add_sampling_arguments, sampling_arguments
-from compiled_llm.offline.modes import MODES, as_flags, mode_arguments
+from compiled_llm.command_line import (
+    FlagParser,
+    add_engine_arguments,
+    add_sampling_arguments,
+    engine_config,
+    sampling_arguments,
+    sampling_params,
+)
+from compiled_llm.offline.modes import MODES, as_flags, faster_but_rounded, mode_arguments
 
 DEFAULT_SAMPLING = {"max_tokens": 64, "temperature": 0.7}  # unless flags or the checkpoint give others
 CHECKED_ROWS = 4
@@ -56,6 +63,9 @@ def parse_arguments(program: str, arguments: Sequence[str] | None) -> argparse.N
         given = getattr(args, name)
         if given is not None and not least <= given <= most:
             parser.error(f"--{name.replace('_', '-')} must be from {least} to {most}, given {given}")
+    with parser.ending_errors():
+        engine_config(args)
+        sampling_params(args, **DEFAULT_SAMPLING)
     return args
 
 
@@ -65,7 +75,11 @@ def _with_mode(parser: FlagParser, arguments: Sequence[str] | None, args: argpar
     parser.set_defaults(**of_mode)
     args = parser.parse_args(arguments)
     set_by_mode = {name: value for name, value in of_mode.items() if getattr(args, name) == value}
-    args.mode_text = f"--mode {args.mode}: {as_flags(set_by_mode) or 'as without it'}"
+    lines = [
+        f"--mode {args.mode}: {as_flags(set_by_mode) or 'as without it'}",
+        faster_but_rounded(args.mode, vars(args)),
+    ]
+    args.mode_text = "\n".join(filter(None, lines))
     return args
 
 
@@ -118,10 +132,12 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--mode",
         choices=MODES,
-        help="engine arguments that go together, shown as flags at the start; flags that are given go before",
+        help="sizes that go together, shown as flags at the start; flags that are given go before. Results stay as "
+        "without it",
     )
     parser.set_defaults(mode_text=None)
     add("--quiet", action="store_true", help="print the summary only")
+    add("--details", action="store_true", help="print also what was compiled, what takes memory, and a long summary")
     add("--report", type=Path, metavar="DIR", help="write a report of the run there, as HTML and JSON")
     profiled = "for the report, run N steps of each bucket a second time under torch's profiler (default: 4)"
     add("--report-profile-steps", type=int, metavar="N", help=profiled)

@@ -15,7 +15,7 @@ from compiled_llm.engine.engine import CompiledEngine
 from compiled_llm.offline.progress import RowResult, RunProgress
 from compiled_llm.offline.rows import Row
 from compiled_llm.offline.serving import RowIterator, RowServer, RowSource
-from compiled_llm.offline.summary import engine_rows
+from compiled_llm.offline.summary import detailed_rows, engine_rows, one_of_many
 from compiled_llm.report import machine_limits
 from compiled_llm.report.report import RunReport
 
@@ -89,7 +89,10 @@ class LocalEngine:
         is_written = self._write(report)
         if args.report is not None and is_written:
             print(f"\nReport: {args.report / 'report.html'}")
-        return engine_rows(engine, report, self._start_seconds), is_written
+        if args.details:
+            return detailed_rows(engine, report, self._start_seconds), is_written
+        rows = engine_rows(engine, report, self._start_seconds)
+        return one_of_many(rows) if args.workers > 1 or args.ray is not None else rows, is_written
 
     def _write(self, report: RunReport) -> bool:
         """Whether the report and the trace were written, where they are asked for."""

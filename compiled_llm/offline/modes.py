@@ -1,4 +1,7 @@
-"""Modes by name: engine arguments that go together, for short answer times or for many tokens a second."""
+"""Modes by name: sizes that go together, for short answer times or for many tokens a second.
+
+A mode sets sizes alone, so the results are those without it. What rounds weights or the KV cache is asked for by name.
+"""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -17,8 +20,8 @@ _SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "cuda": {"bucket_sizes": (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), "max_num_batched_tokens": 8192},
     },
 }
-# Weights and activations in 8 bits, and the cache too: half the bytes of a decode, and faster products of prompts.
-_PRECISION = {"quantization": "int8_w8a8", "kv_cache_dtype": "int8"}
+# What makes the steps of most models faster and changes results a little: named to the user, and never set by a mode.
+_FASTER_FLAGS = {"quantization": "int8_w8a8", "kv_cache_dtype": "int8"}
 
 
 def mode_arguments(mode: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
@@ -26,10 +29,23 @@ def mode_arguments(mode: str, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
 
     Args:
         mode: "low-latency": few requests at once and small steps, so that each token comes soon; "high-throughput":
-            many requests at once and large steps; "balanced": in between, with nothing rounded.
+            many requests at once and large steps; "balanced": in between.
         device: what the engine runs on.
     """
-    return {**_SIZES[mode][device], **({} if mode == "balanced" else _PRECISION)}
+    return dict(_SIZES[mode][device])
+
+
+def faster_but_rounded(mode: str, given: Mapping[str, Any]) -> str:
+    """A line that names the flags which trade accuracy for more of what ``mode`` is for; empty where there are none.
+
+    Args:
+        given: engine arguments; those that round already are not named.
+    """
+    defaults = {"quantization": None, "kv_cache_dtype": "auto"}
+    left = {name: value for name, value in _FASTER_FLAGS.items() if given[name] == defaults[name]}
+    if mode == "balanced" or not left:
+        return ""
+    return f"{as_flags(left)} may be faster still with a large model, and changes the results a little"
 
 
 def as_flags(arguments: Mapping[str, Any]) -> str:

@@ -33,10 +33,15 @@ class OrderGain:
     given: int = 0
     served: int = 0
 
+    @property
+    def is_worth_saying(self) -> bool:
+        """Whether the order brought a percent or more."""
+        return self.served - self.given >= 0.01 * max(1, self.characters)
+
     def __str__(self) -> str:
         whole = max(1, self.characters)
         given, served = self.given / whole, self.served / whole
-        return f"prompts have {served:.0%} in common with the one before, in the given order {given:.0%}"
+        return f"{served:.0%} of a prompt is as in the one served before it; in the order of the input {given:.0%}"
 
 
 def ordered_for_speed(rows: Iterator[Row], window: int, most_tokens: int | None, gain: OrderGain) -> Iterator[Row]:

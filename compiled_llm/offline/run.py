@@ -74,22 +74,23 @@ def run(program: str, args: argparse.Namespace, stdout: GuardedStream, signals: 
             files.callback(engine.close)
         with errors_end(program, (RuntimeError,), status=1):
             engine.prepare_report()
-        if not args.quiet:
+        if args.details and not args.quiet:
             print(engine.describe_start(), flush=True)
-        if stdout.failure is not None and output is None:
-            return 1  # no output is possible; main() prints the reason
         if manifest is not None:
             write_manifest(manifest_path(args.output), manifest)
         gain = OrderGain()
         rows = ordered_for_speed(itertools.chain([first], rows), args.order_window, sampling["max_tokens"], gain)
         results = Results(output, not args.quiet, progress)
-        serve(engine, reader, rows, results, signals, args)
+        serve(engine, reader, rows, results, signals, stdout, args)
+        if stdout.failure is not None and output is None:
+            return 1  # no output is possible; main() prints the reason
         reader.check_unchanged()
         if signals.number is None:
             put_in_order(program, args, output)
 
         engine_rows, is_written = engine.finish()
-    print_summary({**run_rows(progress, sampling_text), "order": str(gain), **engine_rows})
+    order = {"order": str(gain)} if args.details or gain.is_worth_saying else {}
+    print_summary({**run_rows(progress, sampling_text), **order, **engine_rows})
     print_failures(progress, output)
     if signals.number is not None:
         if output is not None:
@@ -122,17 +123,25 @@ def serve(
     rows: Iterator[Row],
     results: Results,
     signals: StopSignals,
+    stdout: GuardedStream,
     args: argparse.Namespace,
 ) -> None:
     """Serve ``rows`` until they end, or until a signal comes and those that run have ended.
+
+    Without an output file a failure of ``stdout``, where the results go then, does the same.
 
     Raises:
         EngineFaultsError: faults of a kind ended more rows than ``--max-faults`` allows.
         OSError: the input cannot be read any further, or the output not be written.
     """
     progress, started, observed = results.progress, time.monotonic(), 0.0
-    with signals.gracefully(), Display(sys.stderr, shown=args.progress != "off") as display:
-        for result in engine.serve(rows, lambda: signals.number is not None):
+
+    def is_stopped() -> bool:
+        return signals.number is not None or (args.output is None and stdout.failure is not None)
+
+    display = Display(sys.stderr, shown=args.progress != "off")
+    with signals.gracefully(), contextlib.closing(results), display:
+        for result in engine.serve(rows, is_stopped):
             if result is not None:
                 results.add(result)
             if result is not None and result.error is not None:
@@ -141,7 +150,7 @@ def serve(
             if now - observed >= _OBSERVE_SECONDS:
                 observed = now
                 results.sync_if_due()
-                progress.seconds, progress.stopping = now - started, signals.number is not None
+                progress.seconds, progress.stopping = now - started, is_stopped()
                 progress.total, progress.total_is_estimate = reader.total_rows()
                 engine.observe(progress)
                 display.update(progress)

@@ -18,7 +18,6 @@ import math
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +26,7 @@ import torch
 from compiled_llm import hardware as machine
 from compiled_llm.compiling.cache import write_whole
 from compiled_llm.ops import native
+from compiled_llm.ops.user_warnings import warn
 from compiled_llm.report import cpu_loops
 from compiled_llm.resources import free_memory
 
@@ -149,7 +149,7 @@ def measured(device: torch.device, dtype: torch.dtype, *, remeasure: bool = Fals
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
     except OSError as error:
-        warnings.warn(f"the machine's limits are not kept, so they will be measured again: {error}", stacklevel=2)
+        warn(f"the machine's limits are not kept, so they will be measured again: {error}")
     return limits
 
 

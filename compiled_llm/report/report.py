@@ -26,6 +26,7 @@ from compiled_llm.compiling.report import CompileReport
 from compiled_llm.config import EngineLimits
 from compiled_llm.ops.linear import product_choices
 from compiled_llm.outputs import EngineStats
+from compiled_llm.readable import table
 from compiled_llm.report import machine_limits
 from compiled_llm.report.machine_limits import MachineLimits
 from compiled_llm.report.page import page
@@ -68,6 +69,15 @@ class StepsReport:
     peak_share: float | None
     device_shares: Shares | None
 
+    def __repr__(self) -> str:
+        return f"StepsReport of {self.name}: {self.line()}"
+
+    def line(self) -> str:
+        """``64 steps, 2,016 tokens in 0.81 s; 6% padding; 38% of the machine's limit``."""
+        limit = "" if self.limit_share is None else f"; {self.limit_share:.0%} of the machine's limit"
+        counts = f"{self.num_steps:,} step{'s' * (self.num_steps != 1)}, {self.num_tokens:,} tokens"
+        return f"{counts} in {self.seconds:.2f} s; {self.padding_share:.0%} padding{limit}"
+
     @property
     def bytes_per_second(self) -> float:
         return self.bytes / self.seconds if self.seconds else 0.0
@@ -85,6 +95,8 @@ class StepsReport:
 @dataclasses.dataclass(frozen=True)
 class RunReport:
     """What was served since the engine was created, or since ``engine.reset_report()``. Times in seconds.
+
+    ``str()`` of it is a dozen lines, ``to_dict()`` and ``write()`` give all.
 
     Attributes:
         seconds: from the first arrival to the end of the last step.
@@ -128,6 +140,26 @@ class RunReport:
     trace: dict[str, Any]
     machine: dict[str, Any]
 
+    def __repr__(self) -> str:
+        """A dozen lines, the last of which says where the rest is."""
+        stats, compiled = self.stats, self.compile_report
+        seconds = max(self.seconds, 1e-9)
+        rows = {
+            "requests": f"{self.num_finished:,} ended in {self.seconds:.2f} s",
+            "tokens": f"{stats.num_prompt_tokens:,} of prompts, {stats.num_output_tokens:,} generated: "
+            f"{stats.num_output_tokens / seconds:,.0f} a second",
+            "first token": _times(self.latencies["ttft"]),
+            "next tokens": _times(self.latencies["tpot"]),
+            **{phase.name: phase.line() for phase in self.phases},
+            "time": ", ".join(f"{name} {part / seconds:.0%}" for name, part in self.time.items()),
+            "KV cache": f"at most {stats.peak_used_blocks:,} of {stats.num_kv_blocks:,} blocks in use, "
+            f"{stats.num_preemptions:,} preemptions",
+            "prefix cache": f"{stats.prefix_hit_tokens:,} of {stats.prefix_queried_tokens:,} prompt tokens found",
+            "compiled": f"{compiled.graphs} graphs, {compiled.graph_breaks} breaks, {compiled.recompiles} recompiles",
+            "exact": f"a request's results are the same to the bit in any batch: {self.exact}",
+        }
+        return table(f"RunReport of {self.model}", rows) + '\n  write("DIR") writes all of it: HTML, JSON, a trace'
+
     def phase(self, name: str) -> StepsReport | None:
         """The phase of that name, "decode" or "prefill"; None if no such step ran."""
         return next((phase for phase in self.phases if phase.name == name), None)
@@ -157,6 +189,12 @@ class RunReport:
         (path / "report.json").write_text(json.dumps(self.to_dict(), indent=1) + "\n")
         (path / "trace.json").write_text(json.dumps(self.trace, indent=1) + "\n")
         (path / "report.html").write_text(self.page(), encoding="utf-8")
+
+
+def _times(summary: dict[str, float] | None) -> str:
+    if summary is None:
+        return "none"
+    return ", ".join(f"{name} {summary[name] * 1e3:.1f} ms" for name in ("mean", "p50", "p99"))
 
 
 def make_report(

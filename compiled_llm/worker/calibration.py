@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.ops.user_warnings import warn
 from compiled_llm.progress import StartProgress
 from compiled_llm.sampling_params import SamplingParams
 from compiled_llm.scheduling.bucket import Bucket
@@ -58,10 +58,9 @@ def worker_facts(
     bucket_seconds = measure_buckets(steps, limits, facts, progress)
     fastest = min(bucket_seconds.values()) * 1e3
     if config.target_itl_ms is not None and fastest > config.target_itl_ms:
-        warnings.warn(
+        warn(
             f"target_itl_ms={config.target_itl_ms} cannot be met beside a prompt: the fastest of "
             f"token_bucket_sizes takes {fastest:.1f} ms. Prompts run in that one; a smaller bucket would help",
-            stacklevel=6,
         )
     swap_seconds = measure_swap(steps.cache_groups(), swap_space, facts, steps.device)
     return dataclasses.replace(facts, bucket_seconds=tuple(bucket_seconds.items()), swap_seconds=swap_seconds)

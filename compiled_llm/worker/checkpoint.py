@@ -7,7 +7,6 @@ parsed once, and a tensor is read from its place in the file, into memory of its
 import json
 import math
 import os
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compiled_llm.models.files import MAX_JSON_BYTES, open_file, read_json
+from compiled_llm.ops.user_warnings import warn
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 DTYPES |= {"I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn}
@@ -170,7 +170,7 @@ def _warn_of_repeated(
     if repeated:
         places = ((one, found[one.name].path.name, "another" if one in differing else "as") for one in repeated)
         said = (f"{one.name} of {taken} ({how} in {one.path.name})" for one, taken, how in places)
-        warnings.warn(f"{directory}: of tensors that several files hold are taken: {listed(said)}", stacklevel=1)
+        warn(f"{directory}: of tensors that several files hold are taken: {listed(said)}")
 
 
 def _are_same(one: StoredTensor, other: StoredTensor) -> bool:

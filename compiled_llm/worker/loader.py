@@ -1,6 +1,5 @@
 """Model directory -> weights. Every tensor is accounted for: missing, extra and mis-shaped ones are listed by file."""
 
-import warnings
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from compiled_llm.models.reader import Stack, Wanted
 from compiled_llm.models.registry import family_of
 from compiled_llm.models.weights import Source
 from compiled_llm.ops.linear.quantized_weight import WeightFormat, quantize
+from compiled_llm.ops.user_warnings import warn
 from compiled_llm.worker.checkpoint import CheckpointError, StoredTensor, have_same_bytes, listed, locate
 from compiled_llm.worker.checkpoint_reader import CheckpointReader, OnBytes
 from compiled_llm.worker.stored_layout import difference, in_family_layout
@@ -159,7 +159,7 @@ def _check(
         raise CheckpointError(f"{directory}: the checkpoint does not match its config.json; {'; '.join(problems)}")
     if left:
         named = listed(f"{part} ({count} tensors)" for part, count in left.items())
-        warnings.warn(f"{directory}: left, since the language model has no such parts: {named}", stacklevel=3)
+        warn(f"{directory}: left, since the language model has no such parts: {named}")
 
 
 def _check_repeated(name: str, original: str, wanted: StoredPart, stored: dict[str, StoredTensor]) -> list[str]:

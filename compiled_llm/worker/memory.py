@@ -76,6 +76,9 @@ class MemoryLedger:
         """All memory of the machine or GPU where the model runs, used or not. The rows there sum up to it."""
         return sum(row.bytes for row in self.rows if row.where == self.where)
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         whole = "total of the GPU" if self.where == "device" else "total of the machine"
         rows = [*self.rows, MemoryRow(whole, self.total, self.where, "")]

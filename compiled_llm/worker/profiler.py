@@ -8,7 +8,6 @@ left out of all others.
 import re
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity
 
 from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
+from compiled_llm.ops.user_warnings import warn
 
 KINDS = ("attention", "states", "linears", "sampling", "everything else")
 
@@ -80,9 +80,7 @@ class StepProfiler:
 
         events = profiled_events(run, self._on_gpu)
         if self._on_gpu and not kernels_of(events):
-            warnings.warn(
-                f"the profile of {bucket_name} has no kernel: how its time divides is not known", stacklevel=2
-            )
+            warn(f"the profile of {bucket_name} has no kernel: how its time divides is not known")
         seconds = seconds_by_kind(events, self._on_gpu)
         self._seconds.setdefault(bucket_name, []).append(seconds)
         self.num_steps[bucket_name] = self.num_steps.get(bucket_name, 0) + 1

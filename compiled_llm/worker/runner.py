@@ -299,7 +299,7 @@ class ModelRunner(Worker):
         took = f"weights {times.weights:.1f} s, C++ kernels {times.kernels:.1f} s, {compiled} in {times.compile:.1f} s"
         published = self.model_config.published
         weights = f"; checkpoint: {described(json.loads(published))}" if published else ""
-        return f"{took}; model: {code_of(self.model_config)}{weights}; exact: {self.exact}"
+        return f"{took}; model: {code_of(self.model_config)}{weights}; same results in any batch: {self.exact}"
 
     def compiled_files(self) -> list[Path]:
         """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""

@@ -1,7 +1,6 @@
 """The angles of rotary position embeddings (Su et al., 2021); ``ops.rope`` rotates by them."""
 
 import math
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -16,6 +15,7 @@ from compiled_llm.models.rope_config import (
     Rope,
     YarnRopeScaling,
 )
+from compiled_llm.ops.user_warnings import warn
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, length: int) -> Tensor:
@@ -114,11 +114,10 @@ def rope_table(rope: Rope, head_dim: int, length: int, device: torch.device) -> 
 def _warn_of_long_factors(rope: Rope, length: int) -> None:
     if isinstance(rope.scaling, LongRopeScaling) and length > rope.scaling.original_max_position_embeddings:
         original = int(rope.scaling.original_max_position_embeddings)
-        warnings.warn(
+        warn(
             f"max_model_len={length} is longer than original_max_position_embeddings={original}: all texts are "
             f"computed with the long_factor of config.json, short ones too. With max_model_len={original} they are "
             "computed with its short_factor",
-            stacklevel=2,
         )
 
 

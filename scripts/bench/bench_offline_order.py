@@ -79,7 +79,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         rows = Path(directory) / "rows.jsonl"
         write_rows(rows, args)
-        common = ["--input", str(rows), "--quiet", "--max-tokens", str(args.max_tokens), "--temperature", "0"]
+        common = [
+            "--input",
+            str(rows),
+            "--quiet",
+            "--details",
+            "--max-tokens",
+            str(args.max_tokens),
+            "--temperature",
+            "0",
+        ]
         common += ["--ignore-eos", "--num-kv-blocks", str(args.num_kv_blocks), "--bucket-sizes", "1,8,32"]
         common += ["--enforce-eager"] * args.enforce_eager
         seconds: dict[str, list[float]] = {"given": [], "ordered": []}
@@ -90,7 +99,7 @@ def main() -> None:
                 taken, summary = run([*common, "--order-window", window, "--output", str(output)])
                 seconds[name].append(taken)
                 lines[name] = set(output.read_text().splitlines())
-                for row in ("order", "prefix cache", "steps", "throughput"):
+                for row in ("order", "prefix cache", "steps", "tokens"):
                     print(next(line for line in summary.split("\n") if line.startswith(f"  {row} ")))
                 print(f"{name}: {taken:.1f} s", flush=True)
     assert lines["given"] == lines["ordered"], "the same results"

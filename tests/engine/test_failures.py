@@ -21,7 +21,7 @@ def output(*reasons: str | None) -> RequestOutput:
     "outputs", [[], [output(None)], [output("bad"), output(None)], [output("bad", None)], [output(None, None)]]
 )
 def test_nothing_is_said_unless_all_failed(outputs: list[RequestOutput]) -> None:
-    warn_if_all_failed(outputs, 1)  # a warning would be an error here
+    warn_if_all_failed(outputs)  # a warning would be an error here
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_nothing_is_said_unless_all_failed(outputs: list[RequestOutput]) -> None
 )
 def test_one_warning_with_the_reasons(outputs: list[RequestOutput], message: str) -> None:
     with pytest.warns(RequestsFailedWarning) as caught:
-        warn_if_all_failed(outputs, 1)
+        warn_if_all_failed(outputs)
     (warning,) = caught
     assert str(warning.message) == message
     assert warning.filename == __file__
@@ -50,4 +50,4 @@ def test_it_can_be_silenced_by_its_class() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.simplefilter("ignore", RequestsFailedWarning)
-        warn_if_all_failed([output("bad")], 1)
+        warn_if_all_failed([output("bad")])

@@ -49,7 +49,7 @@ def test_rows_of_one_prefix_follow_each_other() -> None:
     starts = [each.prompt["prompt"][:1000] for each in found if each.prompt is not None]
     assert len(list(itertools.groupby(starts))) == 4
     assert gain.served > 0.9 * gain.characters > 0.3 * gain.characters > gain.given
-    assert "in common with the one before" in str(gain)
+    assert "as in the one served before it" in str(gain)
     given = OrderGain()
     assert list(ordered_for_speed(iter(rows), 1, 16, given)) == rows
     assert given.given == given.served == gain.given

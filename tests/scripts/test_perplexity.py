@@ -53,12 +53,12 @@ def text(tmp_path: Path) -> Path:
 def run(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str | Path
 ) -> dict:
-    """The JSON line; of a run that ends early, its status and its last line."""
+    """The JSON line; of a run that ends early, its status and what it says on stderr."""
     monkeypatch.setattr(sys, "argv", ["perplexity.py", *map(str, words), *ENGINE])
     try:
         status = script.main()
     except SystemExit as early:
-        return {"status": early.code, "error": capsys.readouterr().err.splitlines()[-1]}
+        return {"status": early.code, "error": capsys.readouterr().err}
     assert status == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 

@@ -82,7 +82,7 @@ def test_an_engine_says_whether_it_is_exact(capfd: pytest.CaptureFixture[str]) -
     with CompiledEngine(exact=True, **sizes) as engine:
         assert engine.report(measure_limits=False).exact == "yes"
         assert "Exact: yes." in engine.report(measure_limits=False).page()
-    assert "; exact: yes\n" in capfd.readouterr().err
+    assert "; same results in any batch: yes\n" in capfd.readouterr().err
     with CompiledEngine(logits_transforms=[Plain()], **sizes) as engine:
         assert engine.report(measure_limits=False).exact.startswith("no (logits_transforms are compiled")
     with pytest.raises(ValueError, match="leave logits_transforms out"):

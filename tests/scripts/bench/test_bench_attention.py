@@ -300,7 +300,7 @@ def test_a_plot_without_matplotlib_is_refused_before_the_run(
         (["--decode", "0x8"], "at least 1"),
         (["--decode", "8x0"], "at least 1"),
         (["--decode", "1x8,"], "'1x8,'"),
-        (["--decode", "-1x8"], "BATCHxCONTEXT"),
+        (["--decode", "-1x8"], "unknown flag -1x8"),
         (["--prefill", "512"], "TOKENS+CONTEXT"),
         (["--prefill", "0+512"], "at least 1"),
         (["--prefill", "0x4+512"], "at least 1"),

@@ -1,0 +1,67 @@
+"""``repr`` of the objects that a user prints: what is as by default is left out, and long values are cut."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+_MAX_TEXT = 200  # characters of a text
+_MAX_ITEMS = 16  # of a list or a dict of plain values
+_MAX_NESTED = 4  # of those whose items are lists, dicts or objects
+
+
+def readable_repr(instance: Any) -> str:
+    """The ``__repr__`` of a dataclass, ``Name(field=value, ...)``.
+
+    Fields with the value of their default are left out. Of a long text the beginning is shown, of a long list the first
+    items, each with how much there is.
+    """
+    shown = (
+        f"{field.name}={_brief(getattr(instance, field.name))}"
+        for field in dataclasses.fields(instance)
+        if field.repr and not _is_default(field, getattr(instance, field.name))
+    )
+    return f"{type(instance).__name__}({', '.join(shown)})"
+
+
+def table(title: str, rows: Mapping[str, str]) -> str:
+    """``title``, and a line for each row, the texts below each other."""
+    width = max(map(len, rows), default=0)
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in rows.items())])
+
+
+def _is_default(field: dataclasses.Field, value: Any) -> bool:
+    if field.default is dataclasses.MISSING:
+        return False
+    # A check may make an empty tuple of None.
+    return bool(type(value) is type(field.default) and value == field.default) or (
+        field.default is None and value == ()
+    )
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, str | bytes) and len(value) > _MAX_TEXT:
+        unit = "characters" if isinstance(value, str) else "bytes"
+        return f"{value[:_MAX_TEXT]!r}... ({len(value):,} {unit})"
+    if type(value) is list:
+        return f"[{_items(value, len(value))}]"
+    if type(value) is tuple:
+        return f"({_items(value, len(value))}{',' * (len(value) == 1)})"
+    if type(value) is dict:
+        pairs = (f"{_brief(key)}: {_brief(item)}" for key, item in value.items())
+        return f"{{{_joined(pairs, len(value), _most(value.values()))}}}"
+    return repr(value)
+
+
+def _items(values: Iterable[Any], count: int) -> str:
+    return _joined(map(_brief, values), count, _most(values))
+
+
+def _most(values: Iterable[Any]) -> int:
+    first = next(iter(values), None)
+    return _MAX_ITEMS if first is None or isinstance(first, str | bytes | int | float) else _MAX_NESTED
+
+
+def _joined(texts: Iterable[str], count: int, most: int) -> str:
+    # One item beyond the most is shorter than the words that say so.
+    shown = [text for _, text in zip(range(count if count <= most + 1 else most), texts, strict=False)]
+    return ", ".join(shown if len(shown) == count else [*shown, f"... {count:,} in all"])
