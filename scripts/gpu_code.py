@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # the package may not be installed
 
 from compiled_llm.command_line import FlagParser  # noqa: E402
+from compiled_llm.gpu_packages import check_triton  # noqa: E402
 from compiled_llm.ops import native  # noqa: E402
 
 _FIRST = re.compile(r"^(?!triton_)")  # kernels by their own names; Inductor's begin so
@@ -85,7 +86,7 @@ def main() -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--megabytes", type=int, default=64, help="of text, before it is packed (default: 64)")
-    args = parser.parse_checked(lambda args: None, megabytes=1)
+    args = parser.parse_checked(lambda args: check_triton("gpu_code.py"), megabytes=1)
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
