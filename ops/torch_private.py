@@ -12,6 +12,7 @@ import importlib.util
 import os
 import random
 import shlex
+import shutil
 import sys
 import threading
 import warnings
@@ -331,15 +332,21 @@ def plain_vectors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def headers_in_cache() -> Iterator[None]:
-    """Let Inductor keep its precompiled headers beside its libraries, and not in a place that others can guess."""
+    """Let Inductor keep its precompiled headers beside its libraries, and not in a place that others can guess.
+
+    It names them by a digest that the program openssl makes: where there is none, it does without such headers.
+    """
     import torch._inductor.codecache  # takes a second, so only when something is compiled
 
+    settings = torch._inductor.config
+    precompiles = settings.cpp_cache_precompile_headers and shutil.which("openssl") is not None
     before = torch._inductor.codecache._HEADER_DIR, torch._inductor.codecache._HEADER_LOCK_DIR
     directory = os.path.join(cache_dir(), "precompiled_headers")
     torch._inductor.codecache._HEADER_DIR = directory
     torch._inductor.codecache._HEADER_LOCK_DIR = os.path.join(directory, "locks")
     try:
-        yield
+        with settings.patch(cpp_cache_precompile_headers=precompiles):
+            yield
     finally:
         torch._inductor.codecache._HEADER_DIR, torch._inductor.codecache._HEADER_LOCK_DIR = before
 
