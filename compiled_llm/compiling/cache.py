@@ -121,12 +121,19 @@ class CompileCache:
         return reason(differences(nearest, key)) or "the stored file is gone"
 
     def stored(self, name: str) -> Iterator[tuple[float, Fields, Fields]]:
-        """All entries of a function's name, "*" for all: when they were last used, their keys, and facts about them."""
+        """All entries of a function's name, "*" for all, those last used first.
+
+        Of each the moment when it was used, its key, and the facts about it.
+        """
+        found = []
         for path in self.directory.glob(f"{name}-*{_SUFFIX}"):
+            with contextlib.suppress(OSError):  # another start deletes it
+                found.append((path.stat().st_mtime, path))
+        for moment, path in sorted(found, reverse=True):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
                 file.readline()
                 header = json.loads(file.readline())
-                yield path.stat().st_mtime, dict(header["fields"]), dict(header["facts"])
+                yield moment, dict(header["fields"]), dict(header["facts"])
 
 
 def engine_cache() -> CompileCache:

@@ -60,8 +60,7 @@ class _Job:
 
 def expected_start(cache: CompileCache) -> float:
     """Seconds that a process needs before it can begin to compile; 0 where none has compiled yet."""
-    known = [(moment, facts["start"]) for moment, _, facts in cache.stored("*") if "start" in facts]
-    return max(known, default=(0.0, 0.0))[1]
+    return next((facts["start"] for _, _, facts in cache.stored("*") if "start" in facts), 0.0)
 
 
 def finish_times(costs: Mapping[str, Cost], cores: int, begin: Sequence[float]) -> dict[str, float]:

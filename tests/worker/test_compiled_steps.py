@@ -4,7 +4,9 @@ import io
 from pathlib import Path
 from typing import Any
 
-from compiled_llm import CompiledEngine
+import pytest
+
+from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.keys import machine_fields
 from compiled_llm.compiling.messages import Job, receive, send
@@ -80,3 +82,27 @@ def test_a_miss_names_the_engine_argument_or_the_field_of_the_config(tmp_path: P
     assert other["sample"] == "vocab_size is 501 and was 307"
     assert "model.vocab_size is 501 and was 307" in other["step"]
     assert "and was" in other["prompt_logprobs"]
+
+
+@pytest.mark.battery
+def test_a_second_model_compiles_its_own_graphs_alone_and_gives_what_it_gives_uncompiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    sizes: dict[str, Any] = {"bucket_sizes": (1, 2), "max_model_len": 64, "num_kv_blocks": 16, "progress": "off"}
+    with CompiledEngine(str(checkpoint("llama")), **sizes) as engine:
+        assert engine.compile_report().cache_count("miss") == 5
+    greedy = SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.5, logprobs=3, prompt_logprobs=1)
+    params = [greedy, SamplingParams(temperature=1.0, seed=5, top_p=0.9, max_tokens=8, logprobs=2)]
+    prompts, outputs, directory = [[5, 6, 7], [8] * 9], [], str(checkpoint("mistral"))
+    for eager in (False, True):
+        with CompiledEngine(directory, **sizes, enforce_eager=eager) as engine:
+            found = engine.generate(prompts, params, use_tqdm=False)
+            outputs.append([(out.outputs[0].token_ids, out.outputs[0].logprobs, out.prompt_logprobs) for out in found])
+            if not eager:
+                reports = engine.compile_report().reports
+                assert {report.name for report in reports if report.cache == "hit"} == SHARED
+                (step,) = [report for report in reports if report.name == "step"]
+                assert "model.architecture is 'MistralForCausalLM' and was 'LlamaForCausalLM'" in step.reason
+    assert outputs[0] == outputs[1]
