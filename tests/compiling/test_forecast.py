@@ -122,7 +122,7 @@ def test_the_second_compile_on_a_machine_knows_within_a_quarter_how_long_it_take
     assert "about" not in stream.getvalue()
 
     machine = Machine(monkeypatch, slower)
-    build_missing(cache, [job("step", 1064), job("sample", 9)], 1, StartProgress("lines", stream))
+    build_missing(cache, [job("step", 1064), job("sample", 10)], 1, StartProgress("lines", stream))
     assert "2 (step, sample), about 27 s" in stream.getvalue()
     assert len(machine.said) > 40
     for moment, left in machine.said:
