@@ -216,7 +216,8 @@ class CompiledSteps:
         def make(function: Callable, name: str, depends: Fields, keep: bool = True) -> CompiledFunction:
             stage.next(name)
             cache = self.cache if keep else None
-            return CompiledFunction(function, name, self.device, enforce_eager, self._graph_pool, cache, depends)
+            options: dict[str, Any] = {"graph_pool": self._graph_pool, "cache": cache, "depends": depends}
+            return CompiledFunction(function, name, self.device, enforce_eager, **options)
 
         for bucket in self._recording_order():
             name = self._name(bucket)

@@ -130,8 +130,7 @@ class ModelRunner(Worker):
         self.watch: StepWatch | None = None
         use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
-        sizes_and_dtypes = self.limits, self.dtype, self.cache_dtypes
-        builds = start_builds(config, self.device, model_config, *sizes_and_dtypes, self.linears, progress)
+        builds = self._start_builds(config, progress)
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits, self.dtype)
         memory = StartMemory(
@@ -307,6 +306,10 @@ class ModelRunner(Worker):
         return _num_bytes(self.steps.kv_cache)
 
     # -- Starting
+
+    def _start_builds(self, config: EngineConfig, progress: StartProgress) -> Builds | None:
+        sizes = self.limits, self.dtype, self.cache_dtypes
+        return start_builds(config, self.device, self.model_config, *sizes, self.linears, progress)
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         started = time.perf_counter()
