@@ -26,7 +26,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": importlib.metadata.version("transformers"),
-        "triton": importlib.metadata.version("triton"),
+        **_triton(),
         **_isa(),
     }
     if device.type == "cuda":
@@ -67,6 +67,14 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         **_isa(),
     }
+
+
+def _triton() -> dict[str, str]:
+    """Its version, if it is installed: only GPUs need it."""
+    try:
+        return {"triton": importlib.metadata.version("triton")}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
 
 
 def _isa() -> dict[str, str]:

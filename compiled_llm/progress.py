@@ -27,18 +27,28 @@ class Stage:
     Args:
         weights: how long each item takes, by its name, in any unit: what is left follows from what is done.
         seconds: what the stage takes by experience; shown until some items are done, which tell more. None: unknown.
+        plan: when each item should be done by experience, seconds after the start: for items that run side by side,
+            of which the weights tell less. It takes the place of ``seconds``.
+        foreseen: whether the weights are known. If they are guesses, nothing is said of what is left.
         in_bytes: the weights are bytes, which are shown instead of items.
     """
 
     def __init__(
-        self, name: str, weights: Mapping[str, float], seconds: float | None = None, in_bytes: bool = False
+        self,
+        name: str,
+        weights: Mapping[str, float],
+        seconds: float | None = None,
+        in_bytes: bool = False,
+        plan: Mapping[str, float] | None = None,
+        foreseen: bool = True,
     ) -> None:
         self.name = name
+        self._plan, self._foreseen = plan, foreseen
         self._in_bytes = in_bytes
         self._parts: dict[str, float] = {}  # of items that are at work, how much of their weight is done
         self._lock = threading.Lock()
         self._weights = dict(weights)
-        self._seconds = seconds
+        self._seconds = seconds if plan is None else max(plan.values(), default=0.0)
         self._running: list[str] = []
         self._done: list[str] = []
         self._started = time.monotonic()
@@ -89,12 +99,21 @@ class Stage:
         The first item often pays for what is done once, so it alone is not believed.
         """
         share, spent = self.share, self._last_change - self._started
+        if not self._foreseen or (self._seconds is None and not share):
+            return None
         if self._seconds is None:
-            whole = spent / share if share else None
+            whole = spent / share
         else:
-            slower = (spent + _TRUST * self._seconds) / ((share + _TRUST) * self._seconds)
-            whole = spent + slower * self._seconds * (1 - share)
-        return None if whole is None else max(0.0, whole - self.elapsed)
+            planned = self._planned(share, self._seconds)
+            slower = (spent + _TRUST * self._seconds) / max(planned + _TRUST * self._seconds, 1e-9)
+            whole = spent + slower * (self._seconds - planned)
+        return max(0.0, whole - self.elapsed)
+
+    def _planned(self, share: float, seconds: float) -> float:
+        """When what is done should have been done."""
+        if self._plan is None:
+            return share * seconds
+        return max((self._plan.get(name, 0.0) for name in self._done), default=0.0)
 
     def head(self) -> str:
         if self._in_bytes:
@@ -135,6 +154,8 @@ class StartProgress:
         weights: Mapping[str, float],
         *,
         seconds: float | None = None,
+        plan: Mapping[str, float] | None = None,
+        foreseen: bool = True,
         is_long: bool = True,
         found: int = 0,
         in_bytes: bool = False,
@@ -142,11 +163,12 @@ class StartProgress:
         """Show a stage while the block runs.
 
         Args:
-            weights, seconds, in_bytes: as ``Stage`` takes them.
+            weights, seconds, plan, foreseen, in_bytes: as ``Stage`` takes them.
             is_long: it deserves lines of its own in a log.
             found: how many more there would be, if they were not on disk already.
         """
-        stage = Stage(name, weights, seconds, in_bytes)
+        stage = Stage(name, weights, seconds, in_bytes, plan, foreseen)
+        expected = stage.remaining()
         if self._mode == "off" or not weights:
             yield stage
             return
@@ -157,7 +179,7 @@ class StartProgress:
             if is_long:
                 names = ", ".join(weights) if len(weights) <= 4 else f"{next(iter(weights))} and others"
                 known = f", {found} more found on disk" if found else ""
-                about = "" if seconds is None else f", about {seconds:.0f} s"
+                about = "" if expected is None else f", about {expected:.0f} s"
                 self.line(f"{name}: {len(weights)} ({names}){known}{about}")
             with _every(_LINE_SECONDS, lambda: self.line(f"{stage.head()}: {stage.state()}")):
                 yield stage

@@ -8,11 +8,11 @@ start that finds everything compiled.
 
 import contextlib
 import functools
-import hashlib
 import importlib.util
 import os
 import random
 import shlex
+import shutil
 import sys
 import threading
 from collections import defaultdict
@@ -77,25 +77,25 @@ def default_cache_dir() -> str:
 # -- Settings
 
 
-def compiler_settings() -> str:
-    """A digest of the compiler's settings, which environment variables (``TORCHINDUCTOR_...``) and programs change.
+def compiler_settings() -> dict[str, str]:
+    """The compiler's settings that environment variables (``TORCHINDUCTOR_...``) and programs have changed, by name.
 
     While the compiler is not imported, no program has changed them.
     """
     loaded = [sys.modules[name] for name in _SETTINGS if name in sys.modules]
-    changed = [line for module in loaded for line in _changed_settings(module)]
-    return hashlib.sha256(repr((sorted(changed), _environment_settings())).encode()).hexdigest()[:16]
+    changed = {name: value for module in loaded for name, value in _changed_settings(module).items()}
+    return changed | {f"${name}": value for name, value in _environment_settings()}
 
 
-def _changed_settings(module: Any) -> list[str]:
-    """Those with other values than they had when the module was imported."""
+def _changed_settings(module: Any) -> dict[str, str]:
+    """Those with other values than they had when the module was imported: their names with the module's, and texts."""
 
     def at_import(name: str) -> tuple[Any, ...]:
         entry = module._config[name]
         return entry.default, entry.env_value_default, entry.env_value_force
 
-    settings = module.save_config_portable().items()
-    return [f"{name}={value!r}" for name, value in settings if value not in at_import(name)]
+    settings, prefix = module.save_config_portable().items(), module.__name__.removeprefix("torch.")
+    return {f"{prefix}.{name}": repr(value) for name, value in settings if value not in at_import(name)}
 
 
 def _environment_settings() -> list[tuple[str, str]]:
@@ -238,6 +238,12 @@ def recorded_checks() -> tuple[Any, ...]:
 # -- Compiling
 
 
+def import_compiler() -> None:
+    """Import what compiling takes, which needs over two seconds: before the first function is there."""
+    import torch._dynamo
+    import torch._inductor.compile_fx
+
+
 def aot_compiled_function() -> Any:
     """The class of functions that were compiled ahead of time."""
     from torch._dynamo.aot_compile import AOTCompiledFunction
@@ -344,22 +350,35 @@ def plain_vectors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def headers_in_cache() -> Iterator[None]:
-    """Let Inductor keep its precompiled headers beside its libraries, and not in a place that others can guess."""
+    """Let Inductor keep its precompiled headers beside its libraries, and not in a place that others can guess.
+
+    It names them by a digest that the program openssl makes: where there is none, it does without such headers.
+    """
     import torch._inductor.codecache  # takes a second, so only when something is compiled
 
+    settings = torch._inductor.config
+    precompiles = settings.cpp_cache_precompile_headers and shutil.which("openssl") is not None
     before = torch._inductor.codecache._HEADER_DIR, torch._inductor.codecache._HEADER_LOCK_DIR
     directory = os.path.join(cache_dir(), "precompiled_headers")
     torch._inductor.codecache._HEADER_DIR = directory
     torch._inductor.codecache._HEADER_LOCK_DIR = os.path.join(directory, "locks")
     try:
-        yield
+        with settings.patch(cpp_cache_precompile_headers=precompiles):
+            yield
     finally:
         torch._inductor.codecache._HEADER_DIR, torch._inductor.codecache._HEADER_LOCK_DIR = before
 
 
+class CppBuilds:
+    """What the C++ compiler has built: ``libraries``, and how many CPU seconds a header took."""
+
+    libraries: int = 0
+    header_seconds: float = 0.0
+
+
 @contextlib.contextmanager
-def whole_libraries() -> Iterator[None]:
-    """Let what Inductor builds appear whole or not at all, and let it build again what is cut off.
+def whole_libraries() -> Iterator[CppBuilds]:
+    """Let what Inductor builds appear whole or not at all, build again what is cut off, and count what is built.
 
     By itself it lets the compiler write to where it looks for a library. When a build was killed there, each later
     start finds the file, and fails to load it.
@@ -370,14 +389,18 @@ def whole_libraries() -> Iterator[None]:
 
     builder: Any = torch._inductor.cpp_builder
     cache: Any = torch._inductor.codecache
-    before = builder.run_compile_cmd, cache._worker_compile_cpp
+    before, builds = (builder.run_compile_cmd, cache._worker_compile_cpp), CppBuilds()
 
     def run(command: str, cwd: str) -> None:
         words = shlex.split(command)
         target = words[words.index("-o") + 1]
         words[words.index("-o") + 1] = part = f"{target}.part"
+        children = sum(os.times()[2:4])
         before[0](shlex.join(words), cwd)
         os.replace(Path(cwd, part), Path(cwd, target))
+        if "c++-header" in words:  # it comes first, so no other compiler of this process ran beside it
+            builds.header_seconds += sum(os.times()[2:4]) - children
+        builds.libraries += "-shared" in words
 
     def build(lock: str, builders: Sequence[Any]) -> None:
         with FileLock(lock, timeout=cache.LOCK_TIMEOUT):
@@ -389,6 +412,6 @@ def whole_libraries() -> Iterator[None]:
 
     builder.run_compile_cmd, cache._worker_compile_cpp = run, build
     try:
-        yield
+        yield builds
     finally:
         builder.run_compile_cmd, cache._worker_compile_cpp = before

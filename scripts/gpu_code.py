@@ -19,6 +19,7 @@ from pathlib import Path
 from bench.own_checkout import ROOT
 
 from compiled_llm.command_line import FlagParser
+from compiled_llm.gpu_packages import check_triton
 from compiled_llm.ops import native
 
 _FIRST = re.compile(r"^(?!triton_)")  # kernels by their own names; Inductor's begin so
@@ -84,7 +85,7 @@ def main() -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--megabytes", type=int, default=64, help="of text, before it is packed (default: 64)")
-    args = parser.parse_checked(lambda args: None, megabytes=1)
+    args = parser.parse_checked(lambda args: check_triton("gpu_code.py"), megabytes=1)
     import triton
 
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

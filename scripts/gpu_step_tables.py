@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from compiled_llm.command_line import FlagParser
 from compiled_llm.config import EngineConfig
+from compiled_llm.gpu_packages import check_triton
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import parse_config
 from compiled_llm.models.registry import family_of
@@ -217,7 +218,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--processes", type=int, default=2, metavar="INT", help="cases at once")
     parser.add_argument("--page", type=Path, default=PAGE, metavar="FILE", help="to write")
-    return parser.parse_checked(processes=1)
+    return parser.parse_checked(lambda args: check_triton("gpu_step_tables.py"), processes=1)
 
 
 def main() -> int:

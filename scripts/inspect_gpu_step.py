@@ -25,6 +25,7 @@ from bench.workloads import SHAPES, engine_parser
 
 from compiled_llm.command_line import engine_config, errors_end
 from compiled_llm.config import EngineConfig, EngineLimits
+from compiled_llm.gpu_packages import check_triton
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.config_file import parse_config, read_config
 from compiled_llm.report.gpu_step.estimate import GAP_SECONDS
@@ -49,7 +50,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """``ValueError`` for what could not be read or written in the end."""
+    """``ValueError`` for what could not be compiled, read or written in the end."""
+    check_triton("inspect_gpu_step.py")
     check_target("--json", args.json)
     check_target("--picture", args.picture)
     if args.picture and args.picture.suffix not in (".png", ".svg", ".pdf"):

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
+from compiled_llm.gpu_packages import check_triton
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention import tiles as attention_tiles
 from compiled_llm.ops.attention.tiles import TileConfig
@@ -234,7 +235,7 @@ def main() -> int:
     parser.add_argument("--kv-cache-dtype", nargs="+", choices=KV_DTYPES, default=["auto", "int8"])
     parser.add_argument("--seconds", type=float, default=600, help="for all shapes together (default: 600)")
     parser.add_argument("--output", type=Path, help="file to write (default: the one that the kernels read)")
-    args = parser.parse_args()
+    args = parser.parse_checked(lambda args: check_triton("tune_attention.py"))
     if not torch.cuda.is_available():
         print("tune_attention: no CUDA GPU here (torch.cuda.is_available() is False); nothing to tune", file=sys.stderr)
         return 2

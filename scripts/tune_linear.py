@@ -35,6 +35,7 @@ from tune_attention import graph_seconds, search
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
+from compiled_llm.gpu_packages import check_triton
 from compiled_llm.models.linears.quantizing import SCHEMES
 from compiled_llm.ops.linear import product_choices, quantized_tiles
 from compiled_llm.ops.linear.product_choices import Product
@@ -208,6 +209,7 @@ def jobs(args: argparse.Namespace) -> list[Job]:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """``ValueError`` for what cannot be tuned."""
+    check_triton("tune_linear.py")
     jobs(args)
     if args.rows != sorted(set(args.rows)):
         raise ValueError(f"--rows must rise, given {' '.join(map(str, args.rows))}")

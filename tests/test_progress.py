@@ -215,11 +215,11 @@ def test_a_cold_start_names_every_graph_and_a_warm_one_none(
     stages: list[tuple[str, list[str], bool]] = []
     shown = StartProgress.stage
 
-    def stage(self, name, weights, *, seconds=None, is_long=True, found=0, in_bytes=False):  # type: ignore[no-untyped-def]
+    def stage(self, name, weights, *, is_long=True, **options):  # type: ignore[no-untyped-def]
         stages.append((name, list(weights), is_long))
         if name.startswith("compiling graphs"):
             raise RuntimeError("seen")  # what follows is what takes minutes
-        return shown(self, name, weights, seconds=seconds, is_long=is_long)
+        return shown(self, name, weights, is_long=is_long, **options)
 
     monkeypatch.setattr(StartProgress, "stage", stage)
     monkeypatch.setattr(CompileCache, "find", nothing_is_stored)

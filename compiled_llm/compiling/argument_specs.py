@@ -5,6 +5,7 @@ Arguments are nested tuples (NamedTuples among them) of tensors, None and number
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,11 @@ class TensorSpec(NamedTuple):
     device: str
     static_address: str | None
 
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{s.name}, as {s.example}" if isinstance(s, DynamicSize) else str(s) for s in self.shape)
+        fixed = "" if self.static_address is None else f", at one address ({self.static_address})"
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}] of strides {self.stride} on {self.device}{fixed}"
+
     def make(self) -> Tensor:
         """An uninitialised tensor of this kind, marked like the original. It takes no memory until it is written.
 
@@ -56,12 +62,37 @@ class SameTensor(NamedTuple):
 
     number: int
 
+    def __str__(self) -> str:
+        return f"the same tensor as number {self.number}"
+
 
 def spec_of(tensor: Tensor) -> TensorSpec:
     """The spec of one tensor; dynamic sizes are those that ``mark_dynamic_size`` marked."""
     dynamic = dynamic_sizes(tensor)
     shape = tuple(dynamic.get(dimension, size) for dimension, size in enumerate(tensor.shape))
     return TensorSpec(shape, tuple(tensor.stride()), tensor.dtype, str(tensor.device), static_address_kind(tensor))
+
+
+def described_specs(args: tuple, names: Sequence[str]) -> dict[str, str]:
+    """The specs of a function's arguments in words, by where they are, as "weights.layers[0].norm".
+
+    Arguments of equal ``specs_of``, and no others, are described alike. ``names``: those of the arguments.
+    """
+    found: dict[str, str] = {}
+
+    def describe(place: str, spec: Any, value: Any) -> None:
+        if isinstance(value, tuple):
+            found[place] = f"{spec[0]} of {len(value)}"
+            fields = [f".{name}" for name in getattr(value, "_fields", ())] or [f"[{n}]" for n in range(len(value))]
+            for field, part, item in zip(fields, spec[1:], value, strict=True):
+                describe(f"{place}{field}", part, item)
+        else:
+            found[place] = str(spec) if isinstance(spec, TensorSpec | SameTensor) else repr(spec)
+
+    specs = specs_of(args)[1:]
+    for index, (spec, value) in enumerate(zip(specs, args, strict=True)):
+        describe(names[index] if index < len(names) else f"argument {index}", spec, value)
+    return found
 
 
 def specs_of(value: Any) -> Any:

@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
-from compiled_llm.compiling.cache import code_settings, differences
 from compiled_llm.compiling.compiler import compile_ahead, to_bytes
+from compiled_llm.compiling.keys import code_settings, differences
 from compiled_llm.compiling.messages import Built, Job, receive, send
+from compiled_llm.ops.torch_private import import_compiler
 
 
 def main() -> None:
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    import_compiler()
+    start_seconds = round(time.process_time(), 2)
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no reply
     while True:
@@ -22,7 +25,8 @@ def main() -> None:
             job, settings = receive(sys.stdin.buffer)
         except EOFError:
             return
-        send(replies, _compile(job, settings))
+        built = _compile(job, settings)
+        send(replies, built._replace(facts=built.facts | {"start": start_seconds}))
 
 
 def _end_with(parent: int) -> None:

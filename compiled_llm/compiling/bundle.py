@@ -19,12 +19,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from compiled_llm.compiling.cache import differences, machine_fields
+from compiled_llm.compiling.keys import differences, machine_fields, reason
 from compiled_llm.compiling.libraries import loaded_libraries, use_own_cache_directory
 from compiled_llm.ops.native import cache_directory
 from compiled_llm.ops.trusted_paths import make_directory
 
-_FORMAT = 2
+_FORMAT = 3
 _MANIFEST = "manifest.json"
 _NAME = re.compile(r"(graphs|inductor|kernels)(/[A-Za-z0-9_][A-Za-z0-9_.-]*)+")
 _MAX_BYTES = 2**32  # of all files, unpacked, on disk
@@ -150,7 +150,7 @@ def _check_manifest(path: Path, manifest: Any, bundle: zipfile.ZipFile) -> None:
         raise ValueError(f"{path} must be of format {_FORMAT}, given {manifest.get('format')!r}: export it again")
     other = differences(manifest["machine"], machine_fields())
     if other:
-        raise ValueError(f"{path} is for another kind of machine, so it is left alone: {'; '.join(other)}")
+        raise ValueError(f"{path} is for another kind of machine, so it is left alone: {reason(other)}")
     for info in bundle.infolist():
         name = info.filename
         if name == _MANIFEST:

@@ -1,9 +1,9 @@
 """Compiled functions kept on disk, each under a readable key of everything that its code depends on.
 
 An entry is one file ``NAME-DIGEST.graph``, so that it exists whole or not at all: a line with the SHA-256 of the rest,
-a line of JSON with the key's fields, and torch's bytes. A start that finds its entries neither traces nor compiles. One
-that does not find them can tell which field was different the last time. Entries that no start used for a month are
-deleted.
+a line of JSON with the key's fields (keys.py), and torch's bytes. A start that finds its entries neither traces nor
+compiles. One that does not find them can tell which field was different the last time. Entries that no start used for a
+month are deleted.
 
 An entry is code. Only the user can write to the directory (``check_trusted``, before a start), and the only entries
 from elsewhere are those of a bundle that the user names (see bundle.py).
@@ -14,33 +14,19 @@ import dataclasses
 import hashlib
 import json
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
-import torch
-
-from compiled_llm.compiling.argument_specs import settings, specs_of
-from compiled_llm.config import EngineLimits
-from compiled_llm.hardware import hardware
-from compiled_llm.models.config import ModelConfig
+from compiled_llm.compiling.keys import Fields, differences, digest, distance, key_of, machine_fields, reason
 from compiled_llm.ops import native
-from compiled_llm.ops.torch_private import compiler_settings
 from compiled_llm.ops.user_warnings import warn
 
-_PACKAGE = Path(__file__).parents[1]
-# Files whose text decides what is traced: after a change of any of them no entry is found.
-_SOURCES = ("models/**/*.py", "ops/**/*.py", "step/*.py", "compiling/*.py")
-
-_DIGESTS = ("arguments", "code")  # fields that mean nothing to a reader
 _SUFFIX = ".graph"
 _UNUSED_SECONDS = 30 * 24 * 3600
-
-Fields = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +39,7 @@ class Entry:
 
 
 class CompileCache:
-    """Entries of one machine and one model. ``fields``: JSON, the part of the key that all functions share."""
+    """Entries of one machine. ``fields``: JSON, the part of the key that all functions share."""
 
     def __init__(self, directory: Path, fields: Fields) -> None:
         self.directory = directory
@@ -62,17 +48,9 @@ class CompileCache:
         self.used: list[Path] = []  # files of the entries that were found or stored
         self._unwritten: dict[Path, Entry] = {}  # entries that could not be written to disk, for this start alone
 
-    def key_of(self, name: str, function: FunctionType, args: tuple) -> dict[str, Any]:
-        """All fields of one function's key; its own code and the arguments' specs are digests."""
-        closed_over = [_text(cell.cell_contents) for cell in function.__closure__ or ()]
-        defaults = [*map(_text, function.__defaults__ or ()), *map(_text, (function.__kwdefaults__ or {}).items())]
-        code = {"code": _code(function.__code__), "closed_over": closed_over, "defaults": defaults}
-        return {
-            "function": name,
-            **self.fields,
-            "code": digest(code)[:16],
-            "arguments": hashlib.sha256(repr(specs_of(args)).encode()).hexdigest()[:16],
-        }
+    def key_of(self, name: str, function: FunctionType, args: tuple, depends: Fields) -> dict[str, Any]:
+        """The function's key (``keys.key_of``). ``depends``: JSON, its own part beside the one that all share."""
+        return key_of(name, function, args, {**self.fields, **json.loads(json.dumps(dict(depends)))})
 
     def find(self, key: Fields) -> Entry | str:
         """The entry of a key, or the reason why there is none."""
@@ -96,6 +74,11 @@ class CompileCache:
             os.utime(path)
         self._note(path)
         return Entry(header["fields"], header["facts"], payload)
+
+    def lacks(self, name: str, depends: Fields) -> bool:
+        """Whether no entry of a function's name has these fields and those that all share, whatever its arguments."""
+        wanted = {**self.fields, **json.loads(json.dumps(dict(depends)))}
+        return not any(wanted.items() <= fields.items() for _, fields, _ in self.stored(name))
 
     def store(self, key: Fields, payload: bytes, facts: Fields) -> None:
         """Keep a compiled function. ``facts``: JSON values about it that are no part of the key.
@@ -131,83 +114,31 @@ class CompileCache:
 
     def _reason(self, key: Fields) -> str:
         """Why there is no entry: the differences to the most similar entry of the same function."""
-        stored = []
-        for path in self.directory.glob(f"{key['function']}-*{_SUFFIX}"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
-                file.readline()
-                stored.append(dict(json.loads(file.readline())["fields"]))
+        stored = [fields for _, fields, _ in self.stored(key["function"])]
         if not stored:
             return "nothing of that name is stored"
-        nearest = min((differences(fields, key) for fields in stored), key=len)
-        return "; ".join(nearest) or "the stored file is gone"
+        nearest = min(stored, key=lambda fields: distance(fields, key))
+        return reason(differences(nearest, key)) or "the stored file is gone"
+
+    def stored(self, name: str) -> Iterator[tuple[float, Fields, Fields]]:
+        """All entries of a function's name, "*" for all, those last used first.
+
+        Of each the moment when it was used, its key, and the facts about it.
+        """
+        found = []
+        for path in self.directory.glob(f"{name}-*{_SUFFIX}"):
+            with contextlib.suppress(OSError):  # another start deletes it
+                found.append((path.stat().st_mtime, path))
+        for moment, path in sorted(found, reverse=True):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
+                file.readline()
+                header = json.loads(file.readline())
+                yield moment, dict(header["fields"]), dict(header["facts"])
 
 
-def engine_cache(
-    model_config: ModelConfig, limits: EngineLimits, dtype: torch.dtype, cache_dtypes: Sequence[torch.dtype]
-) -> CompileCache:
-    """The cache of an engine on this CPU, in the user's cache directory."""
-    fields = {
-        **machine_fields(),
-        **{f"model.{name}": value for name, value in dataclasses.asdict(model_config).items()},
-        "dtype": str(dtype),
-        "kv_cache_dtypes": [str(layer) for layer in cache_dtypes],
-        "block_size": limits.block_size,
-        "max_model_len": limits.max_model_len,
-        "largest_decode_bucket": limits.decode_bucket_sizes[-1],
-    }
-    return CompileCache(native.cache_directory() / "graphs", fields)
-
-
-def differences(was: Fields, now: Fields) -> list[str]:
-    """The fields in which two keys differ, as "block_size is 32 and was 16"; digests only if nothing else differs."""
-    names = [name for name in {**now, **was} if now.get(name) != was.get(name)]
-    readable = [name for name in names if name not in _DIGESTS]
-    return [f"{name} is {now.get(name)!r} and was {was.get(name)!r}" for name in readable or names]
-
-
-def machine_fields() -> dict[str, Any]:
-    """What code for this CPU depends on besides the model and the arguments: equal on all machines of a kind."""
-    fields = hardware(torch.device("cpu")) | {
-        "torch_directory": str(Path(torch.__file__).parent),  # the generated code's build names torch's headers
-        "python": sys.version.split()[0],
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "compiler": native.compiler(),
-        "sources": sources_digest(),
-        **code_settings(),
-    }
-    fields.pop("cpus")  # code depends on the number of threads, not of CPUs
-    fields.pop("isa", None)  # the kernels that it limits are called by compiled code, and are no part of it
-    return fields
-
-
-def sources_digest() -> str:
-    """A digest of the engine's files that are traced or that compile."""
-    hashed = hashlib.sha256()
-    for pattern in _SOURCES:
-        for path in sorted(_PACKAGE.glob(pattern)):
-            hashed.update(f"{path.name}\n".encode() + path.read_bytes())
-    return hashed.hexdigest()[:16]
-
-
-def code_settings() -> dict[str, Any]:
-    """torch's settings in this process that go into compiled code, besides its number of threads: JSON values."""
-    return {**settings(), "default device": str(torch.get_default_device()), "torch_config": compiler_settings()}
-
-
-def digest(fields: Fields) -> str:
-    """A digest of JSON values that does not depend on their order."""
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-
-
-def _text(value: Any) -> str:
-    """The text of a value that a function closes over; for a function without its address."""
-    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, FunctionType) else repr(value)
-
-
-def _code(code: CodeType) -> list[Any]:
-    """The instructions, names and constants of a code object, without its own name, file and lines."""
-    constants = [_code(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
-    return [code.co_code.hex(), list(code.co_names), constants]
+def engine_cache() -> CompileCache:
+    """The cache of this CPU, in the user's cache directory."""
+    return CompileCache(native.cache_directory() / "graphs", machine_fields())
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class CompiledFunction:
     """A pure function. The first call must be ``warm_up``; after that a recompile is an error.
 
     On a GPU a call replays a CUDA graph: one of the compiler's own, or with ``graph_pool`` one captured by hand.
-    On a CPU the function is compiled ahead of time, and kept in ``cache`` if one is given.
+    On a CPU the function is compiled ahead of time, and kept in ``cache`` if one is given; ``depends`` is then the part
+    of its key that ``CompileCache.key_of`` asks for.
     Arguments are nested tuples (NamedTuples among them) of tensors, None and numbers.
     """
 
@@ -42,6 +44,7 @@ class CompiledFunction:
         enforce_eager: bool,
         graph_pool: GraphPool | None = None,
         cache: CompileCache | None = None,
+        depends: Fields = MappingProxyType({}),
     ) -> None:
         self.name = name
         self.device = device
@@ -52,7 +55,7 @@ class CompiledFunction:
         if not (enforce_eager or self._ahead):
             self._call = compile_at_first_call(self._copy, cuda_graphs=graph_pool is None)
         self._eager = enforce_eager
-        self._cache = cache
+        self._cache, self._depends = cache, depends
         self._check: ArgumentCheck | None = None
         self._refused = 0
         self._report: GraphReport | None = None
@@ -103,7 +106,7 @@ class CompiledFunction:
             ahead, facts = compile_ahead(self._copy, self.name, args)
             self._call = ahead.fn
             return facts, "off", ""
-        key = self._cache.key_of(self.name, self._copy, args)
+        key = self._cache.key_of(self.name, self._copy, args, self._depends)
         found = self._cache.find(key)
         if isinstance(found, Entry):
             moment = time.time()

@@ -1,7 +1,7 @@
 """What a start and the processes that compile for it send each other: jobs one way, compiled code the other."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import IO, Any, NamedTuple
 
 from torch import Tensor
@@ -17,14 +17,16 @@ class Job(NamedTuple):
         recipe: can be pickled, and returns the function in any process.
         args: like those that the function is called with; of tensors, their specs count.
         threads: torch's number of threads, which goes into the code.
-        seconds: about what one core takes to compile it.
+        weight: about how long it takes beside others.
+        depends: of its key, as ``CompileCache.key_of`` takes it.
     """
 
     name: str
     recipe: Callable[[], Any]
     args: tuple
     threads: int
-    seconds: float
+    weight: float
+    depends: Mapping[str, Any]
 
 
 class Built(NamedTuple):

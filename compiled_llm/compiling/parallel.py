@@ -1,60 +1,73 @@
 """Compiling side by side: a start gives what its cache lacks to other processes, one for each core."""
 
-import os
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from compiled_llm.child_process import with_package
-from compiled_llm.compiling.cache import CompileCache, Fields, code_settings
-from compiled_llm.compiling.messages import Built, Job, receive, send
+from compiled_llm.compiling.build_processes import BuildProcesses
+from compiled_llm.compiling.cache import CompileCache
+from compiled_llm.compiling.costs import Cost
+from compiled_llm.compiling.forecast import expected_cost, expected_start, finish_times
+from compiled_llm.compiling.keys import Fields
+from compiled_llm.compiling.messages import Job
 from compiled_llm.ops.user_warnings import at_callers_line, warn
 from compiled_llm.progress import StartProgress
 from compiled_llm.resources import granted_cores
 
-_SECONDS_A_PROCESS = 8.0  # about, for its imports, and for the header that all C++ of a machine shares
+Missing = list[tuple[Job, Fields, str]]  # what is to be compiled: its key, and why it is not there
 
 
 def build_missing(
-    cache: CompileCache, jobs: Sequence[Job], num_workers: int | None, progress: StartProgress
-) -> dict[str, float]:
+    cache: CompileCache,
+    jobs: Sequence[Job],
+    num_workers: int | None,
+    progress: StartProgress,
+    processes: BuildProcesses | None = None,
+) -> dict[str, Cost | None]:
     """Compile what ``cache`` does not hold, side by side in other processes, and store it there.
 
     What fails to compile there is left to this process, with a warning.
 
     Args:
         num_workers: how many processes; None for one on each core where that is faster, 0 to leave all to this process.
+        processes: those that were started ahead; all have ended when this returns.
 
-    Returns what is left to this process: name -> about how many seconds it takes.
+    Returns what is left to this process: name -> what it should cost, None where that is not known.
     """
-    missing: list[tuple[Job, Fields, str]] = []
-    for job in jobs:
-        key = cache.key_of(job.name, job.recipe(), job.args)
-        found = cache.find(key)
-        if isinstance(found, str):
-            missing.append((job, key, found))
-    workers = _useful_workers(len(missing)) if num_workers is None else num_workers
-    missing.sort(key=lambda item: -item[0].seconds)  # a long one that comes last would keep one core busy
-    left = {job.name: job.seconds for job, _, _ in missing}
-    if not missing or workers == 0:
-        return left
-    workers = min(workers, len(missing))
-    thread = threading.local()
-    processes: list[subprocess.Popen] = []
+    processes = processes or BuildProcesses()
+    try:
+        missing: Missing = []
+        for job in jobs:
+            key = cache.key_of(job.name, job.recipe(), job.args, job.depends)
+            found = cache.find(key)
+            if isinstance(found, str):
+                missing.append((job, key, found))
+        workers = useful_workers(len(missing)) if num_workers is None else num_workers
+        workers = min(max(workers, len(processes.ages())), len(missing))
+        costs = {job.name: expected_cost(cache, key) for job, key, _ in missing}
+        if workers:
+            _build(cache, missing, costs, workers, processes, progress, len(jobs) - len(missing))
+    finally:
+        processes.close()
+    return {name: cost for name, cost in costs.items() if name not in cache.built}
+
+
+def _build(
+    cache: CompileCache,
+    missing: Missing,
+    costs: dict[str, Cost | None],
+    workers: int,
+    processes: BuildProcesses,
+    progress: StartProgress,
+    found: int,
+) -> None:
+    """``found``: how many functions were on disk."""
 
     def build(item: tuple[Job, Fields, str]) -> None:
         job, key, reason = item
         started = time.perf_counter()
         stage.begin(job.name)
-        if not hasattr(thread, "process"):
-            thread.process = _start_process()
-            processes.append(thread.process)
-        built = _built_by(thread.process, job)
-        if thread.process.poll() is not None:
-            del thread.process  # another one takes the next job
+        built = processes.build(job)
         if built.error:
             warn(f"{job.name} could not be compiled beside others: {built.error}")
         else:
@@ -62,42 +75,28 @@ def build_missing(
             cache.built[job.name] = (reason, time.perf_counter() - started)
         stage.finish(job.name)
 
+    # A long one that comes last would keep one core busy.
+    missing = sorted(missing, key=lambda item: _length(item[0], costs), reverse=True)
+    known = {job.name: cost for job, _, _ in missing if (cost := costs[job.name]) is not None}
+    plan = None
+    if len(known) == len(missing):
+        ages = (processes.ages() + [0.0] * workers)[:workers]
+        begin = [max(0.0, expected_start(cache) - age) for age in ages]
+        plan = finish_times(known, granted_cores(), begin)
+    weights = {job.name: _length(job, costs) for job, _, _ in missing}
     title = f"compiling graphs in {workers} processes"
-    seconds = _SECONDS_A_PROCESS + sum(left.values()) / workers
-    shown = progress.stage(title, left, seconds=seconds, found=len(jobs) - len(missing))
-    try:
-        with shown as stage, ThreadPoolExecutor(workers) as pool:
-            list(pool.map(at_callers_line(build), missing))
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    return {name: seconds for name, seconds in left.items() if name not in cache.built}
+    shown = progress.stage(title, weights, plan=plan, foreseen=plan is not None, found=found)
+    with shown as stage, ThreadPoolExecutor(workers) as pool:
+        list(pool.map(at_callers_line(build), missing))
 
 
-def _built_by(process: subprocess.Popen, job: Job) -> Built:
-    """What a process makes of a job; waits for it."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    try:
-        send(process.stdin, (job, code_settings()))
-        return receive(process.stdout)
-    except (EOFError, OSError) as error:
-        process.kill()
-        process.wait()
-        return Built(b"", {}, f"the process that compiled it ended: {error!r}")
+def _length(job: Job, costs: dict[str, Cost | None]) -> float:
+    """How long a job takes beside the others."""
+    cost = costs[job.name]
+    return job.weight if cost is None or None in costs.values() else cost.own + cost.cpp
 
 
-def _start_process() -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "compiled_llm.compiling.build_worker"],  # -P: no module of the working directory
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=with_package(os.environ),
-    )
-
-
-def _useful_workers(num_jobs: int) -> int:
+def useful_workers(num_jobs: int) -> int:
     """Processes that save time: one for each core. A single job is as fast in this process, which has torch loaded."""
     workers = min(granted_cores(), num_jobs)
     return workers if workers > 1 else 0

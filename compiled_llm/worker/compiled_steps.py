@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_llm.compiling.build_processes import BuildProcesses
 from compiled_llm.compiling.cache import CompileCache, engine_cache
+from compiled_llm.compiling.costs import Cost
 from compiled_llm.compiling.cuda_graphs import GraphPool, begin_step_of_trees
 from compiled_llm.compiling.function import CompiledFunction
+from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.parallel import build_missing
 from compiled_llm.compiling.report import CompileReport
@@ -21,12 +24,14 @@ from compiled_llm.models.inputs import KVCache, StepInput
 from compiled_llm.models.weights import tensors, used_experts
 from compiled_llm.ops.torch_private import keeps_compiled_code, mark_static_address
 from compiled_llm.progress import Stage, StartProgress
+from compiled_llm.resources import granted_cores
 from compiled_llm.scheduling.bucket import Bucket, buckets_of
 from compiled_llm.scheduling.scheduler_output import SchedulerOutput
 from compiled_llm.step.kv_cache import of_states, split_by_window
 from compiled_llm.step.logits_transforms import LogitsTransform
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.step.step import Feedback, step_function
+from compiled_llm.worker import graph_fields
 from compiled_llm.worker.block_copies import Caches
 from compiled_llm.worker.block_tables import BlockTables
 from compiled_llm.worker.pool_sizes import PoolSizes
@@ -35,8 +40,8 @@ from compiled_llm.worker.sampling_stage import SamplingNeeds, SamplingStage
 from compiled_llm.worker.step_buffers import StepBuffers
 
 _SECONDS_A_CALL = 0.1  # of a compiled function that is on disk: loading it, and calling it once
-# About what one core takes to compile a graph: 20 s with 28 layers.
-_SECONDS_A_STEP, _SECONDS_A_LAYER, _SECONDS_A_SAMPLER = 6.0, 0.5, 4.0
+# How long a graph takes to compile beside others: as long as this in seconds on some machine.
+_STEP_WEIGHT, _LAYER_WEIGHT, _SAMPLER_WEIGHT = 6.0, 0.5, 4.0
 
 
 class CompiledSteps:
@@ -96,11 +101,13 @@ class CompiledSteps:
             hidden=self.hidden,
             transforms=transforms,
             max_logprobs=config.max_logprobs,
+            dtype=dtype,
             is_generic=is_generic,
             uses_trees=self.uses_trees,
         )
         self.cache: CompileCache | None = None
         self._config, self._transforms, self._dtype = config, transforms, dtype
+        self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self._graph_pool = graph_pool
         self._is_generic = is_generic
@@ -157,6 +164,7 @@ class CompiledSteps:
         enforce_eager: bool,
         num_workers: int | None,
         progress: StartProgress,
+        processes: BuildProcesses | None = None,
         before_first_step: Callable[[], None] = lambda: None,
     ) -> None:
         """Compile the steps of all buckets and what runs after them, and run each once on a step that is all padding.
@@ -164,22 +172,28 @@ class CompiledSteps:
         Args:
             cache_dtypes: of each layer's KV cache.
             num_workers: processes that compile at the same time; None: as many as pay.
+            processes: those that were started ahead (``build_ahead.py``).
             before_first_step: called once other processes have compiled; the ops need their kernels from then on.
         """
         keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
-        self.cache = engine_cache(self.model_config, self.limits, self._dtype, cache_dtypes) if keeps else None
+        self.cache = engine_cache() if keeps else None
+        self._cache_dtypes = tuple(cache_dtypes)
         jobs = [] if enforce_eager else self.jobs()
-        seconds = {job.name: job.seconds for job in jobs}  # of what this process has to compile
+        left: dict[str, Cost | None] = dict.fromkeys(job.name for job in jobs)  # what this process has to compile
         if self.cache is not None:
-            seconds = build_missing(self.cache, jobs, num_workers, progress)
+            left = build_missing(self.cache, jobs, num_workers, progress, processes)
         if not enforce_eager:
-            seconds |= dict.fromkeys(self.sampling.uncached(), _SECONDS_A_SAMPLER)
+            left |= dict.fromkeys(self.sampling.uncached())
         before_first_step()
-        title = "compiling graphs" if seconds else "loading compiled graphs"
-        weights = {job.name: _SECONDS_A_CALL for job in jobs} | seconds
-        if seconds and len(seconds) < len(weights):
-            title = f"compiling {len(seconds)} graphs, loading {len(weights) - len(seconds)}"
-        with progress.stage(title, weights, seconds=sum(seconds.values()) or None, is_long=bool(seconds)) as stage:
+        known = {name: cost.seconds(granted_cores()) for name, cost in left.items() if cost is not None}
+        weights = {job.name: job.weight if job.name in left else _SECONDS_A_CALL for job in jobs}
+        weights |= {name: _SAMPLER_WEIGHT for name in left if name not in weights} | known
+        title = "compiling graphs" if left else "loading compiled graphs"
+        if left and len(left) < len(weights):
+            title = f"compiling {len(left)} graphs, loading {len(weights) - len(left)}"
+        foreseen = len(known) == len(left)
+        seconds = sum(weights.values()) if left and foreseen else None
+        with progress.stage(title, weights, seconds=seconds, foreseen=foreseen, is_long=bool(left)) as stage:
             self._warm_up(enforce_eager, stage)
 
     def uncompiled(self, cache_dtypes: Sequence[torch.dtype]) -> "CompiledSteps":
@@ -199,17 +213,16 @@ class CompiledSteps:
         return steps
 
     def _warm_up(self, enforce_eager: bool, stage: Stage) -> None:
-        def make(function: Callable, name: str, keep: bool = True) -> CompiledFunction:
+        def make(function: Callable, name: str, depends: Fields, keep: bool = True) -> CompiledFunction:
             stage.next(name)
             cache = self.cache if keep else None
-            return CompiledFunction(
-                function, name, self.device, enforce_eager, graph_pool=self._graph_pool, cache=cache
-            )
+            options: dict[str, Any] = {"graph_pool": self._graph_pool, "cache": cache, "depends": depends}
+            return CompiledFunction(function, name, self.device, enforce_eager, **options)
 
         for bucket in self._recording_order():
             name = self._name(bucket)
             if name not in self._functions:
-                self._functions[name] = make(self._recipe(bucket)(), name)
+                self._functions[name] = make(self._recipe(bucket)(), name, self._depends())
                 self._functions[name].warm_up(functools.partial(self.step_arguments, bucket))
             logits: Callable[[], Tensor] = functools.partial(self.run_step, bucket)
             if self.device.type == "cpu":  # there, what follows a step is not recorded with it: one step does for all
@@ -227,17 +240,22 @@ class CompiledSteps:
         most = max(other.max_query_len for other in served)
         return functools.partial(step_function, self.model_config, most, self._exact_attention, self._windows)
 
+    def _depends(self) -> Fields:
+        """What a step depends on."""
+        return graph_fields.of_step(self.model_config, self.limits, self._dtype, self._cache_dtypes)
+
     def jobs(self) -> list[Job]:
         """Everything to compile, for other processes. Logits are described, since no step has run yet."""
         threads, vocab_size = torch.get_num_threads(), self.model_config.vocab_size
         steps = {self._name(bucket): bucket for bucket in self.buckets}
-        seconds = _SECONDS_A_STEP + _SECONDS_A_LAYER * self.model_config.num_layers
-        jobs = [Job(name, self._recipe(b), self.step_arguments(b), threads, seconds) for name, b in steps.items()]
+        weight = _STEP_WEIGHT + _LAYER_WEIGHT * self.model_config.num_layers
+        jobs = [
+            Job(name, self._recipe(bucket), self.step_arguments(bucket), threads, weight, self._depends())
+            for name, bucket in steps.items()
+        ]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
         logits = functools.partial(torch.empty, dtype=self._dtype)
-        return jobs + self.sampling.jobs(
-            inputs, lambda rows: logits(rows, vocab_size), self.weights, _SECONDS_A_SAMPLER
-        )
+        return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights, _SAMPLER_WEIGHT)
 
     def drop_graphs(self) -> None:
         """Free what graphs captured by hand hold, which ``record_again`` takes anew. Torch's own stay."""

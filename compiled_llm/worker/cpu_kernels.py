@@ -19,9 +19,10 @@ from compiled_llm.ops.kernel_build import Library
 from compiled_llm.progress import StartProgress
 from compiled_llm.resources import granted_cores
 
-# About what one core takes to build a library, and which take longer: so a first start can say how long it takes.
-_SECONDS = 1.0
-_MORE_SECONDS = {
+# How long a library takes beside others, by which the longest come first. How long that is depends on the machine, and
+# each machine builds them once: so nothing is said of the time left.
+_WEIGHT = 1.0
+_MORE_WEIGHT = {
     "attention_cpu.amx": 5.0,
     "attention_cpu.avx512_bf16": 4.0,
     "attention_cpu.avx512": 3.0,
@@ -58,14 +59,13 @@ class KernelBuild:
         self.seconds_waited = 0.0
         self._progress = progress
         libraries = [library for op in self._ops for library in native.libraries_of(op)]
-        missing = sorted(filter(native.must_be_built, libraries), key=_seconds, reverse=True)
-        self._cores = granted_cores()
-        self._pool = ThreadPoolExecutor(self._cores)  # each thread waits for a compiler
+        missing = sorted(filter(native.must_be_built, libraries), key=_weight, reverse=True)
+        self._pool = ThreadPoolExecutor(granted_cores())  # each thread waits for a compiler
         self._builds: list[tuple[Library, Future[None]]] = [
             (library, self._pool.submit(native.build, library)) for library in missing
         ]
         if missing:
-            about = f"{len(missing)} libraries, about {self._estimate():.0f} s, beside what follows"
+            about = f"{len(missing)} libraries, beside what follows"
             kept = f"kept in {native.kernel_directory()}"
             progress.line(f"building C++ kernels for {native.best_isa()}: {about}; {kept}")
 
@@ -76,8 +76,8 @@ class KernelBuild:
             RuntimeError: a build failed; the message has the compiler's output.
         """
         started = time.perf_counter()
-        waiting = {library.name: _seconds(library) for library, build in self._builds if not build.done()}
-        with self._progress.stage("building C++ kernels", waiting, seconds=self._estimate(), is_long=False) as stage:
+        waiting = {library.name: _weight(library) for library, build in self._builds if not build.done()}
+        with self._progress.stage("building C++ kernels", waiting, foreseen=False, is_long=False) as stage:
             for library, build in self._builds:
                 stage.next(library.name)
                 build.result()
@@ -86,11 +86,6 @@ class KernelBuild:
             native.load(op)
         self.seconds_waited = time.perf_counter() - started
 
-    def _estimate(self) -> float:
-        """Seconds until all is built."""
-        left = [_seconds(library) for library, build in self._builds if not build.done()]
-        return max(sum(left) / self._cores, *left[:1], 0.0)
 
-
-def _seconds(library: Library) -> float:
-    return _MORE_SECONDS.get(library.name, _SECONDS)
+def _weight(library: Library) -> float:
+    return _MORE_WEIGHT.get(library.name, _WEIGHT)

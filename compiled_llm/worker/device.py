@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from compiled_llm.gpu_packages import check_triton
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.progress import StartProgress
@@ -13,7 +14,7 @@ from compiled_llm.resources import granted_cores
 
 
 def resolve_device(name: str) -> torch.device:
-    """The torch device of an engine argument. ``ValueError`` when it is not there."""
+    """The torch device of an engine argument. ``ValueError`` when it is not there, or lacks the package it needs."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -24,6 +25,7 @@ def resolve_device(name: str) -> torch.device:
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
             raise ValueError(f"device={name!r} is not there: torch sees {count} CUDA devices. Allowed: 'cpu', 'auto'")
+        check_triton(f"device={name!r}")
         return torch.device("cuda", device.index or 0)
     return device
 

@@ -36,9 +36,9 @@ from compiled_llm.step.logits_transforms import load_transforms
 from compiled_llm.step.logprobs import LogprobRows
 from compiled_llm.worker import exactness, loader
 from compiled_llm.worker.block_copies import SwapSpace
+from compiled_llm.worker.build_ahead import Builds, start_builds
 from compiled_llm.worker.calibration import worker_facts
 from compiled_llm.worker.compiled_steps import CompiledSteps
-from compiled_llm.worker.cpu_kernels import KernelBuild, ops_of
 from compiled_llm.worker.device import (
     choose_threads,
     device_context,
@@ -137,7 +137,7 @@ class ModelRunner(Worker):
         self.watch: StepWatch | None = None
         use_own_cache_directory()
         self.linears = linears_of(config, model_config, self.device, self.dtype)
-        kernels = self._build_kernels(progress)
+        builds = self._start_builds(config, progress)
         self.exact = exactness.described(exactness.obstacles(config, self.device, self.linears, model_config))
         self.pool_sizes = PoolSizes.of(model_config, self.cache_dtypes, self.limits, self.dtype)
         memory = StartMemory(
@@ -171,7 +171,7 @@ class ModelRunner(Worker):
         host_tokens = functools.partial(torch.zeros, self.steps.last_tokens.shape, dtype=torch.int64, pin_memory=True)
         self._host_tokens = [host_tokens() for _ in range(2 if self.device.type == "cuda" else 0)]
         memory.before_compiling()
-        self._compile(config, kernels, progress)
+        self._compile(config, builds, progress)
         self.facts = self._make_pool(config, memory, progress)
 
     # -- Steps
@@ -313,10 +313,9 @@ class ModelRunner(Worker):
 
     # -- Starting
 
-    def _build_kernels(self, progress: StartProgress) -> KernelBuild | None:
-        if self.device.type != "cpu":
-            return None
-        return KernelBuild(progress, ops_of(self.model_config, self.dtype, self.linears))
+    def _start_builds(self, config: EngineConfig, progress: StartProgress) -> Builds | None:
+        sizes = self.limits, self.dtype, self.cache_dtypes
+        return start_builds(config, self.device, self.model_config, *sizes, self.linears, progress)
 
     def _load_weights(self, config: EngineConfig, directory: Path, progress: StartProgress) -> Any:
         say_cost_of_dtype(progress, self.device, self.dtype, config.dtype)
@@ -353,10 +352,10 @@ class ModelRunner(Worker):
         places = {window: count + 1 for window, count in sizes.places(num_blocks).items()}
         return allocate(self.model_config, self.cache_dtypes, num_blocks + 1, size, self.device, places, num_slots + 1)
 
-    def _compile(self, config: EngineConfig, kernels: KernelBuild | None, progress: StartProgress) -> None:
-        """``kernels``: those of a CPU, which are being built."""
+    def _compile(self, config: EngineConfig, builds: Builds | None, progress: StartProgress) -> None:
+        """``builds``: those of a CPU."""
         started, enforce_eager = time.perf_counter(), config.enforce_eager
-        if kernels is not None and native.compiler() is None and not enforce_eager:
+        if builds is not None and native.compiler() is None and not enforce_eager:
             enforce_eager = True  # Inductor needs a compiler for a CPU
             native.warn_of_missing_compiler("steps run uncompiled, those of the bundled model by 6 to 20% longer")
         progress.advise(
@@ -368,9 +367,10 @@ class ModelRunner(Worker):
             enforce_eager=enforce_eager,
             num_workers=config.compile_workers,
             progress=progress,
-            before_first_step=(lambda: None) if kernels is None else kernels.finish,
+            processes=None if builds is None else builds.processes,
+            before_first_step=(lambda: None) if builds is None else builds.kernels.finish,
         )
-        self.start_times.kernels = 0.0 if kernels is None else kernels.seconds_waited
+        self.start_times.kernels = 0.0 if builds is None else builds.kernels.seconds_waited
         self.start_times.compile = time.perf_counter() - started - self.start_times.kernels
 
     def _record_on(self, num_blocks: int) -> None:

@@ -34,12 +34,13 @@ from compiled_llm.step.step import (
     prompt_logprobs_function,
     sampler_function,
 )
+from compiled_llm.worker import graph_fields
 from compiled_llm.worker.field_buffers import FieldBuffers, Fields
 from compiled_llm.worker.request_rows import RequestRows
 from compiled_llm.worker.step_buffers import StepSizes, logits_rows, mark_first_size
 
-# (function, name, keep) -> the function, compiled for the engine's device. With ``keep=False`` it is not kept on disk,
-# where a change in a user's code would not be seen.
+# (function, name, what it depends on, keep) -> the function, compiled for the engine's device. With ``keep=False`` it
+# is not kept on disk, where a change in a user's code would not be seen.
 Make = Callable[..., CompiledFunction]
 # The functions that run after a step, and the one that runs between. Only CUDA graph trees tell the pairs apart.
 _KINDS = (("sample", None), ("sample_changed", None), ("logprobs", None))
@@ -72,6 +73,7 @@ class SamplingStage:
         last_tokens: ``[R]`` int64, where a step leaves its tokens.
         hidden: ``[T, D]`` in the model's dtype, where it leaves the input of the head.
         max_logprobs: most likely tokens whose log-probabilities are computed.
+        dtype: of logits.
         is_generic: whether a function serves all numbers of rows.
         uses_trees: whether torch's CUDA graph trees record what runs here.
     """
@@ -86,6 +88,7 @@ class SamplingStage:
         hidden: Tensor,
         transforms: tuple[LogitsTransform, ...],
         max_logprobs: int,
+        dtype: torch.dtype,
         is_generic: bool = False,
         uses_trees: bool = False,
     ) -> None:
@@ -98,6 +101,15 @@ class SamplingStage:
         self._transforms = transforms
         self._max_logprobs = max_logprobs
         self._prompt_recipe = functools.partial(prompt_logprobs_function, model_config, max_logprobs)
+        self._prompt_depends = graph_fields.of_head(model_config, limits, dtype, max_logprobs)
+        self._depends = {
+            kind: graph_fields.of_sampling(model_config.vocab_size, dtype, len(last_tokens), **others)
+            for kind, others in {
+                "sample": {},
+                "sample_changed": {"max_num_seqs": limits.max_num_seqs},
+                "logprobs": {"max_logprobs": max_logprobs},
+            }.items()
+        }
         self._functions: dict[str, CompiledFunction] = {}
         # [max_num_seqs + 1, V] float32; the last row is for padding.
         self._token_counts = torch.zeros(limits.max_num_seqs + 1, model_config.vocab_size, device=device)
@@ -124,13 +136,13 @@ class SamplingStage:
     # -- Compiling
 
     def jobs(
-        self, sampling_inputs: dict[int, SamplingInput], logits: Callable[[int], Tensor], weights: Any, seconds: float
+        self, sampling_inputs: dict[int, SamplingInput], logits: Callable[[int], Tensor], weights: Any, weight: float
     ) -> list[Job]:
         """Everything to compile, for other processes.
 
         Args:
             logits: ``logits(rows)`` are like those of a step, ``[rows, V]``.
-            seconds: about what one core takes for each.
+            weight: about how long each takes to compile beside the step.
         """
         threads, jobs = torch.get_num_threads(), {}
         for rows, sampling_input in sampling_inputs.items():
@@ -138,8 +150,9 @@ class SamplingStage:
             for kind, (recipe, args) in self._of_rows(rows, marked, sampling_input).items():
                 if kind != "sample_changed" or not self._transforms:
                     name = self._name(kind, rows)
-                    jobs[name] = Job(name, recipe, args, threads, seconds)
-        prompts = Job("prompt_logprobs", self._prompt_recipe, self._prompt_arguments(weights), threads, seconds)
+                    jobs[name] = Job(name, recipe, args, threads, weight, self._depends[kind])
+        arguments = self._prompt_arguments(weights)
+        prompts = Job("prompt_logprobs", self._prompt_recipe, arguments, threads, weight, self._prompt_depends)
         return [*jobs.values(), prompts]
 
     def uncached(self) -> list[str]:
@@ -161,13 +174,13 @@ class SamplingStage:
                 self._functions[name].record_again(arguments)
                 continue
             recipe = self._of_rows(rows, make_logits(), sampling_input)[kind][0]
-            function = make(recipe(), name, keep=kind != "sample_changed" or not self._transforms)
+            function = make(recipe(), name, self._depends[kind], keep=kind != "sample_changed" or not self._transforms)
             function.warm_up(arguments)
             self._functions[name] = function
 
     def warm_up_prompts(self, weights: Any, make: Make) -> None:
         """The same for the log-probabilities of prompts, which run after any step."""
-        function = make(self._prompt_recipe(), "prompt_logprobs", keep=True)
+        function = make(self._prompt_recipe(), "prompt_logprobs", self._prompt_depends)
         function.warm_up(lambda: self._prompt_arguments(weights))
         self._functions["prompt_logprobs"] = function
 

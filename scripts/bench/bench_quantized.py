@@ -36,6 +36,7 @@ from torch import Tensor
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
+from compiled_llm.gpu_packages import check_triton
 from compiled_llm.models.linears.quantizing import SCHEMES
 from compiled_llm.ops.linear.quantized_linear_a8 import quantize_activations
 from compiled_llm.ops.linear.quantized_tiles import INT_MM_ROWS, Choice, Layer, takes_int_mm
@@ -208,6 +209,12 @@ def measure(of: Weights, tokens: int, args: argparse.Namespace) -> dict[str, Any
     return row | {"left_out": left_out}
 
 
+def check_arguments(args: argparse.Namespace) -> None:
+    """``ValueError`` for what could not be measured or written in the end."""
+    check_triton("bench_quantized.py")
+    tables.check_target("--json", args.json)
+
+
 def main() -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", nargs="+", choices=SCHEMES, default=list(SCHEMES))
@@ -216,7 +223,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=0.2, help="for each case, without its preparation")
     parser.add_argument("--statistic", choices=STATISTICS, default="median", help="min on a machine that others use")
     tables.add_json_flag(parser)
-    args = parser.parse_checked(lambda args: tables.check_target("--json", args.json), rows=1, seconds=0)
+    args = parser.parse_checked(check_arguments, rows=1, seconds=0)
     from triton import knobs
 
     if not torch.cuda.is_available() and not knobs.runtime.interpret:

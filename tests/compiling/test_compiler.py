@@ -1,15 +1,19 @@
 """The compiler's requirements: which torch is refused. And what is compiled where nothing may be kept."""
 
+import gc
 import os
 import random
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import compiled_llm.ops  # noqa: F401  (all of them are defined)
 from compiled_llm.compiling.compiler import check_torch, compile_ahead, compile_at_first_call
+from compiled_llm.ops.torch_private import headers_in_cache
 
 
 def test_a_torch_that_cannot_compile_ahead_of_time_is_refused_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,3 +74,52 @@ assert not keeps_compiled_code()
     environment = {**os.environ, name: str(int("DISABLE" in name))}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "[6.0, 6.0, 6.0, 6.0]\n", done.stderr
+
+
+def test_where_there_is_no_openssl_no_header_is_precompiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Torch would call it for a digest, and fail."""
+    with headers_in_cache():
+        assert torch._inductor.config.cpp_cache_precompile_headers == (shutil.which("openssl") is not None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with headers_in_cache():
+        assert not torch._inductor.config.cpp_cache_precompile_headers
+    assert torch._inductor.config.cpp_cache_precompile_headers
+
+
+COMPILE = """
+import os, shutil, torch
+from compiled_llm.compiling.compiler import compile_ahead
+assert shutil.which("openssl") is None
+ahead, facts = compile_ahead(lambda x: x.sin() + 1, "sine", (torch.zeros(40),))
+assert (ahead.fn(torch.zeros(40)) == 1).all()
+"""
+
+
+@pytest.mark.battery
+def test_a_machine_without_openssl_compiles(tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for place in reversed(os.environ["PATH"].split(os.pathsep)):
+        for path in Path(place).iterdir() if Path(place).is_dir() else ():
+            if path.name != "openssl" and not (programs / path.name).exists():
+                (programs / path.name).symlink_to(path)
+    env = {**os.environ, "PATH": str(programs), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    subprocess.run([sys.executable, "-c", COMPILE], env=env, check=True)
+
+
+def product(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+def test_compiling_collects_no_garbage_and_leaves_the_collector_as_it_was() -> None:
+    x = torch.ones(3, 3)
+    collections = sum(generation["collections"] for generation in gc.get_stats())
+    compile_ahead(product, "product", (x,))
+    assert sum(generation["collections"] for generation in gc.get_stats()) - collections < 10
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        compile_ahead(product, "product", (x,))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

@@ -244,7 +244,7 @@ def test_what_cannot_be_loaded_or_lost_its_library_is_made_again_and_said(
     assert outcome == "miss"
     assert re.fullmatch(r"built again, since it was gone from torch's cache or cut off: [\w.]+\.so", reason)
     cache = CompileCache(tmp_path / "graphs", {})
-    cache.store(cache.key_of("add", add, (torch.ones(40),)), b"no pickle", {})
+    cache.store(cache.key_of("add", add, (torch.ones(40),), {}), b"no pickle", {})
     outcome, reason = start()
     assert (outcome, "the stored code does not load: UnpicklingError" in reason) == ("miss", True)
     assert start() == ("hit", "")

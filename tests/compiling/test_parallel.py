@@ -12,7 +12,7 @@ from compiled_llm.compiling import parallel
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.messages import Job
-from compiled_llm.compiling.parallel import _useful_workers, build_missing
+from compiled_llm.compiling.parallel import build_missing, useful_workers
 from compiled_llm.progress import StartProgress
 from compiled_llm.step.sampling import SamplingInput
 from compiled_llm.step.step import sampler_function
@@ -32,7 +32,7 @@ def job(name: str) -> Job:
         position=torch.zeros(2).int(),
     )
     args = torch.rand(2, 5), params, torch.zeros(2, dtype=torch.int64)
-    return Job(name, make_sampler, args, torch.get_num_threads(), seconds=3.0)
+    return Job(name, make_sampler, args, torch.get_num_threads(), weight=3.0, depends={})
 
 
 def test_another_process_compiles_what_this_one_then_finds(tmp_path: Path) -> None:
@@ -70,10 +70,11 @@ def test_code_of_other_settings_is_not_taken_from_another_process(tmp_path: Path
 
 def test_what_fails_there_is_warned_about_and_left_to_this_process(tmp_path: Path) -> None:
     cache = CompileCache(tmp_path, {})
-    gone = Job("gone", functools.partial(make_sampler), (torch.ones(1),), 1, seconds=3.0)  # too few arguments
+    too_few = (torch.ones(1),)
+    gone = Job("gone", functools.partial(make_sampler), too_few, 1, weight=3.0, depends={})
     with pytest.warns(UserWarning, match="gone could not be compiled beside others"):
         build_missing(cache, [gone], num_workers=1, progress=StartProgress())
-    assert isinstance(cache.find(cache.key_of("gone", sampler_function, gone.args)), str)
+    assert isinstance(cache.find(cache.key_of("gone", sampler_function, gone.args, {})), str)
     assert not cache.built
 
 
@@ -95,4 +96,4 @@ def test_a_process_that_compiles_ends_with_the_one_that_asked() -> None:
 def test_processes_are_started_for_several_graphs_on_several_cores_only(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores, expected in ((1, [0, 0, 0]), (2, [0, 0, 2]), (16, [0, 0, 5])):
         monkeypatch.setattr(parallel, "granted_cores", lambda cores=cores: cores)
-        assert [_useful_workers(jobs) for jobs in (0, 1, 5)] == expected
+        assert [useful_workers(jobs) for jobs in (0, 1, 5)] == expected

@@ -1,9 +1,17 @@
 """CompiledSteps: what it hands to other processes to compile. The tests of engines see the rest."""
 
 import io
+from pathlib import Path
+from typing import Any
 
-from compiled_llm import CompiledEngine
-from compiled_llm.compiling.messages import receive, send
+import pytest
+
+from compiled_llm import CompiledEngine, SamplingParams
+from compiled_llm.compiling.cache import CompileCache
+from compiled_llm.compiling.keys import machine_fields
+from compiled_llm.compiling.messages import Job, receive, send
+from compiled_llm.compiling.parallel import build_missing
+from compiled_llm.progress import StartProgress
 from tests.families import checkpoint
 
 
@@ -17,3 +25,84 @@ def test_every_job_can_be_sent_to_another_process() -> None:
         assert stream.tell() < 100_000, f"{job.name} sends more than a function and the kinds of its arguments"
         stream.seek(0)
         assert callable(receive(stream).recipe())
+
+
+SHARED = {"sample", "sample_changed", "logprobs"}  # of a step's logits: what they do depends on no model
+
+
+def jobs_of(name: str, **arguments: Any) -> list[Job]:
+    """Everything to compile for a model."""
+    arguments = {"enforce_eager": True, "bucket_sizes": (1, 2), "max_model_len": 64, "num_kv_blocks": 8} | arguments
+    with CompiledEngine(str(checkpoint(name)), **arguments) as engine:
+        return engine.runner.steps.jobs()
+
+
+def missing(jobs: list[Job], cache: CompileCache) -> set[str]:
+    """Names of what would have to be compiled."""
+    return set(build_missing(cache, jobs, num_workers=0, progress=StartProgress()))
+
+
+def test_models_of_equal_vocabulary_share_what_takes_their_logits(tmp_path: Path) -> None:
+    """Of other families, sizes and layers; but not of another vocabulary, dtype or number of rows."""
+    cache, jobs = CompileCache(tmp_path, machine_fields()), jobs_of("llama")
+    assert missing(jobs, cache) == {job.name for job in jobs} == SHARED | {"step", "prompt_logprobs"}
+    for job in jobs:
+        cache.store(cache.key_of(job.name, job.recipe(), job.args, job.depends), b"code", {})
+    assert missing(jobs, cache) == set()
+    of_model = {"step", "prompt_logprobs"}
+    for name in ("mistral", "qwen2", "gpt2"):
+        assert missing(jobs_of(name), cache) == of_model
+    assert missing(jobs_of("llama", kv_cache_dtype="int8", block_size=8), cache) == {"step"}
+    assert missing(jobs_of("llama", max_model_len=128), cache) == of_model
+    assert missing(jobs_of("llama", max_logprobs=5), cache) == {"logprobs", "prompt_logprobs"}
+    assert missing(jobs_of("llama", max_num_seqs=1), cache) >= {"sample_changed"}
+    everything = of_model | SHARED
+    assert missing(jobs_of("llama-rope3-tied"), cache) == everything, "another vocabulary"
+    assert missing(jobs_of("llama", dtype="bfloat16"), cache) == everything
+    other = CompileCache(tmp_path, machine_fields() | {"threads": 1000})
+    assert missing(jobs, other) == everything
+
+
+def test_a_miss_names_the_engine_argument_or_the_field_of_the_config(tmp_path: Path) -> None:
+    cache, before = CompileCache(tmp_path, {}), {job.name: job for job in jobs_of("llama")}
+    for job in before.values():
+        cache.store(cache.key_of(job.name, job.recipe(), job.args, job.depends), b"code", {})
+
+    def reasons(name: str, **arguments: Any) -> dict[str, str]:
+        keys = {
+            job.name: cache.key_of(job.name, job.recipe(), job.args, job.depends) for job in jobs_of(name, **arguments)
+        }
+        found = {name: cache.find(key) for name, key in keys.items()}
+        return {name: text for name, text in found.items() if isinstance(text, str)}
+
+    assert reasons("llama", max_model_len=128)["step"] == "max_model_len is 128 and was 64"
+    assert reasons("llama", block_size=8) == {"step": "block_size is 8 and was 16"}
+    assert reasons("llama", kv_cache_dtype="int8")["step"] == "kv_cache_dtypes is 'torch.int8' and was 'torch.float32'"
+    other = reasons("llama-rope3-tied")
+    assert other["sample"] == "vocab_size is 501 and was 307"
+    assert "model.vocab_size is 501 and was 307" in other["step"]
+    assert "and was" in other["prompt_logprobs"]
+
+
+@pytest.mark.battery
+def test_a_second_model_compiles_its_own_graphs_alone_and_gives_what_it_gives_uncompiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COMPILED_LLM_CACHE", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    sizes: dict[str, Any] = {"bucket_sizes": (1, 2), "max_model_len": 64, "num_kv_blocks": 16, "progress": "off"}
+    with CompiledEngine(str(checkpoint("llama")), **sizes) as engine:
+        assert engine.compile_report().cache_count("miss") == 5
+    greedy = SamplingParams(temperature=0, max_tokens=8, presence_penalty=0.5, logprobs=3, prompt_logprobs=1)
+    params = [greedy, SamplingParams(temperature=1.0, seed=5, top_p=0.9, max_tokens=8, logprobs=2)]
+    prompts, outputs, directory = [[5, 6, 7], [8] * 9], [], str(checkpoint("mistral"))
+    for eager in (False, True):
+        with CompiledEngine(directory, **sizes, enforce_eager=eager) as engine:
+            found = engine.generate(prompts, params, use_tqdm=False)
+            outputs.append([(out.outputs[0].token_ids, out.outputs[0].logprobs, out.prompt_logprobs) for out in found])
+            if not eager:
+                reports = engine.compile_report().reports
+                assert {report.name for report in reports if report.cache == "hit"} == SHARED
+                (step,) = [report for report in reports if report.name == "step"]
+                assert "model.architecture is 'MistralForCausalLM' and was 'LlamaForCausalLM'" in step.reason
+    assert outputs[0] == outputs[1]

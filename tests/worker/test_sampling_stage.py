@@ -68,6 +68,7 @@ class Served:
             hidden=self.hidden,
             transforms=transforms,
             max_logprobs=5,
+            dtype=torch.float32,
         )
         self.rows = RequestRows(LIMITS, VOCAB, transforms)
         self.kept: dict[str, bool] = {}
@@ -75,7 +76,7 @@ class Served:
             logits = torch.randn(rows, VOCAB)
             self.stage.warm_up(bucket(rows), sampling_input(rows), functools.partial(torch.clone, logits), self.make)
 
-    def make(self, function: Any, name: str, keep: bool = True) -> CompiledFunction:
+    def make(self, function: Any, name: str, depends: Mapping[str, Any], keep: bool = True) -> CompiledFunction:
         self.kept[name] = keep
         return CompiledFunction(function, name, CPU, enforce_eager=True)
 

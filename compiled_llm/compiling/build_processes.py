@@ -1,0 +1,91 @@
+"""Processes that compile for this one (build_worker.py): started ahead where it is clear that they will be needed."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+
+from compiled_llm.child_process import with_package
+from compiled_llm.compiling.keys import code_settings
+from compiled_llm.compiling.messages import Built, Job, receive, send
+
+
+class BuildProcess:
+    """One process. It imports the compiler at once, which takes seconds, and then waits for jobs."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self._process = subprocess.Popen(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "compiled_llm.compiling.build_worker",
+            ],  # -P: no module of the working directory
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=with_package(os.environ),
+        )
+
+    def build(self, job: Job) -> Built:
+        """What it makes of a job; waits for it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            send(self._process.stdin, (job, code_settings()))
+            return receive(self._process.stdout)
+        except (EOFError, OSError) as error:
+            self.end()
+            return Built(b"", {}, f"the process that compiled it ended: {error!r}")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class BuildProcesses:
+    """Those of one start, which end with ``close``, or with this object where the start fails before."""
+
+    def __init__(self) -> None:
+        self._all: list[BuildProcess] = []
+        self._idle: list[BuildProcess] = []
+        self._lock = threading.Lock()
+        self._finalizer = weakref.finalize(self, _end, self._all)
+
+    def start(self, count: int) -> None:
+        """Start so many, for jobs to come."""
+        for _ in range(count):
+            self._idle.append(self._start())
+
+    def ages(self) -> list[float]:
+        """For how many seconds each has run."""
+        return [time.monotonic() - process.started for process in self._all]
+
+    def build(self, job: Job) -> Built:
+        """Give a job to one that is idle, or to a new one. May be called from several threads."""
+        with self._lock:
+            process = self._idle.pop() if self._idle else self._start()
+        built = process.build(job)
+        if not process.has_ended:
+            with self._lock:
+                self._idle.append(process)
+        return built
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def _start(self) -> BuildProcess:
+        self._all.append(process := BuildProcess())
+        return process
+
+
+def _end(processes: Iterable[BuildProcess]) -> None:
+    for process in processes:
+        process.end()

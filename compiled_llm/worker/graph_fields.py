@@ -1,0 +1,47 @@
+"""What each compiled function depends on, in the words of engine arguments and config.json: fields of its key.
+
+The code that a function closes over and the specs of its arguments are in its key as well (``compiling/keys.py``). So
+what two models have in common is shared by them, and nothing is shared that differs; these fields tell a reader why.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from compiled_llm.config import EngineLimits
+from compiled_llm.models.config import ModelConfig
+
+
+def of_step(
+    model_config: ModelConfig, limits: EngineLimits, dtype: torch.dtype, cache_dtypes: Sequence[torch.dtype]
+) -> dict[str, Any]:
+    """Of the step. ``cache_dtypes``: of each layer's KV cache."""
+    kinds = [str(layer) for layer in cache_dtypes]
+    return {
+        "model": dataclasses.asdict(model_config),
+        "dtype": str(dtype),
+        "kv_cache_dtypes": kinds[0] if len(set(kinds)) == 1 else kinds,
+        "block_size": limits.block_size,
+        "max_model_len": limits.max_model_len,
+        "largest_decode_bucket": limits.decode_bucket_sizes[-1],
+    }
+
+
+def of_head(model_config: ModelConfig, limits: EngineLimits, dtype: torch.dtype, max_logprobs: int) -> dict[str, Any]:
+    """Of the log-probabilities of prompts, which the model's head is part of."""
+    return {
+        "model": dataclasses.asdict(model_config),
+        "dtype": str(dtype),
+        "max_model_len": limits.max_model_len,  # so many positions the rotary tables among the weights have
+        "max_logprobs": max_logprobs,
+    }
+
+
+def of_sampling(vocab_size: int, dtype: torch.dtype, num_rows: int, **others: int) -> dict[str, Any]:
+    """Of what takes a step's logits: whatever model they are of. ``num_rows``: the most that a step has.
+
+    ``others``: what one of these functions depends on besides.
+    """
+    return {"vocab_size": vocab_size, "logits": str(dtype), "most_logits_rows": num_rows, **others}
