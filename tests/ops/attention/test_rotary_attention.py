@@ -144,12 +144,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# The others: battery.
+ORDINARY = ("norms", "float32", "keys-are-values", "shared-int8", "exact", "int8-1", "fp8-3")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ORDINARY else pytest.mark.battery) for name in CASES]
+)
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize(
+    "capability", [(9, 0), *(pytest.param(each, marks=pytest.mark.battery) for each in ((8, 0), (10, 0)))], ids=str
+)
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("head_dim", [128, *(pytest.param(size, marks=pytest.mark.battery) for size in (256, 512))])
 @pytest.mark.parametrize("new", ["plain", "normed", "none"])
