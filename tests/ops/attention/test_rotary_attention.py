@@ -23,6 +23,7 @@ triton = pytest.importorskip("triton")
 from compiled_llm.ops.attention import triton_attention, triton_exact  # noqa: E402
 from compiled_llm.ops.attention.paged_attention import paged_attention_reference  # noqa: E402
 from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -148,9 +149,7 @@ CASES = {
 ORDINARY = ("norms", "float32", "keys-are-values", "shared-int8", "exact", "int8-1", "fp8-3")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ORDINARY else pytest.mark.battery) for name in CASES]
-)
+@pytest.mark.parametrize("name", marked(CASES, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

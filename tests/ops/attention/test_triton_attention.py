@@ -22,6 +22,7 @@ from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, alone, check,
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.attention import triton_attention  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 SHARED_MEMORY = {
@@ -407,12 +408,9 @@ ORDINARY = {
         "rows-fp8-torch.bfloat16",
     ),
 }
-assert set(_NAMES) >= ORDINARY
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ORDINARY else pytest.mark.battery) for name in _NAMES]
-)
+@pytest.mark.parametrize("name", marked(_NAMES, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
