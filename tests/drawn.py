@@ -35,6 +35,13 @@ def cases(values: Mapping[str, Collection[str]], count: int, arguments: Mapping[
     return [pytest.param(*arguments[name], id=name, marks=marks[name]) for name in values]
 
 
+def marked(names: Iterable[str], ordinary: Collection[str]) -> list[Any]:
+    """Values of ``pytest.mark.parametrize`` for all ``names``, those that are not ``ordinary`` marked as a battery."""
+    names = list(names)
+    assert set(ordinary) <= set(names), f"no such cases: {set(ordinary) - set(names)}"
+    return [pytest.param(name, id=name, marks=() if name in ordinary else pytest.mark.battery) for name in names]
+
+
 def ids_in_this_run(request: pytest.FixtureRequest, function: str) -> list[str]:
     """The ids of the cases of ``function``, a test of the same file, that this run has."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function) and item.path == request.path]

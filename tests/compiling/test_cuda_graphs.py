@@ -224,6 +224,7 @@ def test_an_engine_on_replayed_graphs_gives_the_same_tokens(events: list[str], m
     assert steps < len(events) < 2 * steps, "one replay a step, and one more where some request samples"
 
 
+@pytest.mark.battery
 def test_drafts_on_replayed_graphs(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"bucket_sizes": (1, 4), "token_bucket_sizes": (32,), "max_model_len": 64, "num_kv_blocks": 24}
     with CompiledEngine(enforce_eager=True, **sizes) as engine:

@@ -46,7 +46,8 @@ def test_the_cache_is_quantised_and_mostly_right(expected: dict[str, list[list[i
     assert expected["int8"] != expected["fp8"]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.battery)])
+@pytest.mark.battery
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
 def test_compiled_in_chunks_of_16_with_preemptions(kv_cache_dtype: str, expected: dict[str, list[list[int]]]) -> None:
     with engine(kv_cache_dtype, **COMPILED_SIZES, max_num_batched_tokens=16, num_kv_blocks=16 + 4) as small:
         alone = [tokens_of(small, [prompt])[0] for prompt in PROMPTS]

@@ -9,6 +9,7 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.linears.quantized import Quantized, QuantizedExperts
 from compiled_llm.models.weights import experts, linear_layers
 from tests import mxfp4
+from tests.compiling.test_function import TWO_BUCKETS, engine_and_codes
 from tests.families import checkpoint
 
 PROMPTS = [[5, 6, 7], list(range(3, 60)), [9] * 20, list(range(100, 131))]
@@ -39,12 +40,12 @@ def test_the_same_alone_in_chunks_preempted_and_behind_a_prefix(quantization: st
 
 
 def test_compiled_once_and_nothing_more() -> None:
-    with CompiledEngine(
-        str(checkpoint("qwen3")), quantization="int4_w4a8", bucket_sizes=(1, 4), max_model_len=128, num_kv_blocks=40
-    ) as engine:
-        engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(max_tokens=5))
-        report = engine.compile_report()
-        assert (report.graph_breaks, report.recompiles) == (0, 0)
+    engine, codes = engine_and_codes(checkpoint("qwen3"), TWO_BUCKETS, False, quantization="int4_w4a8")
+    engine.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], SamplingParams(max_tokens=5), use_tqdm=False)
+    (step, *_) = engine.compile_report().reports
+    assert (step.name, step.graphs, step.graph_breaks, step.recompiles) == ("step", 1, 0, 0)
+    assert len(codes) == 1
+    engine.close()
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gpt2", "mixtral", "gpt-oss", "glm4-moe", "gemma4-moe"])

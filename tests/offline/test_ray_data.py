@@ -46,6 +46,7 @@ def engine() -> Iterator[RayDataEngine]:
     engine.close()
 
 
+@pytest.mark.battery
 def test_answers_are_the_lines_of_the_command(engine: RayDataEngine, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     command = [*COMMAND, *FLAGS, "--max-tokens", "6", "--input", "rows.jsonl", "--output", "out.jsonl", "--ordered"]

@@ -82,13 +82,16 @@ def test_the_demo_model(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
     check_equal(script, eager, 80, 800)
 
 
-@pytest.mark.parametrize("name", IN_CI)
-def test_odd_models(name: str, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled with few buckets, and compared with many uncompiled ones."""
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    [("gemma2", False), *(pytest.param(name, True, marks=pytest.mark.battery) for name in IN_CI)],
+)
+def test_odd_models(name: str, compiled: bool, script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few buckets, and compared with many uncompiled ones."""
     monkeypatch.setitem(sys.modules["exact_matrix"].SIZES, "few", FEW_GRAPHS)
     words = ["--dtype", "bfloat16", "--kv-cache-dtypes", IN_CI[name], "--requests", "9", "--tokens", "10"]
     plan = plan_of(script, monkeypatch, "--model", str(checkpoint(name)), *words)
-    settings = sys.modules["exact_matrix"].settings_of([IN_CI[name]], ["few"], [True])
+    settings = sys.modules["exact_matrix"].settings_of([IN_CI[name]], ["few"], [compiled])
     settings += keep(plan, lambda setting: not setting.compiled and setting.sizes != "default").settings
     check_equal(script, dataclasses.replace(plan, settings=settings), 150, 1500)
 

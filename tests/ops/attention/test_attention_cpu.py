@@ -74,7 +74,7 @@ def test_a_shared_prefix_changes_no_bit(attend: Attend, options: dict) -> None:
 
 
 @EXACT
-@pytest.mark.parametrize("group", [1, 2, 5])
+@pytest.mark.parametrize("group", [5, *(pytest.param(group, marks=pytest.mark.battery) for group in (1, 2))])
 @every_set
 def test_chunking_changes_no_bit(attend: Attend, group: int, options: dict) -> None:
     """A prompt in one step, in chunks, or token by token at its end: the same output for every token."""

@@ -23,6 +23,7 @@ triton = pytest.importorskip("triton")
 from compiled_llm.ops.attention import triton_attention, triton_exact  # noqa: E402
 from compiled_llm.ops.attention.paged_attention import paged_attention_reference  # noqa: E402
 from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -144,12 +145,18 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# The others: battery.
+ORDINARY = ("norms", "float32", "keys-are-values", "shared-int8", "exact", "int8-1", "fp8-3")
+
+
+@pytest.mark.parametrize("name", marked(CASES, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize(
+    "capability", [(9, 0), *(pytest.param(each, marks=pytest.mark.battery) for each in ((8, 0), (10, 0)))], ids=str
+)
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("head_dim", [128, *(pytest.param(size, marks=pytest.mark.battery) for size in (256, 512))])
 @pytest.mark.parametrize("new", ["plain", "normed", "none"])

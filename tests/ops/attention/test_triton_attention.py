@@ -17,12 +17,12 @@ import torch
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.tiles import default_config
-from tests.drawn import cases, parts_of
 from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, alone, check, grid, make_case
 
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.attention import triton_attention  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 SHARED_MEMORY = {
@@ -268,18 +268,16 @@ def launches(
 
 
 # Capability, head_dim, dtype, KV dtype, whether with window, soft cap and sinks. Head dims 80 and 96 take the tiles of
-# 128. Not all products, since each is seconds of compilation; and by default as few as have each value once.
+# 128. Not all products, since each is ten seconds of compilation; and two by default.
 SM_80, SM_90 = (8, 0), (9, 0)
 BF16, FP16, INT8, FP8 = torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn
-COMPILED = [
+COMPILED = [(SM_80, 128, BF16, None, False), (SM_90, 64, FP16, INT8, True)]
+ALSO_COMPILED = [
     (SM_80, 80, BF16, None, False),
     (SM_80, 128, BF16, None, True),
-    (SM_90, 64, FP16, INT8, True),
     (SM_90, 96, FP16, None, False),
     (SM_90, 256, BF16, FP8, False),
     (SM_80, 512, BF16, None, False),
-]
-ALSO_COMPILED = [
     (SM_80, 256, BF16, None, False),
     (SM_80, 128, BF16, INT8, False),
     (SM_90, 64, BF16, None, False),
@@ -340,9 +338,16 @@ DECODES = {
     for name, kv_dtype in {"bf16": None, **KV_DTYPES}.items()
     if kv_dtype != FP8 or capability != SM_80
 }
+ORDINARY_DECODES = ("sm_80-h64-gqa8-bf16", "sm_90-h128-gqa4-int8", "sm_100-h256-gqa4-fp8")
 
 
-@pytest.mark.parametrize(("capability", "head_dim", "group", "kv_dtype"), cases(parts_of(DECODES), 8, DECODES))
+@pytest.mark.parametrize(
+    ("capability", "head_dim", "group", "kv_dtype"),
+    [
+        pytest.param(*case, id=name, marks=() if name in ORDINARY_DECODES else pytest.mark.battery)
+        for name, case in DECODES.items()
+    ],
+)
 def test_decodes_compile_without_spills(
     capability: tuple[int, int],
     head_dim: int,
@@ -363,7 +368,8 @@ def test_decodes_compile_without_spills(
     assert programs * kwargs["num_warps"] * -(-usage["REG"] // 8) * 256 <= ahead_of_time.REGISTERS
 
 
-@pytest.mark.parametrize("head_dim", [256, pytest.param(512, marks=pytest.mark.battery)])
+@pytest.mark.battery
+@pytest.mark.parametrize("head_dim", [256, 512])
 def test_float32_fits_shared_memory(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tiles of float32; its speed, and so a few spilled bytes, are of no interest."""
     for kernel, args, kwargs in launches(monkeypatch, (8, 0), head_dim, torch.float32):
@@ -387,9 +393,24 @@ def test_fp8_is_refused_where_the_gpu_has_none(monkeypatch: pytest.MonkeyPatch) 
 
 
 _NAMES = [*(name for name, _ in interpreted_cases()), *MORE]
+# The others: battery.
+ORDINARY = {
+    *("bfloat16-decode-gqa4-h128", "bfloat16-mixed-gqa7-h64", "bfloat16-many-splits", "bfloat16-prompt17-block16"),
+    *("bfloat16-splits-in-a-mixed-step", "bfloat16-window-of-one", "bfloat16-a-sink-above-all-scores"),
+    *("bfloat16-int8-chunk-after31-block32", "bfloat16-int8-row-tiles-gqa8", "bfloat16-int8-blocks-of-24"),
+    *("bfloat16-int8-only-padding", "float32-int8-window-soft-cap-sinks-h64", "float32-same-mixed-h40"),
+    *(
+        "float16-fp8-mixed-gqa5-h64",
+        "any-program-last-int8",
+        "bad-key",
+        "huge",
+        "chunks-fp8",
+        "rows-fp8-torch.bfloat16",
+    ),
+}
 
 
-@pytest.mark.parametrize("name", cases(parts_of(_NAMES), 50, {name: (name,) for name in _NAMES}))
+@pytest.mark.parametrize("name", marked(_NAMES, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

@@ -7,7 +7,6 @@ or an empty string.
 
 import functools
 import subprocess
-from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.attention import triton_attention, triton_decode  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 from tests.ops.attention.test_rotary_attention import EPS, turning  # noqa: E402
 
@@ -194,13 +194,9 @@ CASES = {
 
 # The others: battery.
 ORDINARY = (
-    "plain-h80-gqa4-fp8", "plain-h128-gqa8-int8", "plain-only-padding", "turned-h64-gqa2-bf16", "turned-h128-gqa1-int8",
-    "turned-in-one-split", "turned-keys-are-values", "turned-without-norms", "turned-window", "turned-alone", "bad-key",
+    "plain-h80-gqa4-fp8", "plain-only-padding", "turned-h64-gqa2-bf16", "turned-h128-gqa1-int8",
+    "turned-keys-are-values", "turned-window", "bad-key",
 )  # fmt: skip
-
-
-def marked(values: Iterable[str], ordinary: Collection[str]) -> list:
-    return [pytest.param(name, marks=() if name in ordinary else pytest.mark.battery) for name in values]
 
 
 @pytest.mark.parametrize("name", marked(CASES, ORDINARY))
@@ -274,8 +270,7 @@ DECODES |= {
 
 
 COMPILED = (
-    "sm_90-h128-gqa2-bf16", "sm_90-h128-gqa8-int8-alone", "sm_90-h128-gqa4-int8", "sm_80-h96-gqa5-bf16",
-    "sm_100-h512-gqa4-bf16-normed", "sm_90-h256-gqa4-int8-none",
+    "sm_90-h128-gqa8-int8-alone", "sm_80-h96-gqa5-bf16", "sm_100-h512-gqa4-bf16-normed",
 )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ or an empty string.
 import functools
 import itertools
 import subprocess
-from collections.abc import Collection, Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ triton = pytest.importorskip("triton")
 from compiled_llm.ops.attention import triton_latent  # noqa: E402
 from compiled_llm.ops.attention.triton_attention import Device  # noqa: E402
 from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -232,10 +232,6 @@ ORDINARY = (
     "exact-mixed-bf16", "decode-c512-n16-bf16", "decode-c40-n5-int8", "decode-alone",
     "decode-only-padding", "turned-fast-scaled", "turned-exact-int8", "bad-latent-fast-int8", "chunks-bf16",
 )  # fmt: skip
-
-
-def marked(values: Iterable[str], ordinary: Collection[str]) -> list:
-    return [pytest.param(name, marks=() if name in ordinary else pytest.mark.battery) for name in values]
 
 
 @pytest.mark.parametrize("name", marked(CASES, ORDINARY))

@@ -26,6 +26,7 @@ from compiled_llm.ops.linear.product_choices import MAX_ROWS
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.linear import triton_fused_linear  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -356,7 +357,13 @@ def test_the_adding_op_refuses_by_name() -> None:
             triton_fused_linear.add_fused_linear(**{**given, **changed})
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+ORDINARY = (
+    *(f"reference-bfloat16-{around}" for around in ("norm-float32", "gated", "layer-norm", "beside")),
+    *("reference-float16-all", "adds-bfloat16-torch.float32", "layer norms of far rows", "rows-bfloat16"),
+)
+
+
+@pytest.mark.parametrize("name", marked(INTERPRETED, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

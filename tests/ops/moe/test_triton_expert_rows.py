@@ -17,6 +17,7 @@ from compiled_llm.ops.moe import routing
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.moe import triton_expert_rows  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 RULES = {  # top k, scoring, scale, groups, top groups; biased, scaled: whether there is a choice_bias, an expert_scale
@@ -188,7 +189,7 @@ def test_the_op_is_registered_as_torch_expects() -> None:
     torch.library.opcheck(torch.ops.compiled_llm.routed_rows, tuple(arguments("gemma4-moe", 5, 24)))
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", marked(INTERPRETED, ("reference-qwen3-moe", "batch-groups", "one-expert", "nan")))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

@@ -51,7 +51,7 @@ MORE = [(form, a8, tokens) for form in FORMATS for a8 in (False, True) for token
     ],
     ids=str,
 )
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("capability", [pytest.param((8, 0), marks=pytest.mark.battery), (9, 0)], ids=str)
 def test_compiles_without_spills(
     capability: tuple[int, int],
     form: WeightFormat,

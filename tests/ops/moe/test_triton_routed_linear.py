@@ -20,6 +20,7 @@ from compiled_llm.ops.rowwise.reference import rms_norm_reference
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.moe import triton_routed_linear  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 EPS = 1e-5
@@ -217,7 +218,7 @@ def test_the_op_is_registered_as_torch_expects(name: str) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("name", marked(INTERPRETED, ("reference-qwen3-moe", "batch-with a sum", "sums")))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

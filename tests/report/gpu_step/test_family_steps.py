@@ -24,9 +24,7 @@ from compiled_llm.ops.triton_programmatic import wait_for_launches_before  # noq
 from tests.report.gpu_step.family_steps import too_early  # noqa: E402
 
 # The others: battery.
-SAMPLE = (
-    "llama", "qwen3-moe", "llama, a chunk of a prompt", "qwen3, W4A8", "deepseek-v2", "qwen3-moe, programmatic",
-)  # fmt: skip
+SAMPLE = ("llama", "llama, a chunk of a prompt", "qwen3-moe, programmatic")
 
 
 @functools.cache

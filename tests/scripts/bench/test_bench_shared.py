@@ -46,6 +46,7 @@ def test_busy_loops_run_and_end(bench: ModuleType) -> None:
     assert set(psutil.Process().children()) == before
 
 
+@pytest.mark.battery
 def test_a_run(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
