@@ -23,14 +23,12 @@ from compiled_llm.ops.torch_private import (
     aot_compiled_function,
     compiler_counters,
     cpp_seconds,
-    headers_in_cache,
     lower_as_ops,
-    plain_vectors,
     sizes_of_one,
     tell_compiler,
-    whole_libraries,
     with_caches,
 )
+from compiled_llm.ops.torch_private_cpp import headers_in_cache, plain_vectors, whole_libraries
 
 _OLDEST_FOR_CPUS = (2, 13)  # whose AOTCompiledFunction is the one that _unguarded extends
 

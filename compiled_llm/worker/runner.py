@@ -47,6 +47,7 @@ from compiled_llm.worker.device import (
     use_device,
     use_threads,
 )
+from compiled_llm.worker.launched_step import LaunchedStep
 from compiled_llm.worker.memory import TRIAL_BLOCKS, StartMemory, estimated_activations, free_bytes
 from compiled_llm.worker.pool_sizes import PoolSizes, with_state_slots
 from compiled_llm.worker.profiler import StepProfiler
@@ -65,31 +66,6 @@ STEP_DEFAULTS = {
 
 # (what a step is to do, its bucket, what runs it) -> its logits ``[L, V]``. It has to run the step once.
 StepWatch = Callable[[SchedulerOutput, Bucket, Callable[[], Tensor]], Tensor]
-
-
-@dataclasses.dataclass
-class LaunchedStep:
-    """A step that the device works on.
-
-    Attributes:
-        num_rows: logits rows that belong to requests; the others are padding.
-        tokens: ``[R]`` int64 on the host, complete once the event ``ended`` has happened.
-        logprobs: of these tokens, likewise; None where no request needs them.
-        prompt_logprobs: of the step's ``prompt_targets``, on the host.
-        seconds: what the device took; on a GPU known once the step is collected.
-        started, ended: on a GPU, events before and after the step.
-        num_experts: ``[1]`` as ``tokens``: experts that some token used, over all layers; None without experts.
-    """
-
-    bucket: Bucket
-    num_rows: int
-    tokens: Tensor
-    logprobs: LogprobRows | None = None
-    prompt_logprobs: LogprobRows | None = None
-    seconds: float = 0.0
-    started: torch.cuda.Event | None = None
-    ended: torch.cuda.Event | None = None
-    num_experts: Tensor | None = None
 
 
 class ModelRunner(Worker):

@@ -13,7 +13,7 @@ import torch
 
 import compiled_llm.ops  # noqa: F401  (all of them are defined)
 from compiled_llm.compiling.compiler import check_torch, compile_ahead, compile_at_first_call
-from compiled_llm.ops.torch_private import headers_in_cache
+from compiled_llm.ops.torch_private_cpp import headers_in_cache
 
 
 def test_a_torch_that_cannot_compile_ahead_of_time_is_refused_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:

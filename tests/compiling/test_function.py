@@ -18,7 +18,8 @@ from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.libraries import loaded_libraries, use_own_cache_directory
 from compiled_llm.compiling.report import CompileReport
 from compiled_llm.ops.shared_library import is_whole
-from compiled_llm.ops.torch_private import DynamicSize, keeps_compiled_code, mark_dynamic_size, whole_libraries
+from compiled_llm.ops.torch_private import DynamicSize, keeps_compiled_code, mark_dynamic_size
+from compiled_llm.ops.torch_private_cpp import whole_libraries
 from compiled_llm.scheduling.bucket import choose_bucket
 from compiled_llm.step.step import step_function
 from tests.families import EVERY_CONFIG, checkpoint
