@@ -16,16 +16,17 @@ def take_function_modes() -> Any:
     import torch.utils._device as device
 
     modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-    of_thread = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-    state = modes, of_thread, device.CURRENT_DEVICE
-    torch._GLOBAL_DEVICE_CONTEXT.device_context = device.CURRENT_DEVICE = None
+    of_thread = torch._GLOBAL_DEVICE_CONTEXT  # has the attribute once a device was set in this thread
+    state = modes, getattr(of_thread, "device_context", None), device.CURRENT_DEVICE
+    of_thread.device_context = device.CURRENT_DEVICE = None
     return state
 
 
 def put_back_function_modes(state: Any) -> None:
     import torch.utils._device as device
 
-    modes, torch._GLOBAL_DEVICE_CONTEXT.device_context, device.CURRENT_DEVICE = state
+    of_thread = torch._GLOBAL_DEVICE_CONTEXT
+    modes, of_thread.device_context, device.CURRENT_DEVICE = state
     for mode in reversed(modes):
         torch._C._push_on_torch_function_stack(mode)
 

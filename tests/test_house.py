@@ -4,7 +4,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -38,6 +37,9 @@ def module_of(path: Path) -> str:
     return dotted if parts[0] in ("compiled_llm", "scripts") else f"compiled_llm.{dotted}"
 
 
+MODULES = frozenset(map(module_of, FILES))
+
+
 def room_of(module: str) -> str | None:
     """The room that a module lies in; None for other people's modules."""
     top, *parts = module.split(".")
@@ -50,16 +52,18 @@ def room_of(module: str) -> str | None:
     return parts[0] if (PACKAGE / parts[0]).is_dir() else "compiled_llm/*.py"
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """The modules that a file imports, also within functions and for types alone."""
+    found: list[str] = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            known = set(map(module_of, FILES))
-            yield from (name if name in known else str(node.module) for name in names)
+            found += (name if name in MODULES else str(node.module) for name in names)
+    return tuple(found)
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_of)
