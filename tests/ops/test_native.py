@@ -187,6 +187,7 @@ def test_a_start_needs_the_libraries_of_one_set(monkeypatch: pytest.MonkeyPatch)
 HEADERS = sorted((ROOT / "ops").rglob("*.h"))
 
 
+@pytest.mark.battery
 @pytest.mark.parametrize("header", HEADERS, ids=lambda path: path.name)
 def test_headers_compile_alone(header: Path) -> None:
     compiler = native.compiler()

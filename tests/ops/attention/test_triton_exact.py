@@ -22,6 +22,7 @@ from tests.ops.attention.attention_cases import CACHES, KV_DTYPES, AttentionCase
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.attention import triton_attention, triton_exact  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 OP = triton_exact.paged_attention
@@ -236,12 +237,14 @@ def test_a_head_dim_without_tiles_is_refused() -> None:
 # ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
 
 
-ORDINARY = ("agrees", "chunks-of-two", "neighbours-int8-features")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name.startswith(ORDINARY) else pytest.mark.battery) for name in CASES]
+ORDINARY = (
+    *("agrees-mixed-gqa1-h64", "agrees-decode-gqa7-h64", "agrees-mixed-h40", "agrees-chunk-after17-block16"),
+    *("agrees-only-padding", "agrees-window-soft-cap-sinks-h96", "agrees-mixed-gqa4-h64-float32-int8"),
+    *("agrees-mixed-gqa5-h64-bfloat16-fp8", "chunks-of-two-partitions-int8", "neighbours-int8-features"),
 )
+
+
+@pytest.mark.parametrize("name", marked(CASES, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

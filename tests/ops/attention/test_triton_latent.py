@@ -228,9 +228,8 @@ CASES = {
 
 # The others: battery.
 ORDINARY = (
-    "fast-as-deepseek-bf16", "fast-mixed-int8", "fast-odd-sizes-fp8", "fast-window-bf16", "fast-only-padding-bf16",
-    "exact-mixed-bf16", "decode-c512-n16-bf16", "decode-c40-n5-int8", "decode-alone",
-    "decode-only-padding", "turned-fast-scaled", "turned-exact-int8", "bad-latent-fast-int8", "chunks-bf16",
+    "fast-mixed-int8", "fast-odd-sizes-fp8", "fast-only-padding-bf16", "exact-mixed-bf16", "decode-c40-n5-int8",
+    "turned-fast-scaled", "bad-latent-fast-int8",
 )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_strided_rows(run: Runner, k: int) -> None:
         assert_rounded_once(run(x, packed, bias, 33), x, weight, bias)
 
 
-@pytest.mark.parametrize(("n", "k"), [(100, 700), (48, 65)])
+@pytest.mark.parametrize(("n", "k"), [(48, 65), pytest.param(100, 700, marks=pytest.mark.battery)])
 def test_batch_invariance(run: Runner, n: int, k: int) -> None:
     """A row's result has the same bits in every batch, at every place, with any number of threads."""
     check_batch_invariance(run, n, k, (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 20, 33, 65, 512, 513))

@@ -192,7 +192,7 @@ def test_sums_of_the_largest_codes(isa: str, element: str) -> None:
         assert torch.equal(run(isa, case.args()), a8.quantized_linear_a8_reference(*case.args()))
 
 
-@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[5]], ids=str)
+@pytest.mark.parametrize("form", [pytest.param(FORMATS[0], marks=pytest.mark.battery), FORMATS[5]], ids=str)
 @pytest.mark.parametrize("isa", ISAS)
 def test_a_row_has_the_same_bits_in_any_batch(isa: str, form: WeightFormat) -> None:
     check_any_batch(isa, form, (3, 33, 70, 300))

@@ -39,6 +39,7 @@ from compiled_llm.ops.linear import (  # noqa: E402
 )
 from compiled_llm.ops.linear.quantized_tiles import Choice, Layer, Tile  # noqa: E402
 from compiled_llm.ops.moe import triton_quantized_grouped  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 FORMATS = [
@@ -283,7 +284,7 @@ MORE = [
     [*SOME, *(pytest.param(*case, marks=pytest.mark.battery) for case in MORE)],
     ids=lambda value: named(value) if isinstance(value, WeightFormat) else str(value),
 )
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("capability", [pytest.param((8, 0), marks=pytest.mark.battery), (9, 0)], ids=str)
 def test_compiles_without_spills(
     capability: tuple[int, int],
     form: WeightFormat,
@@ -347,13 +348,15 @@ def test_activations_of_int8_are_for_integers() -> None:
 # ---- the outcomes of the interpreter, and on a GPU ------------------------------------------------------------------
 
 
-OFTEN = ("reference", "a8", "int_mm", "tiles-int4-128", "experts-int4")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name.startswith(OFTEN) else pytest.param(name, marks=pytest.mark.battery) for name in INTERPRETED],
+# The others: battery.
+ORDINARY = (
+    *("reference-int8-0-False", "reference-int8-32-True", "reference-int4-32-True", "reference-fp8-128-False"),
+    *("reference-fp4-32-False", "a8-int8-0-False", "a8-int4-64-True", "a8-float32", "int_mm-int8-0-True"),
+    "experts-int4-64-False",
 )
+
+
+@pytest.mark.parametrize("name", marked(INTERPRETED, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

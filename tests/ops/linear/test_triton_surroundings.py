@@ -139,8 +139,7 @@ INTERPRETED: dict[str, tuple[Callable, tuple]] = {
     **{f"nan-{kind}": (rows_with_nan_stay_apart, (kind,)) for kind in ("exact", "int8", "int8-a8", "int4-32-a8")},
 }
 OFTEN = (
-    "bits-exact-all", "bits-exact-gelu-not-gated", "bits-int8-multiplier-beside", "bits-int8-all", "bits-mxfp4-norm",
-    "bits-int4-64-zeros-a8-all", "nan-int8-a8",
+    "bits-exact-all", "bits-int8-multiplier-beside", "bits-mxfp4-norm", "bits-int4-64-zeros-a8-all", "nan-int8-a8",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drawn import cases, parts_of
+from tests.drawn import marked
 from tests.ops.recurrent.recurrent_cases import (
     CASES,
     CHUNK,
@@ -275,7 +275,15 @@ def test_refuses_by_name(make: Callable, name: str, value: object, message: str)
 # ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", cases(parts_of(INTERPRETED), 24, {name: (name,) for name in INTERPRETED}))
+# The others: battery.
+ORDINARY = (
+    *("convolution-mixed-float16", "convolution of 150 channels, bias-mixed-float32", "convolution-cut"),
+    *("delta rule-mixed-bfloat16", "delta rule, odd sizes-cut", "delta rule-none", "scan-mixed-float16"),
+    *("scan by chunks-bfloat16", "delta rule by chunks-bfloat16", "delta rule by chunks of any number of requests"),
+)
+
+
+@pytest.mark.parametrize("name", marked(INTERPRETED, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

@@ -84,7 +84,9 @@ def test_the_op_is_registered_as_torch_expects() -> None:
     torch.library.opcheck(torch.ops.compiled_llm.sum_of_norms, given, test_utils=("test_schema", "test_faketensor"))
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize(
+    "capability", [(9, 0), *(pytest.param(each, marks=pytest.mark.battery) for each in ((8, 0), (10, 0)))], ids=str
+)
 def test_compiles_without_spills(
     capability: tuple[int, int], child: subprocess.Popen, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from tests.ops.rowwise.rowwise_cases import CASES, DTYPES, HEADS, KV_HEADS, chec
 triton = pytest.importorskip("triton")
 
 from compiled_llm.ops.rowwise import triton_rowwise  # noqa: E402
+from tests.drawn import marked  # noqa: E402
 from tests.ops import ahead_of_time, interpreted  # noqa: E402
 
 KERNELS = (
@@ -189,7 +190,7 @@ def compiled_cases(dtype: torch.dtype, norm_dtype: torch.dtype) -> Iterator[tupl
     [
         ((9, 0), torch.bfloat16, torch.bfloat16),
         pytest.param((8, 0), torch.float16, torch.float32, marks=pytest.mark.battery),
-        ((8, 0), torch.float32, torch.float32),
+        pytest.param((8, 0), torch.float32, torch.float32, marks=pytest.mark.battery),
     ],
     ids=str,
 )
@@ -254,7 +255,8 @@ def test_refuses_by_name(call: Callable, message: str) -> None:
 # ---- the outcomes of the interpreter ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+# Every third; the others: battery.
+@pytest.mark.parametrize("name", marked(INTERPRETED, {*list(INTERPRETED)[::3], "extremes"}))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.drawn import cases, parts_of
+from tests.drawn import marked
 from tests.ops.sampling.sampling_cases import DTYPES, OFF, SamplingCase, check, extreme_case, grid, make_case
 
 triton = pytest.importorskip("triton")
@@ -179,8 +179,8 @@ COMPILED = [
     pytest.param(SM_80, 1, 151936, torch.bfloat16, marks=pytest.mark.battery),
     (SM_80, 32, 50257, torch.float32),
     (SM_90, 1, 151936, torch.bfloat16),
-    (SM_90, 256, 151936, torch.float32),
-    (SM_90, 4, 2**22, torch.float16),
+    pytest.param(SM_90, 256, 151936, torch.float32, marks=pytest.mark.battery),
+    pytest.param(SM_90, 4, 2**22, torch.float16, marks=pytest.mark.battery),
 ]
 
 
@@ -275,7 +275,15 @@ def test_greedy_tokens_refuse_wrong_inputs() -> None:
 # ---- the outcomes of the interpreter --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", cases(parts_of(INTERPRETED), 25, {name: (name,) for name in INTERPRETED}))
+# The others: battery.
+ORDINARY = (
+    *("257-float32-banned", "1500-float32-normal-0.1", "1500-bfloat16-equal", "1500-float16-peaked", "top-k-0"),
+    *("short-list-both-few-values", "extremes-7-torch.float16", "strided-torch.bfloat16", "greedy-torch.float16"),
+    *("no-number", "programs-few-values"),
+)
+
+
+@pytest.mark.parametrize("name", marked(INTERPRETED, ORDINARY))
 def test_interpreted(name: str, outcomes: dict[str, str]) -> None:
     assert not outcomes[name], outcomes[name]
 
