@@ -595,7 +595,7 @@ EVERY_CONFIG = {**CONFIGS, **HYBRID_CONFIGS}
 
 # Of compiled engines of the demo model in float32. Tests that need no other sizes take these, so that each graph is
 # compiled once: the cache of compiled graphs is shared by all.
-COMPILED_SIZES: dict[str, Any] = {"bucket_sizes": (8,), "token_bucket_sizes": (32,), "max_model_len": 304}
+COMPILED_SIZES: dict[str, Any] = {"bucket_sizes": (1, 8), "token_bucket_sizes": (32,), "max_model_len": 304}
 
 
 def transformers_model(name: str) -> transformers.PreTrainedModel:

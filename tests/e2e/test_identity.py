@@ -47,13 +47,10 @@ def tokens_of(
     return [output.outputs[0].token_ids for output in engine.generate(prompts, sampling_params, use_tqdm=False)]
 
 
-SIZES: dict[str, Any] = COMPILED_SIZES | {"bucket_sizes": (1, 8)}
-
-
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param(SIZES, id="1 and 8"),
+        pytest.param(COMPILED_SIZES, id="1 and 8"),
         pytest.param({"bucket_sizes": (1, 8, 32)}, id="1, 8 and 32", marks=pytest.mark.battery),
     ],
 )
@@ -73,7 +70,7 @@ def test_chunks_of_16_tokens_and_a_pool_so_small_that_requests_are_preempted(
     longest = max(map(len, prompts)) + NUM_TOKENS
     with CompiledEngine(
         dtype="float32",
-        **SIZES,
+        **COMPILED_SIZES,
         max_num_batched_tokens=16,
         num_kv_blocks=-(-longest // 16) + 6,
         check_invariants=True,

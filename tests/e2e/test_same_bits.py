@@ -22,7 +22,7 @@ CASES = [
     pytest.param("float32", "auto", id="float32", marks=FULL),
     pytest.param("float32", "int8", id="float32-int8"),
     pytest.param("float32", "fp8", id="float32-fp8", marks=FULL),
-    pytest.param("float16", "auto", id="float16"),
+    pytest.param("float16", "auto", id="float16", marks=FULL),
     pytest.param("float16", "int8", id="float16-int8", marks=FULL),
     pytest.param("float16", "fp8", id="float16-fp8", marks=FULL),
 ]

@@ -11,6 +11,7 @@ import torch
 
 from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm.models.inputs import StateCache
+from tests.compiling.test_function import compiled_steps_alone
 from tests.families import HYBRID_CONFIGS, checkpoint, logits_of, transformers_model
 
 NUM_TOKENS, BLOCK_SIZE = 600, 16
@@ -98,7 +99,9 @@ def test_company_and_preemptions_change_no_bit(name: str, mode: str) -> None:
 def test_one_graph_without_breaks_and_recompiles() -> None:
     with engine_of("lfm2", enable_prefix_caching=False) as eager:
         expected = serve(eager, [PROMPT[:n] for n in (1, 40, 333)])
-    with engine_of("lfm2", enforce_eager=False, bucket_sizes=(1, 4), token_bucket_sizes=(64,)) as engine:
+    with compiled_steps_alone():
+        engine = engine_of("lfm2", enforce_eager=False, bucket_sizes=(1, 4), token_bucket_sizes=(64,))
+    with engine:
         found = serve(engine, [PROMPT[:n] for n in (1, 40, 333)])
         report = engine.compile_report()
     assert [bits for bits, _ in found] == [bits for bits, _ in expected]

@@ -127,7 +127,7 @@ def test_log_probabilities_are_those_of_the_paper(directory: str, reference: Any
         {"max_num_seqs": 1},
         {"num_kv_blocks": 100, "async_scheduling": True},
         {"num_kv_blocks": 72},
-        {"kv_cache_dtype": "auto", "enforce_eager": False},
+        pytest.param({"kv_cache_dtype": "auto", "enforce_eager": False}, marks=pytest.mark.battery),
     ],
     ids=["small chunks", "alone", "overlapping", "preempted", "compiled"],
 )
