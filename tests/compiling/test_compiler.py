@@ -60,10 +60,8 @@ def test_programs_with_the_same_seed_share_no_code() -> None:
             assert torch.equal(ahead.fn(x), function(x))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["TORCHINDUCTOR_FORCE_DISABLE_CACHES", pytest.param("TORCHINDUCTOR_FX_GRAPH_CACHE", marks=pytest.mark.battery)],
-)
+@pytest.mark.battery
+@pytest.mark.parametrize("name", ["TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCHINDUCTOR_FX_GRAPH_CACHE"])
 def test_compiles_where_the_environment_disables_the_caches(name: str) -> None:
     script = """
 import torch

@@ -92,7 +92,7 @@ COMPILED = ("qwen3", "gemma2", "gpt2", "gpt-oss", "deepseek-v3", "gemma4-moe", "
     ("name", "buckets", "samples"),
     [
         pytest.param("llama", ALL_BUCKETS, False, id="llama"),
-        *(pytest.param(name, TWO_BUCKETS, name == "qwen3", id=name) for name in COMPILED),
+        *(pytest.param(name, TWO_BUCKETS, False, id=name) for name in COMPILED),
         *(pytest.param(name, ALL_BUCKETS, True, id=f"{name}-all", marks=pytest.mark.battery) for name in EVERY_CONFIG),
     ],
 )

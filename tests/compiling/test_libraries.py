@@ -36,7 +36,8 @@ def test_where_the_own_cache_may_not_be_written_to_a_temporary_directory_serves(
         use_own_cache_directory()
 
 
-@pytest.mark.parametrize("wished", [None, pytest.param("wished", marks=pytest.mark.battery)])
+@pytest.mark.battery
+@pytest.mark.parametrize("wished", [None, "wished"])
 def test_compiled_code_goes_to_the_users_own_cache_or_where_wished(wished: str | None, tmp_path: Path) -> None:
     """In a process of its own: torch writes its default into the environment when it is imported."""
     code = """

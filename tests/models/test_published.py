@@ -28,6 +28,7 @@ from compiled_llm.models.wrappers import language_model
 from compiled_llm.worker import loader
 from compiled_llm.worker.quantization import published
 from tests import mxfp4
+from tests.drawn import marked
 from tests.families import logits_of, strengthened
 from tests.models.published_configs import SUPPORTED
 from tests.models.published_dense import DENSE, WRAPPED_DENSE
@@ -102,6 +103,10 @@ def test_three_configs_of_each_family_and_forty_in_all() -> None:
     assert sum(counts.values()) >= 40
 
 
+# One of each architecture; the others: battery.
+ORDINARY = list({config["architectures"][0]: name for name, config in PUBLISHED.items()}.values())
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_dummy_weights_in_full_size(name: str) -> None:
     """They are described, without memory, in the layers that a CPU has; there are as many as a card says."""
@@ -113,7 +118,7 @@ def test_dummy_weights_in_full_size(name: str) -> None:
         assert count / 1e9 == pytest.approx(WEIGHTS[name], rel=0.01)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", marked(PUBLISHED, ORDINARY))
 def test_every_position_of_300_tokens(name: str, tmp_path: Path) -> None:
     prompt, expected = checkpoint_of(scaled_down(PUBLISHED[name]), tmp_path)
     config = read_config(tmp_path)

@@ -87,6 +87,7 @@ def started(output: Path, log: Path, *arguments: str) -> subprocess.Popen:
     return driver
 
 
+@pytest.mark.battery
 def test_a_machine_that_goes_costs_no_row(
     machines: MachinesOfRay, prompts: Path, whole: list[str], tmp_path: Path
 ) -> None:

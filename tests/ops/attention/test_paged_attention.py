@@ -103,7 +103,7 @@ _SETS = {
 _SET_VALUES = {key: (name, f"{dtype} {kind} {kv}") for key, (name, dtype, kind, kv) in _SETS.items()}
 
 
-@pytest.mark.parametrize(("name", "dtype", "attend", "kv_dtype"), cases(_SET_VALUES, 200, _SETS), indirect=["attend"])
+@pytest.mark.parametrize(("name", "dtype", "attend", "kv_dtype"), cases(_SET_VALUES, 120, _SETS), indirect=["attend"])
 def test_every_instruction_set(attend: Attend, name: str, dtype: torch.dtype, kv_dtype: str) -> None:
     check(make_case(**CASES[name], dtype=dtype, kv_dtype=ALL_KV_DTYPES[kv_dtype]), attend)
 

@@ -26,6 +26,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.battery
 def test_a_file_changes_the_launches(tmp_path: Path) -> None:
     """Of qkv, o, gate_up and down in a decode of two, and of 64; by default the first has all four fused."""
     done = subprocess.run(

@@ -155,7 +155,7 @@ def test_vllm_gets_its_libraries_and_is_bound_to_cores(
     assert processes.vllm(str(python), tmp_path, {}, 1, "x.so").env["LD_PRELOAD"] == "x.so"
 
 
-@pytest.mark.parametrize("name", ["engine", "transformers"])
+@pytest.mark.parametrize("name", ["engine", pytest.param("transformers", marks=pytest.mark.battery)])
 def test_the_workers_of_this_environment(
     processes: ModuleType, checkpoints: ModuleType, name: str, tmp_path: Path
 ) -> None:
