@@ -32,7 +32,9 @@ def check_given_sizes(config: dict[str, Any], config_class: Any) -> None:
     Beforehand: the class makes lists of some lengths, of which null is left to it.
     """
     for name in MOST:
-        for given in {name, config_class.attribute_map.get(name, name)} & config.keys():
+        for given in [
+            one for one in dict.fromkeys((config_class.attribute_map.get(name, name), name)) if one in config
+        ]:
             if config[given] is not None:
                 check_size(name, config[given], given)
 

@@ -82,7 +82,7 @@ def check(config: dict[str, Any]) -> None:
         given = config.get(name) or {}
         share = given.get("partial_rotary_factor", 1.0 if share is None else share)
         count = int(config["hidden_size"] // heads * share) // 2
-        for field in {"long_factor", "short_factor"} & given.keys():
+        for field in [name for name in ("short_factor", "long_factor") if name in given]:
             if not isinstance(given[field], list) or len(given[field]) != count:
                 raise ValueError(
                     f"config.json: {field} must have a number for each of the {count} frequencies of a head, by "

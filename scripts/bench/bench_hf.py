@@ -16,6 +16,7 @@ def load(directory: Path, dtype: str, device: torch.device, seed: int, *, random
     kind = dtype if dtype == "auto" else getattr(torch, dtype)
     if random_weights:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        kind = config.dtype if dtype == "auto" else kind
         torch.manual_seed(seed)
         with torch.device(device):
             module = transformers.AutoModelForCausalLM.from_config(config, dtype=kind)

@@ -96,7 +96,7 @@ def test_rows_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     flags = ["--input", str(tmp_path / "in.jsonl"), "--enforce-eager", "--bucket-sizes", "4", "--quiet"]
     flags += ["--max-tokens", "1", "--output", str(tmp_path / "out.jsonl")]
     assert run(*flags) == 0
-    assert "tokens       20 prompt" in capsys.readouterr().out
+    assert "tokens       20 of prompts" in capsys.readouterr().out
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     bodies = {line["custom_id"]: line["response"]["body"] for line in lines if "response" in line}
     assert {name: body["usage"]["prompt_tokens"] for name, body in bodies.items()} == {"a": 2, "b": 8}

@@ -56,7 +56,7 @@ def test_a_bundle_spares_another_cache_all_compiling(tmp_path: Path) -> None:
 
     other = run(tmp_path / "to", *SMALL, "--block-size", "32", "--max-num-seqs", "0")
     assert other.returncode == 2
-    assert "compile_model: error: max_num_seqs" in other.stderr
+    assert "compile_model.py: error: max_num_seqs" in other.stderr
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

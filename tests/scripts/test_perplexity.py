@@ -197,7 +197,7 @@ def test_texts_that_cannot_be_scored(
     with pytest.warns(RequestsFailedWarning):
         found = run(script, monkeypatch, capsys, "--text", path)
     assert found["status"] == 1
-    assert re.fullmatch(r"perplexity: error: tokens 0 to \d+: RuntimeError: the device is on fire", found["error"])
+    assert re.fullmatch(r"perplexity: error: tokens 0 to \d+: RuntimeError: the device is on fire\n", found["error"])
 
 
 def test_a_json_file(

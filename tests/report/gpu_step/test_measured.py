@@ -32,7 +32,13 @@ def events(names: tuple[str, ...]) -> list[Any]:
         end = start + n + 1
         span = SimpleNamespace(start=start, end=end, elapsed_us=lambda us=end - start: us)
         found.append(
-            SimpleNamespace(name=name, device_type=torch.autograd.DeviceType.CUDA, time_range=span, cpu_children=[])
+            SimpleNamespace(
+                name=name,
+                device_type=torch.autograd.DeviceType.CUDA,
+                time_range=span,
+                cpu_children=[],
+                is_user_annotation=False,
+            )
         )
         start = end + 2
     return found
@@ -42,7 +48,7 @@ def written(bench: Any, path: Path, names: tuple[str, ...], facts: dict[str, Any
     """A file as bench_kernels writes it after such a profile."""
     args = SimpleNamespace(model=None, **ASKED)
     step = bench.medians([bench.launches(events(names), on_gpu=True)] * 3)
-    result = bench.result_of(args, step, {"gpu": GPU} if facts is None else facts)
+    result = bench.result_of(args, step, "bfloat16", {"gpu": GPU} if facts is None else facts)
     bench.tables.finish(result, path, bench.in_order(step))
     return path
 
