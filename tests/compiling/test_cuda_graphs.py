@@ -16,7 +16,7 @@ from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, begi
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.engine.engine import EngineConfig
 from compiled_llm.ops.programmatic_launch import launch_options
-from compiled_llm.worker import runner, sampling_stage
+from compiled_llm.worker import build_ahead, compiled_steps, runner, sampling_stage
 from tests.drafting import RecordedDrafter, check_equal, serve, work_of
 
 CPU = torch.device("cpu")
@@ -192,6 +192,14 @@ def test_manual_graphs_are_compiled_without_the_compilers_own(monkeypatch: pytes
     assert all(options["fullgraph"] and options["dynamic"] is False for options in given)
 
 
+def record_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines record graphs of functions that are not compiled, here or in other processes."""
+    monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
+    monkeypatch.setattr(runner, "graph_pool", lambda _, device, __: GraphPool(device))
+    for module in (compiled_steps, build_ahead):
+        monkeypatch.setattr(module, "keeps_compiled_code", lambda: False)
+
+
 def test_an_engine_on_replayed_graphs_gives_the_same_tokens(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Greedy and sampled, in every bucket, on the pool that took the trial pool's place. The functions run no more."""
     sizes = {"bucket_sizes": (4,), "token_bucket_sizes": (32,), "max_model_len": 64, "num_kv_blocks": 24}
@@ -206,8 +214,7 @@ def test_an_engine_on_replayed_graphs_gives_the_same_tokens(events: list[str], m
     with CompiledEngine(enforce_eager=True, check_invariants=True, **sizes) as engine:
         expected = tokens(engine)
 
-    monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
-    monkeypatch.setattr(runner, "graph_pool", lambda _, device, __: GraphPool(device))
+    record_graphs(monkeypatch)
     with CompiledEngine(check_invariants=True, **sizes) as engine:
         order = list(engine.runner.steps._functions)
         assert order == ["tokens_32", "decode_4"]
@@ -224,7 +231,6 @@ def test_an_engine_on_replayed_graphs_gives_the_same_tokens(events: list[str], m
     assert steps < len(events) < 2 * steps, "one replay a step, and one more where some request samples"
 
 
-@pytest.mark.battery
 def test_drafts_on_replayed_graphs(events: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"bucket_sizes": (1, 4), "token_bucket_sizes": (32,), "max_model_len": 64, "num_kv_blocks": 24}
     with CompiledEngine(enforce_eager=True, **sizes) as engine:
@@ -233,8 +239,7 @@ def test_drafts_on_replayed_graphs(events: list[str], monkeypatch: pytest.Monkey
     drafter = RecordedDrafter(3, vocab_size)
     drafter.kind = "half right"
     drafter.record(plain)
-    monkeypatch.setattr(function_module, "compile_at_first_call", lambda function, cuda_graphs: function)
-    monkeypatch.setattr(runner, "graph_pool", lambda _, device, __: GraphPool(device))
+    record_graphs(monkeypatch)
     with CompiledEngine(check_invariants=True, drafter=drafter, **sizes) as engine:
         assert [bucket.name for bucket in engine.runner.steps.buckets] == ["decode_1x4", "decode_4x4", "tokens_32x4"]
         events.clear()

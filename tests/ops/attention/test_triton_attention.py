@@ -401,7 +401,6 @@ ORDINARY = {
     *("bfloat16-int8-only-padding", "float32-int8-window-soft-cap-sinks-h64", "float32-same-mixed-h40"),
     *(
         "float16-fp8-mixed-gqa5-h64",
-        "any-program-last-int8",
         "bad-key",
         "huge",
         "chunks-fp8",
