@@ -107,7 +107,7 @@ def memory() -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("model", "num_requests", "num_kv_blocks", "enforce_eager", "async_scheduling"),
     [
-        pytest.param("demo", 160, 60, True, True, id="small"),
+        pytest.param("demo", 160, 60, True, True, id="small-demo", marks=pytest.mark.battery),
         pytest.param("demo", 20_000, 120, False, False, id="full-sync", marks=pytest.mark.battery),
         pytest.param("demo", 20_000, 120, False, True, id="full-async", marks=pytest.mark.battery),
         pytest.param("lfm2", 160, 44, True, True, id="small-states"),

@@ -99,7 +99,7 @@ def takes(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, **params: 
 
 
 @pytest.mark.parametrize(
-    "walks", [pytest.param(25, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)]
+    "walks", [pytest.param(10, id="small"), pytest.param(500, id="full", marks=pytest.mark.battery)]
 )
 def test_every_walk_through_a_schema_is_an_instance_of_it(
     compiler: GrammarCompiler, tokenizer: Tokenizer, texts: list[str], walks: int, battery_counts: Counter[str]

@@ -242,7 +242,8 @@ def test_a_read_only_directory_is_found_before_the_start(
 # -- Processes
 
 
-@pytest.mark.parametrize("victim", ["worker", pytest.param("driver", marks=pytest.mark.battery)])
+@pytest.mark.battery
+@pytest.mark.parametrize("victim", ["worker", "driver"])
 def test_a_killed_process_costs_no_row(victim: str, prompts: Path, whole: dict[int, dict], tmp_path: Path) -> None:
     """With two workers. One that is killed is started again; without a driver, workers end by themselves."""
     output, many = tmp_path / "out.jsonl", tmp_path / "many.jsonl"

@@ -23,6 +23,8 @@ def attend(kernels: native.Kernels, request: pytest.FixtureRequest) -> Attend:
     isa = getattr(request, "param", None)
     if isa not in (None, *kernels.supported_isas()):
         pytest.skip(f"this machine has no {isa}")
+    if isa == "amx_in_software" and "amx" in kernels.supported_isas():
+        pytest.skip("the same bits as the CPU's own AMX: test_software_tiles_are_those_of_the_cpu")
     return attend_on(kernels, isa)
 
 

@@ -401,9 +401,7 @@ ORDINARY = {
     *("bfloat16-int8-only-padding", "float32-int8-window-soft-cap-sinks-h64", "float32-same-mixed-h40"),
     *(
         "float16-fp8-mixed-gqa5-h64",
-        "bad-key",
         "huge",
-        "chunks-fp8",
         "rows-fp8-torch.bfloat16",
     ),
 }

@@ -56,6 +56,8 @@ def run(request: pytest.FixtureRequest, kernels: native.Kernels) -> Runner:
     isa, dtype = request.param
     if isa not in kernels.supported_isas():
         pytest.skip(f"this CPU has no {isa}")
+    if isa == "amx_in_software" and "amx" in kernels.supported_isas():
+        pytest.skip("the same bits as the CPU's own AMX, as a test below compares")
     return Runner(isa, dtype)
 
 
@@ -109,7 +111,7 @@ def test_strided_rows(run: Runner, k: int) -> None:
 @pytest.mark.parametrize(("n", "k"), [(48, 65), pytest.param(100, 700, marks=pytest.mark.battery)])
 def test_batch_invariance(run: Runner, n: int, k: int) -> None:
     """A row's result has the same bits in every batch, at every place, with any number of threads."""
-    check_batch_invariance(run, n, k, (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 20, 33, 65, 512, 513))
+    check_batch_invariance(run, n, k, (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 20, 33, 65, 513))
 
 
 @pytest.mark.battery
