@@ -72,12 +72,16 @@ def kernels(name: str) -> Any:
 # -- Equal
 
 
-def test_the_demo_model(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled with the default buckets, whose graphs other tests have, too; the quantised caches uncompiled."""
+@pytest.mark.battery
+def test_the_demo_model_compiled(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the default buckets."""
+    plan = plan_of(script, monkeypatch, "--requests", "9", "--tokens", "10")
+    check_equal(script, keep(plan, lambda s: s.sizes == "default" and s.kv_cache == "auto"), 80, 800)
+
+
+def test_the_demo_model_uncompiled(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With quantised caches."""
     words = ["--requests", "9", "--tokens", "10"]
-    plan = plan_of(script, monkeypatch, *words)
-    compiled = keep(plan, lambda s: s.sizes == "default" and s.kv_cache == "auto")
-    check_equal(script, compiled, 80, 800)
     eager = keep(plan_of(script, monkeypatch, *words, "--quick"), lambda s: not s.compiled and s.kv_cache != "auto")
     check_equal(script, eager, 80, 800)
 
@@ -307,6 +311,7 @@ def test_a_difference_after_the_step_is_none_of_its_ops(
     assert "it is what runs after the step" in str(first)
 
 
+@pytest.mark.battery
 def test_an_op_is_found_in_compiled_code(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the graphs of ``test_odd_models``: compiled code calls the op, whatever takes its place."""
     matrix, name = sys.modules["exact_matrix"], "llama-biases"

@@ -24,6 +24,7 @@ def run(cache: Path, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.battery
 def test_a_bundle_spares_another_cache_all_compiling(tmp_path: Path) -> None:
     for name in ("attention_cpu", "linear_cpu", "rowwise_cpu", "sampling_cpu"):
         native.load(name)

@@ -71,6 +71,7 @@ def test_transformers_load_what_rounding_gives(
         assert (loaded(ids).logits - wanted).norm() < (0.01 if form.zeros else 1e-4) * wanted.norm()
 
 
+@pytest.mark.battery
 def test_calibrated_int4_is_better_than_rounding_and_the_same_each_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ def script() -> ModuleType:
     return load(REPOSITORY / "scripts" / "train_demo_model.py")
 
 
+@pytest.mark.battery
 def test_some_seconds_give_a_loadable_checkpoint(script: ModuleType, tmp_path: Path) -> None:
     arguments = "--minutes 0.2 --max-files 20 --vocab-size 512 --context-length 64 --hidden-size 128 --num-layers 2"
     script.main([*arguments.split(), "--no-compile", "--output", str(tmp_path)])

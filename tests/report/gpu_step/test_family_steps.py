@@ -24,7 +24,7 @@ from compiled_llm.ops.triton_programmatic import wait_for_launches_before  # noq
 from tests.report.gpu_step.family_steps import too_early  # noqa: E402
 
 # The others: battery.
-SAMPLE = ("llama", "qwen3-moe, programmatic")
+SAMPLE = ("qwen3-moe, programmatic",)
 
 
 @functools.cache
