@@ -70,7 +70,9 @@ def test_other_batches_chunks_and_block_sizes(
         assert tokens_of(other) == expected[kv_cache_dtype]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype", ["int8", *(pytest.param(each, marks=pytest.mark.battery) for each in ("auto", "fp8"))]
+)
 def test_in_bfloat16_every_batch_gives_the_same_tokens(kv_cache_dtype: str) -> None:
     arguments = {"dtype": "bfloat16", "enforce_eager": True}
     with engine(kv_cache_dtype, bucket_sizes=(16,), **arguments) as large:
