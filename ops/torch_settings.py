@@ -32,7 +32,8 @@ _AUTOCAST_DEVICES = ("cpu", "cuda")
 def own_settings(num_threads: int | None = None) -> Iterator[None]:
     """torch's own defaults without gradients, for this thread and what belongs to the process; afterwards as before.
 
-    It may be nested, and other threads may be in it. It takes some 3 us where the program has changed nothing.
+    It may be nested, and other threads may be in it. Where the program has changed nothing it took 5 to 7 us, on a
+    busy Xeon.
 
     Args:
         num_threads: that ops run on meanwhile. None: as they are; what sets them inside does so until the end.

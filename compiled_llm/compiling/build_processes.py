@@ -57,7 +57,7 @@ class BuildProcesses:
         self._all: list[BuildProcess] = []
         self._idle: list[BuildProcess] = []
         self._lock = threading.Lock()
-        self._finalizer = weakref.finalize(self, _end, self._all)
+        self._finalizer = weakref.finalize(self, _end, self._all, os.getpid())
 
     def start(self, count: int) -> None:
         """Start so many, for jobs to come."""
@@ -86,6 +86,8 @@ class BuildProcesses:
         return process
 
 
-def _end(processes: Iterable[BuildProcess]) -> None:
-    for process in processes:
-        process.end()
+def _end(processes: Iterable[BuildProcess], owner: int) -> None:
+    """A fork of the process ``owner``, which started them, leaves them alone."""
+    if os.getpid() == owner:
+        for process in processes:
+            process.end()

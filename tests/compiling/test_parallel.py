@@ -1,6 +1,8 @@
 """Compiling in other processes: the same result as here, one message for what fails, and nothing left behind."""
 
 import functools
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from compiled_llm.compiling import parallel
+from compiled_llm.compiling.build_processes import BuildProcesses
 from compiled_llm.compiling.cache import CompileCache
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.messages import Job
@@ -97,3 +100,20 @@ def test_processes_are_started_for_several_graphs_on_several_cores_only(monkeypa
     for cores, expected in ((1, [0, 0, 0]), (2, [0, 0, 2]), (16, [0, 0, 5])):
         monkeypatch.setattr(parallel, "granted_cores", lambda cores=cores: cores)
         assert [useful_workers(jobs) for jobs in (0, 1, 5)] == expected
+
+
+def test_a_fork_leaves_the_processes_of_its_parent_alone() -> None:
+    """And does not wait for them."""
+    processes = BuildProcesses()
+    processes.start(1)
+    (process,) = processes._all
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(5)
+        processes.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "it waits"
+    assert not process.has_ended
+    processes.close()
+    assert process.has_ended
