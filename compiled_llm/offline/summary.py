@@ -33,7 +33,7 @@ def engine_rows(engine: CompiledEngine, report: RunReport, start_seconds: float)
         "efficiency": f"{', '.join(phases)} of what this machine could do at most",
         "KV cache": f"{kv_cache_of(engine)}, at most {stats.peak_used_blocks / stats.num_kv_blocks:.1%} of it in use"
         f"{preempted}",
-        "start": f"{start_seconds:.1f} s, of which {runner.start_times.compile:.1f} s to compile, or to find it done",
+        "start": f"{start_seconds:.1f} s, of which {runner.start_times.compile:.1f} s to compile graphs or load them",
         "memory": f"at most {peak_bytes(engine) / 2**20:.0f} MiB, weights {runner.weight_bytes / 2**20:.0f} MiB of it",
     }
     return rows if phases else {name: text for name, text in rows.items() if name != "efficiency"}
