@@ -73,6 +73,7 @@ PARTS = {
         )
         for name, shape in _SHAPES.items()
     },
+    "gpt-fast": Part(40, "scripts/bench/bench_gpt_fast.py --checkout .gpt-fast --json {json}", 18),
     "code": Part(45, "scripts/gpu_code.py --output {folder}"),
     "e2e": Part(420, f"{_PYTEST} {_GPU_TESTS}"),
     **{

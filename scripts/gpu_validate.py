@@ -35,6 +35,7 @@ Parts, short ones that decide what is worth doing first:
 - ``quantised``: linear layers on quantised weights against the reference, every format; ``quantised-speed``: each kind,
   of layers and of experts, checked, and timed beside bfloat16.
 - ``kernels``: attention, also over latents, against the reference at real sizes.
+- ``gpt-fast``: a token of its Llama-3-8B, if it is named and ``.gpt-fast`` is a checkout of it.
 - ``tune`` and ``tune-linear`` run only if they are named: they write the tiles that suit this GPU to ``ops/tiles``,
   files to commit. Name ``code`` after them, and the archive has them too.
 
@@ -173,9 +174,9 @@ def unpack(archive: Path, output: Path) -> None:
 
 def main() -> int:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
-    parts = [name for name in PARTS if not name.startswith("tune")]
+    parts = [name for name in PARTS if not name.startswith(("tune", "gpt-fast"))]
     parser.add_argument(
-        "--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all but those that tune)"
+        "--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all that need not be named)"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "gpu", help="folder for the results")
     parser.add_argument("--budget", type=float, default=560, help="seconds for all parts together (default: 560)")
