@@ -39,8 +39,11 @@ from compiled_llm import CompiledEngine, SamplingParams
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.compiling.cuda_graphs import GraphPool
+from compiled_llm.ops.pinned import on_device
+from compiled_llm.ops.torch_settings import own_settings
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.worker import runner as runner_module
+from compiled_llm.worker.device import device_context
 from compiled_llm.worker.profiler import kernels_of, profiled_events
 
 PARTS = ("schedule", "prepare", "launch", "collect", "update", "outputs", "other")
@@ -210,7 +213,69 @@ def idle_of(spans: list[tuple[float, float, str]], num_steps: int, wall: float) 
     }
 
 
+def call_costs(engine: CompiledEngine, num_calls: int = 200) -> dict[str, float]:
+    """Microseconds that the host takes for single calls of which a step on a GPU is made."""
+    runner, device = engine.runner, engine.runner.device
+    bucket = runner.steps.buckets[0]
+    pageable = torch.zeros(48, dtype=torch.int32)
+    pinned, large = (torch.zeros(size, dtype=torch.int32, pin_memory=True) for size in (1 << 10, 1 << 18))
+    on_gpu, large_on_gpu, places = pinned.to(device), large.to(device), torch.arange(16, device=device)
+    first, second = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    plain = torch.cuda.Event()
+    for event in (first, second, plain):
+        event.record()
+
+    def settings() -> None:
+        with own_settings(runner.num_threads):
+            pass
+
+    def context() -> None:
+        with device_context(device):
+            pass
+
+    calls: dict[str, Callable[[], object]] = {
+        "own settings": settings,
+        "device context": context,
+        "new timing event, recorded": lambda: torch.cuda.Event(enable_timing=True).record(),
+        "timing event recorded": first.record,
+        "plain event recorded": plain.record,
+        "elapsed time": lambda: first.elapsed_time(second),
+        "event waited for": plain.synchronize,
+        "pin 192 bytes": pageable.pin_memory,
+        "pin and send 192 bytes": lambda: on_device(pageable, device),
+        "send 4 KB": lambda: on_gpu.copy_(pinned, non_blocking=True),
+        "send 1 MB": lambda: large_on_gpu.copy_(large, non_blocking=True),
+        "read 4 KB": lambda: pinned.copy_(on_gpu, non_blocking=True),
+        "index_copy_": lambda: on_gpu.index_copy_(0, places, on_gpu[:16]),
+        "small kernel": lambda: on_gpu.add_(1),
+    }
+    found = {}
+    for name, call in calls.items():
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        found[name] = (time.perf_counter() - started) / num_calls * 1e6
+    torch.cuda.synchronize()
+    found["replay of a step"] = (
+        statistics.median(_seconds(lambda: runner.steps.run_step(bucket)) for _ in range(30)) * 1e6
+    )
+    return found
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
 def measure_all(engine: CompiledEngine, args: argparse.Namespace, num_requests: int) -> Iterator[dict[str, Any]]:
+    if args.device == "cuda" and num_requests == 1:
+        try:
+            yield {"requests": num_requests, "calls": call_costs(engine)}
+        except Exception:
+            yield {"requests": num_requests, "error": traceback.format_exc()}
     engine.clocks = Clocks(engine)  # type: ignore[attr-defined]
     for kind in args.kinds.split(","):
         yield measured(engine, num_requests, kind, args.steps)
@@ -284,10 +349,12 @@ def main() -> int:
         rows.append(row)
         if args.output is not None:
             (args.output / "host.json").write_text(json.dumps(result) + "\n")
-    good = [row for row in rows if "error" not in row]
+    good = [row for row in rows if "host" in row]
     for row in rows:
         if "error" in row:
             print(f"{row['requests']} requests: {row['error']}")
+        if "calls" in row:
+            print("calls: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["calls"].items()))
     if good:
         print("microseconds a step")
         print(tables.text_table([{key: value for key, value in row.items() if key != "gaps"} for row in good]))
@@ -295,7 +362,7 @@ def main() -> int:
             if row.get("gaps"):
                 print(f"{row['requests']} requests, {row['outputs of']}: longest gaps {row['gaps']}")
     tables.finish(result, None)
-    return 0 if len(good) == len(rows) else 1
+    return 1 if any("error" in row for row in rows) else 0
 
 
 if __name__ == "__main__":
