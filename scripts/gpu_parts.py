@@ -41,7 +41,7 @@ _DECODES = f"{_LATENCY} --input-len 32 --output-len 128 --num-iters 5 --token-bu
 
 _KERNELS = "scripts/bench/bench_kernels.py --device cuda"
 _SHAPES = {"0.6b": "qwen3-0.6b", "8b": "llama-3.1-8b"}
-_GIB = {"0.6b": 4, "8b": 22}  # of GPU memory, for an engine with a small KV pool
+_GIB = {"0.6b": 4, "8b": 19}  # of GPU memory, for an engine with a small KV pool
 _PROMPTS = "--prompts 2048 8192"
 # (batch size, what is different, more flags, layers, GiB of the KV pool)
 _STEPS = [
@@ -52,7 +52,8 @@ _STEPS = [
     ("8b", 1, "-programmatic", "--cuda-graphs programmatic --layers 12", -10),
     ("8b", 1, "-exact", f"--exact --layers 12 {_PROMPTS}", -10),
     ("0.6b", 1, "-programmatic", "--cuda-graphs programmatic", 0),
-    ("8b", 256, "", "--layers 12", 10),
+    ("8b", 1, "-few", "--layers 12", -10),
+    ("8b", 256, "", "--layers 12", 2),
 ]
 
 

@@ -15,7 +15,7 @@ Parts, short ones that decide what is worth doing first:
 - ``limits``: bandwidth and matrix peak, to compare everything else with.
 - ``kernels-<shape>-<batch size>``: a decode step, every kernel of it, and the gaps between them; of one request also
   prompts of 2,048 and 8,192 tokens; ``-programmatic``: with launches that begin before the one before has ended;
-  ``-exact``: with ``exact=True``.
+  ``-exact``: with ``exact=True``; ``-few``: with fewer layers, as these have.
 - ``products-<shape>``: every linear layer at 1 to 256 rows, by each way to compute it.
 - ``code``: Inductor's programs and the machine code of the kernels so far, for the archive.
 - ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with all kinds of
