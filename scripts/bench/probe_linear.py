@@ -43,6 +43,7 @@ from probe_linear_kernel import Variant, read
 from probe_linear_times import best, chain, slopes
 from torch import Tensor
 
+from compiled_llm.command_line import FlagParser
 from compiled_llm.ops.linear.surroundings import surrounded
 from compiled_llm.ops.programmatic_launch import programmatic_launches
 
@@ -209,7 +210,7 @@ def table(log: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("."), help="folder for probe_linear.json")
     parser.add_argument("--seconds", type=float, default=75, help="when it stops to measure, in all")
     parser.add_argument("--compile-seconds", type=float, default=45, help="of these, for compiling")
