@@ -44,6 +44,7 @@ from probe_linear_times import best, chain, slopes
 from torch import Tensor
 from turns import wait_for_turn
 
+from compiled_llm.command_line import FlagParser
 from compiled_llm.ops.linear.surroundings import surrounded
 from compiled_llm.ops.programmatic_launch import programmatic_launches
 
@@ -81,7 +82,8 @@ def jobs() -> list[Job]:
                 found.append(Job(product, rows, around, None, False, "exact"))
                 if rows <= 32:
                     found.append(Job(product, rows, around, None, False, "fused"))
-                    found.append(Job(product, rows, around, None, True, "fused"))
+                    if around:
+                        found.append(Job(product, rows, around, None, True, "fused"))
     return list({key_of(job): job for job in found}.values())
 
 
@@ -209,7 +211,7 @@ def table(log: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("."), help="folder for probe_linear.json")
     parser.add_argument("--seconds", type=float, default=50, help="for measuring")
     parser.add_argument("--compile-seconds", type=float, default=45, help="for compiling")
@@ -238,7 +240,8 @@ def main() -> int:
     save()
     wait_for_turn()
     begun = time.monotonic()
-    buffer = torch.empty(BUFFER, dtype=torch.bfloat16, device="cuda").normal_()
+    buffer = torch.empty(BUFFER + (1 << 16), dtype=torch.bfloat16, device="cuda").normal_()[:BUFFER]
+    torch.cuda.synchronize()
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream()):
         for model, rows in POINTS:

@@ -55,15 +55,15 @@ def few_rows(m: int) -> list[Variant]:
         Variant(64, m, 64, 4, 8),
         Variant(64, m, 128, 4, 5),
         Variant(64, m, 256, 4, 3),
-        Variant(64, m, 128, 4, 5, ahead=4),
         Variant(64, m, 128, 4, 5, ahead=8),
         Variant(64, m, 128, 4, 5, ahead=8, keep_ahead=True),
         Variant(64, m, 256, 4, 3, ahead=4, keep_ahead=True),
-        Variant(64, m, 128, 4, 3, ahead=8, keep_ahead=True),
         Variant(128, m, 128, 8, 4),
+        Variant(32, 64, 128, 4, 4, "x", ahead=8, keep_ahead=True),
+        Variant(64, m, 128, 4, 5, ahead=4),
+        Variant(64, m, 128, 4, 3, ahead=8, keep_ahead=True),
         Variant(128, m, 128, 8, 4, ahead=4, keep_ahead=True),
         Variant(32, 64, 128, 4, 5, "x"),
-        Variant(32, 64, 128, 4, 4, "x", ahead=8, keep_ahead=True),
     ]
     second = [
         Variant(64, m, 64, 4, 4, ahead=16, keep_ahead=True),
@@ -84,13 +84,12 @@ def few_rows(m: int) -> list[Variant]:
         Variant(64, 64, 128, 4, 5, "x"),
         Variant(16, m, 256, 4, 4),
         Variant(32, m, 256, 4, 4),
-        Variant(32, m, 256, 4, 3, ahead=4, keep_ahead=True),
         Variant(32, m, 128, 4, 6),
     ]
     return first + second
 
 
-PROMISING = 12
+PROMISING = {BIG: 12, SMALL: 8}  # of which all are tried
 MORE_ROWS = {
     64: [
         Variant(64, 64, 64, 4, 6),
@@ -124,8 +123,9 @@ def variants_of(product: Product, rows: int, around: str) -> list[tuple[Variant,
         return [(variant, False) for variant in MORE_ROWS[rows]]
     found = few_rows(16 if rows <= 16 else 32)
     if around or product.model == SMALL or rows not in (1, 32):
-        found = found[:PROMISING]
-    early = [variant for variant in found[:PROMISING] if variant.ahead] if around or product.name == "qkv" else []
+        found = found[: PROMISING[product.model]]
+    early = found[: PROMISING[product.model]] if around or product.name == "qkv" else []
+    early = [variant for variant in early if variant.ahead]
     return [(variant, False) for variant in found] + [(variant, True) for variant in early]
 
 
