@@ -75,9 +75,9 @@ PARTS = {
         for name, shape in _SHAPES.items()
     },
     "probe-attention": Part(
-        55, "scripts/bench/probe_attention.py --compile-seconds 140 --seconds 45 --output {folder}", 8
+        55, "scripts/bench/probe_attention.py --compile-seconds 120 --seconds 38 --output {folder}", 8
     ),
-    "probe-linear": Part(60, "scripts/bench/probe_linear.py --compile-seconds 140 --seconds 52 --output {folder}", 8),
+    "probe-linear": Part(60, "scripts/bench/probe_linear.py --compile-seconds 120 --seconds 48 --output {folder}", 8),
     "gpt-fast": Part(40, "scripts/bench/bench_gpt_fast.py --checkout .gpt-fast --json {json}", 18),
     "code": Part(45, "scripts/gpu_code.py --output {folder}"),
     "e2e": Part(420, f"{_PYTEST} {_GPU_TESTS}"),
