@@ -58,7 +58,7 @@ _STEPS = [
 
 
 PARTS = {
-    "smoke": Part(120, f"{_PYTEST} -m gpu tests/e2e/test_gpu_smoke.py"),
+    "smoke": Part(200, f"{_PYTEST} -m gpu tests/e2e/test_gpu_smoke.py"),
     "limits": Part(30, "scripts/gpu_validate.py --measure-limits {json}", 2),
     **{
         f"kernels-{name}-{batch_size}{what}": Part(

@@ -40,7 +40,7 @@ from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.worker.profiler import kernels_of, kind_of, profiled_events
 
-_STEP_ROOM = 64  # tokens that requests may generate before they are profiled
+_CHUNK = 2048  # tokens of prompts in a step
 
 
 class Launch(NamedTuple):
@@ -98,15 +98,24 @@ def by_name(step: list[Launch]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def decoding(engine: CompiledEngine, batch_size: int, context: int) -> Bucket:
-    """Serve until ``batch_size`` requests of ``context`` tokens decode, all in one step; its bucket."""
-    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=_STEP_ROOM, ignore_eos=True)
+def room(batch_size: int, context: int) -> int:
+    """Tokens that a request generates at most: it goes on while the prompts of the others are computed."""
+    return 16 + 2 * -(-batch_size * context // _CHUNK)
+
+
+def decoding(engine: CompiledEngine, batch_size: int, context: int) -> tuple[Bucket, float]:
+    """Serve until ``batch_size`` requests of ``context`` tokens decode, all in one step: its bucket, and their keys."""
+    params = SamplingParams(temperature=0, max_tokens=room(batch_size, context), ignore_eos=True)
+    rng = random.Random(0)
     for number in range(batch_size):
         engine.add_request(str(number), random_tokens(rng, engine.model_config.vocab_size, context), params)
     known: dict[str, int] = {}
     while len(known) < batch_size or min(known.values()) < 2:
-        known |= {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
-    return next(bucket for bucket in engine.runner.steps.buckets if bucket.kind == "decode")
+        for output in engine.step():
+            assert not output.finished, "a request ended before all others decoded: room() is too small"
+            known[output.request_id] = len(output.outputs[0].token_ids)
+    bucket = next(bucket for bucket in engine.runner.steps.buckets if bucket.kind == "decode")
+    return bucket, context + statistics.mean(known.values())
 
 
 def step_of(engine: CompiledEngine, bucket: Bucket) -> Callable[[], object]:
@@ -192,16 +201,17 @@ def engine_of(args: argparse.Namespace):
     with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory, errors_end("bench_kernels"):
         layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
         Path(directory, "config.json").write_text(json.dumps(SHAPES[args.shape] | layers))
-        length = max([args.context, *(args.prompts or [])]) + _STEP_ROOM
+        most = args.context + room(args.batch_size, args.context)
+        length = max([most, *(tokens + 1 for tokens in args.prompts or [])])
         with CompiledEngine(
             str(args.model or directory),
             load_format="auto" if args.model else "dummy",
             dtype=args.dtype,
             device=args.device,
             bucket_sizes=(args.batch_size,),
-            token_bucket_sizes=(max(2048, args.batch_size),),
+            token_bucket_sizes=(max(_CHUNK, args.batch_size),),
             max_model_len=length,
-            num_kv_blocks=max(args.batch_size * -(-(args.context + _STEP_ROOM) // 16), -(-length // 16)),
+            num_kv_blocks=max(args.batch_size * -(-most // 16), -(-length // 16)),
             kv_cache_dtype=args.kv_cache_dtype,
             cuda_graphs=args.cuda_graphs,
             enforce_eager=args.enforce_eager,
@@ -246,7 +256,7 @@ def main() -> int:
         wait_for_turn()
         dtype, facts = str(engine.runner.dtype)[6:], machine.describe(engine.runner.device)
         title = f"{args.model or args.shape}, {dtype}"
-        bucket = decoding(engine, args.batch_size, args.context)
+        bucket, keys = decoding(engine, args.batch_size, args.context)
         whole_us, step = step_us(engine, bucket, 3 * args.repeats), profiled(engine, bucket, args.repeats)
         if not step:
             print("bench_kernels: error: the profile of the step has no launch: nothing was measured", file=sys.stderr)
@@ -254,8 +264,8 @@ def main() -> int:
         result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape), "dtype": dtype}
         result |= {name: getattr(args, name) for name in ("batch_size", "context", "kv_cache_dtype", "layers")}
         result |= {name: getattr(args, name) for name in ("cuda_graphs", "exact")} | figures_of(step, whole_us)
-        result["machine"] = facts
-        show(f"{title}, {args.batch_size} requests of {args.context} tokens", step, result)
+        result |= {"mean_keys": keys, "machine": facts}
+        show(f"{title}, {args.batch_size} requests of {keys:.0f} keys, the mean", step, result)
         while engine.has_unfinished_requests():
             engine.step()
         found = [measured_prompt(engine, length, args.repeats, title) for length in args.prompts or []]

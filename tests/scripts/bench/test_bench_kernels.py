@@ -66,7 +66,7 @@ def test_a_run_on_a_cpu(
     assert bench.main() == 0
     result = json.loads(path.read_text())
     assert result["dtype"] == "bfloat16"
-    assert "demo_model, bfloat16, 3 requests of 20 tokens" in capsys.readouterr().out
+    assert "demo_model, bfloat16, 3 requests of 22 keys, the mean" in capsys.readouterr().out
     assert result["launches"] == len(result["in_order"]) > 20
     rows = {row["name"]: row for row in result["kernels"]}
     config = json.loads((demo / "config.json").read_text())
