@@ -24,10 +24,18 @@ def work_of(launch: Launch, contexts: Contexts) -> Work:
     if launch.kind == "product":
         return _product(launch)
     if launch.triton is not None and launch.name in _RULES:
-        return _RULES[launch.name](launch.triton.arguments, launch.triton, contexts)
+        work = _RULES[launch.name](launch.triton.arguments, launch.triton, contexts)
+        return dataclasses.replace(work, steps=_steps(launch.triton.arguments)) if work.bits else work
     if launch.triton is not None and not {"block_table", "read_slot"}.isdisjoint(launch.triton.arguments):
         raise ValueError(f"{launch.name}: its bytes depend on the requests; say in {__name__} how")
     return Work(_bytes(launch.read), _bytes(launch.written))
+
+
+def _steps(a: dict[str, Any]) -> int:
+    """Matrix instructions behind each other in a trip: each takes 16 inputs; of attention also 16 keys' values."""
+    if "BLOCK_K" in a:
+        return a["BLOCK_K"] // 16
+    return (a["BLOCK_H"] + a["BLOCK_N"]) // 16 if "BLOCK_H" in a else 0
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
