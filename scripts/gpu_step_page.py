@@ -111,11 +111,11 @@ Kernels that spill registers: {", ".join(spilled) or "none"}.
 
 A launch takes {START_SECONDS * 1e6:.1f} us to start and to end, and {COLD_SECONDS * 1e9:.0f} ns for each instruction of
 its code, which no cache has yet. Between these it takes the longest of four times: its bytes, at {BANDWIDTH_SHARE:.0%}
-of the bandwidth; its instructions at one a cycle and scheduler; its matrix operations at {MATRIX_SHARE:.0%} of the rate;
-and the trips through the main loop of the program that has most, {TRIP_SECONDS * 1e9:.0f} ns each, and
-{STEP_SECONDS * 1e9:.0f} ns for each matrix instruction that waits for the one before. Where a last program joins what others computed, its
-instructions for that and {L2_SECONDS * 1e6:.1f} us for each round trip come after it. {GAP_SECONDS * 1e6:.1f} us later
-the next launch begins. These constants are fitted to launches on an H200.
+of the bandwidth; its instructions at one a cycle and scheduler; its matrix operations at {MATRIX_SHARE:.0%} of the
+rate; and the trips through the main loop of the program that has most, {TRIP_SECONDS * 1e9:.0f} ns each, and
+{STEP_SECONDS * 1e9:.0f} ns for each matrix instruction that waits for the one before. Where a last program joins what
+others computed, its instructions for that and {L2_SECONDS * 1e6:.1f} us for each round trip come after it, and
+{GAP_SECONDS * 1e6:.1f} us later the next launch begins. These constants are fitted to launches on an H200.
 
 Each part of a kernel counts as often as it runs: the main loop, what is done once a task, and by the functions that its
 instructions come from the new key (once a request), joining (in the last program of a request) and the sums of a norm.
