@@ -59,6 +59,7 @@ def few_rows(m: int) -> list[Variant]:
         Variant(64, m, 128, 4, 5, ahead=8, keep_ahead=True),
         Variant(64, m, 256, 4, 3, ahead=4, keep_ahead=True),
         Variant(128, m, 128, 8, 4),
+        Variant(64, m, 128, 4, 6, tma=True),
         Variant(32, 64, 128, 4, 4, "x", ahead=8, keep_ahead=True),
         Variant(64, m, 128, 4, 5, ahead=4),
         Variant(64, m, 128, 4, 3, ahead=8, keep_ahead=True),
@@ -66,6 +67,10 @@ def few_rows(m: int) -> list[Variant]:
         Variant(32, 64, 128, 4, 5, "x"),
     ]
     second = [
+        Variant(64, m, 64, 4, 8, tma=True),
+        Variant(64, m, 256, 4, 4, tma=True),
+        Variant(128, m, 128, 8, 4, tma=True),
+        Variant(64, m, 128, 4, 5, ahead=8, keep_ahead=True, tma=True),
         Variant(64, m, 64, 4, 4, ahead=16, keep_ahead=True),
         Variant(64, m, 128, 4, 4),
         Variant(64, m, 128, 4, 8),
@@ -89,7 +94,7 @@ def few_rows(m: int) -> list[Variant]:
     return first + second
 
 
-PROMISING = {BIG: 12, SMALL: 8}  # of which all are tried
+PROMISING = {BIG: 13, SMALL: 8}  # of which all are tried
 MORE_ROWS = {
     64: [
         Variant(64, 64, 64, 4, 6),

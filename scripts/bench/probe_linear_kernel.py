@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from compiled_llm.ops.linear.surroundings import Surroundings
 from compiled_llm.ops.linear.triton_linear import INTERPRET, multiply_add
@@ -23,7 +24,7 @@ class Variant(NamedTuple):
         ahead: blocks of weights that the L2 cache is asked for before anything else; a power of two, or 0.
         keep_ahead: the main loop goes on asking for those that are so far ahead.
         persistent: programs an SM that go from tile to tile; 0 for a program a tile.
-        evict: weights leave the L2 cache first.
+        evict: weights leave the L2 cache first. tma: they are loaded by tensor descriptors.
     """
 
     outputs: int
@@ -36,13 +37,14 @@ class Variant(NamedTuple):
     keep_ahead: bool = False
     persistent: int = 0
     evict: bool = False
+    tma: bool = False
 
     @property
     def name(self) -> str:
         extra = f" a{self.ahead}{'+' if self.keep_ahead else ''}" if self.ahead else ""
         extra += f" p{self.persistent}" if self.persistent else ""
         return f"{self.first}{self.outputs}x{self.rows} k{self.k} w{self.warps} s{self.stages}{extra}" + (
-            " e" if self.evict else ""
+            " e" if self.evict else " t" if self.tma else ""
         )
 
 
@@ -61,7 +63,7 @@ def ask_for(w_rows, first, IN: tl.constexpr, LINES: tl.constexpr):
 
 @triton.jit
 def tile_of_outputs(
-    x, weight, norm, residual, out, index, num_rows, x_stride, eps,
+    x, weight, described, norm, residual, out, index, num_rows, x_stride, eps,
     OUT: tl.constexpr, IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, X_FIRST: tl.constexpr,
     AHEAD: tl.constexpr, KEEP_AHEAD: tl.constexpr, EVICT: tl.constexpr, PROGRAMMATIC: tl.constexpr,
@@ -89,7 +91,12 @@ def tile_of_outputs(
     acc = tl.zeros([BLOCK_M, BLOCK_N] if X_FIRST else [BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, IN, BLOCK_K):
         a = tl.load(x_tile + k, mask=inside_rows[:, None], other=0.0)
-        b = tl.load(w_tile + k, eviction_policy=EVICTION)
+        if described is None:
+            b = tl.load(w_tile + k, eviction_policy=EVICTION)
+        elif GATED:
+            b = tl.reshape(described.load([0, tile * (BLOCK_N // 2), k]), [BLOCK_N, BLOCK_K])
+        else:
+            b = described.load([tile * BLOCK_N, k])
         if KEEP_AHEAD:
             ask_for(w_rows, k + AHEAD * BLOCK_K, IN, LINES)
         a = normed(a, inverse, norm, k + inner, IN)
@@ -106,7 +113,7 @@ def tile_of_outputs(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def probe_kernel(
-    x, weight, norm, residual, out, num_rows, x_stride, eps, num_outputs,
+    x, weight, described, norm, residual, out, num_rows, x_stride, eps, num_outputs,
     IN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PERSISTENT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, X_FIRST: tl.constexpr,
     AHEAD: tl.constexpr, KEEP_AHEAD: tl.constexpr, EVICT: tl.constexpr, PROGRAMMATIC: tl.constexpr,
@@ -115,13 +122,13 @@ def probe_kernel(
         num_tiles = tl.cdiv(2 * num_outputs if GATED else num_outputs, BLOCK_N) * tl.cdiv(num_rows, BLOCK_M)
         for index in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
             tile_of_outputs(
-                x, weight, norm, residual, out, index, num_rows, x_stride, eps, num_outputs, IN, ACTIVATION, GATED,
-                BLOCK_M, BLOCK_N, BLOCK_K, X_FIRST, AHEAD, KEEP_AHEAD, EVICT, PROGRAMMATIC,
+                x, weight, described, norm, residual, out, index, num_rows, x_stride, eps, num_outputs, IN,
+                ACTIVATION, GATED, BLOCK_M, BLOCK_N, BLOCK_K, X_FIRST, AHEAD, KEEP_AHEAD, EVICT, PROGRAMMATIC,
             )  # fmt: skip
     else:
         tile_of_outputs(
-            x, weight, norm, residual, out, tl.program_id(0), num_rows, x_stride, eps, num_outputs, IN, ACTIVATION,
-            GATED, BLOCK_M, BLOCK_N, BLOCK_K, X_FIRST, AHEAD, KEEP_AHEAD, EVICT, PROGRAMMATIC,
+            x, weight, described, norm, residual, out, tl.program_id(0), num_rows, x_stride, eps, num_outputs, IN,
+            ACTIVATION, GATED, BLOCK_M, BLOCK_N, BLOCK_K, X_FIRST, AHEAD, KEEP_AHEAD, EVICT, PROGRAMMATIC,
         )  # fmt: skip
 
 
@@ -133,6 +140,17 @@ def read_kernel(weight, out, size, BLOCK: tl.constexpr):
     for place in tl.range(0, size, BLOCK, num_stages=5):
         total += tl.load(weight + start + place + tl.arange(0, BLOCK)).to(tl.float32)
     tl.store(out + tl.program_id(0), tl.sum(total, 0))
+
+
+def descriptor(variant: Variant, weight: Tensor, around: Surroundings) -> TensorDescriptor | None:
+    """Gates and ups are a dimension of their own."""
+    if not variant.tma:
+        return None
+    if around.is_gated:
+        shape = [2, len(weight) // 2, weight.shape[1]]
+        strides = [weight.numel() // 2, weight.shape[1], 1]
+        return TensorDescriptor(weight, shape, strides, [2, variant.outputs // 2, variant.k])
+    return TensorDescriptor(weight, list(weight.shape), [weight.shape[1], 1], [variant.outputs, variant.k])
 
 
 def launch(
@@ -152,7 +170,8 @@ def launch(
     options = {"launch_pdl": True} if programmatic else {}
     run = functools.partial(probe_kernel.warmup, grid=(grid,)) if warm_up else probe_kernel[(grid,)]
     run(
-        x, weight, around.norm, around.residual, out, len(x), inputs, around.eps, outputs,
+        x, weight, descriptor(variant, weight, around), around.norm, around.residual, out, len(x), inputs, around.eps,
+        outputs,
         IN=inputs, ACTIVATION=around.activation, GATED=around.is_gated,
         PERSISTENT=variant.persistent > 0,
         BLOCK_M=variant.rows, BLOCK_N=variant.outputs, BLOCK_K=variant.k, X_FIRST=variant.first == "x",
