@@ -42,6 +42,7 @@ from probe_linear_cases import (
 from probe_linear_kernel import Variant, read
 from probe_linear_times import best, chain, slopes
 from torch import Tensor
+from turns import wait_for_turn
 
 from compiled_llm.command_line import FlagParser
 from compiled_llm.ops.linear.surroundings import surrounded
@@ -212,8 +213,8 @@ def table(log: dict[str, Any]) -> str:
 def main() -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("."), help="folder for probe_linear.json")
-    parser.add_argument("--seconds", type=float, default=75, help="when it stops to measure, in all")
-    parser.add_argument("--compile-seconds", type=float, default=45, help="of these, for compiling")
+    parser.add_argument("--seconds", type=float, default=50, help="for measuring")
+    parser.add_argument("--compile-seconds", type=float, default=45, help="for compiling")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 1))
     parser.add_argument("--dry-run", action="store_true", help="print what would be compiled")
     args = parser.parse_args()
@@ -237,6 +238,8 @@ def main() -> int:
     compiled = compile_all(args.processes, args.compile_seconds, log)
     log["compile_s"] = time.monotonic() - begun
     save()
+    wait_for_turn()
+    begun = time.monotonic()
     buffer = torch.empty(BUFFER + (1 << 16), dtype=torch.bfloat16, device="cuda").normal_()[:BUFFER]
     torch.cuda.synchronize()
     sms = torch.cuda.get_device_properties(0).multi_processor_count

@@ -1,0 +1,317 @@
+"""How long a decode's and a prefill's attention takes on a GPU, by itself, and what each change of it gains.
+
+    python3 scripts/bench/probe_attention.py --output FOLDER            # 75 seconds on 16 cores and a GPU of Hopper
+    python3 scripts/bench/probe_attention.py --output FOLDER --dry-run  # in Triton's interpreter, results alone
+
+Processes compile, run and check all launches first, side by side. Then each is timed, in microseconds a launch:
+
+    hot   50 launches in a graph, back to back
+    cold  as in a step: 208 MB are read before each launch; the time of a graph that only reads is subtracted
+
+Both are slopes between a short and a long graph. ``of limit`` is the time that the bytes of keys and values need at
+4.43 TB/s, over the cold time. ``engine`` is the engine's own op, the others are the kernel of
+probe_attention_kernels.py. Prefill: the engine's op with tiles MxN, warps, stages; SDPA beside it.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import statistics
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import own_checkout
+import torch
+from probe_attention_steps import Decode, Prefill, Variant
+from turns import wait_for_turn
+
+from compiled_llm.command_line import FlagParser
+
+_ = own_checkout
+READ_LIMIT = 4.43e12  # bytes a second that one NVIDIA H200 was seen to read
+LENGTHS = {
+    "1x64": [64], "1x384": [384], "1x1k": [1025], "1x2k": [2049], "1x8k": [8193], "1x32k": [32769],
+    "4x1k": [1025] * 4, "8x1k": [1025] * 8, "32x1k": [1025] * 32, "256x1k": [1025] * 256,
+    "skewed": [32769] + [1025] * 31,
+}  # fmt: skip
+DRY_LENGTHS = {"1x64": [64], "1x130": [130], "2x70": [70, 33]}
+
+NEW = Variant()
+# Everywhere; then what the changes gain, one taken away or added at a time, for one request of 1k keys.
+VARIANTS = {
+    "new": NEW,
+    "no split": NEW._replace(tokens=1 << 20, most=1),
+    "16 splits": NEW._replace(most=16, merge=16),
+    "128 keys": NEW._replace(n=128, warps=8, tokens=128),
+    "128 keys, 64 a tile": NEW._replace(tokens=128, most=16, merge=16),
+    "release": NEW._replace(sem="release"),
+    "blocks from the table": NEW._replace(from_task=False),
+    "new key stored first": NEW._replace(in_registers=False),
+    "keys after queries": NEW._replace(early=False),
+    "merge in turns": NEW._replace(merge=8),
+    "no loop": NEW._replace(loop=False),
+    "8 warps": NEW._replace(warps=8),
+    "32 keys": NEW._replace(n=32, tokens=64, most=32),
+    "none of these": NEW._replace(from_task=False, in_registers=False, early=False, merge=8),
+    "programmatic": NEW._replace(programmatic=True),
+    "programmatic, keys before": NEW._replace(programmatic=True, before=True),
+}
+SHORT = ("new", "no split", "16 splits", "128 keys")
+PREFILL_TILES = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3))
+PREFILLS = ((2048, 0), (2048, 6144), (8192, 0))
+
+
+class Job(NamedTuple):
+    """What is checked and timed: ``model`` has the query heads in its name, with norms or not."""
+
+    kind: str  # "decode", "sdpa", "prefill" or "sdpa prefill"
+    case: str
+    cache: str
+    heads: int
+    normed: bool
+    name: str
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind} {self.case} {self.cache} h{self.heads}{' norms' if self.normed else ''}: {self.name}"
+
+
+def jobs(args: argparse.Namespace) -> list[Job]:
+    """The most wanted first: the last ones are left out where time is short."""
+    found: list[Job] = []
+    lengths = DRY_LENGTHS if args.dry_run else LENGTHS
+
+    def add(case: str, cache: str, heads: int, names: tuple[str, ...], kind: str = "decode") -> None:
+        if case in lengths or "prefill" in kind:
+            found.extend(Job(kind, case, cache, heads, heads == 16 and kind == "decode", name) for name in names)
+
+    for case in DRY_LENGTHS if args.dry_run else ():
+        names = tuple(name for name in VARIANTS if "programmatic" not in name and name not in ("no loop", "release"))
+        for cache, heads in (("bf16", 16), ("bf16", 32), ("int8", 32), ("fp8", 16)):
+            add(case, cache, heads, ("engine", *names))
+    if args.dry_run:
+        return found
+    add("1x1k", "bf16", 32, ("engine", "engine programmatic", *VARIANTS))
+    add("1x1k", "int8", 32, ("engine", *VARIANTS))
+    for cache in ("bf16", "int8"):
+        for heads in (32, 16):
+            for case in ("1x1k", "1x64", "1x8k", "1x32k"):
+                if (case, heads) != ("1x1k", 32):
+                    short = case in ("1x1k", "1x64")
+                    add(case, cache, heads, ("engine", *(name for name in SHORT if short or name != "no split")))
+    for tokens, context in PREFILLS:
+        for tile in PREFILL_TILES:
+            add(f"{tokens}+{context}", "bf16", 32, ("x".join(map(str, tile)),), "prefill")
+        if not context:
+            add(f"{tokens}+{context}", "bf16", 32, ("cudnn", "flash"), "sdpa prefill")
+    for case in ("1x1k", "1x8k", "1x32k", "32x1k"):
+        add(case, "bf16", 32, ("cudnn", "flash"), "sdpa")
+    for case in ("32x1k", "256x1k", "skewed"):
+        for cache in ("bf16", "int8"):
+            for heads in (32, 16):
+                add(case, cache, heads, ("engine",) if case == "skewed" else ("engine", "no split"))
+    for case in ("1x384", "1x2k", "4x1k", "8x1k"):
+        for cache in ("bf16", "int8"):
+            add(case, cache, 32, ("engine", *SHORT))
+    add("1x1k", "fp8", 32, ("engine", "new"))
+    add("32x1k", "fp8", 32, ("engine",))
+    return found
+
+
+class Steps:
+    """The steps of jobs, each made once."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._lengths = DRY_LENGTHS if args.dry_run else LENGTHS
+        self._device = "cpu" if args.dry_run else "cuda"
+        self._made: dict[tuple[Any, ...], Any] = {}
+
+    def of(self, job: Job) -> tuple[Any, Any]:
+        """A job's step, and what it runs."""
+        if "prefill" in job.kind:
+            tokens, context = map(int, job.case.split("+"))
+            step = self._once(Prefill, tokens, context, job.heads, self._device)
+            return step, step.sdpa(job.name) if "sdpa" in job.kind else step.engine(*map(int, job.name.split("x")))
+        step = self._once(Decode, tuple(self._lengths[job.case]), job.cache, job.heads, job.normed, self._device)
+        if job.kind == "sdpa":
+            return step, step.sdpa(job.name)
+        if job.name.startswith("engine"):
+            return step, step.engine("programmatic" in job.name)
+        return step, step.candidate(VARIANTS[job.name])
+
+    def _once(self, kind: type, *arguments: Any) -> Any:
+        key = (kind, *arguments)
+        if key not in self._made:
+            self._made[key] = kind(*arguments)
+        return self._made[key]
+
+
+def check_jobs(args: argparse.Namespace, wanted: Any, results: Any) -> None:
+    """In a process of its own: compile, run and check until there is nothing left to do or the GPU gives an error."""
+    torch.set_num_threads(1)
+    steps = Steps(args)
+    while (job := wanted.get()) is not None:
+        start, result = time.perf_counter(), {}
+        try:
+            step, run = steps.of(job)
+            result = {"checked": {}} if "sdpa" in job.kind and run() is not None else {"checked": step.check(run)}
+            if not args.dry_run:
+                torch.cuda.synchronize()
+        except Exception as error:
+            result = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+            result["trace"] = traceback.format_exc()[-2000:]
+        results.put((job, result | {"seconds": time.perf_counter() - start}))
+        if "CUDA error" in result.get("failed", ""):
+            results.close()
+            results.join_thread()
+            os._exit(1)
+
+
+def checked(args: argparse.Namespace, wanted: list[Job], end: float) -> dict[Job, dict[str, Any]]:
+    """What processes say of each job, until the time ``end``. A process that the GPU has stopped is replaced."""
+    context = multiprocessing.get_context("fork")  # torch is imported, CUDA not yet started
+    to_do, done, found = context.Queue(), context.Queue(), {}
+    for job in wanted:
+        to_do.put(job)
+    for _ in range(args.processes):
+        to_do.put(None)
+
+    def start() -> multiprocessing.process.BaseProcess:
+        worker = context.Process(target=check_jobs, args=(args, to_do, done), daemon=True)
+        worker.start()
+        return worker
+
+    workers = [start() for _ in range(args.processes)]
+    while len(found) < len(wanted) and time.perf_counter() < end:
+        workers = [start() if worker.exitcode == 1 else worker for worker in workers]
+        try:
+            job, result = done.get(timeout=1)
+        except queue.Empty:
+            continue
+        found[job] = result
+        record(args, {"job": job.key, **result})
+    for worker in workers:
+        worker.terminate()
+    return found
+
+
+def record(args: argparse.Namespace, line: dict[str, Any]) -> None:
+    with (args.output / "attention.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+class Timer:
+    """Times launches in graphs of two lengths, so that what a graph takes by itself is not counted."""
+
+    def __init__(self) -> None:
+        self._data = torch.randint(0, 1 << 30, (1056 * 12 * 4096,), dtype=torch.int32, device="cuda")
+        self._flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.read()
+        torch.cuda.synchronize()
+        self._reading = self._slope([self._graph(None, count, True) for count in (20, 4)], 16)
+
+    def read(self, programmatic: bool = False) -> None:
+        import probe_attention_kernels
+
+        probe_attention_kernels.read_kernel[(1056,)](
+            self._data, self._flag, BLOCK=4096, TRIPS=12, PROGRAMMATIC=programmatic
+        )
+
+    def _graph(self, run: Any, count: int, cold: bool, programmatic: bool = False) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                if cold:
+                    self.read(programmatic)
+                if run is not None:
+                    run()
+        return graph
+
+    def _slope(self, graphs: list[torch.cuda.CUDAGraph], launches: int, replays: int = 9) -> float:
+        """Microseconds a launch: the median over replays of the long and the short graph in turns."""
+        differences = []
+        for _ in range(replays):
+            taken = []
+            for graph in graphs:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                torch.cuda.synchronize()
+                taken.append(start.elapsed_time(end))
+            differences.append((taken[0] - taken[1]) / launches * 1e3)
+        return statistics.median(differences[2:])
+
+    def times(self, run: Any, programmatic: bool, long: bool) -> dict[str, float]:
+        self.read(programmatic)
+        run()
+        torch.cuda.synchronize()
+        counts = (6, 2) if long else (50, 10)
+        hot = self._slope([self._graph(run, count, False) for count in counts], counts[0] - counts[1])
+        if long:
+            return {"hot": hot}
+        both = self._slope([self._graph(run, count, True, programmatic) for count in (20, 4)], 16)
+        return {"hot": hot, "cold": both - self._reading, "reading": self._reading}
+
+
+def timed(args: argparse.Namespace, wanted: list[Job], end: float) -> list[dict[str, Any]]:
+    rows = []
+    steps, timer = Steps(args), Timer()
+    for job in wanted:
+        if time.perf_counter() > end:
+            record(args, {"job": job.key, "left_out": "no time"})
+            continue
+        try:
+            step, run = steps.of(job)
+            times = timer.times(run, "programmatic" in job.name, "prefill" in job.kind)
+        except Exception as error:
+            record(args, {"job": job.key, "failed": f"{type(error).__name__}: {error}"[:500]})
+            continue
+        row = {"job": job.key, **job._asdict(), "us": times}
+        if "prefill" in job.kind:
+            row["tflop_per_s"] = step.flops / times["hot"] / 1e6
+        else:
+            row |= {"gb_per_s": step.bytes / times["cold"] / 1e3}
+            row["of_limit"] = step.bytes / times["cold"] * 1e6 / READ_LIMIT
+        rows.append(row)
+        record(args, row)
+    return rows
+
+
+def main() -> int:
+    parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--dry-run", action="store_true", help="on a CPU, with TRITON_INTERPRET=1")
+    parser.add_argument("--compile-seconds", type=float, default=45, help="to compile and check (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30, help="to measure (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
+    parser.add_argument("--only", default="", help="jobs that have this in their names")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    args.output.mkdir(parents=True, exist_ok=True)
+    wanted = [job for job in jobs(args) if args.only in job.key]
+    found = checked(args, wanted, start + args.compile_seconds)
+    good = [job for job in wanted if "checked" in found.get(job, {})]
+    print(f"{len(good)} of {len(wanted)} right after {time.perf_counter() - start:.0f} s", flush=True)
+    wait_for_turn()
+    rows = [] if args.dry_run else timed(args, good, time.perf_counter() + args.seconds)
+    for row in rows:
+        us, rate = (
+            row["us"],
+            f"{row['tflop_per_s']:6.0f} TFLOP/s" if "tflop_per_s" in row else f"{row['of_limit']:6.0%}",
+        )
+        print(f"{row['job']:66} hot {us['hot']:8.2f} cold {us.get('cold', 0):8.2f} {rate}")
+    for job in wanted:
+        if job not in good:
+            print(f"{job.key}: {found.get(job, {}).get('failed', 'not done in time')[:150]}")
+    print(f"all: {time.perf_counter() - start:.0f} s")
+    return 0 if len(good) == len(wanted) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
