@@ -61,8 +61,10 @@ def activated_linear(
 
     With a ``factor`` ``[T, N]`` the activation of all N outputs is multiplied by it.
     """
-    if factor is not None:
+    if factor is not None and not x.is_cuda:
         return gated_activation(torch.cat([linear.apply(x), factor], dim=1), activation)
+    if factor is not None:
+        return activated_linear(x, linear, activation, gated=False) * factor
     around = "gate" if activation and gated else "residual"
     if (activation or isinstance(linear, Dense)) and _takes_what_follows(linear, x, around):
         return _surrounded(x, linear, Surroundings(activation=activation, gated=gated))

@@ -133,7 +133,8 @@ def save(path: Path, gpu: str, products: Mapping[Product, tuple[Choice, ...]]) -
         return {"rows": choice.rows, "way": choice.way, **tile}
 
     entries = [product._asdict() | {"choices": [*map(written, products[product])]} for product in sorted(products)]
-    path.write_text(json.dumps({"gpu": gpu, "products": entries}, indent=1) + "\n")
+    lines = ",\n  ".join(map(json.dumps, entries))
+    path.write_text(f'{{"gpu": {json.dumps(gpu)}, "products": [\n  {lines}\n]}}\n')
 
 
 @functools.cache

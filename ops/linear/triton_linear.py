@@ -31,11 +31,11 @@ from compiled_llm.ops.linear.triton_surroundings import (
     store_outputs,
 )
 from compiled_llm.ops.programmatic_launch import launch_options
+from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_programmatic import prefetch_rows, wait_for_launches_before
 
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ALIGNMENT = 16  # bytes
 
 
 # The first whose rows suffice, else the last. But no fewer than 16, which would be another instruction with Triton 3.6
@@ -165,9 +165,8 @@ def exact_linear(
         ValueError: a tensor of another shape, dtype, layout or device; those of ``outputs_of``.
     """
     _check(x, weight, bias)
+    x, x_stride = aligned_rows(x, "exact_linear", "x")
     rows, in_features = x.shape
-    if x.data_ptr() % _ALIGNMENT or (rows > 1 and x.stride(0) * x.itemsize % _ALIGNMENT):
-        x = x.clone(memory_format=torch.contiguous_format)
     around = Surroundings(None, 0.0, *following)
     out, beside, residual, *strides = outputs_of("exact_linear", x, weight.shape[0], around)
     if not out.numel():
@@ -175,7 +174,7 @@ def exact_linear(
     tile = tile or _tile_of(x, weight, around)
     with torch.cuda.device_of(x):
         exact_linear_kernel[(triton.cdiv(rows, tile.m) * triton.cdiv(weight.shape[0], tile.n),)](
-            x, weight, bias, beside, residual, out, rows, x.stride(0) if rows > 1 else in_features, *strides,
+            x, weight, bias, beside, residual, out, rows, x_stride, *strides,
             OUT=out.shape[1], IN=in_features,
             ACTIVATION=around.activation, GATED=around.is_gated, MULTIPLIER=around.multiplier,
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, AHEAD=tile.k << (tile.stages.bit_length() - 1),
