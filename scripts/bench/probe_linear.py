@@ -32,13 +32,15 @@ from compiled_llm.models.linears import fused as layers
 from compiled_llm.models.linears.dense import Dense
 from compiled_llm.models.linears.exact import Exact
 from compiled_llm.models.linears.fused import added_linear, normed_linear
-from compiled_llm.ops.linear.product_choices import LinearTile
+from compiled_llm.ops.linear import product_choices
+from compiled_llm.ops.linear.product_choices import Choice, LinearTile
 from compiled_llm.ops.linear.surroundings import Surroundings, surrounded
 from compiled_llm.ops.programmatic_launch import programmatic_launches
 
 EPS = 1e-5
 BUFFER = 1 << 31  # elements of bfloat16, of which all weights are views
 TOLERANCE = 0.02  # of the largest output
+SECONDS = 0.2  # of a case
 
 
 class Product(NamedTuple):
@@ -66,7 +68,8 @@ PRODUCTS = [
 ]
 # In the order of their weight, should the time run out.
 POINTS = [(BIG, 1), (BIG, 32), (SMALL, 1), (SMALL, 32), (BIG, 256), (BIG, 2048), (BIG, 64), (BIG, 128), (SMALL, 256)]
-MOST_ROWS = 2048
+BOUNDS = {1: 16, 32: 32, 64: 64, 128: 128, 256: 256, 2048: 1 << 20}  # rows for which a measured number of them speaks
+WORTH = 0.985  # of the time of the tile in use: more is noise
 
 
 def tiles_of(product: Product, rows: int) -> list[LinearTile]:
@@ -172,7 +175,9 @@ def compile_all(processes: int, seconds: float, log: dict[str, Any]) -> None:
 
 
 def measure(data: Data, log: dict[str, Any]) -> dict[str, Any]:
-    """A case: microseconds of each way, and which of them have not the bits of the engine's."""
+    """A case: microseconds of each way, which of them have not the bits of the engine's, and the engine's tile."""
+    from compiled_llm.ops.linear import triton_linear
+
     product, rows = data.product, len(data.x)
     double = [given.double() if isinstance(given, Tensor) else given for given in data.around]
     parts = data.weight().split(16384)
@@ -190,10 +195,11 @@ def measure(data: Data, log: dict[str, Any]) -> dict[str, Any]:
             del runs[name]
     left_out: dict[str, str] = {}
     launches = 4 if rows > 256 else launches_for(data.weight().nbytes)
-    found = slopes(runs, launches, 3 if product.name == "head" or rows > 64 else 5, left_out)
+    found = slopes(runs, launches, SECONDS, left_out)
     log["left_out"] += [f"{product.name} {rows} {pair}" for pair in left_out.items()]
     us = {name: 1e6 * seconds for name, seconds in sorted(found.items(), key=lambda pair: pair[1])}
-    return {"model": product.model, "layer": product.name, "rows": rows, "us": us, "other_bits": other_bits}
+    tile = triton_linear._tile_of(data.x, data.weight(), data.around)
+    return {"product": product, "rows": rows, "us": us, "other_bits": other_bits, "tile": tile}
 
 
 class Asking:
@@ -271,7 +277,7 @@ def chain(model: str, rows: int, cases: dict[str, Any], buffer: Tensor, log: dic
             log["left_out"].append(f"chain {rows} {name}: {type(error).__name__}: {str(error)[:200]}")
             del runs[name]
     left_out: dict[str, str] = {}
-    found = slopes(runs, 4 if model == BIG else 28, 5, left_out)
+    found = slopes(runs, 4 if model == BIG else 28, SECONDS, left_out)
     log["left_out"] += [f"chain {rows} {pair}" for pair in left_out.items()]
     return {"model": model, "rows": rows, "us": {name: 1e6 * seconds for name, seconds in found.items()}}
 
@@ -292,6 +298,25 @@ def measure_all(model: str, rows: int, buffer: Tensor, end: float, log: dict[str
     log["cases"] += cases.values()
 
 
+def choices_of(cases: list[dict[str, Any]]) -> dict[product_choices.Product, tuple[Choice, ...]]:
+    """What a file of measured products says: tiles of the same bits, and where a library's product is faster."""
+    found: dict[product_choices.Product, list[Choice]] = {}
+    complete = [case for case in cases if {"engine", "cublas"} <= case["us"].keys()]
+    for case in sorted(complete, key=lambda case: case["rows"]):
+        product, us, tile = case["product"], case["us"], case["tile"]
+        time = us["engine"]
+        for name in (name for name in us if name[0].isdigit() and name not in case["other_bits"]):
+            if us[name] < WORTH * time:
+                time, tile = us[name], LinearTile(*map(int, name.split()))
+        choice = Choice(BOUNDS[case["rows"]], "fused" if time < us["cublas"] else "apart", tile)
+        arounds = {"gate" if product.around == "gate" else "residual"}
+        if case["rows"] > product_choices.MAX_ROWS:  # with exact=True the gate is a launch of its own there
+            arounds.add("residual")
+        for around in arounds:
+            found.setdefault(product_choices.Product(product.outputs, product.inputs, around), []).append(choice)
+    return {product: tuple(found[product]) for product in found}
+
+
 # ---- the program ----------------------------------------------------------------------------------------------------
 
 
@@ -300,12 +325,14 @@ def table(log: dict[str, Any]) -> str:
     for case in log["cases"]:
         us = case["us"]
         tile = next((f"{time:.1f} {name}" for name, time in us.items() if name[0].isdigit()), "-")
-        head = f"{case['model'][:5]} {case['layer']}, {case['rows']}"
+        head = f"{case['product'].model[:5]} {case['product'].name}, {case['rows']}"
         lines.append(f"{head}: {us.get('cublas', 0):.1f} | {us.get('engine', 0):.1f} | {tile}")
     for entry in log["chains"]:
         ways = " | ".join(f"{time:.1f} {name}" for name, time in entry["us"].items())
         lines.append(f"layer of {entry['model']}, {entry['rows']}: {ways}")
-    other = sorted({f"{c['layer']} {c['rows']} {n}" for c in log["cases"] for n in c["other_bits"] if n != "cublas"})
+    other = sorted(
+        {f"{c['product'].name} {c['rows']} {n}" for c in log["cases"] for n in c["other_bits"] if n != "cublas"}
+    )
     lines.append(f"other bits than the engine's: {', '.join(other) or 'none'}")
     return "\n".join([*lines, f"{log['compiled']}, {len(log['left_out'])} left out, {log['s']:.0f} s"])
 
@@ -336,7 +363,10 @@ def main() -> int:
         for model, rows in POINTS:
             measure_all(model, rows, buffer, begun + args.seconds, log)
             save()
+    path = args.output / product_choices.path_of(log["gpu"]).name
+    product_choices.save(path, log["gpu"], choices_of(log["cases"]))
     print(table(log))
+    print(f"{path}: tiles as measured, for ops/tiles/products")
     for reason in log["left_out"][:10]:
         print(f"left out: {reason[:200]}")
     return 0
