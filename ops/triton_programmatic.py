@@ -21,14 +21,14 @@ def wait_for_launches_before():
 
 
 @triton.jit
-def prefetch_rows(rows, ROW_BYTES: tl.constexpr, COUNT: tl.constexpr):
+def prefetch_rows(rows, ROW_BYTES: tl.constexpr, COUNT: tl.constexpr, BYTES: tl.constexpr = PREFETCHED_BYTES):
     """Asks for the first bytes of rows of weights. They come into the L2 cache, so nothing stale can be read later.
 
     Args:
         rows: pointers to rows that no kernel writes.
-        COUNT: rows that the program asks for, in all its calls; a power of two.
+        COUNT: rows that the program asks for, in all its calls; a power of two. BYTES: of all of them; likewise.
     """
-    LINES: tl.constexpr = max(1, PREFETCHED_BYTES // (_LINE_BYTES * COUNT))
+    LINES: tl.constexpr = max(1, BYTES // (_LINE_BYTES * COUNT))
     offsets = tl.minimum(tl.arange(0, LINES) * _LINE_BYTES, ROW_BYTES - 1)  # short rows: some lines more than once
     lines = rows.to(tl.int64)[:, None] + offsets[None, :]
     tl.inline_asm_elementwise(

@@ -6,6 +6,8 @@ Numbers are rounded where ``reference.py`` rounds them: operations are in float3
 import triton
 import triton.language as tl
 
+from compiled_llm.ops.triton_programmatic import wait_for_launches_before
+
 INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
 LOG2_E = tl.constexpr(1.4426950408889634)
 PLACES = tl.constexpr(256)  # squares of a row's elements that are so far apart are added up first
@@ -79,12 +81,14 @@ def weighted(y, weights, dtype: tl.constexpr):
 @triton.jit
 def norm_kernel(
     x, delta, weight, total, out, x_stride, delta_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr = False,
 ):  # fmt: skip
     """A program a row. ``sum_of_places`` says in which order squares are added up.
 
     Nothing is written before the last of them is read: else a block's loads would wait for the one before.
     """
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     if delta is not None:
@@ -137,9 +141,11 @@ def qk_norm_kernel(
 @triton.jit
 def layer_norm_kernel(
     x, delta, weight, bias, total, out, x_stride, delta_stride, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, PROGRAMMATIC: tl.constexpr = False,
 ):  # fmt: skip
     """A program a row. Squares are added up by place in the block, block after block, and then all places."""
+    if PROGRAMMATIC:
+        wait_for_launches_before()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     if delta is not None:

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise import reference
 from compiled_llm.ops.rowwise.triton_gate_kernel import sigmoid_gate_kernel
 from compiled_llm.ops.rowwise.triton_kernels import (
@@ -98,12 +99,13 @@ def _norm(
         with torch.cuda.device_of(x):
             if bias is None:
                 norm_kernel[(rows,)](
-                    x, delta, weight, total, out, stride, delta_stride, eps, SIZE=size, BLOCK=block, **_options(block)
-                )
+                    x, delta, weight, total, out, stride, delta_stride, eps,
+                    SIZE=size, BLOCK=block, **_options(block), **launch_options(rows),
+                )  # fmt: skip
             else:
                 layer_norm_kernel[(rows,)](
                     x, delta, weight, bias, total, out, stride, delta_stride, eps,
-                    SIZE=size, BLOCK=block, **_options(block),
+                    SIZE=size, BLOCK=block, **_options(block), **launch_options(rows),
                 )  # fmt: skip
     return total, out
 

@@ -312,28 +312,11 @@ def _head_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work
     return Work(read, a["out"].nbytes, flops, padded, 8 * a["x"].itemsize, None, trips)
 
 
-def _fused_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """With gates and ups, a tile has the weights of both; with a norm, rows are read before the main loop too.
-
-    What its programs read again is in the cache.
-    """
-    work = _linear(a, kernel, contexts)
-    factor = 2 if a["GATED"] else 1
-    read = ("delta", "delta_norm", "norm", "norm_bias", "factor", "beside", "residual")
-    besides = sum(a[name].nbytes for name in read if a[name] is not None)
-    squares = Share(kernel.programs, -(-a["IN"] // a["BLOCK_NORM"]))
-    return dataclasses.replace(
-        work,
-        shares={"_inverse_rms_of_rows": squares, "_mean_and_inverse_deviation": squares},
-        read=work.read + besides,
-        written=work.written + (0 if a["total"] is None else a["total"].nbytes),
-        flops=work.flops * factor,
-        padded_flops=work.padded_flops * factor,
-    )
-
-
 def _surrounded_linear(a: Arguments, kernel: TritonKernel, contexts: Contexts) -> Work:
-    """As ``_fused_linear``, in tiles whose outputs are gates and ups; int8 activations may be codes already."""
+    """With a gate, a tile has the weights of gates and ups; with a norm, rows are read before the main loop too.
+
+    What its programs read again is in the cache. Int8 activations may be codes already.
+    """
     from compiled_llm.ops.rowwise.triton_kernels import PLACES  # of a row, whose squares are added up at a time
 
     work = _linear(a, kernel, contexts)
@@ -363,7 +346,6 @@ _RULES: dict[str, Callable[[Arguments, TritonKernel, Contexts], Work]] = {
     "route_kernel": _route,
     "route_few_kernel": _route,
     "grouped_a8_kernel": _grouped_sum,
-    "fused_linear_kernel": _fused_linear,
     "exact_linear_kernel": _surrounded_linear,
     "quantized_linear_kernel": _surrounded_linear,
     "quantized_linear_a8_kernel": _surrounded_linear,

@@ -27,7 +27,7 @@ GATE_UP, DOWN = Dense(drawn(24, 16, seed=3) / 4, drawn(24, seed=4)), Dense(drawn
 
 @pytest.mark.parametrize("is_fused", [False, True])
 def test_computes_what_the_single_ops_compute(is_fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_is_fused", lambda linear, x, around: is_fused)
+    monkeypatch.setattr(fused, "_takes_what_follows", lambda linear, x, around: is_fused)
     total, normed = add_rms_norm(X, DELTA, NORM, EPS)
     want = gated_activation(GATE_UP.apply(normed), "silu")
     x, hidden = normed_linear(X, DELTA, NORM, EPS, GATE_UP, "silu")
@@ -46,7 +46,7 @@ def test_computes_what_the_single_ops_compute(is_fused: bool, monkeypatch: pytes
 def test_computes_what_the_single_ops_of_other_families_compute(
     is_fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_is_fused", lambda linear, x, around: is_fused)
+    monkeypatch.setattr(fused, "_takes_what_follows", lambda linear, x, around: is_fused)
     layer_norm = LayerNorm(NORM, DELTA[0])
     total, normed = add_layer_norm(X, DELTA, *layer_norm, EPS)
     x, hidden = normed_linear(X, DELTA, layer_norm, EPS, GATE_UP, "gelu", gated=False)
