@@ -45,22 +45,22 @@ NEW = Variant()
 VARIANTS = {
     "new": NEW,
     "no split": NEW._replace(tokens=1 << 20, most=1),
-    "16 splits": NEW._replace(most=16, merge=16),
+    "32 splits": NEW._replace(most=32, merge=32),
     "128 keys": NEW._replace(n=128, warps=8, tokens=128),
-    "128 keys, 64 a tile": NEW._replace(tokens=128, most=16, merge=16),
+    "128 keys, 64 a tile": NEW._replace(tokens=128),
     "release": NEW._replace(sem="release"),
     "blocks from the table": NEW._replace(from_task=False),
     "new key stored first": NEW._replace(in_registers=False),
     "keys after queries": NEW._replace(early=False),
-    "merge in turns": NEW._replace(merge=8),
+    "merge in turns": NEW._replace(in_turns=True),
     "no loop": NEW._replace(loop=False),
     "8 warps": NEW._replace(warps=8),
-    "32 keys": NEW._replace(n=32, tokens=64, most=32),
-    "none of these": NEW._replace(from_task=False, in_registers=False, early=False, merge=8),
+    "32 keys": NEW._replace(n=32, tokens=64),
+    "none of these": NEW._replace(from_task=False, in_registers=False, early=False, in_turns=True),
     "programmatic": NEW._replace(programmatic=True),
     "programmatic, keys before": NEW._replace(programmatic=True, before=True),
 }
-SHORT = ("new", "no split", "16 splits", "128 keys")
+SHORT = ("new", "no split", "32 splits", "128 keys")
 PREFILL_TILES = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3))
 PREFILLS = ((2048, 0), (2048, 6144), (8192, 0))
 

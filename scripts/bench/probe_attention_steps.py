@@ -23,8 +23,9 @@ class Variant(NamedTuple):
     n: int = 64
     warps: int = 4
     tokens: int = 64
-    most: int = 32
-    merge: int = 32
+    most: int = 16
+    merge: int = 16
+    in_turns: bool = False
     from_task: bool = True
     in_registers: bool = True
     early: bool = True
@@ -139,6 +140,7 @@ class Decode:
                 rows.append([row, row, begin, end, split, count, slot, 0, *blocks])
         grid = variant.most * len(self.lengths)  # as of a step that may have the longest requests
         tasks = torch.zeros(1 + grid, 16, dtype=torch.int32)
+        tasks[:, 6] = -1
         tasks[: 1 + len(rows)] = torch.tensor([[len(rows)] + [0] * 15, *rows], dtype=torch.int32)
         return tasks.to(self.device), grid
 
@@ -167,7 +169,8 @@ class Decode:
                 CODE_MAX=kv_quant.CODE_MAX.get(self.caches[0].dtype, 0.0), SOFT_CAP=0.0,
                 MERGE_HEADS=self.heads // KV_HEADS, MERGE_SPLITS=variant.merge, BLOCK_M=16, BLOCK_N=variant.n,
                 FROM_TASK=variant.from_task, IN_REGISTERS=variant.in_registers, EARLY=variant.early,
-                LOOP=variant.loop, SEM=variant.sem, PROGRAMMATIC=variant.programmatic, BEFORE=variant.before,
+                LOOP=variant.loop, SEM=variant.sem, PROGRAMMATIC=variant.programmatic,
+                BEFORE=variant.before, IN_TURNS=variant.in_turns,
                 num_warps=variant.warps, num_stages=1, enable_fp_fusion=False, **options,
             )  # fmt: skip
             return out
