@@ -13,8 +13,9 @@ Parts, short ones that decide what is worth doing first:
 - ``smoke``: a minute: attention, sampling, and the engine uncompiled and with both kinds of CUDA graphs against
   transformers. If it fails, nothing else runs.
 - ``limits``: bandwidth and matrix peak, to compare everything else with.
-- ``compile``: compiles what the parts ``kernels-...`` run, all side by side, so that they start from torch's cache.
-- ``kernels-<shape>-<batch size>``: every kernel of a decode step, its time and the gap before it.
+- ``kernels-<shape>-<batch size>``: a decode step, every kernel of it, and the gaps between them; of one request also
+  prompts of 2,048 and 8,192 tokens; ``-programmatic``: with launches that begin before the one before has ended;
+  ``-exact``: with ``exact=True``; ``-few``: with fewer layers, as these have.
 - ``products-<shape>``: every linear layer at 1 to 256 rows, by each way to compute it.
 - ``code``: Inductor's programs and the machine code of the kernels so far, for the archive.
 - ``e2e``: tokens against transformers, a CUDA graph replayed in every step, preemption, swapping; with all kinds of
@@ -34,8 +35,12 @@ Parts, short ones that decide what is worth doing first:
 - ``quantised``: linear layers on quantised weights against the reference, every format; ``quantised-speed``: each kind,
   of layers and of experts, checked, and timed beside bfloat16.
 - ``kernels``: attention, also over latents, against the reference at real sizes.
+- ``gpt-fast``: a token of its Llama-3-8B, if it is named and ``.gpt-fast`` is a checkout of it.
 - ``tune`` and ``tune-linear`` run only if they are named: they write the tiles that suit this GPU to ``ops/tiles``,
   files to commit. Name ``code`` after them, and the archive has them too.
+
+Parts from ``smoke`` to ``products-8b`` begin together: they load and compile side by side, as far as cores and GPU
+memory go, and then measure one after the other (``bench/turns.py``). All others run one by one.
 
 Each part is a process of its own with a time limit and writes ``<part>.json`` and ``<part>.log`` to ``--output`` when
 it ends, so an interrupted run keeps its results, and ``--resume`` continues it, from the archive where ``--output`` is
@@ -47,7 +52,6 @@ Exit status: 0 if every part passed, 1 if one failed or was left out for lack of
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import signal
@@ -61,192 +65,90 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.own_checkout import ROOT
+from bench.turns import VARIABLE, go_file, ready_file, wait_for_turn
+from gpu_parts import PARTS
 
 from compiled_llm import hardware as machine
 from compiled_llm.command_line import FlagParser
 from compiled_llm.report import machine_limits
 from compiled_llm.resources import granted_cores
 
-# With many cores, hundreds of kernel variants compile in parallel. pytest-benchmark then warns, which is an error here.
-_PARALLEL = "-n 12" if importlib.util.find_spec("xdist") else ""
-_PYTEST = "-m pytest -v -W default -p no:benchmark -p no:cacheprovider"
-
-_LATENCY = "scripts/bench/bench_latency.py --device cuda --output-json {json}"
-_THROUGHPUT = "scripts/bench/bench_throughput.py --device cuda --output-json {json}"
-_W2 = "--shape qwen3-0.6b --workload W2"
-_BUCKETS = "--bucket-sizes 1,8,32 --token-bucket-sizes 512,2048"
-_ATTENTION_TESTS = "tests/ops/attention/test_attention_gpu.py tests/ops/attention/test_triton_latent.py"
-_GPU_TESTS = (
-    "-m gpu tests/e2e/test_gpu.py tests/ops/test_swap.py tests/ops/sampling/test_sampling_gpu.py "
-    "tests/ops/test_programmatic_launch.py"
-)
-_EXACT_TESTS = (
-    "-m gpu tests/ops/rowwise/test_rowwise_gpu.py tests/ops/linear/test_exact_linear.py "
-    "tests/ops/linear/test_fused_linear.py tests/ops/linear/test_triton_surroundings.py "
-    "tests/ops/attention/test_triton_exact.py"
-)
-_PHASES = f"{_LATENCY} --input-len 2048 --batch-size 8 --num-iters 3"
-_PHASE_BUCKETS = "--bucket-sizes 8 --token-bucket-sizes 2048"
-_DECODES = f"{_LATENCY} --input-len 32 --output-len 128 --num-iters 5 --token-bucket-sizes 512"
-
-_KERNELS = "scripts/bench/bench_kernels.py --device cuda"
-_SHAPES = {"0.6b": "qwen3-0.6b", "8b": "qwen3-8b"}
-_GIB = {"0.6b": 4, "8b": 22}  # of GPU memory, for an engine with a small KV pool
-
-# Part -> (maximum seconds, arguments of Python). {json} is a file for its result, {folder} a folder for more.
-PARTS = {
-    "smoke": (75, f"{_PYTEST} -m gpu tests/e2e/test_gpu_smoke.py"),
-    "limits": (45, "scripts/gpu_validate.py --measure-limits {json}"),
-    "compile": (170, "scripts/gpu_validate.py --compile {json}"),
-    **{
-        f"kernels-{name}-{batch_size}": (60, f"{_KERNELS} --shape {shape} --batch-size {batch_size} --json {{json}}")
-        for name, shape in _SHAPES.items()
-        for batch_size in (1, 32, 256)
-    },
-    **{
-        f"products-{name}": (60, f"scripts/bench/bench_products.py --shape {shape} --seconds 0.05 --json {{json}}")
-        for name, shape in _SHAPES.items()
-    },
-    "code": (45, "scripts/gpu_code.py --output {folder}"),
-    "e2e": (420, f"{_PYTEST} {_GPU_TESTS}"),
-    **{
-        f"{mode}-{batch_size}": (
-            120,
-            f"{_DECODES} --cuda-graphs {mode} --bucket-sizes {batch_size} --batch-size {batch_size}",
-        )
-        for batch_size in (1, 8, 32, 256)
-        for mode in ("trees", "manual", "programmatic")
-        if (mode, batch_size) not in (("trees", 8), ("programmatic", 256))
-    },
-    "exact": (240, "scripts/check_exact.py --device cuda --quick --json {json}"),
-    "exact-ops": (300, f"{_PYTEST} {_EXACT_TESTS}"),
-    **{
-        f"exact-{batch_size}": (120, f"{_DECODES} --exact --bucket-sizes {batch_size} --batch-size {batch_size}")
-        for batch_size in (1, 32)
-    },
-    "exact-phases": (150, f"{_PHASES} {_PHASE_BUCKETS} --exact"),
-    "latency": (240, f"{_THROUGHPUT} --shape qwen3-8b --workload W1 --bucket-sizes 1 --token-bucket-sizes 128"),
-    "throughput": (240, f"{_THROUGHPUT} {_W2} {_BUCKETS}"),
-    "transformers": (120, f"{_THROUGHPUT} --backend hf {_W2} --hf-max-batch-size 32"),
-    "attention": (240, "scripts/bench/bench_attention.py --device cuda --seconds 1 --json {json}"),
-    "sampling": (240, "scripts/bench/bench_sampling.py --batch-size 32 --json {json}"),
-    "serve": (
-        240,
-        f"scripts/bench/bench_serve.py --device cuda {_W2} {_BUCKETS} --request-rate 16 --goodput ttft:200 tpot:20",
-    ),
-    "report": (120, f"scripts/serve_offline.py --device cuda {_BUCKETS} --quiet --report {{folder}}"),
-    "phases-compiled-llm": (150, f"{_PHASES} {_PHASE_BUCKETS}"),
-    "phases-hf": (150, f"{_PHASES} --backend hf"),
-    **{
-        f"prefix-{name}": (120, f"{_THROUGHPUT} --workload W3 --bucket-sizes 16 --token-bucket-sizes 512 --{flag}")
-        for name, flag in (("on", "enable-prefix-caching"), ("off", "no-enable-prefix-caching"))
-    },
-    "quantised": (300, f"{_PYTEST} -m gpu tests/ops/linear/test_triton_quantized.py"),
-    "quantised-speed": (480, "scripts/bench/bench_quantized.py --json {json}"),
-    "kernels": (500, f"{_PYTEST} {_PARALLEL} -m gpu {_ATTENTION_TESTS}"),
-    "tune": (540, "scripts/tune_attention.py --head-dim 128 --kv-cache-dtype auto int8 fp8 --seconds 480"),
-    "tune-linear": (540, "scripts/tune_linear.py --seconds 480"),
-    "tune-products": (360, "scripts/tune_linear.py --kind bfloat16 --seconds 300"),
-}
-
-
 # Of every part, beside what is in the environment already.
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", "TORCH_LOGS": "cudagraphs,perf_hints,recompiles"}
 _TUNED = {"TORCHINDUCTOR_MAX_AUTOTUNE": "1", "TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}
 
 
-class Job(NamedTuple):
-    """A process beside others: arguments of Python, and the GiB of GPU memory that it takes."""
-
-    name: str
-    command: str
-    gib: float
-
-
-def compile_jobs() -> list[Job]:
-    """What ``compile`` runs, the largest first: they take longest."""
-    parts = [name for name in PARTS if name.startswith("kernels-")]
-    jobs = [
-        Job(name, PARTS[name][1].split(" --json")[0] + " --compile-only", _GIB[name.split("-")[1]]) for name in parts
-    ]
-    return sorted(jobs, key=lambda job: -job.gib)
-
-
-def side_by_side(jobs: list[Job], output: Path, cores: int, gib: float, seconds: float) -> dict[str, int | None]:
-    """Run all, as many at once as fit into ``cores`` and ``gib``: statuses by name; None: not done in ``seconds``."""
-    waiting, running, end = list(jobs), {}, time.perf_counter() + seconds
-    statuses: dict[str, int | None] = {job.name: None for job in jobs}
-    while (waiting or running) and time.perf_counter() < end:
-        for job in list(waiting):
-            taken = sum(other.gib for other, _ in running.values())
-            if len(running) < cores and (not running or taken + job.gib <= gib):
-                waiting.remove(job)
-                with (output / f"{job.name}.compile.log").open("w") as log:
-                    command = [sys.executable, *job.command.split()]
-                    started = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, env=os.environ | ENVIRONMENT)
-                running[job.name] = job, started
-        for name, (_, process) in list(running.items()):
-            if process.poll() is not None:
-                statuses[name] = process.returncode
-                del running[name]
-        time.sleep(0.05)
-    for _, process in running.values():
-        process.kill()
-        process.wait()
-    return statuses
-
-
-def compile_ahead(path: Path) -> int:
-    free = torch.cuda.mem_get_info()[0] / 2**30
-    started = time.perf_counter()
-    statuses = side_by_side(
-        compile_jobs(), path.parent, max(1, granted_cores() // 2), free - 2, PARTS["compile"][0] - 20
-    )
-    result = {"statuses": statuses, "seconds": round(time.perf_counter() - started, 1)}
-    path.write_text(json.dumps(result) + "\n")
-    print(json.dumps(result))
-    return 0 if set(statuses.values()) == {0} else 1
-
-
 def measure_limits(path: Path) -> None:
     """Bandwidth and bf16 matrix peak."""
+    wait_for_turn()
     device = torch.device("cuda", 0)
     limits = machine_limits.measured(device, torch.bfloat16, remeasure=True)
     path.write_text(json.dumps(dataclasses.asdict(limits) | {"machine": machine.describe(device)}) + "\n")
     print(limits)
 
 
-def run_part(name: str, output: Path, seconds_left: float) -> dict[str, Any]:
-    """Run one part to its end or its limit; writes and returns its record."""
-    limit, command = PARTS[name]
+class Running(NamedTuple):
+    """A part that was started. ``turn``: where it says that it is ready, and is told to measure; None: it has none."""
+
+    name: str
+    process: subprocess.Popen
+    started: float
+    turn: Path | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.turn is None or ready_file(self.turn).exists() or self.process.poll() is not None
+
+
+def start_part(name: str, output: Path, turn: Path | None = None) -> Running:
     environment = os.environ | ENVIRONMENT | (_TUNED if name.startswith("products-") else {})
-    json_path, log_path = output / f"{name}.json", output / f"{name}.log"
+    if turn is not None:
+        environment |= {VARIABLE: str(turn), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+    json_path = output / f"{name}.json"
     json_path.unlink(missing_ok=True)
-    started = time.perf_counter()
-    with log_path.open("w") as log:
-        full = [sys.executable, *(part.format(json=json_path, folder=output / name) for part in command.split())]
+    with (output / f"{name}.log").open("w") as log:
+        words = PARTS[name].command.split()
+        full = [sys.executable, *(part.format(json=json_path, folder=output / name) for part in words)]
         process = subprocess.Popen(full, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    return Running(name, process, time.perf_counter(), turn)
+
+
+def end_part(running: Running, output: Path, seconds: float, **facts: Any) -> dict[str, Any]:
+    """Let it measure, to its end or its limit; writes and returns its record."""
+    name, process = running.name, running.process
+    if running.turn is not None:
+        go_file(running.turn).touch()
+    began = time.perf_counter()
+    try:
+        status = process.wait(timeout=max(0.0, seconds))
+    except subprocess.TimeoutExpired:
+        status = 124
+        process.send_signal(signal.SIGINT)  # pytest then prints its results so far
         try:
-            status = process.wait(timeout=min(limit, seconds_left))
+            process.wait(timeout=15)
         except subprocess.TimeoutExpired:
-            status = 124
-            process.send_signal(signal.SIGINT)  # pytest then prints its results so far
-            try:
-                process.wait(timeout=15)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-    record: dict[str, Any] = {"part": name, "status": status, "seconds": round(time.perf_counter() - started, 1)}
+            process.kill()
+            process.wait()
+    ended = time.perf_counter()
+    record: dict[str, Any] = {"part": name, "status": status, "seconds": round(ended - running.started, 1)}
+    if running.turn is not None:
+        record["turn_seconds"] = round(ended - began, 1)
+    json_path, log_path = output / f"{name}.json", output / f"{name}.log"
     lines = log_path.read_text(errors="replace").splitlines()
     printed = (json.loads(line) for line in reversed(lines) if line.startswith("{"))
     record["result"] = json.loads(json_path.read_text()) if json_path.is_file() else next(printed, lines[-1:])
-    record["command"] = f"python {command}"
+    record |= {"command": f"python {PARTS[name].command}"} | facts
     json_path.write_text(json.dumps(record, indent=1) + "\n")
     outcome = "passed" if status == 0 else f"FAILED ({status})"
     print(f"{name:<12} {outcome:<13} {record['seconds']:>6.1f} s   {log_path}")
     tail = lines[-12:] if status == 0 else lines[-60:]
     print("\n".join(f"    {line[:220]}" for line in tail if not line.startswith("{")), flush=True)
     return record
+
+
+def run_part(name: str, output: Path, seconds_left: float) -> dict[str, Any]:
+    """Run one part alone."""
+    return end_part(start_part(name, output), output, min(PARTS[name].seconds, seconds_left))
 
 
 def passed(name: str, output: Path) -> bool:
@@ -272,16 +174,15 @@ def unpack(archive: Path, output: Path) -> None:
 
 def main() -> int:
     parser = FlagParser(description=(__doc__ or "").split("\n")[0])
-    parts = [name for name in PARTS if not name.startswith("tune")]
+    parts = [name for name in PARTS if not name.startswith(("tune", "gpt-fast"))]
     parser.add_argument(
-        "--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all but those that tune)"
+        "--part", nargs="+", choices=PARTS, default=parts, help="which parts (default: all that need not be named)"
     )
     parser.add_argument("--output", type=Path, default=ROOT / "docs" / "results" / "gpu", help="folder for the results")
     parser.add_argument("--budget", type=float, default=560, help="seconds for all parts together (default: 560)")
     parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="pack --output there after each part")
     parser.add_argument("--resume", action="store_true", help="leave out parts whose result there is good")
     parser.add_argument("--measure-limits", type=Path, metavar="FILE", help=argparse.SUPPRESS)
-    parser.add_argument("--compile", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("gpu_validate: no CUDA GPU here (torch.cuda.is_available() is False); nothing was run", file=sys.stderr)
@@ -289,8 +190,6 @@ def main() -> int:
     if args.measure_limits:
         measure_limits(args.measure_limits)
         return 0
-    if args.compile:
-        return compile_ahead(args.compile)
     if args.resume and args.archive and args.archive.is_file() and not args.output.exists():
         args.output.parent.mkdir(parents=True, exist_ok=True)
         unpack(args.archive, args.output)
@@ -302,22 +201,89 @@ def main() -> int:
     return run_parts(todo, args.output, args.archive, args.budget)
 
 
-def run_parts(todo: list[str], output: Path, archive: Path | None, budget: float) -> int:
-    """As many of these as fit into ``budget`` seconds; the program's exit status."""
-    end = time.perf_counter() + budget
-    num_passed = 0
-    for name in todo:
-        seconds_left = end - time.perf_counter()
-        if seconds_left < PARTS[name][0] / 2:  # it would probably not finish; a shorter one may
-            print(f"{name:<12} left out: {max(0, seconds_left):.0f} s of the budget are left; go on with --resume")
-            continue
-        good = run_part(name, output, seconds_left)["status"] == 0
-        num_passed += good
+class Budget:
+    """Seconds for all parts together."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.perf_counter() + seconds
+
+    @property
+    def left(self) -> float:
+        return self._end - time.perf_counter()
+
+
+def run_in_turns(names: list[str], output: Path, budget: Budget, cores: int, gib: float) -> dict[str, bool]:
+    """Start these parts side by side and let each measure alone; whether each passed.
+
+    A part that runs alone otherwise, ``smoke``, runs while the others prepare. No turn begins before it has ended and
+    all others that have started are ready, or half the budget is gone. If it fails, so do all.
+    """
+    waiting, running, passed_by_name = list(names), [], {}
+    half = budget.left / 2
+    with tempfile.TemporaryDirectory(prefix="turns-") as folder:
+        while waiting or running:
+            for name in list(waiting):
+                part, taken = PARTS[name], sum(PARTS[other.name].gib or 0 for other in running)
+                if len(running) < cores and (not running or taken + (part.gib or 0) <= gib):
+                    waiting.remove(name)
+                    running.append(start_part(name, output, None if part.gib is None else Path(folder, name)))
+            alone = [one for one in running if one.turn is None]
+            if any(one.process.poll() is None for one in alone) and budget.left > half:
+                time.sleep(0.05)
+                continue
+            for one in alone:
+                running.remove(one)
+                record = end_part(one, output, PARTS[one.name].seconds - (time.perf_counter() - one.started))
+                passed_by_name[one.name] = record["status"] == 0
+                if not passed_by_name[one.name]:
+                    stop(running)
+                    return passed_by_name
+            ready = [one for one in running if one.is_ready]
+            if not ready or (len(ready) < len(running) and budget.left > half):
+                if budget.left < 0:
+                    stop(running)
+                    break
+                time.sleep(0.05)
+                continue
+            one = ready[0]
+            running.remove(one)
+            beside = [other.name for other in running if not other.is_ready]
+            record = end_part(one, output, min(PARTS[one.name].seconds, budget.left), preparing_beside=beside)
+            passed_by_name[one.name] = record["status"] == 0
+    return passed_by_name
+
+
+def stop(running: list[Running]) -> None:
+    for one in running:
+        print(f"{one.name:<12} stopped after {time.perf_counter() - one.started:.0f} s, before its turn", flush=True)
+        one.process.kill()
+        one.process.wait()
+
+
+def run_parts(todo: list[str], output: Path, archive: Path | None, budget_seconds: float) -> int:
+    """As many of these as fit into the budget; the program's exit status."""
+    budget, num_passed = Budget(budget_seconds), 0
+    together = [name for name in todo if name == "smoke" or PARTS[name].gib is not None]
+    if any(PARTS[name].gib is not None for name in together):
+        found = run_in_turns(together, output, budget, granted_cores(), torch.cuda.mem_get_info()[0] / 2**30 - 2)
+        num_passed += sum(found.values())
         if archive:
             pack(output, archive)
-        if name == "smoke" and not good and len(todo) > 1:
-            print("smoke failed: the other parts are left out; name them with --part to run them all the same")
+    else:
+        together, found = [], {}
+    for name in (name for name in todo if name not in together):
+        if found.get("smoke", True) is False:
             break
+        if budget.left < PARTS[name].seconds / 2:  # it would probably not finish; a shorter one may
+            print(f"{name:<12} left out: {max(0, budget.left):.0f} s of the budget are left; go on with --resume")
+            continue
+        good = run_part(name, output, budget.left)["status"] == 0
+        num_passed += good
+        found[name] = good
+        if archive:
+            pack(output, archive)
+    if found.get("smoke", True) is False and len(todo) > 1:
+        print("smoke failed: the other parts are left out; name them with --part to run them all the same")
     print(f"{num_passed} of {len(todo)} parts passed")
     return 0 if num_passed == len(todo) else 1
 

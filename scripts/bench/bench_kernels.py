@@ -1,26 +1,28 @@
 """Every kernel of a decode step on a GPU, as it ran: how long each took, and the gap before it.
 
     python scripts/bench/bench_kernels.py --shape qwen3-0.6b --batch-size 32 --context 1024
-    python scripts/bench/bench_kernels.py --shape qwen3-8b --batch-size 256 --json kernels.json
+    python scripts/bench/bench_kernels.py --shape qwen3-8b --batch-size 1 --prompts 2048 8192 --json kernels.json
 
-Requests of ``--context`` random tokens are served until all of them decode. Then their step is repeated under torch's
-profiler, ``--repeats`` times, with the same inputs; each figure is the median of these. The table has a line for each
-name: launches in a step, microseconds of all of them, of one, and of the gaps before them. JSON has the launches in
-their order too, under the names that ``inspect_gpu_step.py`` estimates. On a CPU the table is of ops instead.
+Requests of ``--context`` random tokens are served until all of them decode. Then their step is repeated with the same
+inputs, and each figure is the median of ``--repeats``: ``step_us``, of steps back to back without a profiler, by the
+device's clock; and under torch's profiler each kernel. The table has a line for each name: launches in a step,
+microseconds of all of them, of one, and of the gaps before them. JSON has the launches in their order too, under the
+names that ``inspect_gpu_step.py`` estimates. ``--prompts`` does the same for the last step of a prompt of so many
+tokens, and times the whole prompt from submission to its first token. On a CPU the tables are of ops instead.
 
 Exit status: 0; 1 if the profile has no launch; 2 without a CUDA GPU, or for bad arguments.
-
-``--compile-only`` starts the engine on a small KV pool and ends: several of these at once fill torch's cache.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ import own_checkout
 import tables
 import torch
 from torch.autograd.profiler_util import FunctionEvent
+from turns import wait_for_turn
 from workloads import SHAPES, random_tokens
 
 from compiled_llm import CompiledEngine, SamplingParams
@@ -37,7 +40,7 @@ from compiled_llm.compiling.cuda_graphs import begin_step_of_trees
 from compiled_llm.scheduling.bucket import Bucket
 from compiled_llm.worker.profiler import kernels_of, kind_of, profiled_events
 
-_STEP_ROOM = 64  # tokens that requests may generate before they are profiled
+_CHUNK = 2048  # tokens of prompts in a step
 
 
 class Launch(NamedTuple):
@@ -95,27 +98,75 @@ def by_name(step: list[Launch]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def decoding(engine: CompiledEngine, batch_size: int, context: int) -> Bucket:
-    """Serve until ``batch_size`` requests of ``context`` tokens decode, all in one step; its bucket."""
-    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=_STEP_ROOM, ignore_eos=True)
+def room(batch_size: int, context: int) -> int:
+    """Tokens that a request generates at most: it goes on while the prompts of the others are computed."""
+    return 16 + 2 * -(-batch_size * context // _CHUNK)
+
+
+def decoding(engine: CompiledEngine, batch_size: int, context: int) -> tuple[Bucket, float]:
+    """Serve until ``batch_size`` requests of ``context`` tokens decode, all in one step: its bucket, and their keys."""
+    params = SamplingParams(temperature=0, max_tokens=room(batch_size, context), ignore_eos=True)
+    rng = random.Random(0)
     for number in range(batch_size):
         engine.add_request(str(number), random_tokens(rng, engine.model_config.vocab_size, context), params)
     known: dict[str, int] = {}
     while len(known) < batch_size or min(known.values()) < 2:
-        known |= {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
-    return next(bucket for bucket in engine.runner.steps.buckets if bucket.kind == "decode")
+        for output in engine.step():
+            assert not output.finished, "a request ended before all others decoded: room() is too small"
+            known[output.request_id] = len(output.outputs[0].token_ids)
+    bucket = next(bucket for bucket in engine.runner.steps.buckets if bucket.kind == "decode")
+    return bucket, context + statistics.mean(known.values())
 
 
-def profiled(engine: CompiledEngine, bucket: Bucket, repeats: int) -> list[Launch]:
-    steps, on_gpu = engine.runner.steps, engine.runner.device.type == "cuda"
+def step_of(engine: CompiledEngine, bucket: Bucket) -> Callable[[], object]:
+    """The model's part of the step that the bucket's buffers hold."""
+    steps = engine.runner.steps
 
     def step() -> None:
         if steps.uses_trees:
             begin_step_of_trees()
         steps.run_step(bucket)
 
+    return step
+
+
+def profiled(engine: CompiledEngine, bucket: Bucket, repeats: int) -> list[Launch]:
+    step, on_gpu = step_of(engine, bucket), engine.runner.device.type == "cuda"
     found = [launches(profiled_events(step, on_gpu), on_gpu) for _ in range(repeats + 1)]
     return medians(found[1:])  # the first one warms the profiler up
+
+
+def step_us(engine: CompiledEngine, bucket: Bucket, repeats: int) -> float:
+    """Microseconds of a step, of several back to back: the device's, or the host's on a CPU."""
+    step, device = step_of(engine, bucket), engine.runner.device
+    if device.type == "cpu":
+        times = []
+        for _ in range(repeats):
+            started = time.perf_counter()
+            step()
+            times.append((time.perf_counter() - started) * 1e6)
+        return statistics.median(times)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 3)]
+    for event in events:
+        event.record()
+        step()
+    torch.cuda.synchronize(device)
+    spans = [before.elapsed_time(after) for before, after in itertools.pairwise(events[2:])]
+    return statistics.median(spans) * 1e3
+
+
+def prompt(engine: CompiledEngine, length: int, repeats: int) -> tuple[Bucket, list[float]]:
+    """Serve prompts of ``length`` tokens: the bucket of the last step, and milliseconds to each one's first token."""
+    rng, params = random.Random(0), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    times = []
+    for number in range(repeats + 1):
+        tokens = random_tokens(rng, engine.model_config.vocab_size, length)
+        started = time.perf_counter()
+        engine.add_request(f"prompt-{number}", tokens, params)
+        while engine.has_unfinished_requests():
+            engine.step()
+        times.append((time.perf_counter() - started) * 1e3)
+    return next(bucket for bucket in engine.runner.steps.buckets if bucket.kind != "decode"), times[1:]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -128,48 +179,71 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "int8", "fp8"))
-    parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "manual", "trees"))
+    parser.add_argument("--cuda-graphs", default="auto", choices=("auto", "manual", "programmatic", "trees"))
     parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--layers", type=int, help="so many layers of the shape (default: all)")
+    parser.add_argument("--prompts", type=int, nargs="+", metavar="TOKENS", help="also prompts of so many tokens")
     tables.add_json_flag(parser)
-    least = {"batch_size": 1, "context": 1, "repeats": 1}
-    return parser.parse_checked(lambda args: tables.check_target("--json", args.json), **least)
+    least = {"batch_size": 1, "context": 1, "repeats": 1, "prompts": 1}
+    return parser.parse_checked(lambda args: check_arguments(args), **least)
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    tables.check_target("--json", args.json)
+    if args.layers is not None and (args.model or args.layers < 1):
+        raise ValueError(f"--layers must be at least 1, for a --shape, given {args.layers}")
 
 
 @contextlib.contextmanager
 def engine_of(args: argparse.Namespace):
     """One decode bucket, and one for prompts: what is compiled is what runs."""
     with tempfile.TemporaryDirectory(prefix="compiled-llm-") as directory, errors_end("bench_kernels"):
-        Path(directory, "config.json").write_text(json.dumps(SHAPES[args.shape]))
-        length = args.context + _STEP_ROOM
-        blocks = 2 + length // 16 if args.compile_only else args.batch_size * -(-length // 16)
+        layers = {} if args.layers is None else {"num_hidden_layers": args.layers}
+        Path(directory, "config.json").write_text(json.dumps(SHAPES[args.shape] | layers))
+        most = args.context + room(args.batch_size, args.context)
+        length = max([most, *(tokens + 1 for tokens in args.prompts or [])])
         with CompiledEngine(
             str(args.model or directory),
             load_format="auto" if args.model else "dummy",
             dtype=args.dtype,
             device=args.device,
             bucket_sizes=(args.batch_size,),
-            token_bucket_sizes=(max(2048, args.batch_size),),
+            token_bucket_sizes=(max(_CHUNK, args.batch_size),),
             max_model_len=length,
-            num_kv_blocks=blocks,
+            num_kv_blocks=max(args.batch_size * -(-most // 16), -(-length // 16)),
             kv_cache_dtype=args.kv_cache_dtype,
             cuda_graphs=args.cuda_graphs,
             enforce_eager=args.enforce_eager,
+            exact=args.exact,
             enable_prefix_caching=False,
         ) as engine:
             yield engine
 
 
-def result_of(args: argparse.Namespace, step: list[Launch], dtype: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """The line of JSON. ``facts``: of the machine."""
-    result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape), "dtype": dtype}
-    result |= {"batch_size": args.batch_size, "context": args.context, "kv_cache_dtype": args.kv_cache_dtype}
+def figures_of(step: list[Launch], whole_us: float) -> dict[str, Any]:
     busy, gaps = sum(launch.us for launch in step), sum(launch.gap_us for launch in step)
-    return result | {"launches": len(step), "busy_us": busy, "gap_us": gaps, "kernels": by_name(step), "machine": facts}
+    return {"launches": len(step), "step_us": whole_us, "busy_us": busy, "gap_us": gaps, "kernels": by_name(step)}
+
+
+def show(title: str, step: list[Launch], figures: dict[str, Any]) -> None:
+    print(title)
+    print(tables.text_table([row | {"name": row["name"][:70]} for row in figures["kernels"]]))
+    parts = f"{figures['busy_us']:.1f} us in them and {figures['gap_us']:.1f} us between them"
+    print(f"{len(step)} launches, {parts}; a step without the profiler: {figures['step_us']:.1f} us", flush=True)
+
+
+def measured_prompt(engine: CompiledEngine, length: int, repeats: int, title: str) -> dict[str, Any]:
+    bucket, times = prompt(engine, length, min(repeats, 5))
+    step = profiled(engine, bucket, min(repeats, 5))
+    found = {"tokens": length, "first_token_ms": statistics.median(times), "first_token_ms_of_each": times}
+    found |= figures_of(step, step_us(engine, bucket, min(repeats, 5)))
+    show(f"{title}, the last step of a prompt of {length} tokens, {bucket.name}", step, found)
+    print(f"first token after {found['first_token_ms']:.2f} ms")
+    return found | in_order(step)
 
 
 def in_order(step: list[Launch]) -> dict[str, Any]:
-    """What the file has besides."""
     return {"in_order": [launch._asdict() for launch in step]}
 
 
@@ -179,19 +253,23 @@ def main() -> int:
         print("bench_kernels: no CUDA GPU here; --device cpu times ops", file=sys.stderr)
         return 2
     with engine_of(args) as engine:
-        if args.compile_only:
-            print(engine.compile_report())
-            return 0
-        step = profiled(engine, decoding(engine, args.batch_size, args.context), args.repeats)
+        wait_for_turn()
         dtype, facts = str(engine.runner.dtype)[6:], machine.describe(engine.runner.device)
-    if not step:
-        print("bench_kernels: error: the profile of the step has no launch: nothing was measured", file=sys.stderr)
-        return 1
-    result = result_of(args, step, dtype, facts)
-    print(f"{result['shape']}, {dtype}, {args.batch_size} requests of {args.context} tokens")
-    print(tables.text_table([row | {"name": row["name"][:70]} for row in result["kernels"]]))
-    print(f"{len(step)} launches, {result['busy_us']:.1f} us in them and {result['gap_us']:.1f} us between them")
-    tables.finish(result, args.json, in_order(step))
+        title = f"{args.model or args.shape}, {dtype}"
+        bucket, keys = decoding(engine, args.batch_size, args.context)
+        whole_us, step = step_us(engine, bucket, 3 * args.repeats), profiled(engine, bucket, args.repeats)
+        if not step:
+            print("bench_kernels: error: the profile of the step has no launch: nothing was measured", file=sys.stderr)
+            return 1
+        result: dict[str, Any] = {"benchmark": "kernels", "shape": str(args.model or args.shape), "dtype": dtype}
+        result |= {name: getattr(args, name) for name in ("batch_size", "context", "kv_cache_dtype", "layers")}
+        result |= {name: getattr(args, name) for name in ("cuda_graphs", "exact")} | figures_of(step, whole_us)
+        result |= {"mean_keys": keys, "machine": facts}
+        show(f"{title}, {args.batch_size} requests of {keys:.0f} keys, the mean", step, result)
+        while engine.has_unfinished_requests():
+            engine.step()
+        found = [measured_prompt(engine, length, args.repeats, title) for length in args.prompts or []]
+    tables.finish(result, args.json, in_order(step) | {"prompts": found})
     return 0
 
 

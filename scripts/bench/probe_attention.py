@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import own_checkout
 import torch
 from probe_attention_steps import Decode, Prefill, Variant
+from turns import wait_for_turn
 
 from compiled_llm.command_line import FlagParser
 
@@ -286,17 +287,19 @@ def main() -> int:
     parser = FlagParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with TRITON_INTERPRET=1")
-    parser.add_argument("--seconds", type=float, default=75, help="in all (default: %(default)s)")
+    parser.add_argument("--compile-seconds", type=float, default=45, help="to compile and check (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=30, help="to measure (default: %(default)s)")
     parser.add_argument("--processes", type=int, default=min(15, os.cpu_count() or 1))
     parser.add_argument("--only", default="", help="jobs that have this in their names")
     args = parser.parse_args()
     start = time.perf_counter()
     args.output.mkdir(parents=True, exist_ok=True)
     wanted = [job for job in jobs(args) if args.only in job.key]
-    found = checked(args, wanted, start + args.seconds * 0.6)
+    found = checked(args, wanted, start + args.compile_seconds)
     good = [job for job in wanted if "checked" in found.get(job, {})]
     print(f"{len(good)} of {len(wanted)} right after {time.perf_counter() - start:.0f} s", flush=True)
-    rows = [] if args.dry_run else timed(args, good, start + args.seconds)
+    wait_for_turn()
+    rows = [] if args.dry_run else timed(args, good, time.perf_counter() + args.seconds)
     for row in rows:
         us, rate = (
             row["us"],

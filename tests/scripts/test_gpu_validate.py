@@ -2,11 +2,13 @@
 
 import argparse
 import importlib.util
+import itertools
 import json
 import runpy
 import shutil
 import sys
 import tarfile
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +38,7 @@ def _load(path: Path) -> ModuleType:
 
 
 gpu_validate = load(ROOT / "scripts" / "gpu_validate.py")
+Part = sys.modules["gpu_parts"].Part
 
 
 class Parsed(Exception):
@@ -46,8 +49,9 @@ class Parsed(Exception):
 def test_a_part_is_a_command_that_its_script_understands(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, command = gpu_validate.PARTS[part]
-    script, *arguments = command.format(json=tmp_path / "out.json", folder=tmp_path / "out").split()
+    script, *arguments = (
+        gpu_validate.PARTS[part].command.format(json=tmp_path / "out.json", folder=tmp_path / "out").split()
+    )
     if script == "-m":
         assert [name for name in arguments if name.startswith("tests/") and not (ROOT / name).is_file()] == []
         return
@@ -74,7 +78,9 @@ def test_a_part_leaves_its_result_its_log_and_its_command(
     bad = tmp_path / "bad.py"
     bad.write_text("import pathlib, sys; pathlib.Path(sys.argv[1]).write_text('{\"half\": 1}'); sys.exit(3)")
     monkeypatch.setattr(
-        gpu_validate, "PARTS", {"good": (60, f"{good} --json {{json}} {{folder}}"), "bad": (60, f"{bad} {{json}}")}
+        gpu_validate,
+        "PARTS",
+        {"good": Part(60, f"{good} --json {{json}} {{folder}}"), "bad": Part(60, f"{bad} {{json}}")},
     )
     for name in ("good", "bad"):
         gpu_validate.run_part(name, tmp_path, 60)
@@ -92,7 +98,7 @@ def test_a_part_leaves_its_result_its_log_and_its_command(
 def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text("import time; time.sleep(60)")
-    monkeypatch.setattr(gpu_validate, "PARTS", {"slow": (60, str(slow))})
+    monkeypatch.setattr(gpu_validate, "PARTS", {"slow": Part(60, str(slow))})
     record = gpu_validate.run_part("slow", tmp_path, 0.5)
     assert (record["status"], gpu_validate.passed("slow", tmp_path)) == (124, False)
 
@@ -109,7 +115,7 @@ def test_parts_that_do_not_fit_are_left_out_and_resumed(
 ) -> None:
     (tmp_path / "ok.py").write_text("print('{}')")
     script = str(tmp_path / "ok.py")
-    monkeypatch.setattr(gpu_validate, "PARTS", {"long": (300, script), "short": (60, script)})
+    monkeypatch.setattr(gpu_validate, "PARTS", {"long": Part(300, script), "short": Part(60, script)})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu_validate.machine, "describe", lambda device: {"gpu": "none"})
     for budget, status, said in (("100", 1, "long         left out"), ("1000", 0, "1 of 1 parts passed")):
@@ -120,47 +126,79 @@ def test_parts_that_do_not_fit_are_left_out_and_resumed(
     assert all(gpu_validate.passed(name, tmp_path / "out") for name in ("long", "short"))
 
 
-def jobs(tmp_path: Path, count: int, gib: float) -> list[Any]:
-    """Each writes when it began and when it ended."""
-    script = tmp_path / "job.py"
-    script.write_text(
-        "import pathlib, sys, time; began = time.time(); time.sleep(0.5);"
-        " pathlib.Path(sys.argv[1]).write_text(f'{began} {time.time()}'); sys.exit(int(sys.argv[2]))"
-    )
-    return [gpu_validate.Job(f"job-{n}", f"{script} {tmp_path / f'{n}.time'} {n % 2}", gib) for n in range(count)]
+# Says when it began to prepare, when it was ready, and when it measured.
+_TURN = """
+import pathlib, sys, time
+sys.path.insert(0, {bench!r})
+from turns import wait_for_turn
+times = [time.time()]
+time.sleep({prepares})
+times.append(time.time())
+wait_for_turn()
+times.append(time.time())
+time.sleep(0.1)
+pathlib.Path(sys.argv[1]).write_text(repr([*times, time.time()]))
+sys.exit({status})
+"""
 
 
-@pytest.mark.parametrize(("cores", "gib", "at_once"), [(3, 99, 3), (9, 25, 2), (9, 5, 1)])
-def test_jobs_run_side_by_side_as_far_as_cores_and_memory_go(
-    tmp_path: Path, cores: int, gib: float, at_once: int
+def in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gib: float, cores: int) -> dict[str, list[float]]:
+    """Three parts that prepare for 0.6, 0.1 and 0.3 s; their times: begun, ready, turn, end."""
+    parts = {}
+    for name, prepares in (("slow", 0.6), ("quick", 0.1), ("other", 0.3)):
+        script = tmp_path / f"{name}.py"
+        status = 3 if name == "other" else 0
+        script.write_text(_TURN.format(bench=str(ROOT / "scripts" / "bench"), prepares=prepares, status=status))
+        parts[name] = Part(60, f"{script} {tmp_path / name}.times {{json}}", 10)
+    monkeypatch.setattr(gpu_validate, "PARTS", parts)
+    found = gpu_validate.run_in_turns(list(parts), tmp_path, gpu_validate.Budget(60), cores, gib)
+    assert found == {"slow": True, "quick": True, "other": False}
+    return {name: json.loads((tmp_path / f"{name}.times").read_text()) for name in parts}
+
+
+def test_parts_prepare_side_by_side_and_measure_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    statuses = gpu_validate.side_by_side(jobs(tmp_path, 3, 10), tmp_path, cores, gib, 60)
-    assert statuses == {"job-0": 0, "job-1": 1, "job-2": 0}
-    spans = [tuple(map(float, (tmp_path / f"{n}.time").read_text().split())) for n in range(3)]
-    most = max(sum(begin <= moment < end for begin, end in spans) for moment, _ in spans)
-    assert most <= at_once
-    assert (tmp_path / "job-1.compile.log").is_file()
+    times = in_turns(tmp_path, monkeypatch, gib=99, cores=9)
+    assert max(begun for begun, *_ in times.values()) < min(end for *_, end in times.values())
+    assert max(ready for _, ready, *_ in times.values()) < min(turn for *_, turn, _ in times.values())
+    spans = sorted((turn, end) for *_, turn, end in times.values())
+    assert all(end <= turn for (_, end), (turn, _) in itertools.pairwise(spans))
+    record = json.loads((tmp_path / "quick.json").read_text())
+    assert (record["status"], record["preparing_beside"]) == (0, [])
+    assert record["turn_seconds"] < record["seconds"]
 
 
-def test_jobs_that_take_too_long_are_ended_and_said_to_be(tmp_path: Path) -> None:
-    assert gpu_validate.side_by_side(jobs(tmp_path, 2, 1), tmp_path, 1, 9, 0.1) == {"job-0": None, "job-1": None}
-    assert not (tmp_path / "0.time").exists()
+@pytest.mark.parametrize(("cores", "gib", "at_once"), [(2, 99, 2), (9, 25, 2), (9, 5, 1)])
+def test_as_many_prepare_as_cores_and_memory_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, gib: float, at_once: int
+) -> None:
+    spans = [(begun, end) for begun, _, _, end in in_turns(tmp_path, monkeypatch, gib, cores).values()]
+    assert max(sum(begun <= moment < end for begun, end in spans) for moment, _ in spans) <= at_once
 
 
-def test_what_is_compiled_ahead_is_what_the_parts_run() -> None:
-    found = {job.name: job for job in gpu_validate.compile_jobs()}
-    assert set(found) == {name for name in gpu_validate.PARTS if name.startswith("kernels-")}
-    for name, job in found.items():
-        assert gpu_validate.PARTS[name][1].startswith(job.command.removesuffix(" --compile-only"))
-        assert job.command.endswith(" --compile-only")
-    sizes = [job.gib for job in gpu_validate.compile_jobs()]
-    assert sizes == sorted(sizes, reverse=True)
+def test_a_smoke_that_fails_stops_those_that_prepare(on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = on_a_gpu / "slow.py"
+    slow.write_text("import time; time.sleep(60)")
+    parts = {"smoke": Part(75, str(on_a_gpu / "bad.py")), "slow": Part(60, str(slow), 1)}
+    monkeypatch.setattr(gpu_validate, "PARTS", parts)
+    began = time.perf_counter()
+    found = gpu_validate.run_in_turns(list(parts), on_a_gpu, gpu_validate.Budget(60), 9, 99)
+    assert (found, time.perf_counter() - began < 30) == ({"smoke": False}, True)
+
+
+def test_a_part_that_is_never_ready_ends_with_the_budget(on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = on_a_gpu / "slow.py"
+    slow.write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(gpu_validate, "PARTS", {"slow": Part(60, str(slow), 1)})
+    assert gpu_validate.run_in_turns(["slow"], on_a_gpu, gpu_validate.Budget(0.5), 9, 99) == {}
 
 
 def test_the_first_parts_fit_into_a_call_and_the_shortest_come_first() -> None:
     first = list(gpu_validate.PARTS)[: list(gpu_validate.PARTS).index("code")]
     assert first[0] == "smoke"
-    assert all(gpu_validate.PARTS[name][0] <= 75 for name in first if name != "compile")
+    assert all(gpu_validate.PARTS[name].seconds <= 60 for name in first if name != "smoke")
+    assert all(gpu_validate.PARTS[name].gib is not None for name in first if name != "smoke")
     assert gpu_validate.ENVIRONMENT["TORCH_LOGS"] == "cudagraphs,perf_hints,recompiles"
 
 
@@ -168,6 +206,7 @@ def test_the_first_parts_fit_into_a_call_and_the_shortest_come_first() -> None:
 def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As if there were one; parts are scripts in the folder, which is returned."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (99 << 30, 99 << 30))
     monkeypatch.setattr(gpu_validate.machine, "describe", lambda device: {"gpu": "none"})
     (tmp_path / "ok.py").write_text("import os; print('{}'); print(os.environ['TORCH_LOGS'])")
     (tmp_path / "bad.py").write_text("raise SystemExit(3)")
@@ -182,7 +221,7 @@ def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 def test_two_calls_on_bare_machines_do_all(on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second finds nothing but the archive."""
     ok, output, archive = on_a_gpu / "ok.py", on_a_gpu / "out", on_a_gpu / "kept.tgz"
-    monkeypatch.setattr(gpu_validate, "PARTS", {"short": (60, str(ok)), "long": (300, str(ok))})
+    monkeypatch.setattr(gpu_validate, "PARTS", {"short": Part(60, str(ok)), "long": Part(300, str(ok))})
     arguments = ("--output", output, "--archive", archive, "--resume")
     assert run_main(monkeypatch, *arguments, "--budget", 100) == 1
     assert "cudagraphs" in (output / "short.log").read_text()
@@ -199,7 +238,7 @@ def test_two_calls_on_bare_machines_do_all(on_a_gpu: Path, monkeypatch: pytest.M
 def test_nothing_runs_after_a_smoke_that_failed(
     on_a_gpu: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    parts = {"smoke": (75, str(on_a_gpu / "bad.py")), "other": (60, str(on_a_gpu / "ok.py"))}
+    parts = {"smoke": Part(75, str(on_a_gpu / "bad.py")), "other": Part(60, str(on_a_gpu / "ok.py"))}
     monkeypatch.setattr(gpu_validate, "PARTS", parts)
     output = on_a_gpu / "out"
     assert run_main(monkeypatch, "--output", output) == 1

@@ -62,16 +62,21 @@ def test_a_run_on_a_cpu(
     demo = ROOT / "compiled_llm" / "demo_model"
     path = tmp_path / "kernels.json"
     flags = ["--model", demo, "--device", "cpu", "--batch-size", 3, "--context", 20, "--repeats", 2, "--json", path]
-    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *map(str, flags), "--enforce-eager"])
+    monkeypatch.setattr(sys, "argv", ["bench_kernels.py", *map(str, flags), "--enforce-eager", "--prompts", "30"])
     assert bench.main() == 0
     result = json.loads(path.read_text())
     assert result["dtype"] == "bfloat16"
-    assert "demo_model, bfloat16, 3 requests of 20 tokens" in capsys.readouterr().out
+    assert "demo_model, bfloat16, 3 requests of 22 keys, the mean" in capsys.readouterr().out
     assert result["launches"] == len(result["in_order"]) > 20
     rows = {row["name"]: row for row in result["kernels"]}
     config = json.loads((demo / "config.json").read_text())
     assert rows["compiled_llm::paged_attention"]["count"] == config["num_hidden_layers"]
     assert sum(row["us"] for row in rows.values()) == pytest.approx(result["busy_us"])
+    (prompt,) = result["prompts"]
+    assert prompt["tokens"] == 30
+    assert prompt["first_token_ms"] > 0
+    assert result["step_us"] > 0
+    assert prompt["launches"] == len(prompt["in_order"]) > 20
 
 
 def test_a_profile_without_a_launch_is_an_error(
