@@ -122,6 +122,24 @@ class Decode:
 
         return run
 
+    def engine_with(self, n: int, warps: int, stages: int, programs: int, tokens: int) -> Any:
+        """The engine's kernel with another tile, and splits of at least ``tokens`` old keys."""
+        from compiled_llm.ops.attention import triton_decode as td
+
+        tiles = dataclasses.replace(
+            HOPPER[HEAD_DIM], decode_block_n=n, decode_warps=warps, decode_stages=stages,
+            decode_programs_per_sm=programs, alone_block_n=0, alone_warps=0, alone_stages=0, alone_programs_per_sm=0,
+        )  # fmt: skip
+        tasks, _ = self.tasks(Variant(n=n, tokens=tokens, most=64))
+        plan = (
+            tasks[:, :8].contiguous(),
+            torch.zeros(self.slots.numel() * KV_HEADS, dtype=torch.int32, device=self.device),
+        )
+        turning = td.Turning(self.cos_sin, self.norm, self.norm, None, None)
+        q, k, v = heads_of(self.qkv, self.heads, KV_HEADS, HEAD_DIM)
+        rest = (*self.caches, *self.scales, self.table, *plan, None, HEAD_DIM**-0.5, 0, 0.0)
+        return functools.partial(td.decode_attention, q, k, v, turning, EPS, *rest, tiles=tiles)
+
     def tasks(self, variant: Variant) -> tuple[Tensor, int]:
         """As the plan would be, with the block numbers of each split's first tile; splits count old keys alone."""
         rows, grain = [], variant.n // 8
