@@ -56,10 +56,15 @@ VARIANTS = {
     # Many requests: a program for each request and KV head.
     "whole": NEW._replace(tokens=1 << 20, most=1),
     "whole, 8 warps": NEW._replace(tokens=1 << 20, most=1, warps=8),
+    "1024, in turns": NEW._replace(tokens=1024, most=64, merge=8, in_turns=True, programs=264),
+    "512, in turns": NEW._replace(tokens=512, most=64, merge=8, in_turns=True, programs=264),
+    "256, in turns": NEW._replace(tokens=256, most=64, merge=8, in_turns=True, programs=264),
+    "32 keys, 1024, in turns": NEW._replace(n=32, tokens=1024, most=64, merge=8, in_turns=True, programs=392),
     "4 splits": NEW._replace(tokens=256, most=4, merge=4),
     "4 splits, 8 warps": NEW._replace(tokens=256, most=4, merge=4, warps=8),
 }
 ALONE = tuple(VARIANTS)[:8]
+IN_TURNS = tuple(name for name in VARIANTS if "in turns" in name and name != "merge in turns")
 LONG = ("new", "8 warps", "32 splits", "128 keys, 64 a tile")
 # Of the engine's kernel: keys of a tile x warps x stages x programs an SM @ keys of a split.
 MANY = {
@@ -97,16 +102,16 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             found.extend(Job(kind, case, cache, heads, heads == 16 and kind == "decode", name) for name in names)
 
     for case in DRY_LENGTHS if args.dry_run else ():
-        names = ("new", "8 splits", "whole", "64x4x3x2@64", "64x4x3x2@1024")
+        names = ("new", "8 splits", "256, in turns", "whole", "64x4x3x2@64", "64x4x3x2@1024")
         for cache, heads in (("bf16", 16), ("bf16", 32), ("int8", 32), ("fp8", 16)):
             add(case, cache, heads, ("engine", *names))
     if args.dry_run:
         return found
     for cache in ("bf16", "int8"):
-        add("32x1k", cache, 32, ("engine", *MANY[cache], "whole", "whole, 8 warps"))
+        add("32x1k", cache, 32, ("engine", *MANY[cache], "whole", "whole, 8 warps", *IN_TURNS))
     for cache in ("bf16", "int8"):
         add("1x1k", cache, 32, ("engine", *ALONE))
-        add("256x1k", cache, 32, ("engine", *MANY[cache][:6], "whole"))
+        add("256x1k", cache, 32, ("engine", *MANY[cache][:6], "whole", *IN_TURNS[:2]))
     for cache in ("bf16", "int8"):
         add("32x1k", cache, 16, ("engine", *MANY[cache][:3], "whole"))
         add("1x1k", cache, 16, ("engine", "new", "8 warps"))
@@ -117,12 +122,12 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             add(f"{tokens}+{context}", "bf16", 32, ("cudnn", "flash"), "sdpa prefill")
     for cache, tile in (("bf16", "64x4x3x2"), ("int8", "64x2x3x4")):
         add("8x1k", cache, 32, ("engine", f"{tile}@256", "32x2x4x3@256", "4 splits", "4 splits, 8 warps"))
-        add("skewed", cache, 32, ("engine", f"{tile}@1024", f"{tile}@512"))
+        add("skewed", cache, 32, ("engine", f"{tile}@1024", f"{tile}@512", "1024, in turns"))
         for case in ("1x8k", "1x32k"):
             add(case, cache, 32, ("engine", *LONG))
         add("1x64", cache, 32, ("engine", "new", "8 warps", "whole"))
         add("1x384", cache, 32, ("engine", "new", "8 warps", "whole"))
-        add("32x8k", cache, 32, ("engine", f"{tile}@1024", f"{tile}@512"))
+        add("32x8k", cache, 32, ("engine", f"{tile}@1024", f"{tile}@512", "1024, in turns"))
     add("1x1k", "bf16", 32, ("release", "programmatic, keys before", "engine programmatic"))
     for case in ("1x1k", "1x8k", "1x32k", "32x1k"):
         add(case, "bf16", 32, ("cudnn", "flash"), "sdpa")

@@ -180,7 +180,8 @@ def merge_at_once(
 
 
 @triton.jit
-def few_kernel(
+def few_task(
+    number, kv_head,
     q, k, v, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scale, v_scale,
     block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
     eps, scale, partial_rows, table_stride, cos_sin_stride,
@@ -191,16 +192,10 @@ def few_kernel(
     FROM_TASK: tl.constexpr, IN_REGISTERS: tl.constexpr, EARLY: tl.constexpr, LOOP: tl.constexpr, SEM: tl.constexpr,
     PROGRAMMATIC: tl.constexpr, BEFORE: tl.constexpr, IN_TURNS: tl.constexpr,
 ):  # fmt: skip
-    """``BEFORE``: tasks and the first tile are asked for before the launch before has ended. Not LOOP: one tile a
-    split, and no code for more."""
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     HALF: tl.constexpr = HEAD_DIM // 2
     QUANTISED: tl.constexpr = CODE_MAX > 0
     WIDTH: tl.constexpr = HALF if QUANTISED else HEAD_DIM
-    if PROGRAMMATIC and not BEFORE:
-        wait_for_launches_before()
-    kv_head = tl.program_id(0)
-    number = tl.program_id(1)
     task = tasks + (1 + number) * TASK
     row = tl.load(task).to(tl.int64)
     table_row = block_table + tl.load(task + 1).to(tl.int64) * table_stride
@@ -355,3 +350,42 @@ def few_kernel(
                     sinks, out, partial, partial_max, partial_sum, row, kv_head, num_splits, partial_rows,
                     GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_HEADS, MERGE_SPLITS,
                 )  # fmt: skip
+
+
+@triton.jit
+def few_kernel(
+    q, k, v, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scale, v_scale,
+    block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
+    eps, scale, partial_rows, table_stride, cos_sin_stride,
+    q_stride_t, q_stride_n, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CODE_MAX: tl.constexpr, SOFT_CAP: tl.constexpr, MERGE_HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FROM_TASK: tl.constexpr, IN_REGISTERS: tl.constexpr, EARLY: tl.constexpr, LOOP: tl.constexpr, SEM: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr, BEFORE: tl.constexpr, IN_TURNS: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """``BEFORE``: tasks and the first tile are asked for before the launch before has ended. Not LOOP: one tile a
+    split, and no code for more. PERSISTENT: programs take tasks in turns; else there is one for each."""
+    if PROGRAMMATIC and not BEFORE:
+        wait_for_launches_before()
+    if PERSISTENT:
+        for number in range(tl.program_id(1), tl.load(tasks), tl.num_programs(1)):
+            few_task(
+                number, tl.program_id(0),
+                q, k, v, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scale, v_scale, block_table,
+                tasks, counters, sinks, out, partial, partial_max, partial_sum, eps, scale,
+                partial_rows, table_stride, cos_sin_stride, q_stride_t, q_stride_n, k_stride_t,
+                k_stride_h, v_stride_t, v_stride_h, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                CODE_MAX, SOFT_CAP, MERGE_HEADS, MERGE_SPLITS, BLOCK_M, BLOCK_N, FROM_TASK,
+                IN_REGISTERS, EARLY, LOOP, SEM, PROGRAMMATIC, BEFORE, IN_TURNS,
+            )  # fmt: skip
+    else:
+        few_task(
+            tl.program_id(1), tl.program_id(0),
+            q, k, v, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scale, v_scale, block_table, tasks,
+            counters, sinks, out, partial, partial_max, partial_sum, eps, scale, partial_rows,
+            table_stride, cos_sin_stride, q_stride_t, q_stride_n, k_stride_t, k_stride_h, v_stride_t,
+            v_stride_h, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, SOFT_CAP, MERGE_HEADS,
+            MERGE_SPLITS, BLOCK_M, BLOCK_N, FROM_TASK, IN_REGISTERS, EARLY, LOOP, SEM, PROGRAMMATIC,
+            BEFORE, IN_TURNS,
+        )  # fmt: skip

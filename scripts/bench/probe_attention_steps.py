@@ -33,6 +33,7 @@ class Variant(NamedTuple):
     sem: str = "acq_rel"
     programmatic: bool = False
     before: bool = False
+    programs: int = 0  # for all KV heads, which take tasks in turns; 0: one for each task
 
 
 def turned(x: Tensor, cos_sin: Tensor, norm: Tensor | None) -> Tensor:
@@ -169,6 +170,8 @@ class Decode:
         assert k is not None
         assert v is not None
         tasks, count = self.tasks(variant)
+        if variant.programs:
+            count = variant.programs // KV_HEADS
         counters = torch.zeros(len(self.lengths) * KV_HEADS, dtype=torch.int32, device=self.device)
         caches = [x.view(torch.int16) if x.element_size() == 1 else x for x in self.caches]
         parts = (len(self.lengths), self.heads, variant.most)
@@ -188,7 +191,7 @@ class Decode:
                 MERGE_HEADS=self.heads // KV_HEADS, MERGE_SPLITS=variant.merge, BLOCK_M=16, BLOCK_N=variant.n,
                 FROM_TASK=variant.from_task, IN_REGISTERS=variant.in_registers, EARLY=variant.early,
                 LOOP=variant.loop, SEM=variant.sem, PROGRAMMATIC=variant.programmatic,
-                BEFORE=variant.before, IN_TURNS=variant.in_turns,
+                BEFORE=variant.before, IN_TURNS=variant.in_turns, PERSISTENT=variant.programs > 0,
                 num_warps=variant.warps, num_stages=1, enable_fp_fusion=False, **options,
             )  # fmt: skip
             return out
