@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from compiled_llm.ops.attention.triton_codes import SMALLEST_UNIT, _in_float16, _parts
-from compiled_llm.ops.attention.triton_codes import _dot as codes_dot
-from compiled_llm.ops.attention.triton_decode import _merge_heads, _store_whole, _write_new
-from compiled_llm.ops.attention.triton_kernels import LOG2_E, LOWEST, _dot
+from compiled_llm.ops.attention.triton_codes import SMALLEST_UNIT, in_float16, parts
+from compiled_llm.ops.attention.triton_codes import dot_codes as codes_dot
+from compiled_llm.ops.attention.triton_decode import _merge_heads, _write_new
+from compiled_llm.ops.attention.triton_kernels import LOG2_E, LOWEST, store_whole
+from compiled_llm.ops.attention.triton_kernels import dot as _dot
 from compiled_llm.ops.attention.triton_write import _codes, _factors, _largest
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
@@ -132,11 +133,11 @@ def codes_step(
     scale, IS_FP8: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """Likewise, over pairs of codes."""
-    k_even, k_odd = _parts(tl.trans(keys), IS_FP8)
+    k_even, k_odd = parts(tl.trans(keys), IS_FP8)
     scores = tl.zeros([q_even.shape[0], keys.shape[0]], tl.float32)
     scores = codes_dot(q_odd, k_odd, codes_dot(q_even, k_even, scores)) * (unit[:, None] * k_scales[None, :])
     probs, decay, row_max, row_sum = softmax_step(scores, inside, row_max, row_sum, factor, scale, SOFT_CAP)
-    v_even, v_odd = _parts(values, IS_FP8)
+    v_even, v_odd = parts(values, IS_FP8)
     new_largest = tl.maximum(largest, tl.max(v_scales, 0))
     weights = (probs * (v_scales / new_largest)[None, :]).to(tl.float16)
     decay *= largest / new_largest
@@ -174,9 +175,7 @@ def merge_at_once(
         weight = tl.exp2(split_max - row_max)
         row_sum = tl.fma(split_sum, weight, row_sum)
         acc = tl.fma(split_acc, tl.broadcast_to(weight[:, None], [BLOCK_G, HEAD_DIM]), acc)
-    _store_whole(
-        acc, row_max, row_sum, sinks, heads, m < GROUP, out + row * (NUM_KV_HEADS * GROUP * HEAD_DIM), HEAD_DIM
-    )
+    store_whole(acc, row_max, row_sum, sinks, heads, m < GROUP, out + row * (NUM_KV_HEADS * GROUP * HEAD_DIM), HEAD_DIM)
 
 
 @triton.jit
@@ -298,7 +297,7 @@ def few_task(
         acc_odd = tl.zeros([BLOCK_M, HALF], tl.float32)
     q_tile = joined(q_first, q_second)
     if QUANTISED:
-        q_even, q_odd, unit = _in_float16(q_tile)
+        q_even, q_odd, unit = in_float16(q_tile)
     if not EARLY:
         keys, values, k_scales, v_scales = load_tile(
             k_cache, v_cache, k_scale, v_scale, blocks, begin, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WIDTH
@@ -329,7 +328,7 @@ def few_task(
         acc = tl.join(acc_even, acc_odd).reshape([BLOCK_M, HEAD_DIM]) * largest
 
     if num_splits == 1:
-        _store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out + row * (NUM_HEADS * HEAD_DIM), HEAD_DIM)
+        store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out + row * (NUM_HEADS * HEAD_DIM), HEAD_DIM)
     elif split < num_splits:  # else there is nothing to do
         places = tl.arange(0, HEAD_DIM)
         part = (row * NUM_HEADS + heads) * partial_rows + split

@@ -110,9 +110,10 @@ class Decode:
 
     def engine(self, programmatic: bool = False) -> Any:
         from compiled_llm.ops.attention import triton_decode as td
+        from compiled_llm.ops.attention import triton_decode_plan
 
         size = (self.table.shape[1] * BLOCK, 0, KV_HEADS, HEAD_DIM, 2, self.caches[0].element_size())
-        plan = td.decode_plan(self.slots, None, self.starts, self.seq_lens, *size)
+        plan = triton_decode_plan.decode_plan(self.slots, None, self.starts, self.seq_lens, *size)
         turning = td.Turning(self.cos_sin, self.norm, self.norm, None, None)
         q, k, v = heads_of(self.qkv, self.heads, KV_HEADS, HEAD_DIM)
         rest = (*self.caches, *self.scales, self.table, *plan, None, HEAD_DIM**-0.5, 0, 0.0)
@@ -129,7 +130,7 @@ class Decode:
 
         tiles = dataclasses.replace(
             HOPPER[HEAD_DIM], decode_block_n=n, decode_warps=warps, decode_stages=stages,
-            decode_programs_per_sm=programs, alone_block_n=0, alone_warps=0, alone_stages=0, alone_programs_per_sm=0,
+            decode_programs_per_sm=programs, alone_warps=0,
         )  # fmt: skip
         tasks, _ = self.tasks(Variant(n=n, tokens=tokens, most=64))
         plan = (
