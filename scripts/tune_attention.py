@@ -167,14 +167,14 @@ class Step:
 
     def make_plan(self, tiles: TileConfig) -> None:
         """Which a step makes once for all layers."""
-        from compiled_llm.ops.attention import triton_decode
+        from compiled_llm.ops.attention import triton_decode_plan
 
         slots, table, starts, seq_lens = self.lengths
         cache = self.caches[0][0]
         assert cache is not None
         _, num_kv_heads, _, head_dim = cache.shape
         sizes = table.shape[1] * BLOCK_SIZE, 0, num_kv_heads, head_dim, 2, cache.itemsize
-        self.plan = triton_decode.decode_plan(slots, None, starts, seq_lens, *sizes, tiles=tiles)
+        self.plan = triton_decode_plan.decode_plan(slots, None, starts, seq_lens, *sizes, tiles=tiles)
 
     def seconds(self, tiles: TileConfig) -> float:
         """Median time of one call; infinite if the tiles do not fit, or give another output than the first ones did."""

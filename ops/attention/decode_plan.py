@@ -11,6 +11,9 @@ first row of ``tasks`` begins with the number of tasks, which follow:
 That is: attend with query ``row`` over the keys from ``begin`` to ``end`` of the request whose blocks are in
 ``table_row`` of the block table; they are one of the splits of its keys. ``slot`` is where the new key and value go
 if these are among them, else -1. Rows without a request have one task without keys: their output is zero.
+
+Splits are of the keys that the cache has, and the last one has the new key besides: else that would be a split of its
+own where those before it are full.
 """
 
 import itertools
@@ -56,9 +59,10 @@ def decode_plan(
 
 
 def splits_of(keys: int, splits: Splits) -> tuple[int, int]:
-    """Keys of a split, and their number, for a request with so many visible keys."""
-    tokens = max(splits.tokens, -(-keys // (splits.most * SPLIT_GRAIN)) * SPLIT_GRAIN)
-    return tokens, max(1, -(-keys // tokens))
+    """Keys of a split, and their number, for a request with so many visible keys; the last has the new one besides."""
+    old = max(keys - 1, 0)
+    tokens = max(splits.tokens, -(-old // (splits.most * SPLIT_GRAIN)) * SPLIT_GRAIN)
+    return tokens, max(1, -(-old // tokens))
 
 
 def decode_plan_reference(
@@ -90,7 +94,8 @@ def planned(
         for split in range(count):
             begin = first + split * size
             slot = slots[row] if seq_len and split == count - 1 else -1
-            tasks.append([row, places[request], begin, min(begin + size, seq_len), split, count, slot, 0])
+            end = seq_len if split == count - 1 else begin + size
+            tasks.append([row, places[request], begin, end, split, count, slot, 0])
     filled = torch.zeros(1 + num_requests * most_splits(table_tokens), TASK_COLUMNS, dtype=torch.int32)
     filled[0, 0] = len(tasks)
     filled[1 : 1 + len(tasks)] = torch.tensor(tasks, dtype=torch.int32)
@@ -106,9 +111,9 @@ def _fake(
 
 
 def _cuda(*args) -> tuple[Tensor, Tensor]:
-    from compiled_llm.ops.attention import triton_decode  # the first call on a GPU loads Triton, not the import
+    from compiled_llm.ops.attention import triton_decode_plan  # the first call on a GPU loads Triton, not the import
 
-    return triton_decode.decode_plan(*args)
+    return triton_decode_plan.decode_plan(*args)
 
 
 LIBRARY.impl("decode_plan", decode_plan_reference, "CompositeExplicitAutograd")

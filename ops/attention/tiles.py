@@ -17,6 +17,7 @@ MAX_HEAD_DIM = 512
 SPLIT_GRAIN = 64  # keys
 MOST_SPLITS = 64
 MOST_SPLITS_ALONE = 32  # of a request alone, see decode_splits
+USUAL_KEYS = 1024  # of a request, by which splits are chosen
 SM_REGISTERS = 65536
 TASK_COLUMNS = 8  # of a row of a decode's tasks: 32 bytes, which memory gives at once
 
@@ -25,8 +26,8 @@ TASK_COLUMNS = 8  # of a row of a decode's tasks: 32 bytes, which memory gives a
 class TileConfig:
     """Tile sizes of the attention kernels. ``n`` counts keys, ``m`` rows: tokens times the heads of a KV head.
 
-    ``decode`` are those of steps of decodes alone (``triton_decode.py``), ``alone`` of such a step of one request: its
-    programs are few, so they have more warps and registers. ``split`` are those of decodes and short queries in others.
+    ``decode`` are those of steps of decodes alone (``triton_decode.py``), ``alone`` of such a step of one request
+    (``triton_alone.py``). ``split`` are those of decodes and short queries in others.
     The split kernel's tiles have as few rows as possible (``triton_attention.py``). Only queries of several tokens have
     larger ones, up to ``short_block_m``, and share their keys. ``programs_per_sm`` should be no more than can run at
     once: programs share the work evenly, so any that start late end late. ``split_tokens``, a multiple of 64, are the
@@ -49,10 +50,8 @@ class TileConfig:
     decode_programs_per_sm: int
     split_tokens: int = 128
     prefill_programs_per_sm: int = 1  # 0: a program for each tile
-    alone_block_n: int = 0  # 0, as the next three: that of ``decode``
-    alone_warps: int = 0
-    alone_stages: int = 0
-    alone_programs_per_sm: int = 0
+    alone_block_n: int = 0
+    alone_warps: int = 0  # 0: a request alone is served as several are
 
 
 class DecodeTile(NamedTuple):
@@ -91,7 +90,7 @@ class ExactTile(NamedTuple):
 # In the order of the fields: split n, warps, stages, programs per SM; short m; prefill m, n, warps, stages; decode n,
 # warps, stages, programs per SM. Decodes have two warps where the registers do: twice the keys in a tile, and half the
 # instructions of all that a warp does for itself.
-ALONE = {"alone_block_n": 64, "alone_warps": 4, "alone_stages": 3, "alone_programs_per_sm": 2}
+ALONE = {"alone_block_n": 64, "alone_warps": 4}
 HOPPER = {
     64: TileConfig(64, 4, 3, 3, 64, 128, 64, 8, 3, 32, 2, 4, 5, prefill_programs_per_sm=2, **ALONE),
     128: TileConfig(32, 4, 3, 3, 64, 128, 128, 8, 2, 32, 2, 4, 3, **ALONE),
@@ -199,27 +198,22 @@ def exact_tile(head_dim: int, q_bytes: int, cache_bytes: int) -> ExactTile:
     return tiles[padded_head_dim(head_dim)]
 
 
-def decode_tile(tiles: TileConfig, num_requests: int) -> DecodeTile:
-    """The tile of a step of so many decodes."""
-    many = tiles.decode_block_n, tiles.decode_warps, tiles.decode_stages, tiles.decode_programs_per_sm
-    if num_requests > 1:
-        return DecodeTile(*many)
-    alone = tiles.alone_block_n, tiles.alone_warps, tiles.alone_stages, tiles.alone_programs_per_sm
-    return DecodeTile(*(own or other for own, other in zip(alone, many, strict=True)))
+def decode_tile(tiles: TileConfig) -> DecodeTile:
+    """The tile of a step of several decodes."""
+    return DecodeTile(tiles.decode_block_n, tiles.decode_warps, tiles.decode_stages, tiles.decode_programs_per_sm)
 
 
 def decode_splits(tiles: TileConfig, num_requests: int, num_kv_heads: int, num_sms: int) -> Splits:
     """The splits of a step of so many requests: functions of its size, so they are not another request's affair.
 
-    A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than run at once, nor than
-    one program joins in a short time when all others have ended. Where a few splits of each request give every program
-    some, splits are twice as long: half as many turn their queries.
+    A request alone is cut fine, so that few keys keep the GPU busy, and into no more splits than there are SMs, nor
+    than one program joins in a short time when all others have ended. Several requests of ``USUAL_KEYS`` have no more
+    splits together than run at once: so no program begins another one when most have ended.
     """
-    at_once = num_sms * decode_tile(tiles, num_requests).programs_per_sm
     if num_requests == 1:
-        return Splits(SPLIT_GRAIN, min(MOST_SPLITS_ALONE, max(8, at_once // num_kv_heads)))
-    is_large = 3 * num_requests * num_kv_heads >= at_once
-    return Splits(tiles.split_tokens * (2 if is_large else 1), MOST_SPLITS)
+        return Splits(SPLIT_GRAIN, min(MOST_SPLITS_ALONE, max(8, num_sms // num_kv_heads)))
+    each = max(1, num_sms * tiles.decode_programs_per_sm // (num_requests * num_kv_heads))
+    return Splits(-(-USUAL_KEYS // (each * SPLIT_GRAIN)) * SPLIT_GRAIN, MOST_SPLITS)
 
 
 def most_splits(table_tokens: int) -> int:

@@ -20,7 +20,7 @@ SMALLEST_UNIT = tl.constexpr(2.0**-40)  # values with scales below this are roun
 
 
 @triton.jit
-def _parts(pairs, IS_FP8: tl.constexpr):
+def parts(pairs, IS_FP8: tl.constexpr):
     """The even and the odd elements of int16 ``pairs`` of codes, float16 both."""
     if INTERPRET:
         even, odd = (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
@@ -59,7 +59,7 @@ def _parts(pairs, IS_FP8: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, acc):
+def dot_codes(a, b, acc):
     if INTERPRET:  # whose tl.dot of 16 bits is exact in float32 alone
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -75,7 +75,7 @@ def row_units(rows):
 
 
 @triton.jit
-def _in_float16(q):
+def in_float16(q):
     """Rows ``q`` ``[M, H]`` divided by powers of two: even and odd elements in float16, and the powers ``[M]``."""
     wide = q.to(tl.float32)
     inverse, unit = row_units(wide)
@@ -96,7 +96,7 @@ def attend_codes(
     """
     BLOCK_M: tl.constexpr = q.shape[0]
     HALF: tl.constexpr = HEAD_DIM // 2
-    q_even, q_odd, unit = _in_float16(q)
+    q_even, q_odd, unit = in_float16(q)
     dims = tl.arange(0, q.shape[1] // 2)
     in_head = (dims < HALF)[None, :]
     acc_even = tl.zeros([BLOCK_M, q.shape[1] // 2], tl.float32)
@@ -121,8 +121,8 @@ def attend_codes(
 
         mask = inside[:, None] & in_head
         key_pairs = tl.load(k_pairs + starts[:, None] * HALF + offsets, mask=mask, other=0)
-        k_even, k_odd = _parts(tl.trans(key_pairs), IS_FP8)
-        scores = _dot(q_odd, k_odd, _dot(q_even, k_even, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
+        k_even, k_odd = parts(tl.trans(key_pairs), IS_FP8)
+        scores = dot_codes(q_odd, k_odd, dot_codes(q_even, k_even, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
         scores *= unit[:, None] * tl.load(k_scale + starts + places, mask=inside, other=0.0)[None, :]
         if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
             scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFT_CAP))))
@@ -139,13 +139,13 @@ def attend_codes(
         row_max = new_max
 
         value_pairs = tl.load(v_pairs + starts[:, None] * HALF + offsets, mask=mask, other=0)
-        v_even, v_odd = _parts(value_pairs, IS_FP8)
+        v_even, v_odd = parts(value_pairs, IS_FP8)
         scales = tl.load(v_scale + starts + places, mask=inside, other=0.0)
         new_largest = tl.maximum(largest, tl.max(scales, 0))
         weights = (probs * (scales / new_largest)[None, :]).to(tl.float16)
         decay *= largest / new_largest
         largest = new_largest
-        acc_even = _dot(weights, v_even, acc_even * decay[:, None])
-        acc_odd = _dot(weights, v_odd, acc_odd * decay[:, None])
+        acc_even = dot_codes(weights, v_even, acc_even * decay[:, None])
+        acc_odd = dot_codes(weights, v_odd, acc_odd * decay[:, None])
     acc = tl.join(acc_even, acc_odd).reshape([BLOCK_M, q.shape[1]]) * largest
     return acc, row_max, row_sum

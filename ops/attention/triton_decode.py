@@ -1,4 +1,4 @@
-"""Attention of a decode on the GPU: the plan's kernel, the one of each layer, and their launches.
+"""Attention of a decode on the GPU: the kernel of a layer, and its launch.
 
 ``decode_plan.py`` and ``decode_attention.py`` say what they compute. The kernel of a layer is the split kernel of
 ``triton_kernels.py`` for one query a request, with these differences:
@@ -21,82 +21,26 @@ from torch import Tensor
 
 from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.tiles import (
-    SPLIT_GRAIN,
     TASK_COLUMNS,
     DecodeTile,
     TileConfig,
     decode_splits,
     decode_tile,
-    most_splits,
     tile_config,
 )
+from compiled_llm.ops.attention.triton_alone import alone_kernel
 from compiled_llm.ops.attention.triton_attention import device_facts, pairs_of_codes
 from compiled_llm.ops.attention.triton_codes import attend_codes
-from compiled_llm.ops.attention.triton_kernels import LOWEST, add_sinks, attend, load_rows, normalised
+from compiled_llm.ops.attention.triton_kernels import LOWEST, add_sinks, attend, load_rows, normalised, store_whole
 from compiled_llm.ops.attention.triton_write import write_rows, write_turned_keys
 from compiled_llm.ops.programmatic_launch import launch_options
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.rowwise.triton_rowwise import aligned_rows
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
 
-GRAIN = tl.constexpr(SPLIT_GRAIN)
 TASK = tl.constexpr(TASK_COLUMNS)
+ALONE_HEAD_DIMS = (64, 128)  # of the kernel for one request; others have padding, or take more registers than it has
 _MERGED_SPLITS = 32  # that are joined at once: each takes registers for its weight
-
-
-@triton.jit
-def plan_kernel(
-    slot_mapping, table_rows, query_start_loc, seq_lens, tasks, counters, num_requests,
-    WINDOW: tl.constexpr, SPLIT_TOKENS: tl.constexpr, MOST_SPLITS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """A program a request: its tasks come after those of all requests before it."""
-    request = tl.program_id(0)
-    requests = tl.arange(0, BLOCK_R)
-    known = requests < num_requests
-    starts = tl.load(query_start_loc + requests, mask=known, other=0)
-    has_row = tl.load(query_start_loc + requests + 1, mask=known, other=0) > starts
-    lengths = tl.where(has_row, tl.load(seq_lens + requests, mask=known, other=0), 0)
-    first_keys = tl.zeros([BLOCK_R], tl.int32)
-    if WINDOW > 0:
-        first_keys = tl.maximum(lengths - WINDOW, 0)
-    keys = lengths - first_keys
-    sizes = tl.maximum(SPLIT_TOKENS, tl.cdiv(keys, MOST_SPLITS * GRAIN) * GRAIN)
-    counts = tl.where(known, tl.maximum(1, tl.cdiv(keys, sizes)), 0)
-    is_mine = requests == request
-    first_task = tl.sum(tl.where(requests < request, counts, 0), 0)
-    seq_len = tl.sum(tl.where(is_mine, lengths, 0), 0)
-    first_key = tl.sum(tl.where(is_mine, first_keys, 0), 0)
-    size = tl.sum(tl.where(is_mine, sizes, 0), 0)
-    count = tl.sum(tl.where(is_mine, counts, 0), 0)
-    # Rows after those of requests go to the requests without one, in their order.
-    num_rows = tl.load(query_start_loc + num_requests)
-    before = tl.sum(tl.where(known & (requests < request) & (has_row == 0), 1, 0), 0)
-    mine_has_row = tl.sum(tl.where(is_mine & has_row, 1, 0), 0)
-    row = tl.where(mine_has_row > 0, tl.sum(tl.where(is_mine, starts, 0), 0), num_rows + before)
-    table_row = request
-    if table_rows is not None:
-        table_row = tl.load(table_rows + request)
-
-    splits = tl.arange(0, BLOCK_S)
-    mine = splits < count
-    begins = first_key + splits * size
-    target = tasks + (1 + first_task + splits) * TASK
-    slot = tl.load(slot_mapping + row)
-    zeros = tl.zeros([BLOCK_S], tl.int32)
-    tl.store(target, zeros + row, mask=mine)
-    tl.store(target + 1, zeros + table_row, mask=mine)
-    tl.store(target + 2, begins, mask=mine)
-    tl.store(target + 3, tl.minimum(begins + size, seq_len), mask=mine)
-    tl.store(target + 4, splits, mask=mine)
-    tl.store(target + 5, zeros + count, mask=mine)
-    tl.store(target + 6, tl.where((splits == count - 1) & (seq_len > 0), slot, -1), mask=mine)
-    if request == 0:
-        tl.store(tasks, tl.sum(counts, 0))
-    heads = tl.arange(0, BLOCK_K)
-    tl.store(
-        counters + request * NUM_KV_HEADS + heads, tl.zeros([BLOCK_K], tl.int32), mask=heads < NUM_KV_HEADS
-    )  # fmt: skip
 
 
 @triton.jit
@@ -154,16 +98,6 @@ def _write_new(
         v, v_cache, v_scale, slot, v_stride_h, kv_head,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, 1, BLOCK_H, v_norm, eps,
     )  # fmt: skip
-
-
-@triton.jit
-def _store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out, HEAD_DIM: tl.constexpr):
-    """The outputs of a token's ``heads`` from all of their keys."""
-    dims = tl.arange(0, acc.shape[1])
-    row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
-    mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
-    target = out + heads[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -285,7 +219,7 @@ def decode_kernel(
             )  # fmt: skip
         store_mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
         if num_splits == 1:
-            _store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out + row * (NUM_HEADS * HEAD_DIM), HEAD_DIM)
+            store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out + row * (NUM_HEADS * HEAD_DIM), HEAD_DIM)
         else:
             part = (row * NUM_HEADS + heads) * partial_rows + split
             tl.store(partial + part[:, None] * HEAD_DIM + dims[None, :], acc, mask=store_mask)
@@ -301,28 +235,6 @@ def decode_kernel(
                     sinks, out, partial, partial_max, partial_sum, row, kv_head, num_splits, partial_rows,
                     GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_HEADS, MERGE_SPLITS, BLOCK_H,
                 )  # fmt: skip
-
-
-def decode_plan(
-    slot_mapping: Tensor, table_rows: Tensor | None, query_start_loc: Tensor, seq_lens: Tensor, table_tokens: int,
-    window: int, num_kv_heads: int, head_dim: int, q_bytes: int, cache_bytes: int, tiles: TileConfig | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The op on CUDA tensors, ``tiles`` as below. Never synchronises."""
-    num_requests, device = len(seq_lens), seq_lens.device
-    gpu, capability, num_sms = device_facts(device)
-    tiles = tiles or tile_config(head_dim, q_bytes, cache_bytes, capability, gpu)
-    splits = decode_splits(tiles, num_requests, num_kv_heads, num_sms)
-    most = most_splits(table_tokens)
-    tasks = torch.empty(1 + num_requests * most, TASK_COLUMNS, dtype=torch.int32, device=device)
-    counters = torch.empty(num_requests * num_kv_heads, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(seq_lens):
-        plan_kernel[(num_requests,)](
-            slot_mapping, table_rows, query_start_loc, seq_lens, tasks, counters, num_requests,
-            WINDOW=window, SPLIT_TOKENS=splits.tokens, MOST_SPLITS=splits.most, NUM_KV_HEADS=num_kv_heads,
-            BLOCK_R=max(16, triton.next_power_of_2(num_requests)), BLOCK_S=triton.next_power_of_2(most),
-            BLOCK_K=triton.next_power_of_2(num_kv_heads), num_warps=1,
-        )  # fmt: skip
-    return tasks, counters
 
 
 class Turning(NamedTuple):
@@ -370,7 +282,7 @@ def decode_attention(
     k_strides, v_strides = ((0, 0) if new is None else new.stride()[:2] for new in (k, v))
     block_h, most = max(16, triton.next_power_of_2(head_dim)), (len(tasks) - 1) // num_tokens
     parts = (num_tokens, num_heads, most)
-    tile = decode_tile(tiles, num_tokens)
+    tile = decode_tile(tiles)
     block_g = triton.next_power_of_2(num_heads // num_kv_heads)
     merged_heads, merged_splits = merged_at_once(tile, block_g, block_h)
     # Else ptxas makes room for one program more than there are, and some kernels spill.
@@ -379,16 +291,33 @@ def decode_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         partial = torch.empty((*parts, head_dim), dtype=torch.float32, device=q.device)
         partial_max, partial_sum = torch.empty((2, *parts), dtype=torch.float32, device=q.device)
+        shape = {
+            "GROUP": num_heads // num_kv_heads,
+            "NUM_KV_HEADS": num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SIZE": block_size,
+            "CODE_MAX": kv_quant.CODE_MAX.get(k_cache.dtype, 0.0),
+            "WINDOW": window,
+            "SOFT_CAP": soft_cap,
+            "BLOCK_M": max(16, block_g),
+            "enable_fp_fusion": False,  # as the write kernel; in the main loop tl.fma says what is fused
+            **launch_options(num_tokens),
+        }
+        if num_tokens == 1 and tiles.alone_warps and head_dim in ALONE_HEAD_DIMS and v_norm is None:
+            splits = decode_splits(tiles, 1, num_kv_heads, num_sms).most  # no plan has more
+            alone_kernel[(num_kv_heads, min(splits, most))](
+                q, k, v, cos_sin, q_norm, k_norm, query_scale, *pairs_of_codes(q, k_cache, v_cache),
+                k_scale, v_scale, block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
+                eps, sm_scale, most, block_table.stride(0), q.stride(1), k_strides[1], v_strides[1],
+                SPLITS=splits, BLOCK_G=block_g, BLOCK_N=tiles.alone_block_n, num_warps=tiles.alone_warps, **shape,
+            )  # fmt: skip
+            return out
         decode_kernel[(min(num_tokens * most * num_kv_heads, num_sms * tile.programs_per_sm),)](
             q, k, v, cos_sin, q_norm, k_norm, v_norm, query_scale, *pairs_of_codes(q, k_cache, v_cache),
             k_scale, v_scale, block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
             eps, sm_scale, most, block_table.stride(0), 0 if cos_sin is None else cos_sin.stride(0),
             *q.stride()[:2], *k_strides, *v_strides,
-            GROUP=num_heads // num_kv_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
-            CODE_MAX=kv_quant.CODE_MAX.get(k_cache.dtype, 0.0), WINDOW=window, SOFT_CAP=soft_cap,
-            MERGE_HEADS=merged_heads, MERGE_SPLITS=merged_splits,
-            BLOCK_M=max(16, block_g), BLOCK_N=tile.n, BLOCK_H=block_h,
-            num_warps=tile.warps, num_stages=tile.stages, maxnreg=most_registers, **launch_options(num_tokens),
-            enable_fp_fusion=False,  # as the write kernel; in the main loop tl.fma says what is fused
+            MERGE_HEADS=merged_heads, MERGE_SPLITS=merged_splits, BLOCK_N=tile.n, BLOCK_H=block_h,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=most_registers, **shape,
         )  # fmt: skip
     return out

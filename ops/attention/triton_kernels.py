@@ -65,7 +65,7 @@ def _load_scales(pointers, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b):
+def dot(a, b):
     """``b`` may have codes: they are converted to the dtype of ``a``, exactly."""
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -113,7 +113,7 @@ def attend(
         blocks = load_blocks(table_row, first + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, ALIGNED)
 
         keys = load_rows(k_cache + starts[:, None] * HEAD_DIM + offsets, inside, dims, MASKED, HEAD_DIM)
-        scores = _dot(q, tl.trans(keys))
+        scores = dot(q, tl.trans(keys))
         if k_scale is not None:
             scores *= _load_scales(k_scale + starts + places, inside, MASKED)[None, :]
         if SOFT_CAP > 0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
@@ -134,7 +134,7 @@ def attend(
 
         values = load_rows(v_cache + starts[:, None] * HEAD_DIM + offsets, inside, dims, MASKED, HEAD_DIM)
         if v_scale is None:
-            acc = acc * decay[:, None] + _dot(probs.to(q.dtype), values)
+            acc = acc * decay[:, None] + dot(probs.to(q.dtype), values)
         else:
             scales = _load_scales(v_scale + starts + places, inside, MASKED)
             if IN_FLOAT16:
@@ -146,11 +146,11 @@ def attend(
                 weights = probs * scales[None, :]
             if IN_16_BITS and EXACT:
                 high = weights.to(tl.bfloat16)
-                acc = acc * decay[:, None] + _dot(high, values)
+                acc = acc * decay[:, None] + dot(high, values)
                 if q.dtype == tl.float16:  # whose digits bfloat16 has in two numbers
-                    acc += _dot((weights - high.to(tl.float32)).to(tl.bfloat16), values)
+                    acc += dot((weights - high.to(tl.float32)).to(tl.bfloat16), values)
             else:
-                acc = acc * decay[:, None] + _dot(weights, values)
+                acc = acc * decay[:, None] + dot(weights, values)
     if IN_FLOAT16:
         acc = acc * largest
     return acc, row_max, row_sum
@@ -168,6 +168,16 @@ def add_sinks(row_max, row_sum, sinks, heads, row_mask):
 def normalised(acc, row_sum):
     """Rows that saw no key are zero."""
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+
+
+@triton.jit
+def store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out, HEAD_DIM: tl.constexpr):
+    """The outputs of a token's ``heads`` from all of their keys."""
+    dims = tl.arange(0, acc.shape[1])
+    row_sum = add_sinks(row_max, row_sum, sinks, heads, row_mask)
+    mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    target = out + heads[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(target, normalised(acc, row_sum).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

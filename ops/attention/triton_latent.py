@@ -19,7 +19,7 @@ from compiled_llm.ops.attention import kv_quant
 from compiled_llm.ops.attention.latent_tiles import LatentTile, heads_of_tile, latent_splits, latent_tiles
 from compiled_llm.ops.attention.tiles import TASK_COLUMNS, most_splits
 from compiled_llm.ops.attention.triton_attention import device_facts
-from compiled_llm.ops.attention.triton_decode import plan_kernel
+from compiled_llm.ops.attention.triton_decode_plan import plan_kernel
 from compiled_llm.ops.attention.triton_kernels import SHORT_QUERY
 from compiled_llm.ops.attention.triton_latent_decode import latent_decode_attention_kernel
 from compiled_llm.ops.attention.triton_latent_kernels import (
@@ -199,7 +199,7 @@ def latent_decode_plan(
     with torch.cuda.device_of(seq_lens):
         plan_kernel[(num_requests,)](
             slot_mapping, table_rows, query_start_loc, seq_lens, tasks, counters, num_requests,
-            WINDOW=window, SPLIT_TOKENS=splits.tokens, MOST_SPLITS=splits.most, NUM_KV_HEADS=1,
+            WINDOW=window, SPLIT_TOKENS=splits.tokens, MOST_SPLITS=splits.most, ROWS=most, NUM_KV_HEADS=1,
             BLOCK_R=max(16, triton.next_power_of_2(num_requests)), BLOCK_S=triton.next_power_of_2(most), BLOCK_K=1,
             num_warps=1,
         )  # fmt: skip

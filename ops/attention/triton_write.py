@@ -61,6 +61,17 @@ def _codes(x, inverse, is_bad, CODE_MAX: tl.constexpr):
 
 
 @triton.jit
+def quantised_halves(first, second, CODE_MAX: tl.constexpr):
+    """Codes of rows that come in two parts, and the scales of both."""
+    x, y = first.to(tl.float32), second.to(tl.float32)
+    x_largest, x_is_bad = _largest(x)
+    y_largest, y_is_bad = _largest(y)
+    is_bad = x_is_bad | y_is_bad
+    inverse, scale = _factors(tl.maximum(x_largest, y_largest), is_bad, CODE_MAX)
+    return _codes(x, inverse, is_bad, CODE_MAX), _codes(y, inverse, is_bad, CODE_MAX), scale
+
+
+@triton.jit
 def _slots(slot, first_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
     """Where the rows of ``BLOCK_K`` KV heads of a token lie in a cache."""
     heads = first_head + tl.arange(0, BLOCK_K)
@@ -112,13 +123,9 @@ def _write_halves(
         tl.store(target + HALF, second, mask=inside)
     else:
         # Beyond a head's half there is nothing to turn: zeros.
-        x, y = first.to(tl.float32), second.to(tl.float32)
-        x_largest, x_is_bad = _largest(x)
-        y_largest, y_is_bad = _largest(y)
-        is_bad = x_is_bad | y_is_bad
-        inverse, row_scale = _factors(tl.maximum(x_largest, y_largest), is_bad, CODE_MAX)
-        tl.store(target, _codes(x, inverse, is_bad, CODE_MAX), mask=inside)
-        tl.store(target + HALF, _codes(y, inverse, is_bad, CODE_MAX), mask=inside)
+        first, second, row_scale = quantised_halves(first, second, CODE_MAX)
+        tl.store(target, first, mask=inside)
+        tl.store(target + HALF, second, mask=inside)
         tl.store(scale + slots, row_scale, mask=known)
 
 

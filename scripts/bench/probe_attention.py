@@ -35,33 +35,44 @@ from compiled_llm.command_line import FlagParser
 _ = own_checkout
 READ_LIMIT = 4.43e12  # bytes a second that one NVIDIA H200 was seen to read
 LENGTHS = {
-    "1x64": [64], "1x384": [384], "1x1k": [1025], "1x2k": [2049], "1x8k": [8193], "1x32k": [32769],
-    "4x1k": [1025] * 4, "8x1k": [1025] * 8, "32x1k": [1025] * 32, "256x1k": [1025] * 256,
-    "skewed": [32769] + [1025] * 31,
+    "1x64": [64], "1x384": [384], "1x1k": [1025], "1x8k": [8193], "1x32k": [32769],
+    "8x1k": [1025] * 8, "32x1k": [1025] * 32, "256x1k": [1025] * 256,
+    "32x8k": [8193] * 32, "skewed": [32769] + [1025] * 31,
 }  # fmt: skip
 DRY_LENGTHS = {"1x64": [64], "1x130": [130], "2x70": [70, 33]}
 
 NEW = Variant()
-# Everywhere; then what the changes gain, one taken away or added at a time, for one request of 1k keys.
 VARIANTS = {
     "new": NEW,
-    "no split": NEW._replace(tokens=1 << 20, most=1),
-    "16 splits": NEW._replace(most=16, merge=16),
-    "128 keys": NEW._replace(n=128, warps=8, tokens=128),
-    "128 keys, 64 a tile": NEW._replace(tokens=128, most=16, merge=16),
-    "release": NEW._replace(sem="release"),
-    "blocks from the table": NEW._replace(from_task=False),
-    "new key stored first": NEW._replace(in_registers=False),
-    "keys after queries": NEW._replace(early=False),
-    "merge in turns": NEW._replace(merge=8),
-    "no loop": NEW._replace(loop=False),
     "8 warps": NEW._replace(warps=8),
-    "32 keys": NEW._replace(n=32, tokens=64, most=32),
-    "none of these": NEW._replace(from_task=False, in_registers=False, early=False, merge=8),
-    "programmatic": NEW._replace(programmatic=True),
+    "128 keys": NEW._replace(n=128, warps=8, tokens=128),
+    "128 keys, 64 a tile": NEW._replace(tokens=128, warps=8),
+    "32 splits": NEW._replace(most=32, merge=32),
+    "8 splits": NEW._replace(most=8, merge=8, tokens=128),
+    "blocks from the table": NEW._replace(from_task=False),
+    "merge in turns": NEW._replace(in_turns=True),
+    "release": NEW._replace(sem="release"),
     "programmatic, keys before": NEW._replace(programmatic=True, before=True),
+    # Many requests: a program for each request and KV head.
+    "whole": NEW._replace(tokens=1 << 20, most=1),
+    "whole, 8 warps": NEW._replace(tokens=1 << 20, most=1, warps=8),
+    "1024, in turns": NEW._replace(tokens=1024, most=64, merge=8, in_turns=True, programs=264),
+    "512, in turns": NEW._replace(tokens=512, most=64, merge=8, in_turns=True, programs=264),
+    "256, in turns": NEW._replace(tokens=256, most=64, merge=8, in_turns=True, programs=264),
+    "32 keys, 1024, in turns": NEW._replace(n=32, tokens=1024, most=64, merge=8, in_turns=True, programs=392),
+    "4 splits": NEW._replace(tokens=256, most=4, merge=4),
+    "4 splits, 8 warps": NEW._replace(tokens=256, most=4, merge=4, warps=8),
 }
-SHORT = ("new", "no split", "16 splits", "128 keys")
+ALONE = tuple(VARIANTS)[:8]
+IN_TURNS = tuple(name for name in VARIANTS if "in turns" in name and name != "merge in turns")
+LONG = ("new", "8 warps", "32 splits", "128 keys, 64 a tile")
+# Of the engine's kernel: keys of a tile x warps x stages x programs an SM @ keys of a split.
+MANY = {
+    "bf16": ("64x4x3x2@1024", "32x2x4x4@1024", "32x2x4x3@1024", "64x4x4x2@1024", "32x2x4x4@512", "64x4x3x2@512",
+             "32x2x4x4@256", "32x2x4x3@256", "64x4x3x2@256", "32x2x4x3@512"),
+    "int8": ("64x2x3x4@1024", "64x4x4x2@1024", "64x4x3x2@1024", "64x2x3x4@512", "64x2x3x4@256", "128x4x3x2@1024",
+             "64x4x3x2@512"),
+}  # fmt: skip
 PREFILL_TILES = ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (64, 64, 4, 3))
 PREFILLS = ((2048, 0), (2048, 6144), (8192, 0))
 
@@ -91,42 +102,43 @@ def jobs(args: argparse.Namespace) -> list[Job]:
             found.extend(Job(kind, case, cache, heads, heads == 16 and kind == "decode", name) for name in names)
 
     for case in DRY_LENGTHS if args.dry_run else ():
-        names = tuple(name for name in VARIANTS if "programmatic" not in name and name not in ("no loop", "release"))
+        names = ("new", "8 splits", "256, in turns", "whole", "64x4x3x2@64", "64x4x3x2@1024")
         for cache, heads in (("bf16", 16), ("bf16", 32), ("int8", 32), ("fp8", 16)):
             add(case, cache, heads, ("engine", *names))
     if args.dry_run:
         return found
-    add("1x1k", "bf16", 32, ("engine", "engine programmatic", *VARIANTS))
-    add("1x1k", "int8", 32, ("engine", *VARIANTS))
     for cache in ("bf16", "int8"):
-        for heads in (32, 16):
-            for case in ("1x1k", "1x64", "1x8k", "1x32k"):
-                if (case, heads) != ("1x1k", 32):
-                    short = case in ("1x1k", "1x64")
-                    add(case, cache, heads, ("engine", *(name for name in SHORT if short or name != "no split")))
+        add("32x1k", cache, 32, ("engine", *MANY[cache], "whole", "whole, 8 warps", *IN_TURNS))
+    for cache in ("bf16", "int8"):
+        add("1x1k", cache, 32, ("engine", *ALONE))
+        add("256x1k", cache, 32, ("engine", *MANY[cache][:6], "whole", *IN_TURNS[:2]))
+    for cache in ("bf16", "int8"):
+        add("32x1k", cache, 16, ("engine", *MANY[cache][:3], "whole"))
+        add("1x1k", cache, 16, ("engine", "new", "8 warps"))
     for tokens, context in PREFILLS:
         for tile in PREFILL_TILES:
             add(f"{tokens}+{context}", "bf16", 32, ("x".join(map(str, tile)),), "prefill")
         if not context:
             add(f"{tokens}+{context}", "bf16", 32, ("cudnn", "flash"), "sdpa prefill")
+    for cache, tile in (("bf16", "64x4x3x2"), ("int8", "64x2x3x4")):
+        add("8x1k", cache, 32, ("engine", f"{tile}@256", "32x2x4x3@256", "4 splits", "4 splits, 8 warps"))
+        add("skewed", cache, 32, ("engine", f"{tile}@1024", f"{tile}@512", "1024, in turns"))
+        for case in ("1x8k", "1x32k"):
+            add(case, cache, 32, ("engine", *LONG))
+        add("1x64", cache, 32, ("engine", "new", "8 warps", "whole"))
+        add("1x384", cache, 32, ("engine", "new", "8 warps", "whole"))
+        add("32x8k", cache, 32, ("engine", f"{tile}@1024", f"{tile}@512", "1024, in turns"))
+    add("1x1k", "bf16", 32, ("release", "programmatic, keys before", "engine programmatic"))
     for case in ("1x1k", "1x8k", "1x32k", "32x1k"):
         add(case, "bf16", 32, ("cudnn", "flash"), "sdpa")
-    for case in ("32x1k", "256x1k", "skewed"):
-        for cache in ("bf16", "int8"):
-            for heads in (32, 16):
-                add(case, cache, heads, ("engine",) if case == "skewed" else ("engine", "no split"))
-    for case in ("1x384", "1x2k", "4x1k", "8x1k"):
-        for cache in ("bf16", "int8"):
-            add(case, cache, 32, ("engine", *SHORT))
-    add("1x1k", "fp8", 32, ("engine", "new"))
-    add("32x1k", "fp8", 32, ("engine",))
     return found
 
 
 class Steps:
     """The steps of jobs, each made once."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, keeps: bool) -> None:
+        self._keeps = keeps  # else the last one alone
         self._lengths = DRY_LENGTHS if args.dry_run else LENGTHS
         self._device = "cpu" if args.dry_run else "cuda"
         self._made: dict[tuple[Any, ...], Any] = {}
@@ -142,11 +154,16 @@ class Steps:
             return step, step.sdpa(job.name)
         if job.name.startswith("engine"):
             return step, step.engine("programmatic" in job.name)
+        if "@" in job.name:
+            return step, step.engine_with(*(int(size) for size in job.name.replace("@", "x").split("x")))
         return step, step.candidate(VARIANTS[job.name])
 
     def _once(self, kind: type, *arguments: Any) -> Any:
         key = (kind, *arguments)
         if key not in self._made:
+            if not self._keeps:
+                self._made.clear()
+                torch.cuda.empty_cache()
             self._made[key] = kind(*arguments)
         return self._made[key]
 
@@ -154,7 +171,7 @@ class Steps:
 def check_jobs(args: argparse.Namespace, wanted: Any, results: Any) -> None:
     """In a process of its own: compile, run and check until there is nothing left to do or the GPU gives an error."""
     torch.set_num_threads(1)
-    steps = Steps(args)
+    steps = Steps(args, False)
     while (job := wanted.get()) is not None:
         start, result = time.perf_counter(), {}
         try:
@@ -211,6 +228,7 @@ class Timer:
     def __init__(self) -> None:
         self._data = torch.randint(0, 1 << 30, (1056 * 12 * 4096,), dtype=torch.int32, device="cuda")
         self._flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         self.read()
         torch.cuda.synchronize()
         self._reading = self._slope([self._graph(None, count, True) for count in (20, 4)], 16)
@@ -223,13 +241,19 @@ class Timer:
         )
 
     def _graph(self, run: Any, count: int, cold: bool, programmatic: bool = False) -> torch.cuda.CUDAGraph:
+        # torch.cuda.graph would collect garbage first, a quarter of a second each time.
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for _ in range(count):
-                if cold:
-                    self.read(programmatic)
-                if run is not None:
-                    run()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(self._pool)
+            try:
+                for _ in range(count):
+                    if cold:
+                        self.read(programmatic)
+                    if run is not None:
+                        run()
+            finally:
+                graph.capture_end()
         return graph
 
     def _slope(self, graphs: list[torch.cuda.CUDAGraph], launches: int, replays: int = 9) -> float:
@@ -261,7 +285,7 @@ class Timer:
 
 def timed(args: argparse.Namespace, wanted: list[Job], end: float) -> list[dict[str, Any]]:
     rows = []
-    steps, timer = Steps(args), Timer()
+    steps, timer = Steps(args, True), Timer()
     for job in wanted:
         if time.perf_counter() > end:
             record(args, {"job": job.key, "left_out": "no time"})

@@ -2,7 +2,7 @@
 
 As ``decode_kernel`` of ops/attention/triton_decode.py, with these differences:
 
-- A program has one task, so there is no loop over tasks, and the task is loaded beside the number of tasks.
+- A program has one task, or an empty one, so there is no loop over tasks, and no number of tasks is waited for.
 - ``FROM_TASK``: the block numbers of a split's first tile come with its task (columns 8 to 15, each of an eighth of a
   tile's keys), instead of from the block table.
 - ``IN_REGISTERS``: the new key and value are attended to from registers, where sums begin, and their store keeps
@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from compiled_llm.ops.attention.triton_codes import SMALLEST_UNIT, _in_float16, _parts
-from compiled_llm.ops.attention.triton_codes import _dot as codes_dot
-from compiled_llm.ops.attention.triton_decode import _merge_heads, _store_whole, _write_new
-from compiled_llm.ops.attention.triton_kernels import LOG2_E, LOWEST, _dot
+from compiled_llm.ops.attention.triton_codes import SMALLEST_UNIT, in_float16, parts
+from compiled_llm.ops.attention.triton_codes import dot_codes as codes_dot
+from compiled_llm.ops.attention.triton_decode import _merge_heads, _write_new
+from compiled_llm.ops.attention.triton_kernels import LOG2_E, LOWEST, store_whole
+from compiled_llm.ops.attention.triton_kernels import dot as _dot
 from compiled_llm.ops.attention.triton_write import _codes, _factors, _largest
 from compiled_llm.ops.rowwise.triton_kernels import cast, inverse_rms, weighted
 from compiled_llm.ops.triton_programmatic import wait_for_launches_before
@@ -100,7 +101,86 @@ def softmax_step(scores, inside, row_max, row_sum, factor, scale, SOFT_CAP: tl.c
 
 
 @triton.jit
-def few_kernel(
+def load_tile(
+    k_cache, v_cache, k_scale, v_scale, blocks, position, end, kv_head,
+    NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Keys, values and, of a quantised cache, their scales."""
+    inside = position + tl.arange(0, BLOCK_N) < end
+    dims = tl.arange(0, WIDTH)
+    rows = rows_at(blocks, position, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
+    keys = tile_at(k_cache, rows, inside, dims, WIDTH)
+    values = tile_at(v_cache, rows, inside, dims, WIDTH)
+    if k_scale is not None:
+        k_scales = tl.load(k_scale + rows, mask=inside, other=0.0)
+        v_scales = tl.load(v_scale + rows, mask=inside, other=0.0)
+        return keys, values, k_scales, v_scales
+    else:
+        return keys, values, inside, inside
+
+
+@triton.jit
+def keys_step(q, keys, values, inside, acc, row_max, row_sum, factor, scale, SOFT_CAP: tl.constexpr):
+    """Sums, maxima and weights with one more tile."""
+    scores = _dot(q, tl.trans(keys))
+    probs, decay, row_max, row_sum = softmax_step(scores, inside, row_max, row_sum, factor, scale, SOFT_CAP)
+    return acc * decay[:, None] + _dot(probs.to(q.dtype), values), row_max, row_sum
+
+
+@triton.jit
+def codes_step(
+    q_even, q_odd, unit, keys, values, k_scales, v_scales, inside, acc_even, acc_odd, row_max, row_sum, largest, factor,
+    scale, IS_FP8: tl.constexpr, SOFT_CAP: tl.constexpr,
+):  # fmt: skip
+    """Likewise, over pairs of codes."""
+    k_even, k_odd = parts(tl.trans(keys), IS_FP8)
+    scores = tl.zeros([q_even.shape[0], keys.shape[0]], tl.float32)
+    scores = codes_dot(q_odd, k_odd, codes_dot(q_even, k_even, scores)) * (unit[:, None] * k_scales[None, :])
+    probs, decay, row_max, row_sum = softmax_step(scores, inside, row_max, row_sum, factor, scale, SOFT_CAP)
+    v_even, v_odd = parts(values, IS_FP8)
+    new_largest = tl.maximum(largest, tl.max(v_scales, 0))
+    weights = (probs * (v_scales / new_largest)[None, :]).to(tl.float16)
+    decay *= largest / new_largest
+    acc_even = codes_dot(weights, v_even, acc_even * decay[:, None])
+    acc_odd = codes_dot(weights, v_odd, acc_odd * decay[:, None])
+    return acc_even, acc_odd, row_max, row_sum, new_largest
+
+
+@triton.jit
+def merge_at_once(
+    sinks, out, partial, partial_max, partial_sum, row, kv_head, num_splits, partial_rows,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_G: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Joins the splits of the heads of one token, ``SPLITS`` at most, in their order; no thread waits for another."""
+    m = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, HEAD_DIM)
+    heads = kv_head * GROUP + m
+    part = (row * (NUM_KV_HEADS * GROUP) + heads) * partial_rows
+    acc = tl.zeros([BLOCK_G, HEAD_DIM], tl.float32)
+    row_max = tl.full([BLOCK_G], LOWEST, tl.float32)
+    row_sum = tl.zeros([BLOCK_G], tl.float32)
+    for split in tl.static_range(SPLITS):
+        known = (m < GROUP) & (m * 0 + split < num_splits)
+        split_max = tl.load(partial_max + part + split, mask=known, other=LOWEST, cache_modifier=".cg")
+        row_max = tl.maximum(row_max, split_max)
+    for split in tl.static_range(SPLITS):
+        known = (m < GROUP) & (m * 0 + split < num_splits)
+        split_max = tl.load(partial_max + part + split, mask=known, other=LOWEST, cache_modifier=".cg")
+        split_sum = tl.load(partial_sum + part + split, mask=known, other=0.0, cache_modifier=".cg")
+        split_acc = tl.load(
+            partial + (part * HEAD_DIM)[:, None] + (split * HEAD_DIM + dims[None, :]), mask=known[:, None], other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        weight = tl.exp2(split_max - row_max)
+        row_sum = tl.fma(split_sum, weight, row_sum)
+        acc = tl.fma(split_acc, tl.broadcast_to(weight[:, None], [BLOCK_G, HEAD_DIM]), acc)
+    store_whole(acc, row_max, row_sum, sinks, heads, m < GROUP, out + row * (NUM_KV_HEADS * GROUP * HEAD_DIM), HEAD_DIM)
+
+
+@triton.jit
+def few_task(
+    number, kv_head,
     q, k, v, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scale, v_scale,
     block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
     eps, scale, partial_rows, table_stride, cos_sin_stride,
@@ -109,19 +189,12 @@ def few_kernel(
     CODE_MAX: tl.constexpr, SOFT_CAP: tl.constexpr, MERGE_HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FROM_TASK: tl.constexpr, IN_REGISTERS: tl.constexpr, EARLY: tl.constexpr, LOOP: tl.constexpr, SEM: tl.constexpr,
-    PROGRAMMATIC: tl.constexpr, BEFORE: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr, BEFORE: tl.constexpr, IN_TURNS: tl.constexpr,
 ):  # fmt: skip
-    """``BEFORE``: tasks and the first tile are asked for before the launch before has ended. Not LOOP: one tile a
-    split, and no code for more."""
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     HALF: tl.constexpr = HEAD_DIM // 2
     QUANTISED: tl.constexpr = CODE_MAX > 0
     WIDTH: tl.constexpr = HALF if QUANTISED else HEAD_DIM
-    if PROGRAMMATIC and not BEFORE:
-        wait_for_launches_before()
-    kv_head = tl.program_id(0)
-    number = tl.program_id(1)
-    num_tasks = tl.load(tasks)
     task = tasks + (1 + number) * TASK
     row = tl.load(task).to(tl.int64)
     table_row = block_table + tl.load(task + 1).to(tl.int64) * table_stride
@@ -129,10 +202,6 @@ def few_kernel(
     split, num_splits = tl.load(task + 4), tl.load(task + 5)
     slot = tl.load(task + 6).to(tl.int64)
     blocks = block_numbers(task, table_row, begin, end, BLOCK_SIZE, BLOCK_N, FROM_TASK)
-    if PROGRAMMATIC and BEFORE and number >= num_tasks:
-        wait_for_launches_before()
-    if number >= num_tasks:
-        return
     cosines = None
     if cos_sin is not None:
         cosines = cos_sin + row * cos_sin_stride
@@ -148,15 +217,10 @@ def few_kernel(
     else:
         end -= has_new.to(tl.int32)
     n = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, WIDTH)
-    inside = begin + n < end
     if EARLY:
-        rows = rows_at(blocks, begin, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
-        keys = tile_at(k_cache, rows, inside, dims, WIDTH)
-        values = tile_at(v_cache, rows, inside, dims, WIDTH)
-        if QUANTISED:
-            k_scales = tl.load(k_scale + rows, mask=inside, other=0.0)
-            v_scales = tl.load(v_scale + rows, mask=inside, other=0.0)
+        keys, values, k_scales, v_scales = load_tile(
+            k_cache, v_cache, k_scale, v_scale, blocks, begin, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WIDTH
+        )
     if PROGRAMMATIC and BEFORE:
         wait_for_launches_before()
 
@@ -233,58 +297,39 @@ def few_kernel(
         acc_odd = tl.zeros([BLOCK_M, HALF], tl.float32)
     q_tile = joined(q_first, q_second)
     if QUANTISED:
-        q_even, q_odd, unit = _in_float16(q_tile)
+        q_even, q_odd, unit = in_float16(q_tile)
     if not EARLY:
-        rows = rows_at(blocks, begin, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
-        keys = tile_at(k_cache, rows, inside, dims, WIDTH)
-        values = tile_at(v_cache, rows, inside, dims, WIDTH)
-        if QUANTISED:
-            k_scales = tl.load(k_scale + rows, mask=inside, other=0.0)
-            v_scales = tl.load(v_scale + rows, mask=inside, other=0.0)
-
+        keys, values, k_scales, v_scales = load_tile(
+            k_cache, v_cache, k_scale, v_scale, blocks, begin, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WIDTH
+        )
+    last = begin + 1
     if LOOP:
         last = end
+    if LOOP and begin + BLOCK_N < end:
         blocks = block_numbers(task, table_row, begin + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, False)
-    else:
-        last = begin + 1
     for start in tl.range(begin, last, BLOCK_N, num_stages=1):
-        inside = start + n < end
-        now_keys, now_values = keys, values
+        now_keys, now_values, now_k_scales, now_v_scales = keys, values, k_scales, v_scales
+        if LOOP and start + BLOCK_N < end:
+            keys, values, k_scales, v_scales = load_tile(
+                k_cache, v_cache, k_scale, v_scale, blocks, start + BLOCK_N, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE,
+                BLOCK_N, WIDTH,
+            )  # fmt: skip
+            blocks = block_numbers(task, table_row, start + 2 * BLOCK_N, end, BLOCK_SIZE, BLOCK_N, False)
         if QUANTISED:
-            now_k_scales, now_v_scales = k_scales, v_scales
-        if LOOP:
-            following = start + BLOCK_N
-            ahead = following + n < end
-            rows = rows_at(blocks, following, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
-            blocks = block_numbers(task, table_row, following + BLOCK_N, end, BLOCK_SIZE, BLOCK_N, False)
-            keys = tile_at(k_cache, rows, ahead, dims, WIDTH)
-            values = tile_at(v_cache, rows, ahead, dims, WIDTH)
-            if QUANTISED:
-                k_scales = tl.load(k_scale + rows, mask=ahead, other=0.0)
-                v_scales = tl.load(v_scale + rows, mask=ahead, other=0.0)
-        if QUANTISED:
-            k_even, k_odd = _parts(tl.trans(now_keys), CODE_MAX == 448)
-            scores = codes_dot(q_odd, k_odd, codes_dot(q_even, k_even, tl.zeros([BLOCK_M, BLOCK_N], tl.float32)))
-            scores *= unit[:, None] * now_k_scales[None, :]
+            acc_even, acc_odd, row_max, row_sum, largest = codes_step(
+                q_even, q_odd, unit, now_keys, now_values, now_k_scales, now_v_scales, start + n < end, acc_even,
+                acc_odd, row_max, row_sum, largest, factor, scale, CODE_MAX == 448, SOFT_CAP,
+            )  # fmt: skip
         else:
-            scores = _dot(q_tile, tl.trans(now_keys))
-        probs, decay, row_max, row_sum = softmax_step(scores, inside, row_max, row_sum, factor, scale, SOFT_CAP)
-        if QUANTISED:
-            v_even, v_odd = _parts(now_values, CODE_MAX == 448)
-            new_largest = tl.maximum(largest, tl.max(now_v_scales, 0))
-            weights = (probs * (now_v_scales / new_largest)[None, :]).to(tl.float16)
-            decay *= largest / new_largest
-            largest = new_largest
-            acc_even = codes_dot(weights, v_even, acc_even * decay[:, None])
-            acc_odd = codes_dot(weights, v_odd, acc_odd * decay[:, None])
-        else:
-            acc = acc * decay[:, None] + _dot(probs.to(q_tile.dtype), now_values)
+            acc, row_max, row_sum = keys_step(
+                q_tile, now_keys, now_values, start + n < end, acc, row_max, row_sum, factor, scale, SOFT_CAP
+            )
     if QUANTISED:
         acc = tl.join(acc_even, acc_odd).reshape([BLOCK_M, HEAD_DIM]) * largest
 
     if num_splits == 1:
-        _store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out + row * (NUM_HEADS * HEAD_DIM), HEAD_DIM)
-    else:
+        store_whole(acc, row_max, row_sum, sinks, heads, row_mask, out + row * (NUM_HEADS * HEAD_DIM), HEAD_DIM)
+    elif split < num_splits:  # else there is nothing to do
         places = tl.arange(0, HEAD_DIM)
         part = (row * NUM_HEADS + heads) * partial_rows + split
         tl.store(partial + part[:, None] * HEAD_DIM + places[None, :], acc, mask=row_mask[:, None])
@@ -294,7 +339,52 @@ def few_kernel(
         counter = counters + row * NUM_KV_HEADS + kv_head
         if tl.atomic_add(counter, 1, sem=SEM, scope="gpu") == num_splits - 1:
             tl.store(counter, 0)
-            _merge_heads(
-                sinks, out, partial, partial_max, partial_sum, row, kv_head, num_splits, partial_rows,
-                GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_HEADS, MERGE_SPLITS, HEAD_DIM,
+            if IN_TURNS:
+                _merge_heads(
+                    sinks, out, partial, partial_max, partial_sum, row, kv_head, num_splits, partial_rows,
+                    GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_HEADS, MERGE_SPLITS, HEAD_DIM,
+                )  # fmt: skip
+            else:
+                merge_at_once(
+                    sinks, out, partial, partial_max, partial_sum, row, kv_head, num_splits, partial_rows,
+                    GROUP, NUM_KV_HEADS, HEAD_DIM, MERGE_HEADS, MERGE_SPLITS,
+                )  # fmt: skip
+
+
+@triton.jit
+def few_kernel(
+    q, k, v, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scale, v_scale,
+    block_table, tasks, counters, sinks, out, partial, partial_max, partial_sum,
+    eps, scale, partial_rows, table_stride, cos_sin_stride,
+    q_stride_t, q_stride_n, k_stride_t, k_stride_h, v_stride_t, v_stride_h,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    CODE_MAX: tl.constexpr, SOFT_CAP: tl.constexpr, MERGE_HEADS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    FROM_TASK: tl.constexpr, IN_REGISTERS: tl.constexpr, EARLY: tl.constexpr, LOOP: tl.constexpr, SEM: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr, BEFORE: tl.constexpr, IN_TURNS: tl.constexpr, PERSISTENT: tl.constexpr,
+):  # fmt: skip
+    """``BEFORE``: tasks and the first tile are asked for before the launch before has ended. Not LOOP: one tile a
+    split, and no code for more. PERSISTENT: programs take tasks in turns; else there is one for each."""
+    if PROGRAMMATIC and not BEFORE:
+        wait_for_launches_before()
+    if PERSISTENT:
+        for number in range(tl.program_id(1), tl.load(tasks), tl.num_programs(1)):
+            few_task(
+                number, tl.program_id(0),
+                q, k, v, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scale, v_scale, block_table,
+                tasks, counters, sinks, out, partial, partial_max, partial_sum, eps, scale,
+                partial_rows, table_stride, cos_sin_stride, q_stride_t, q_stride_n, k_stride_t,
+                k_stride_h, v_stride_t, v_stride_h, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+                CODE_MAX, SOFT_CAP, MERGE_HEADS, MERGE_SPLITS, BLOCK_M, BLOCK_N, FROM_TASK,
+                IN_REGISTERS, EARLY, LOOP, SEM, PROGRAMMATIC, BEFORE, IN_TURNS,
             )  # fmt: skip
+    else:
+        few_task(
+            tl.program_id(1), tl.program_id(0),
+            q, k, v, cos_sin, q_norm, k_norm, k_cache, v_cache, k_scale, v_scale, block_table, tasks,
+            counters, sinks, out, partial, partial_max, partial_sum, eps, scale, partial_rows,
+            table_stride, cos_sin_stride, q_stride_t, q_stride_n, k_stride_t, k_stride_h, v_stride_t,
+            v_stride_h, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, CODE_MAX, SOFT_CAP, MERGE_HEADS,
+            MERGE_SPLITS, BLOCK_M, BLOCK_N, FROM_TASK, IN_REGISTERS, EARLY, LOOP, SEM, PROGRAMMATIC,
+            BEFORE, IN_TURNS,
+        )  # fmt: skip

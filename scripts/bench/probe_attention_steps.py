@@ -23,8 +23,9 @@ class Variant(NamedTuple):
     n: int = 64
     warps: int = 4
     tokens: int = 64
-    most: int = 32
-    merge: int = 32
+    most: int = 16
+    merge: int = 16
+    in_turns: bool = False
     from_task: bool = True
     in_registers: bool = True
     early: bool = True
@@ -32,6 +33,7 @@ class Variant(NamedTuple):
     sem: str = "acq_rel"
     programmatic: bool = False
     before: bool = False
+    programs: int = 0  # for all KV heads, which take tasks in turns; 0: one for each task
 
 
 def turned(x: Tensor, cos_sin: Tensor, norm: Tensor | None) -> Tensor:
@@ -108,9 +110,10 @@ class Decode:
 
     def engine(self, programmatic: bool = False) -> Any:
         from compiled_llm.ops.attention import triton_decode as td
+        from compiled_llm.ops.attention import triton_decode_plan
 
         size = (self.table.shape[1] * BLOCK, 0, KV_HEADS, HEAD_DIM, 2, self.caches[0].element_size())
-        plan = td.decode_plan(self.slots, None, self.starts, self.seq_lens, *size)
+        plan = triton_decode_plan.decode_plan(self.slots, None, self.starts, self.seq_lens, *size)
         turning = td.Turning(self.cos_sin, self.norm, self.norm, None, None)
         q, k, v = heads_of(self.qkv, self.heads, KV_HEADS, HEAD_DIM)
         rest = (*self.caches, *self.scales, self.table, *plan, None, HEAD_DIM**-0.5, 0, 0.0)
@@ -120,6 +123,24 @@ class Decode:
                 return td.decode_attention(q, k, v, turning, EPS, *rest)
 
         return run
+
+    def engine_with(self, n: int, warps: int, stages: int, programs: int, tokens: int) -> Any:
+        """The engine's kernel with another tile, and splits of at least ``tokens`` old keys."""
+        from compiled_llm.ops.attention import triton_decode as td
+
+        tiles = dataclasses.replace(
+            HOPPER[HEAD_DIM], decode_block_n=n, decode_warps=warps, decode_stages=stages,
+            decode_programs_per_sm=programs, alone_warps=0,
+        )  # fmt: skip
+        tasks, _ = self.tasks(Variant(n=n, tokens=tokens, most=64))
+        plan = (
+            tasks[:, :8].contiguous(),
+            torch.zeros(self.slots.numel() * KV_HEADS, dtype=torch.int32, device=self.device),
+        )
+        turning = td.Turning(self.cos_sin, self.norm, self.norm, None, None)
+        q, k, v = heads_of(self.qkv, self.heads, KV_HEADS, HEAD_DIM)
+        rest = (*self.caches, *self.scales, self.table, *plan, None, HEAD_DIM**-0.5, 0, 0.0)
+        return functools.partial(td.decode_attention, q, k, v, turning, EPS, *rest, tiles=tiles)
 
     def tasks(self, variant: Variant) -> tuple[Tensor, int]:
         """As the plan would be, with the block numbers of each split's first tile; splits count old keys alone."""
@@ -139,6 +160,7 @@ class Decode:
                 rows.append([row, row, begin, end, split, count, slot, 0, *blocks])
         grid = variant.most * len(self.lengths)  # as of a step that may have the longest requests
         tasks = torch.zeros(1 + grid, 16, dtype=torch.int32)
+        tasks[:, 6] = -1
         tasks[: 1 + len(rows)] = torch.tensor([[len(rows)] + [0] * 15, *rows], dtype=torch.int32)
         return tasks.to(self.device), grid
 
@@ -149,6 +171,8 @@ class Decode:
         assert k is not None
         assert v is not None
         tasks, count = self.tasks(variant)
+        if variant.programs:
+            count = variant.programs // KV_HEADS
         counters = torch.zeros(len(self.lengths) * KV_HEADS, dtype=torch.int32, device=self.device)
         caches = [x.view(torch.int16) if x.element_size() == 1 else x for x in self.caches]
         parts = (len(self.lengths), self.heads, variant.most)
@@ -167,7 +191,8 @@ class Decode:
                 CODE_MAX=kv_quant.CODE_MAX.get(self.caches[0].dtype, 0.0), SOFT_CAP=0.0,
                 MERGE_HEADS=self.heads // KV_HEADS, MERGE_SPLITS=variant.merge, BLOCK_M=16, BLOCK_N=variant.n,
                 FROM_TASK=variant.from_task, IN_REGISTERS=variant.in_registers, EARLY=variant.early,
-                LOOP=variant.loop, SEM=variant.sem, PROGRAMMATIC=variant.programmatic, BEFORE=variant.before,
+                LOOP=variant.loop, SEM=variant.sem, PROGRAMMATIC=variant.programmatic,
+                BEFORE=variant.before, IN_TURNS=variant.in_turns, PERSISTENT=variant.programs > 0,
                 num_warps=variant.warps, num_stages=1, enable_fp_fusion=False, **options,
             )  # fmt: skip
             return out
