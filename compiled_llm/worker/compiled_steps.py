@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_llm.compiling.build_processes import BuildProcesses
 from compiled_llm.compiling.cache import CompileCache, engine_cache
 from compiled_llm.compiling.costs import Cost
-from compiled_llm.compiling.cuda_graphs import GraphPool, begin_step_of_trees
+from compiled_llm.compiling.cuda_graphs import GraphPool, begin_step_of_trees, gpu_target
 from compiled_llm.compiling.function import CompiledFunction
 from compiled_llm.compiling.keys import Fields
 from compiled_llm.compiling.messages import Job
@@ -175,13 +175,16 @@ class CompiledSteps:
             processes: those that were started ahead (``build_ahead.py``).
             before_first_step: called once other processes have compiled; the ops need their kernels from then on.
         """
-        keeps = self.device.type == "cpu" and not enforce_eager and keeps_compiled_code()
-        self.cache = engine_cache() if keeps else None
+        keeps = not (enforce_eager or self.uses_trees) and keeps_compiled_code()
+        target = None if self._graph_pool is None else gpu_target(self._graph_pool)
+        self.cache = engine_cache(target) if keeps else None
         self._cache_dtypes = tuple(cache_dtypes)
         jobs = [] if enforce_eager else self.jobs()
         left: dict[str, Cost | None] = dict.fromkeys(job.name for job in jobs)  # what this process has to compile
         if self.cache is not None:
-            left = build_missing(self.cache, jobs, num_workers, progress, processes)
+            processes = processes or BuildProcesses(target)
+            is_gpu = target is not None
+            left = build_missing(self.cache, jobs, num_workers, progress, processes, needs_process=is_gpu)
         if not enforce_eager:
             left |= dict.fromkeys(self.sampling.uncached())
         before_first_step()
@@ -254,7 +257,7 @@ class CompiledSteps:
             for name, bucket in steps.items()
         ]
         inputs = {bucket.num_rows: self.buffers[bucket].sampling_input for bucket in self.buckets}
-        logits = functools.partial(torch.empty, dtype=self._dtype)
+        logits = functools.partial(torch.empty, dtype=self._dtype, device=self.device)
         return jobs + self.sampling.jobs(inputs, lambda rows: logits(rows, vocab_size), self.weights, _SAMPLER_WEIGHT)
 
     def drop_graphs(self) -> None:

@@ -278,9 +278,9 @@ class ModelRunner(Worker):
         return f"{took}; model: {code_of(self.model_config)}{weights}; same results in any batch: {self.exact}"
 
     def compiled_files(self) -> list[Path]:
-        """The files that hold this engine's compiled functions. ``ValueError`` on a GPU, where torch keeps them."""
-        if self.steps.cache is None:
-            raise ValueError(f"compiled functions are kept on a CPU only, given device={str(self.device)!r}")
+        """The files that hold this engine's compiled functions. ``ValueError`` on a GPU: kernels are kept elsewhere."""
+        if self.steps.cache is None or self.device.type != "cpu":
+            raise ValueError(f"compiled functions can be taken elsewhere from a CPU only, given device={str(self.device)!r}")
         return self.steps.cache.used
 
     @property

@@ -13,6 +13,7 @@ from torch import Tensor
 from compiled_llm.compiling.argument_specs import tensors_in
 from compiled_llm.compiling.compiler import compile_at_first_call, own_copy
 from compiled_llm.compiling.cuda_graphs import check_cuda_graphs
+from compiled_llm.compiling.gpu_properties import GpuProperties
 from compiled_llm.config import EngineConfig, EngineLimits
 from compiled_llm.models.config import ModelConfig
 from compiled_llm.models.family import MixedLayers
@@ -55,30 +56,10 @@ class FakeStep(NamedTuple):
     programmatic: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class _Properties:
-    """As ``torch.cuda.get_device_properties`` has them."""
-
-    name: str
-    major: int
-    minor: int
-    multi_processor_count: int
-    total_memory: int
-    L2_cache_size: int
-    regs_per_multiprocessor: int
-    max_threads_per_multi_processor: int
-    shared_memory_per_multiprocessor: int
-    shared_memory_per_block_optin: int
-    shared_memory_per_block: int = 48 << 10
-    max_threads_per_block: int = 1024
-    warp_size: int = 32
-    gcnArchName: str = ""
-
-
 def pretend(gpu: Gpu) -> None:
     """Make this process take ``gpu`` for the one that it has, for good. Nothing can run on it."""
     pretend_gpu(
-        _Properties(
+        GpuProperties(
             gpu.name, *gpu.capability, gpu.num_sms, gpu.memory_bytes, gpu.l2_bytes, gpu.registers, gpu.threads,
             gpu.sm_bytes, gpu.block_bytes,
         )
