@@ -5,6 +5,7 @@
 
 import contextlib
 import subprocess
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,7 +87,7 @@ class _Described:
 
     def __init__(self, tensor: Tensor) -> None:
         self.dtype, self.shape = tensor.dtype, tensor.shape
-        self._offset = tensor.storage_offset() * tensor.element_size()
+        self._offset = int(tensor.storage_offset()) * tensor.element_size()
 
     def data_ptr(self) -> int:
         return self._offset  # memory itself is aligned
@@ -148,16 +149,18 @@ def fake_tensors() -> Iterator[None]:
 
 def rehearse(function: Callable, args: tuple) -> None:
     """Call ``function`` on fake tensors, so that all Triton kernels that it launches are compiled."""
-    with torch.no_grad(), _AsOnGpu():
+    with torch.no_grad(), _AsOnGpu(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # it is 0: aligned
         function(*args)
 
 
 @contextlib.contextmanager
 def builds_for_others() -> Iterator[None]:
-    """Inductor makes code without trying anything out, by itself, and looks for nothing that it made before."""
+    """Inductor makes code by itself, tries nothing out on the GPU, and looks for nothing that it made before."""
     import torch._inductor.config
 
-    with torch._inductor.config.patch(compile_threads=1, shape_padding=False, fx_graph_cache=False):
+    off = dict.fromkeys(("shape_padding", "joint_graph_constant_folding", "fx_graph_cache"), False)
+    with torch._inductor.config.patch({**off, "compile_threads": 1}):
         yield
 
 

@@ -46,8 +46,10 @@ def graph_pool(cuda_graphs: str, device: torch.device, enforce_eager: bool = Fal
     return GraphPool(device, cuda_graphs == "programmatic")
 
 
-def gpu_target(pool: GraphPool) -> GpuTarget:
-    """What to compile the functions for whose graphs are in ``pool``."""
+def gpu_target(pool: GraphPool | None) -> GpuTarget | None:
+    """The GPU to compile the functions for whose graphs are in ``pool``; None where no GPU's are captured by hand."""
+    if pool is None or pool.device.type != "cuda":
+        return None
     return GpuTarget(GpuProperties.of(pool.device), pool.programmatic)
 
 

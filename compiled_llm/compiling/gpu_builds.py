@@ -25,9 +25,7 @@ def pretend_to_have(target: GpuTarget) -> None:
     build_without_gpu(target.properties.capability)
 
 
-def build_for_gpu(
-    function: Callable, name: str, args: tuple, target: GpuTarget
-) -> tuple[bytes, dict[str, Any]]:
+def build_for_gpu(function: Callable, name: str, args: tuple, target: GpuTarget) -> tuple[bytes, dict[str, Any]]:
     """Compile for fake ``args``: what ``compiler.from_bytes`` takes, and facts as ``compile_ahead`` gives them.
 
     Raises:

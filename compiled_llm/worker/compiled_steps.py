@@ -176,7 +176,7 @@ class CompiledSteps:
             before_first_step: called once other processes have compiled; the ops need their kernels from then on.
         """
         keeps = not (enforce_eager or self.uses_trees) and keeps_compiled_code()
-        target = None if self._graph_pool is None else gpu_target(self._graph_pool)
+        target = gpu_target(self._graph_pool)
         self.cache = engine_cache(target) if keeps else None
         self._cache_dtypes = tuple(cache_dtypes)
         jobs = [] if enforce_eager else self.jobs()
