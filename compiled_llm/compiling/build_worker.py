@@ -55,7 +55,7 @@ def _compile(job: Job, settings: dict[str, Any], target: GpuTarget | None) -> Bu
         return Built(b"", {}, f"torch is set up otherwise here: {'; '.join(other)}")
     try:
         if target is not None:
-            return Built(*build_for_gpu(job.recipe(), job.name, job.args, target), "")
+            return Built(*build_for_gpu(job, target), "")
         ahead, facts = compile_ahead(job.recipe(), job.name, job.args)
         return Built(to_bytes(ahead), facts, "")
     except Exception as error:  # whatever it is: the other process then compiles for itself, and raises it

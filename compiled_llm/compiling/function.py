@@ -1,5 +1,6 @@
 """CompiledFunction: a function that is compiled once, and then refuses to be compiled again."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from compiled_llm.compiling.compiler import (
 from compiled_llm.compiling.cuda_graphs import CapturedFunction, GraphPool, begin_step_of_trees
 from compiled_llm.compiling.libraries import libraries_built_since
 from compiled_llm.compiling.report import GraphReport
-from compiled_llm.ops.torch_private import compiled_versions, tell_compiler
+from compiled_llm.ops.torch_private import compiled_versions, sizes_of_one, tell_compiler
 
 # What a CUDA graph needs before it replays: a plain run, and a run that records.
 _WARM_UP_CALLS = {"cuda": 3, "cpu": 1}
@@ -97,7 +98,7 @@ class CompiledFunction:
     def _compile_by_calls(self, make_args: Callable[[], tuple]) -> tuple[Fields, str]:
         """Facts about the code, and ``cache`` for the report."""
         before = {} if self._eager else compile_counts()
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.nullcontext() if self._eager else sizes_of_one():
             self._call_until_recorded(self._call, make_args)
         if self._eager:
             return {"graphs": 0, "graph_breaks": 0, "cpp_seconds": 0.0}, "eager"

@@ -7,11 +7,13 @@ process with the GPU loads it.
 """
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
+from compiled_llm.compiling.argument_specs import examples_of
 from compiled_llm.compiling.compiler import compile_ahead
+from compiled_llm.compiling.costs import CostMeter
 from compiled_llm.compiling.gpu_properties import GpuTarget
+from compiled_llm.compiling.messages import Job
 from compiled_llm.compiling.ready_code import load_ready, ready_code
 from compiled_llm.ops.programmatic_launch import programmatic_launches
 from compiled_llm.ops.torch_private import lower_as_ops
@@ -25,19 +27,22 @@ def pretend_to_have(target: GpuTarget) -> None:
     build_without_gpu(target.properties.capability)
 
 
-def build_for_gpu(function: Callable, name: str, args: tuple, target: GpuTarget) -> tuple[bytes, dict[str, Any]]:
-    """Compile for fake ``args``: what ``compiler.from_bytes`` takes, and facts as ``compile_ahead`` gives them.
+def build_for_gpu(job: Job, target: GpuTarget) -> tuple[bytes, dict[str, Any]]:
+    """Compile a job of fake arguments: what ``compiler.from_bytes`` takes, and facts as ``compile_ahead`` gives them.
 
     Raises:
         ValueError: torch would do more around the code than to run it.
     """
+    meter = CostMeter()
     lower_as_ops("compiled_llm")
+    function = job.recipe()
     with builds_for_others():
-        ahead, facts = compile_ahead(function, name, args)
+        ahead, facts = compile_ahead(function, job.name, job.args)
         code = ready_code(ahead)
     if code is None:
-        raise ValueError(f"{name} is more than a graph: torch has to prepare its inputs or its outputs")
+        raise ValueError(f"{job.name} is more than a graph: torch has to prepare its inputs or its outputs")
     run = load_ready(code, function.__globals__, compiled_kernel)
     with programmatic_launches(target.programmatic):
-        rehearse(run, args)
-    return pickle.dumps((code, None)), facts
+        for sizes in job.sizes or ({},):
+            rehearse(run, examples_of(job.args, sizes))
+    return pickle.dumps((code, None)), facts | {"cost": list(meter.cost(libraries=0, header_seconds=0.0))}

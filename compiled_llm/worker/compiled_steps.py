@@ -82,8 +82,10 @@ class CompiledSteps:
         self.used_experts = used_experts(weights)
         self.buckets = buckets_of(limits)
         self.tables = BlockTables(limits, device, len(self._windows)) if device.type == "cuda" else None
+        self.uses_trees = device.type == "cuda" and graph_pool is None and not config.enforce_eager
         self.buffers = {
-            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables) for bucket in self.buckets
+            bucket: StepBuffers(bucket, limits, device, self._windows, self.tables, self.uses_trees)
+            for bucket in self.buckets
         }
         num_rows = max(bucket.num_rows for bucket in self.buckets)
         num_tokens = max(bucket.num_tokens for bucket in self.buckets)
@@ -91,8 +93,6 @@ class CompiledSteps:
         self.hidden = torch.zeros(num_tokens, model_config.hidden_size, dtype=dtype, device=device)
         for tensor in (self.last_tokens, self.hidden):
             mark_static_address(tensor)
-        is_generic = device.type == "cpu" and graph_pool is None
-        self.uses_trees = device.type == "cuda" and graph_pool is None and not config.enforce_eager
         self.sampling = SamplingStage(
             model_config,
             limits,
@@ -102,7 +102,6 @@ class CompiledSteps:
             transforms=transforms,
             max_logprobs=config.max_logprobs,
             dtype=dtype,
-            is_generic=is_generic,
             uses_trees=self.uses_trees,
         )
         self.cache: CompileCache | None = None
@@ -110,7 +109,6 @@ class CompiledSteps:
         self._cache_dtypes: tuple[torch.dtype, ...] = ()  # of each layer's KV cache, from ``compile`` on
         self._exact_attention = config.exact and device.type == "cuda"  # a CPU's one kernel is exact
         self._graph_pool = graph_pool
-        self._is_generic = is_generic
         self._functions: dict[str, CompiledFunction] = {}
         self._last_report: CompileReport | None = None  # once closed
 
@@ -224,9 +222,12 @@ class CompiledSteps:
 
         for bucket in self._recording_order():
             name = self._name(bucket)
+            arguments = functools.partial(self.step_arguments, bucket)
             if name not in self._functions:
                 self._functions[name] = make(self._recipe(bucket)(), name, self._depends())
-                self._functions[name].warm_up(functools.partial(self.step_arguments, bucket))
+                self._functions[name].warm_up(arguments)
+            else:
+                self._functions[name].record_again(arguments)
             logits: Callable[[], Tensor] = functools.partial(self.run_step, bucket)
             if self.device.type == "cpu":  # there, what follows a step is not recorded with it: one step does for all
                 logits = functools.cache(logits)
@@ -235,7 +236,7 @@ class CompiledSteps:
 
     def _name(self, bucket: Bucket) -> str:
         """Of the function that runs a bucket's steps: on a CPU one for all, see ``StepSizes``."""
-        return "step" if self._is_generic else bucket.name
+        return "step" if self.device.type == "cpu" else bucket.name
 
     def _recipe(self, bucket: Bucket) -> functools.partial:
         """Makes the step of a bucket, in any process."""
